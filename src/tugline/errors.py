@@ -1,0 +1,96 @@
+"""Every error that Tugline raises on purpose. The class names the boundary that was crossed.
+
+TuglineError
+ +- UsageError            the person: a flag, a config key, a missing program; exit code 2
+ |   +- ConfigError       names the key, the value and what would be right
+ |   +- UnknownPlugin     lists the known names
+ +- RequestError          one model call is refused; carries the HTTP status
+ |   +- ContextOverflow   prompt and answer do not fit the engine's window (400)
+ |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
+ |   +- Unauthorized      unknown, closed or wrong session secret (401)
+ +- EngineError           the model server failed or answered nonsense; retried elsewhere
+ +- HarnessError          the agent program cannot be installed or started
+ +- RuntimeFault          the sandbox cannot be made or used
+ +- EvaluatorError        the verdict could not be had; says nothing about the agent
+ +- CaptureError          a segment cannot be written or read; names file and offset
+ +- FencedError           a result came with a lost lease's epoch and is refused
+"""
+
+from __future__ import annotations
+
+
+class TuglineError(Exception):
+    """Base of all; its text is one line that says what to do."""
+
+
+class UsageError(TuglineError):
+    """The caller can mend this."""
+
+
+class ConfigError(UsageError):
+    """A configuration value is unknown or wrong."""
+
+
+class UnknownPlugin(UsageError):
+    """No plug-in of that name."""
+
+
+class RequestError(TuglineError):
+    """A model call that is refused, with the status that any dialect turns into its own shape."""
+
+    status = 400
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextOverflow(RequestError):
+    """The prompt, or prompt plus answer, exceeds the engine's window."""
+
+    code = "context_length_exceeded"
+
+
+class BudgetExhausted(RequestError):
+    """The session may not make this call any more."""
+
+    code = "budget_exhausted"
+
+
+class Unauthorized(RequestError):
+    """The secret opens no live session."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class EngineError(TuglineError):
+    """The engine failed; `status` is its own HTTP status, None when it could not be reached."""
+
+    def __init__(
+        self, message: str, *, status: int | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class HarnessError(TuglineError):
+    """The agent program cannot be installed, configured or started."""
+
+
+class RuntimeFault(TuglineError):
+    """The place where agents run is at fault."""
+
+
+class EvaluatorError(TuglineError):
+    """No verdict could be had."""
+
+
+class CaptureError(TuglineError):
+    """A segment is damaged, foreign or cannot be written."""
+
+
+class FencedError(TuglineError):
+    """Somebody else owns this session by now."""

@@ -1,0 +1,57 @@
+"""Find interchangeable parts by name: built in, by entry point, or as ``module:Class``.
+
+A part is looked up once, where a task is accepted, so an unknown name is an error at the door
+that lists the known ones, never a failure in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module, metadata
+from typing import Any
+
+from tugline.errors import UnknownPlugin
+
+BUILT_IN: dict[str, dict[str, str]] = {
+    "harness": {
+        "pi": "tugline.harnesses.pi:Pi",
+        "shell": "tugline.harnesses.shell:Shell",
+    },
+    "runtime": {"local": "tugline.runtimes.local:Local"},
+    "evaluator": {"tests": "tugline.evaluators.tests:Tests"},
+    "builder": {
+        "per_request": "tugline.builders.per_request:PerRequest",
+        "prefix_merging": "tugline.builders.prefix_merging:PrefixMerging",
+    },
+}
+"""Kind to name to target; the same shape as the entry points ``tugline.<kind>``."""
+
+
+def known(kind: str) -> list[str]:
+    """Every name of `kind` that can be used without spelling out ``module:Class``."""
+    entry_points = metadata.entry_points(group=f"tugline.{kind}")
+    return sorted({*BUILT_IN[kind], *(point.name for point in entry_points)})
+
+
+def find(kind: str, name: str) -> Any:
+    """The class behind `name`. Raises `UnknownPlugin` with the nearest known name."""
+    if ":" in name:
+        return _load(kind, name)
+    if name in BUILT_IN[kind]:
+        return _load(kind, BUILT_IN[kind][name])
+    for point in metadata.entry_points(group=f"tugline.{kind}", name=name):
+        return point.load()
+    names = known(kind)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    msg = f"unknown {kind} {name!r}{hint} (known: {', '.join(names)}, or module:Class)"
+    raise UnknownPlugin(msg)
+
+
+def _load(kind: str, target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        msg = f"{kind} {target!r} cannot be loaded: {error}"
+        raise UnknownPlugin(msg) from error

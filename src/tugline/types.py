@@ -1,0 +1,389 @@
+"""The nouns of Tugline: frozen values that every other part speaks in.
+
+They import nothing of ours, hold no behaviour beyond their own consistency, and are what
+processes exchange. Token arrays are contiguous numpy buffers (``int32`` ids, ``float32``
+logprobs), never Python lists. Everything else is a `msgspec.Struct`, so one definition serves
+memory, msgpack on disk and JSON on the wire (`encode` and `decode` below).
+
+Invariants carried here: I1 (a `Trace` names the calls its tokens came from), I2 (`Ledger` and the
+`Reason` enum), I5 (`Failure` names the boundary it crossed).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+"""Token ids, shape ``(n,)``, contiguous."""
+
+Logprobs = npt.NDArray[np.float32]
+"""Natural-log probabilities of sampled tokens, shape ``(n,)``."""
+
+Mask = npt.NDArray[np.bool_]
+"""True where a token is trained on, shape ``(n,)``."""
+
+
+# --------------------------------------------------------------------------- status and failure
+class Status(StrEnum):
+    """Where a session is. `TRANSITIONS` says what may follow, `TERMINAL` what is final."""
+
+    QUEUED = "queued"
+    INIT = "init"
+    READY = "ready"
+    RUN = "run"
+    BUILD = "build"
+    EVAL = "eval"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = frozenset({Status.COMPLETED, Status.FAILED, Status.TIMED_OUT, Status.CANCELLED})
+
+_ENDS = frozenset({Status.FAILED, Status.TIMED_OUT, Status.CANCELLED})
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.QUEUED: frozenset({Status.INIT}) | _ENDS,
+    Status.INIT: frozenset({Status.READY, Status.QUEUED}) | _ENDS,
+    Status.READY: frozenset({Status.RUN, Status.QUEUED}) | _ENDS,
+    Status.RUN: frozenset({Status.BUILD, Status.QUEUED}) | _ENDS,
+    Status.BUILD: frozenset({Status.EVAL, Status.QUEUED}) | _ENDS,
+    Status.EVAL: frozenset({Status.COMPLETED, Status.QUEUED}) | _ENDS,
+    **{status: frozenset() for status in TERMINAL},
+}
+"""A lost lease leads any running state back to QUEUED."""
+
+
+class Boundary(StrEnum):
+    """Whose failure it is; decides who retries and whether the policy is charged for it."""
+
+    ENGINE = "engine"
+    HARNESS = "harness"
+    AGENT = "agent"
+    RUNTIME = "runtime"
+    EVALUATOR = "evaluator"
+    INFRASTRUCTURE = "infrastructure"
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a session did not complete."""
+
+    boundary: Boundary
+    message: str
+
+
+# --------------------------------------------------------------------------- what is asked for
+class Part(msgspec.Struct, frozen=True):
+    """A named plug-in (harness, runtime, evaluator or builder) with its options."""
+
+    name: str
+    options: dict[str, Any] = {}
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Budgets of one session. Times are seconds of that stage alone; None means no limit."""
+
+    init_s: float = 60.0
+    agent_s: float = 600.0
+    eval_s: float = 120.0
+    max_turns: int | None = None
+    """Model calls a session may make."""
+    max_sampled_tokens: int | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How tokens are drawn. In a contract, None leaves the choice to the harness."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    """Seed of a session: each of its calls derives its own from this and its number."""
+    stop: tuple[str, ...] = ()
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem, to be attempted `samples` times (the GRPO group)."""
+
+    id: str
+    instruction: str
+    harness: Part
+    evaluator: Part
+    runtime: Part = Part("local")
+    builder: Part = Part("prefix_merging")
+    files: dict[str, str] = {}
+    """Initial workspace: relative POSIX path to text."""
+    samples: int = 1
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling(temperature=1.0, top_p=1.0)
+    """The sampling contract: a field that is set is enforced on every model call."""
+    tags: dict[str, str] = {}
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at one sample of a task. `epoch` fences results of lost leases."""
+
+    id: str
+    task: str
+    sample: int
+    attempt: int = 0
+    epoch: int = 0
+    status: Status = Status.QUEUED
+
+
+# --------------------------------------------------------------------------- one model call
+class Role(StrEnum):
+    """Who speaks. `developer` is kept apart from `system` until a renderer maps it."""
+
+    SYSTEM = "system"
+    DEVELOPER = "developer"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call the model asked for; `arguments` is the JSON text exactly as it was written."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A dialect-neutral message. `content` has its text parts joined."""
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function the model may call; `parameters` is its JSON schema."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class Finish(StrEnum):
+    """Why sampling stopped, as the engine said it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Outcome(StrEnum):
+    """What became of the answer on its way to the harness."""
+
+    COMPLETE = "complete"
+    CLIENT_GONE = "client_gone"
+    ENGINE_LOST = "engine_lost"
+
+
+class Branch(StrEnum):
+    """Why a call does not extend its parent token for token."""
+
+    HISTORY_EDITED = "history_edited"
+    HARNESS_ASSISTANT = "harness_assistant"
+    TOOLS_CHANGED = "tools_changed"
+    RENDERER_REFUSED = "renderer_refused"
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Sampled tokens ``[start, end)`` were drawn under policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Unix seconds; None where the moment never came."""
+
+    received: float
+    sent: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call as it happened. Lengths of `sampled_ids` and `logprobs` are equal."""
+
+    session: str
+    number: int
+    """Position in the session, from 0."""
+    parent: int | None = None
+    """Number of the call whose exact ids this prompt starts with, or nearest to it on a branch."""
+    branch: Branch | None = None
+    """Set when this call does not extend `parent` exactly; None for an exact continuation."""
+    dialect: str
+    messages: tuple[Message, ...]
+    """Messages that this request added to its parent's conversation (all of them on a branch)."""
+    tools: tuple[Tool, ...] = ()
+    sampling: Sampling
+    """As enforced, not as asked."""
+    asked: Sampling = Sampling()
+    prompt_ids: Ids
+    sampled_ids: Ids
+    logprobs: Logprobs
+    versions: tuple[VersionSpan, ...]
+    finish: Finish
+    outcome: Outcome = Outcome.COMPLETE
+    engine: str
+    timings: Timings
+    request: bytes = b""
+    """Raw request body, for the inspector."""
+    response: bytes = b""
+
+
+# --------------------------------------------------------------------------- what is trained on
+class Reason(StrEnum):
+    """Why a sampled token is not trained on. A code that is not here cannot be written."""
+
+    CLIENT_GONE = "client_gone"
+    """The harness hung up and never saw the answer."""
+    ABORTED = "aborted"
+    """The engine was told to stop in the middle of the answer."""
+    OVER_LENGTH = "over_length"
+    """Beyond the trainer's longest sequence."""
+    SESSION_FAILED = "session_failed"
+    """The session's outcome says nothing about the policy (see `Boundary`)."""
+    STALE = "stale"
+    """Sampled under a policy version older than the trainer accepts."""
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """Conservation of tokens (I2): ``sampled == trained + masked + dropped``."""
+
+    sampled: int = 0
+    trained: int = 0
+    masked: dict[Reason, int] = {}
+    """Kept in a trace as context, without loss."""
+    dropped: dict[Reason, int] = {}
+    """In no trace at all."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every sampled token is accounted for exactly once."""
+        return self.sampled == (
+            self.trained + sum(self.masked.values()) + sum(self.dropped.values())
+        )
+
+
+class TraceKind(StrEnum):
+    """What a token sequence is within its session."""
+
+    MAIN = "main"
+    BRANCH = "branch"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"
+    SIDE = "side"
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Trace tokens ``[start, end)`` were sampled by `call` under policy `version`."""
+
+    call: int
+    start: int
+    end: int
+    version: int
+    masked: Reason | None = None
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence to train on; arrays all have shape ``(n,)``.
+
+    ``logprobs[i]`` is the captured log probability of ``ids[i]`` given ``ids[:i]`` where a span
+    covers ``i``, and 0 elsewhere. ``mask[i]`` is True where ``ids[i]`` is trained on.
+    """
+
+    ids: Ids
+    mask: Mask
+    logprobs: Logprobs
+    spans: tuple[Span, ...]
+    kind: TraceKind = TraceKind.MAIN
+    parent: int | None = None
+    """Index in the trajectory of the trace this one forked from."""
+
+
+class Reward(msgspec.Struct, frozen=True):
+    """The outcome of a session, with named parts for the curious."""
+
+    value: float
+    parts: dict[str, float] = {}
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a trainer may learn from one session."""
+
+    session: str
+    task: str
+    sample: int
+    status: Status
+    traces: tuple[Trace, ...]
+    ledger: Ledger
+    reward: Reward | None = None
+    """None when the session failed for a reason that is not the policy's."""
+    report: dict[str, Any] = {}
+    """What the evaluator saw."""
+    failure: Failure | None = None
+    seconds: dict[str, float] = {}
+    """Wall clock per stage."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """Flat arrays for a trainer, one per trace; shapes ``(n,)``.
+
+    `advantage` is one number for the whole sequence; `versions` is -1 where nothing was sampled.
+    """
+
+    input_ids: Ids
+    loss_mask: Mask
+    logprobs: Logprobs
+    versions: Ids
+    advantage: float
+    group: str
+    session: str
+
+
+# --------------------------------------------------------------------------- memory <-> bytes
+_DTYPES: dict[str, type[np.generic]] = {"i": np.int32, "f": np.float32, "?": np.bool_}
+T = TypeVar("T")
+
+
+def _to_wire(value: object) -> object:
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        for code, dtype in _DTYPES.items():
+            if value.dtype == dtype:
+                return code.encode() + np.ascontiguousarray(value).tobytes()
+    msg = f"cannot encode {type(value).__name__}"
+    raise NotImplementedError(msg)
+
+
+def _from_wire(kind: object, value: object) -> object:
+    if getattr(kind, "__origin__", kind) is np.ndarray and isinstance(value, bytes):
+        return np.frombuffer(value, dtype=_DTYPES[value[:1].decode()], offset=1)
+    msg = f"cannot decode {kind}"
+    raise NotImplementedError(msg)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """Msgpack bytes of any noun; arrays travel as raw little-endian buffers."""
+    return _encoder.encode(value)
+
+
+def decode(data: bytes | memoryview, kind: type[T]) -> T:
+    """Rebuild a noun from `encode`; arrays are read-only views. Raises `msgspec.DecodeError`."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_from_wire)
