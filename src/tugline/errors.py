@@ -4,6 +4,7 @@ TuglineError
  +- UsageError            the person: a flag, a config key, a missing program; exit code 2
  |   +- ConfigError       names the key, the value and what would be right
  |   +- UnknownPlugin     lists the known names
+ |   +- CheckpointError   a checkpoint cannot be written, or is damaged; names its path
  +- RequestError          one model call is refused; carries the HTTP status
  |   +- ContextOverflow   prompt and answer do not fit the engine's window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
@@ -33,6 +34,10 @@ class ConfigError(UsageError):
 
 class UnknownPlugin(UsageError):
     """No plug-in of that name."""
+
+
+class CheckpointError(UsageError):
+    """A trainer's checkpoint cannot be written or read."""
 
 
 class RequestError(TuglineError):

@@ -259,6 +259,8 @@ class Reason(StrEnum):
     """The session's outcome says nothing about the policy (see `Boundary`)."""
     STALE = "stale"
     """Sampled under a policy version older than the trainer accepts."""
+    NO_SIGNAL = "no_signal"
+    """Every session of the group earned the same, and the trainer was told to skip such groups."""
 
 
 class Ledger(msgspec.Struct, frozen=True):
