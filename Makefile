@@ -1,0 +1,54 @@
+# Every target sets itself up: nothing but Python >= 3.11 (with pip and venv) and make is needed.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e clean
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml tools/setup.py
+	@$(PYTHON) tools/setup.py
+	@touch $@
+
+setup: $(STAMP) ## make .venv ready (the other targets do this themselves)
+
+demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS="..."
+	@$(BIN)/tugline demo $(ARGS)
+
+test: checks ## every check, then every test that is not marked slow
+	@$(BIN)/pytest -m "not slow" $(ARGS)
+
+checks: lint types layers dependencies budgets ## every check, no other tests
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(STAMP) ## let ruff mend what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(STAMP) ## mypy --strict
+	@$(BIN)/mypy
+
+layers: $(STAMP) ## import-linter: who may import whom
+	@$(BIN)/lint-imports --no-logo
+
+dependencies: $(STAMP) ## deptry: declared and used are the same
+	@$(BIN)/deptry src
+
+budgets: $(STAMP) ## size budgets and whether the docs are complete
+	@$(BIN)/pytest -q tests/test_house.py
+
+unit: $(STAMP) ## tests without a real harness
+	@$(BIN)/pytest -m "not pi and not slow" $(ARGS)
+
+e2e: $(STAMP) ## tests with the real pi harness
+	@$(BIN)/pytest -m "pi and not slow" $(ARGS)
+
+clean: ## remove the environment and every cache in this folder
+	@rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
