@@ -1,0 +1,1 @@
+"""How the outcome of a session is judged."""

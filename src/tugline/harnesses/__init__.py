@@ -1,0 +1,1 @@
+"""What runs: agent programs, unmodified."""

@@ -1,0 +1,89 @@
+"""The contract of a harness: an agent program that runs unmodified, with our gateway as its model.
+
+A harness knows two things: how its program gets onto this machine (`install`), and what command,
+environment and settings make the program work on one task through one base URL (`launch`). It
+never sees tokens, rewards or the network; a new one is usually fifty lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tugline.errors import HarnessError
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent finds in front of it."""
+
+    instruction: str
+    workdir: str
+    home: str
+    base_url: str
+    """Such as ``http://127.0.0.1:40123/s/<session>``, without ``/v1``: see what the CLI wants."""
+    key: str
+    """The session's secret; opens this session's model calls and nothing else."""
+    model: str
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = {}
+    files: dict[str, str] = {}
+    """Settings: path relative to the agent's home to text."""
+
+
+class Harness(Protocol):
+    """An agent program."""
+
+    name: str
+    version: str | None
+    """None where the program is the user's own."""
+
+    async def install(self) -> None:
+        """Make the program available; quick when it is already. Raises `HarnessError`."""
+        ...
+
+    def launch(self, seat: Seat) -> Launch:
+        """The command for one session. Pure; `install` has been called before."""
+        ...
+
+
+def cache_folder() -> Path:
+    """Where programs are installed: ``$TUGLINE_CACHE``, else ``~/.cache/tugline``."""
+    given = os.environ.get("TUGLINE_CACHE")
+    return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "tugline"
+
+
+@contextlib.asynccontextmanager
+async def one_at_a_time(folder: Path) -> AsyncIterator[None]:
+    """Hold the lock on `folder`, so that two processes do not install into it at once."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder.with_name(f"{folder.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        msg = f"cannot write to {folder.parent}: {error.strerror}; set TUGLINE_CACHE elsewhere"
+        raise HarnessError(msg) from error
+    try:
+        while not _locked(descriptor):  # noqa: ASYNC110 - another process holds it
+            await asyncio.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

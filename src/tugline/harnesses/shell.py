@@ -1,0 +1,77 @@
+"""The user's own agent: any command that talks to a model through the usual environment variables.
+
+Every official SDK reads its base URL and key from the environment, so a script written for a
+hosted model runs here as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tugline.errors import ConfigError
+from tugline.harnesses.base import Launch, Seat
+
+_LONGEST_VARIABLE = 100_000
+"""Linux refuses to start a program with a longer variable (128 KiB with its name)."""
+
+
+class Shell:
+    """`command` runs in the task's folder: a list is a program, a string goes to ``sh -c``.
+
+    A word of it that names a file of the folder where Tugline was started means that file. `env`
+    is added to the variables that `launch` sets.
+    """
+
+    name = "shell"
+    version: str | None = None
+
+    def __init__(
+        self, *, command: str | Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
+        start = Path.cwd()
+        if isinstance(command, str):
+            words = re.split(r"(\s+)", command)
+            line = "".join(_found(word, start, quote=True) for word in words)
+            self._argv: tuple[str, ...] = ("sh", "-c", line)
+        else:
+            self._argv = tuple(_found(word, start, quote=False) for word in command)
+        if not "".join(command).strip():
+            msg = f"harness 'shell': command is {command!r}, must name a program"
+            raise ConfigError(msg)
+        self._env = dict(env or {})
+
+    async def install(self) -> None:
+        """Nothing: the program is the user's."""
+
+    def launch(self, seat: Seat) -> Launch:
+        """The command, with base URL, key and model under the names that SDKs look for."""
+        variables = {
+            "HOME": seat.home,
+            "OPENAI_BASE_URL": f"{seat.base_url}/v1",
+            "OPENAI_API_KEY": seat.key,
+            "OPENAI_MODEL": seat.model,
+            "ANTHROPIC_BASE_URL": seat.base_url,
+            "ANTHROPIC_API_KEY": seat.key,
+            "ANTHROPIC_MODEL": seat.model,
+            "GOOGLE_GEMINI_BASE_URL": seat.base_url,
+            "GEMINI_API_KEY": seat.key,
+            "GEMINI_MODEL": seat.model,
+            "TUGLINE_INSTRUCTION_FILE": f"{seat.home}/instruction.txt",
+        }
+        if len(seat.instruction.encode()) <= _LONGEST_VARIABLE:
+            variables["TUGLINE_INSTRUCTION"] = seat.instruction
+        return Launch(
+            argv=self._argv,
+            env={**variables, **self._env},
+            files={"instruction.txt": seat.instruction},
+        )
+
+
+def _found(word: str, start: Path, *, quote: bool) -> str:
+    if not word.strip() or Path(word).is_absolute() or not (start / word).is_file():
+        return word
+    path = str(start / word)
+    return shlex.quote(path) if quote else path

@@ -1,0 +1,1 @@
+"""One rollout, from an empty folder to a trajectory."""

@@ -1,0 +1,184 @@
+"""Run agents as plain processes of this machine: quick, nothing to install, little isolation.
+
+Each program gets its own session, a clean environment (PATH, LANG, HOME, TMPDIR and what it is
+given), no stdin, a log file and resource limits. It can read what this user can read and reach the
+network: use it for agents and tasks you would run in your own shell. docs/runtimes.md says what is
+kept apart and what is not.
+
+Invariant I3 in small: what was started is written to ``<mark>.started`` before it is waited for, so
+that after ``kill -9`` of this process the next one ends the orphans (`reap`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tugline.errors import ConfigError, RuntimeFault
+from tugline.runtimes.base import Exit, write_files
+from tugline.runtimes.processes import MARK, Started, end, start_time
+
+_RECORD = ".started"
+
+
+class Local:
+    """Boxes that are folders, programs that are children of this process.
+
+    `cpu_s` is processor time of each single process, `file_mb` the largest file it may write,
+    `open_files` how many it may hold open. `grace_s` lies between SIGTERM and SIGKILL.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu_s: int = 3600,
+        file_mb: int = 512,
+        open_files: int = 4096,
+        grace_s: float = 2.0,
+    ) -> None:
+        for name, value in (("cpu_s", cpu_s), ("file_mb", file_mb), ("open_files", open_files)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                msg = f"runtime 'local': {name} is {value!r}, must be a whole number from 1"
+                raise ConfigError(msg)
+        self._limits = f"ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_mb * 2048}"
+        # A lower limit than asked for may already be in force; that one stays then.
+        self._limits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
+        self._grace_s = grace_s
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, directory: Path, files: Mapping[str, str] | None = None
+    ) -> AsyncIterator[LocalBox]:
+        """A box under `directory` with `files` in its workdir; leaving it deletes nothing."""
+        box = LocalBox(Path.cwd() / directory, self._limits, self._grace_s)
+        await asyncio.to_thread(box.make)
+        await box.write(box.workdir, files or {})
+        yield box
+
+    def reap(self, directory: Path) -> int:
+        """End what a killed process left running in boxes under `directory`."""
+        count = 0
+        for record in directory.rglob(f"*{_RECORD}"):
+            # A file of that name which we did not write is an agent's, and none of our business.
+            with contextlib.suppress(msgspec.DecodeError):
+                count += end(msgspec.json.decode(record.read_bytes(), type=Started), grace_s=0.0)
+                record.unlink()
+        return count
+
+
+class LocalBox:
+    """See `tugline.runtimes.base.Box`."""
+
+    def __init__(self, directory: Path, limits: str, grace_s: float) -> None:
+        self.workdir = directory / "work"
+        self.home = directory / "home"
+        self.logs = directory / "logs"
+        self._tmp = directory / "tmp"
+        self._directory = directory
+        self._limits = limits
+        self._grace_s = grace_s
+
+    def make(self) -> None:
+        """Make the folders; a workdir with something in it is an error, not a head start."""
+        try:
+            for folder in (self.workdir, self.home, self.logs, self._tmp):
+                folder.mkdir(parents=True, exist_ok=True)
+            used = any(self.workdir.iterdir())
+        except OSError as error:
+            msg = f"cannot make {error.filename}: {error.strerror}"
+            raise RuntimeFault(msg) from error
+        if used:
+            msg = f"{self.workdir} is not empty; each session needs a folder of its own"
+            raise RuntimeFault(msg)
+
+    async def write(self, root: Path, files: Mapping[str, str]) -> None:
+        """Put `files` under `root`."""
+        await asyncio.to_thread(write_files, root, files)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float,
+        log_name: str = "agent",
+    ) -> Exit:
+        """Run `argv` in the workdir; on timeout, cancellation or its end, all of it is ended."""
+        began = time.monotonic()
+        started = Started(pid=0, start=None, mark=secrets.token_hex(16))
+        await asyncio.to_thread(self._remember, started)
+        process = await self._spawn(argv, env, started.mark, log_name)
+        started = Started(process.pid, start_time(process.pid), started.mark)
+        timed_out = False
+        try:
+            await asyncio.to_thread(self._remember, started)
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+        except TimeoutError:
+            timed_out = True
+        finally:
+            await _finish(asyncio.create_task(self._end(process, started)))
+        return Exit(process.returncode or 0, timed_out, time.monotonic() - began)
+
+    async def _spawn(
+        self, argv: Sequence[str], env: Mapping[str, str], mark: str, log_name: str
+    ) -> asyncio.subprocess.Process:
+        try:
+            with (self.logs / f"{log_name}.log").open("ab") as log:
+                return await asyncio.create_subprocess_exec(
+                    *("sh", "-c", self._limits, "sh", *argv),
+                    cwd=self.workdir,
+                    env={**self._environment(), **env, MARK: mark},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except (OSError, ValueError) as error:
+            msg = f"cannot start {argv[0]!r} in {self.workdir}: {error}"
+            raise RuntimeFault(msg) from error
+
+    async def _end(self, process: asyncio.subprocess.Process, started: Started) -> None:
+        await asyncio.to_thread(end, started, grace_s=self._grace_s)
+        await process.wait()
+        self._record(started).unlink(missing_ok=True)
+
+    def _environment(self) -> dict[str, str]:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "/bin")])
+        lang = os.environ.get("LANG", "C.UTF-8")
+        return {"PATH": path, "LANG": lang, "HOME": str(self.home), "TMPDIR": str(self._tmp)}
+
+    def _record(self, started: Started) -> Path:
+        return self._directory / f"{started.mark}{_RECORD}"
+
+    def _remember(self, started: Started) -> None:
+        """Once before the program starts, by its mark alone, and once after."""
+        record = self._record(started)
+        part = record.with_suffix(".part")
+        try:
+            part.write_bytes(msgspec.json.encode(started))
+            part.replace(record)
+        except OSError as error:
+            msg = f"cannot write {record}: {error.strerror}"
+            raise RuntimeFault(msg) from error
+
+
+async def _finish(task: asyncio.Task[None]) -> None:
+    """Wait for `task` even while being cancelled, then let the cancellation go on."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
