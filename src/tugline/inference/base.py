@@ -1,0 +1,196 @@
+"""The contract between something that generates tokens and the server in front of it.
+
+Both `tugline.inference.engine.Engine` (a model) and `tugline.inference.scripted.ScriptedEngine`
+(a function) keep it, so `tugline.inference.server.create_app` serves either one unchanged.
+
+Invariants: I1 (tokens go in and come out as ids; every sampled id carries its log probability and
+the policy version it was drawn under), and nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from tugline.errors import ContextOverflow, EngineError, RequestError
+from tugline.types import Finish, Ids, Logprobs, VersionSpan
+
+Mode = Literal["wait", "keep", "abort"]
+"""What becomes of running requests when weights change or the engine pauses.
+
+``wait``: they finish first. ``keep``: they stop, and go on with the KV they have. ``abort``: they
+end with what they have. New requests are held meanwhile in all three.
+"""
+
+MIN_TEMPERATURE = 0.01
+"""Below this (0 aside) float32 logits overflow into noise; such a request is refused."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and how to continue it."""
+
+    prompt_ids: Ids
+    max_tokens: int
+    """Most tokens to sample; the window may end the answer earlier, with finish ``length``."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    seed: int | None = None
+    """Same seed, prompt and weights give the same tokens in any batch; None draws one."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    id: str = ""
+    """Name by which `GenerationEngine.abort` finds this request."""
+    stream: bool = True
+    """False: one chunk at the end, which costs the event loop less."""
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Tokens that were sampled since the last chunk; the last one has a finish reason."""
+
+    ids: Ids
+    logprobs: Logprobs
+    """Log probabilities in the distribution that was really sampled from."""
+    versions: tuple[VersionSpan, ...]
+    """Policy versions of these tokens; positions count from the answer's first token."""
+    finish: Finish | None = None
+    stop_id: int | None = None
+    """The id that ended the answer when `finish` is ``stop``; it is the last of `ids`."""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start, and how many requests there are now."""
+
+    running: int = 0
+    waiting: int = 0
+    parked: int = 0
+    """Finished sequences whose KV is kept for a next turn."""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    """Those of `prompt_tokens` that were not computed, because their KV was there."""
+    sampled_tokens: int = 0
+    busy_s: float = 0.0
+    """Seconds spent in forward passes and sampling."""
+    steps: int = 0
+    """Forward passes."""
+    finished: dict[Finish, int] = {}
+    """Answers by finish reason."""
+
+
+class GenerationEngine(Protocol):
+    """What `create_app` needs of an engine."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids from 0 to one less than this are valid in a prompt."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+        ...
+
+    @property
+    def down(self) -> bool:
+        """Whether it has failed or stopped, for good."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether new requests are held."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Sample an answer; closing the iterator aborts it. Raises `RequestError` at once."""
+        ...
+
+    def stats(self) -> Stats:
+        """A snapshot of the counters."""
+        ...
+
+    async def pause(self, mode: Mode) -> None:
+        """Stop, and hold new requests until `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        """End requests by id, all when `ids` is empty; returns how many there were."""
+        ...
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk for a whole answer."""
+    spans: list[VersionSpan] = []
+    for span in (span for chunk in chunks for span in chunk.versions):
+        if spans and spans[-1].version == span.version:
+            spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+        else:
+            spans.append(span)
+    return Chunk(
+        ids=np.concatenate([chunk.ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        versions=tuple(spans),
+        finish=chunks[-1].finish,
+        stop_id=chunks[-1].stop_id,
+    )
+
+
+def check(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
+    """Raise `RequestError` naming the first field of `request` that cannot be honoured."""
+    _check_prompt(request.prompt_ids, max_model_len, vocab_size)
+    if not 1 <= request.max_tokens <= max_model_len:
+        _refuse(
+            "max_tokens",
+            request.max_tokens,
+            f"must be between 1 and max_model_len={max_model_len}",
+        )
+    temperature = request.temperature
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < np.inf):
+        _refuse("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
+    if not 0 < request.top_p <= 1:
+        _refuse("top_p", request.top_p, "must be above 0 and at most 1")
+    if request.top_k < 0:
+        _refuse("top_k", request.top_k, "must be 0 (all tokens) or positive")
+    for stop in request.stop_ids:
+        if not 0 <= stop < vocab_size:
+            _refuse("stop_token_ids", stop, f"must hold ids from 0 to {vocab_size - 1}")
+
+
+def _check_prompt(ids: Ids, max_model_len: int, vocab_size: int) -> None:
+    if len(ids) == 0:
+        _refuse("token_ids", "[]", "must hold at least one token")
+    if len(ids) + 1 > max_model_len:
+        msg = (
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"contains {len(ids)} input tokens, which leaves no room for an answer. Please reduce "
+            f"the length of the input prompt. (parameter=input_tokens, value={len(ids)})"
+        )
+        raise ContextOverflow(msg, param="input_tokens")
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(wrong):
+        _refuse(
+            "token_ids", int(wrong[0]), f"is out of vocabulary: ids go from 0 to {vocab_size - 1}"
+        )
+
+
+def _refuse(field: str, value: object, right: str) -> None:
+    msg = f"{field}={value} {right}"
+    raise RequestError(msg, param=field)
+
+
+class CutError(EngineError):
+    """The connection shall drop here, in the middle of the answer (a scripted fault)."""

@@ -1,0 +1,387 @@
+"""The synchronous heart of the embedded engine: which rows run, and one step of all of them.
+
+A step admits waiting requests (copy the longest cached prefix, prefill the tails together), then
+decodes one token for every running row. It owns the model and is driven by one thread; nothing
+here locks or awaits. Requests that arrive together and share a prompt (a GRPO group) are admitted
+one after the other within a step, so that the first one's KV serves the rest.
+
+Invariants: I1 (every token is recorded with its log probability and the version it was drawn
+under; KV of older weights is never matched), I7 (a turn computes its own tail only).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from tugline.errors import UsageError
+from tugline.inference.base import GenerateRequest, Stats
+from tugline.inference.kv import KVPool, PrefixTable, shared_prefix
+from tugline.inference.sampling import sample, uniforms
+from tugline.types import Finish
+
+PREFILL_TOKENS = 4096
+"""Most tokens, padding included, of one prefill: bounds how long running rows wait for it."""
+
+WORTH_WAITING = 48
+"""A request waits one prefill when a neighbour is about to compute this many tokens for it."""
+
+SMALLEST_PARKED = 16
+"""Shorter sequences are cheaper to compute again than to keep."""
+
+Matrix = npt.NDArray[np.int64]
+"""Shape (rows, tokens)."""
+
+_ROW = np.dtype(
+    [
+        ("kv", np.int32),  # positions computed
+        ("last", np.int32),  # sampled, and not computed yet
+        ("count", np.int32),  # tokens sampled
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int32),
+        ("seed", np.uint64),
+        ("clean", np.bool_),  # all of its KV is of the weights in use
+    ]
+)
+
+
+class Sequence:
+    """One request as it is sampled; written by the engine's thread, read by anybody."""
+
+    def __init__(self, request: GenerateRequest, *, limit: int, stops: frozenset[int]) -> None:
+        self.request = request
+        self.limit = limit
+        self.stops = stops
+        self.prompt_len = len(request.prompt_ids)
+        self.ids = np.empty(self.prompt_len + limit, np.int32)
+        self.ids[: self.prompt_len] = request.prompt_ids
+        self.logprobs = np.empty(limit, np.float32)
+        self.count = 0
+        self.versions: list[tuple[int, int]] = []
+        """First position and version of each span."""
+        self.finish: Finish | None = None
+        self.stop_id: int | None = None
+
+    def push(self, token: int, logprob: float, version: int) -> None:
+        """Record one sampled token and whether it is the last."""
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((self.count, version))
+        self.ids[self.prompt_len + self.count] = token
+        self.logprobs[self.count] = logprob
+        self.count += 1
+        if token in self.stops:
+            self.finish, self.stop_id = Finish.STOP, token
+        elif self.count == self.limit:
+            self.finish = Finish.LENGTH
+
+
+class Batch:
+    """Running rows, waiting requests and parked KV of one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int,
+        max_running: int,
+        max_parked: int,
+        version: int,
+    ) -> None:
+        self.version = version
+        self.held = False
+        """Nothing is admitted."""
+        self.frozen = False
+        """Nothing is decoded."""
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._model = model
+        self._max_running, self._max_parked = max_running, max_parked
+        self._rows = np.zeros(max_running, _ROW)
+        self._live = PrefixTable(max_running, max_model_len)
+        self._kept = PrefixTable(max_parked, max_model_len)
+        self._parked: OrderedDict[int, torch.Tensor] = OrderedDict()
+        """By slot in `_kept`, least recently used first."""
+        self._pool = _pool_for(model)
+        self._news: dict[Sequence, None] = {}
+        self._finished = dict.fromkeys(Finish, 0)
+        self._sampled = self._prompt = self._reused = self._steps = 0
+        self._busy = 0.0
+
+    # ----------------------------------------------------------------- between steps
+    @property
+    def idle(self) -> bool:
+        """Whether `step` would do nothing."""
+        decoding = self.running and not self.frozen
+        return not decoding and not (self.waiting and not self.held)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        self.waiting.append(sequence)
+
+    @torch.inference_mode()
+    def cancel(self, sequences: Iterable[Sequence]) -> None:
+        """End these now, with finish ``abort``; those that have ended are left alone."""
+        doomed = {id(one) for one in sequences if one.finish is None}
+        for one in [*self.running, *self.waiting]:
+            if id(one) in doomed:
+                one.finish = Finish.ABORT
+                self._news[one] = None
+        for one in [one for one in self.waiting if one.finish]:
+            self._finished[Finish.ABORT] += 1
+            self.waiting.remove(one)
+        self._retire()
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Replace the weights and forget all KV for matching. Raises `UsageError`, unchanged."""
+        _check_weights(self._model, weights)
+        with torch.no_grad():
+            self._model.load_state_dict(weights, strict=False)
+        self.version = version
+        self._rows["clean"] = False
+        self._live.forget(slice(None))
+        self._kept.forget(slice(None))
+        self._parked.clear()
+
+    def take_news(self) -> list[Sequence]:
+        """Sequences with tokens or an end that nobody was told of."""
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def stats(self) -> Stats:
+        """A snapshot of the counters."""
+        return Stats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            parked=len(self._parked),
+            prompt_tokens=self._prompt,
+            reused_tokens=self._reused,
+            sampled_tokens=self._sampled,
+            busy_s=self._busy,
+            steps=self._steps,
+            finished=dict(self._finished),
+        )
+
+    # ----------------------------------------------------------------- one step
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, then one token for every row that was running before."""
+        decoding = 0 if self.frozen else len(self.running)
+        if not self.held:
+            self._admit()
+        if decoding:
+            self._decode(decoding)
+        self._retire()
+
+    def _admit(self) -> None:
+        budget = PREFILL_TOKENS
+        while self.waiting and len(self.running) < self._max_running and budget > 0:
+            chosen = self._choose(budget)
+            for one, _, _ in chosen:
+                self.waiting.remove(one)
+            budget -= self._prefill(chosen)
+
+    def _choose(self, budget: int) -> list[tuple[Sequence, int, int]]:
+        """Waiting requests to prefill together, each with where its prefix is and how long."""
+        chosen: list[tuple[Sequence, int, int]] = []
+        widest = useful = 0
+        free = self._max_running - len(self.running)
+        for one in list(self.waiting)[: 2 * self._max_running]:
+            source, cached = self._find(one)
+            tail = one.prompt_len - cached
+            width, total = max(widest, tail), useful + tail
+            padded = width * (len(chosen) + 1)
+            if chosen and (padded > budget or padded > 2 * total + WORTH_WAITING):
+                continue
+            if any(_shares(one, other) > cached + WORTH_WAITING for other, _, _ in chosen):
+                continue
+            chosen.append((one, source, cached))
+            widest, useful = width, total
+            if len(chosen) == free:
+                break
+        return chosen
+
+    def _find(self, one: Sequence) -> tuple[int, int]:
+        """Where the longest cached prefix is (a row, or ``-1 - slot`` if parked), its length.
+
+        The last token of a prompt is always computed, since its logits are wanted.
+        """
+        ids = one.request.prompt_ids[:-1]
+        row, live = self._live.longest(ids)
+        slot, kept = self._kept.longest(ids)
+        return (row, live) if live >= kept else (-1 - slot, kept)
+
+    def _prefill(self, chosen: list[tuple[Sequence, int, int]]) -> int:
+        """Start these rows; returns how many tokens were computed, padding included."""
+        first = len(self.running)
+        self._pool.ensure(first + len(chosen), max(one.prompt_len for one, _, _ in chosen) + 1)
+        for row, (one, source, cached) in enumerate(chosen, first):
+            if source >= 0:
+                self._pool.move(source, row, cached)
+            else:
+                self._pool.paste(self._parked[-1 - source], row, cached)
+            self._start(one, row)
+            self._prompt += one.prompt_len
+            self._reused += cached
+        self._supersede(chosen)
+        width = max(one.prompt_len - cached for one, _, cached in chosen)
+        ids = np.zeros((len(chosen), width), np.int64)
+        positions = np.full((len(chosen), width), -1, np.int64)
+        for index, (one, _, cached) in enumerate(chosen):
+            tail = one.prompt_len - cached
+            ids[index, width - tail :] = one.request.prompt_ids[cached:]
+            positions[index, width - tail :] = np.arange(cached, one.prompt_len)
+        self._forward(first, ids, positions)
+        return ids.size
+
+    def _start(self, one: Sequence, row: int) -> None:
+        request = one.request
+        seed = int(np.random.default_rng(request.seed).integers(2**63))
+        self._rows[row] = (
+            *(one.prompt_len, 0, 0),
+            *(request.temperature, request.top_p, request.top_k),
+            *(seed, True),
+        )
+        self._live.put(row, request.prompt_ids)
+        self.running.append(one)
+
+    def _supersede(self, chosen: list[tuple[Sequence, int, int]]) -> None:
+        """Drop parked KV that a running row now holds in full; refresh what else was used."""
+        for slot, cached in {(-1 - source, cached) for _, source, cached in chosen if source < 0}:
+            if slot not in self._parked:
+                continue
+            if cached == self._kept.length(slot):
+                self._kept.forget(slot)
+                del self._parked[slot]
+            else:
+                self._parked.move_to_end(slot)
+
+    def _decode(self, count: int) -> None:
+        rows = self._rows[:count]
+        self._pool.ensure(count, int(rows["kv"].max()) + 1)
+        clean = rows["clean"].nonzero()[0]
+        self._live.extend(clean, rows["last"][clean])
+        positions = rows["kv"][:, None].astype(np.int64)
+        rows["kv"] += 1
+        self._forward(0, rows["last"][:, None].astype(np.int64), positions)
+
+    def _forward(self, first: int, ids: Matrix, positions: Matrix) -> None:
+        """Run the model on rows from `first` and sample one token for each.
+
+        `ids` and `positions` have shape (rows, tokens); padding is on the left, at position -1.
+        """
+        began = time.perf_counter()
+        rows = self._rows[first : first + len(ids)]
+        logits = self._logits(first, ids, positions)
+        tokens, logprobs = sample(
+            logits,
+            temperature=rows["temperature"],
+            top_p=rows["top_p"],
+            top_k=rows["top_k"],
+            uniform=uniforms(rows["seed"], rows["count"]),
+        )
+        rows["last"] = tokens
+        rows["count"] += 1
+        sequences = self.running[first : first + len(ids)]
+        for one, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            one.push(token, logprob, self.version)
+            self._news[one] = None
+        self._sampled += len(sequences)
+        self._steps += 1
+        self._busy += time.perf_counter() - began
+
+    def _logits(self, first: int, ids: Matrix, positions: Matrix) -> torch.Tensor:
+        device, dtype = self._model.device, self._model.dtype
+        length = int(positions.max()) + 1
+        where = torch.from_numpy(positions).to(device)
+        seen = where.clamp(min=0)
+        hidden = torch.arange(length, device=device) > seen[:, None, :, None]
+        mask = torch.zeros(hidden.shape, device=device, dtype=dtype)
+        mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        self._pool.aim(first, torch.where(where < 0, self._pool.scratch, where), length)
+        answer = self._model(
+            input_ids=torch.from_numpy(ids).to(device),
+            attention_mask=mask,
+            position_ids=seen,
+            past_key_values=self._pool,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = answer.logits[:, -1]
+        return logits
+
+    # ----------------------------------------------------------------- the end of a sequence
+    def _retire(self) -> None:
+        """Park rows that have ended and close the holes they leave."""
+        for row in reversed(range(len(self.running))):
+            one = self.running[row]
+            if one.finish is None:
+                continue
+            self._finished[one.finish] += 1
+            self._park(row)
+            last = len(self.running) - 1
+            if row != last:
+                self._pool.move(last, row, int(self._rows[last]["kv"]))
+                self._rows[row] = self._rows[last]
+                self._live.move(last, row)
+                self.running[row] = self.running[last]
+            self._live.forget(last)
+            self.running.pop()
+
+    def _park(self, row: int) -> None:
+        length = int(self._rows[row]["kv"])
+        if not self._max_parked or not self._rows[row]["clean"] or length < SMALLEST_PARKED:
+            return
+        if len(self._parked) < self._max_parked:
+            slot = next(slot for slot in range(self._max_parked) if slot not in self._parked)
+        else:
+            slot, _ = self._parked.popitem(last=False)
+        self._parked[slot] = self._pool.cut(row, length)
+        self._kept.put(slot, self.running[row].ids[:length])
+
+
+def _shares(one: Sequence, other: Sequence) -> int:
+    return shared_prefix(one.request.prompt_ids[:-1], other.request.prompt_ids)
+
+
+def _pool_for(model: PreTrainedModel) -> KVPool:
+    """A pool of the shape that the model's own cache has. Raises `UsageError` where none fits."""
+    with torch.inference_mode():
+        probe = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    layers = getattr(probe.past_key_values, "layers", [])
+    kinds = {type(layer).__name__ for layer in layers}
+    shapes = {
+        tuple(tensor.shape[1::2]) for layer in layers for tensor in (layer.keys, layer.values)
+    }
+    if kinds != {"DynamicLayer"} or len(shapes) != 1:
+        msg = (
+            f"model type {model.config.model_type!r} caches {', '.join(sorted(kinds)) or 'nothing'}"
+            f" of {len(shapes)} shapes; the embedded engine serves models whose layers all have"
+            " full attention of one shape (Qwen2, Qwen3, Llama...): serve this one with vLLM"
+        )
+        raise UsageError(msg)
+    heads, dim = shapes.pop()
+    return KVPool(
+        layers=len(layers), heads=heads, dim=dim, device=model.device, dtype=model.dtype
+    )
+
+
+def _check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    own = model.state_dict()
+    tied = {name for name in own if name in (model.all_tied_weights_keys or {})}
+    for name in weights.keys() ^ own.keys():
+        if name in weights or name not in tied:
+            kind = "has no place in" if name in weights else "is missing for"
+            msg = f"weights: {name!r} {kind} a model of type {model.config.model_type!r}"
+            raise UsageError(msg)
+    for name, value in weights.items():
+        if value.shape != own[name].shape:
+            msg = f"weights: {name!r} has shape {tuple(value.shape)}, not {tuple(own[name].shape)}"
+            raise UsageError(msg)

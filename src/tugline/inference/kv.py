@@ -1,0 +1,136 @@
+"""Keys and values of the running rows, of finished sequences, and who shares a prefix with whom.
+
+The pool is one tensor ``(layer, key|value, row, head, position, dim)``. Running rows are the first
+ones, without a hole, so a decode step is one batch over a view and nothing is gathered. A finished
+sequence is cut out at its exact length and parked; a new request copies the longest prefix that
+any running or parked row has in common with it.
+
+Invariant I1: only KV of the weights in use is ever matched. `PrefixTable` entries are forgotten
+when the weights change, since a stale prefix is off by nats, silently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import Cache
+
+from tugline.types import Ids
+
+
+class KVPool(Cache):  # type: ignore[misc]
+    """The cache that the model writes to; `aim` says where its next forward pass goes."""
+
+    def __init__(
+        self, *, layers: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(layers=[])
+        self._shape = (layers, heads, dim)
+        self._data = torch.zeros(layers, 2, 1, heads, 2, dim, device=device, dtype=dtype)
+        self._first = self._count = self._length = 0
+        self._rows = self._positions = torch.empty(0)
+
+    @property
+    def scratch(self) -> int:
+        """A position that no row ever reads; padding is written there."""
+        return self._data.shape[4] - 1
+
+    def ensure(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` positions, at least doubling what must grow."""
+        layers, _, had_rows, heads, had_length, dim = self._data.shape
+        if rows <= had_rows and length < had_length:
+            return
+        new_rows = had_rows if rows <= had_rows else max(rows, 2 * had_rows)
+        new_length = had_length if length < had_length else max(length + 1, 2 * had_length)
+        old = self._data
+        self._data = old.new_zeros(layers, 2, new_rows, heads, new_length, dim)
+        self._data[:, :, :had_rows, :, :had_length] = old
+
+    def aim(self, first: int, positions: torch.Tensor, length: int) -> None:
+        """Point at rows from `first`: write at `positions` (rows, tokens), read up to `length`."""
+        self._first, self._count, self._length = first, positions.shape[0], length
+        self._rows = torch.arange(self._count, device=positions.device)[:, None]
+        self._positions = positions
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store states ``(rows, head, tokens, dim)``; returns views of all that may be read."""
+        rows = self._data[layer_idx, :, self._first : self._first + self._count]
+        keys, values = rows[0], rows[1]
+        keys[self._rows, :, self._positions] = key_states.transpose(1, 2)
+        values[self._rows, :, self._positions] = value_states.transpose(1, 2)
+        return keys[:, :, : self._length], values[:, :, : self._length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is given
+        """Positions that may be read; some models ask, though positions are always explicit."""
+        return self._length
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of one row to another."""
+        self._data[:, :, target, :, :length] = self._data[:, :, source, :, :length]
+
+    def cut(self, row: int, length: int) -> torch.Tensor:
+        """A copy of a row at its exact length."""
+        return self._data[:, :, row, :, :length].clone()
+
+    def paste(self, kept: torch.Tensor, row: int, length: int) -> None:
+        """Write the first `length` positions of what `cut` returned into a row."""
+        self._data[:, :, row, :, :length] = kept[:, :, :, :length]
+
+
+class PrefixTable:
+    """Token ids of some rows, compared with a prompt all at once."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self._ids = np.zeros((rows, length), np.int32)
+        self._lengths = np.zeros(rows, np.int32)
+        """How many leading ids of a row have usable KV; 0 keeps it out of every match."""
+
+    def put(self, row: int, ids: Ids) -> None:
+        """Let `row` stand for `ids`."""
+        self._ids[row, : len(ids)] = ids
+        self._lengths[row] = len(ids)
+
+    def extend(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32]) -> None:
+        """One more token for each of `rows`."""
+        self._ids[rows, self._lengths[rows]] = tokens
+        self._lengths[rows] += 1
+
+    def move(self, source: int, target: int) -> None:
+        """Let `target` stand for what `source` does."""
+        self.put(target, self._ids[source, : self._lengths[source]])
+
+    def forget(self, row: int | slice) -> None:
+        """Keep `row` out of every match."""
+        self._lengths[row] = 0
+
+    def longest(self, ids: Ids) -> tuple[int, int]:
+        """The row that shares most leading tokens with `ids`, and how many."""
+        width = min(len(ids), int(self._lengths.max(initial=0)))
+        if not width:
+            return 0, 0
+        differs = self._ids[:, :width] != ids[:width]
+        shared = np.where(differs.any(1), differs.argmax(1), width)
+        shared = np.minimum(shared, self._lengths)
+        row = int(shared.argmax())
+        return row, int(shared[row])
+
+    def length(self, row: int) -> int:
+        """How many tokens `row` stands for."""
+        return int(self._lengths[row])
+
+
+def shared_prefix(a: Ids, b: Ids) -> int:
+    """How many leading tokens two sequences have in common."""
+    width = min(len(a), len(b))
+    differs = a[:width] != b[:width]
+    return int(differs.argmax()) if differs.any() else width

@@ -1,0 +1,82 @@
+"""Draw one token per row from a batch of logits, reproducibly and without a loop over rows.
+
+Each draw is an inverse-CDF look-up with a uniform number that is a pure function of the request's
+seed and the position in its answer. No generator state exists, so what a seeded request samples
+does not depend on which other requests share its batch (but for float noise in the logits).
+
+Invariant I1: the returned log probability is that of the drawn token in the very distribution it
+was drawn from: after temperature, top-k and top-p. Rows with temperature 0 take the likeliest token
+and report its log probability at temperature 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
+
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row: splitmix64 (Steele et al., 2014) of seed and position."""
+    return _hash(_hash(seeds) + positions.astype(np.uint64) * _GOLDEN) * 2.0**-48
+
+
+def _hash(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = state + _GOLDEN
+    for shift, factor in _MIX:
+        state = (state ^ (state >> shift)) * factor
+    # 48 bits: times a float64 sum near 1 the product stays below that sum.
+    return (state ^ (state >> np.uint64(31))) >> np.uint64(16)
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: npt.NDArray[np.float32],
+    top_p: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int32],
+    uniform: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Tokens and their log probabilities, shape ``(rows,)``, from logits ``(rows, vocab)``."""
+    device = logits.device
+    greedy = temperature == 0
+    scale = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)
+    logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
+    if (top_p < 1).any() or (top_k > 0).any():
+        logprobs = torch.log_softmax(_truncate(logprobs, top_p, top_k, greedy), dim=-1)
+    cumulative = logprobs.double().exp().cumsum(-1)
+    point = torch.from_numpy(uniform).to(device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, point, right=True)[:, 0]
+    if greedy.any():
+        tokens = torch.where(torch.from_numpy(greedy).to(device), logprobs.argmax(-1), tokens)
+    drawn = logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens.to("cpu", torch.int32).numpy(), drawn.cpu().numpy()
+
+
+def _truncate(
+    logprobs: torch.Tensor,
+    top_p: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int32],
+    greedy: npt.NDArray[np.bool_],
+) -> torch.Tensor:
+    """Minus infinity outside the top-k, then outside the smallest set with mass top-p."""
+    device, vocab = logprobs.device, logprobs.shape[-1]
+    keep = torch.from_numpy(np.where((top_k == 0) | greedy, vocab, top_k)).to(device)
+    mass = torch.from_numpy(np.where(greedy, np.float32(2), top_p)).to(device)
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=device)[None]
+    ordered = ordered.masked_fill(rank >= keep[:, None], -torch.inf)
+    probabilities = torch.softmax(ordered, dim=-1)
+    before = probabilities.cumsum(-1) - probabilities
+    # A mass of 1 keeps everything, whatever rounding makes of the sum.
+    outside = (before >= mass[:, None]) & (mass < 1)[:, None]
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.empty_like(ordered).scatter_(1, order, ordered)
