@@ -1,0 +1,1 @@
+"""Trainers turn trajectories into new weights. One folder each; torch is allowed here."""

@@ -1,0 +1,1 @@
+"""Group-relative policy optimisation on token-faithful traces; docs/training.md explains it."""

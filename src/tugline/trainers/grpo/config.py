@@ -1,0 +1,72 @@
+"""Every knob of the GRPO trainer, each with the sentence that says what it does.
+
+Strict and frozen: an unknown key is an error, and the digest of a config stands in every
+checkpoint, so a resumed run can tell whether it was changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Estimator = Literal["grpo", "dr_grpo", "rloo"]
+Normalisation = Literal["token", "sequence", "constant"]
+
+
+class GrpoConfig(BaseModel):
+    """How a policy is updated from graded sessions; docs/training.md has the formulas."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    advantage: Estimator = "grpo"
+    """Baseline and scale of a session's advantage within its group."""
+    advantage_eps: float = Field(default=1e-6, ge=0)
+    """Added to the group's standard deviation before dividing by it (`grpo` only)."""
+    skip_zero_variance: bool = False
+    """Leave out groups whose sessions all earned the same (the dynamic filter of DAPO)."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Tokens sampled more than this many policy versions ago are masked; None accepts all."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The probability ratio is clipped below at 1 minus this."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The probability ratio is clipped above at 1 plus this."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Truncated importance sampling between engine and trainer, with this cap; None turns it off
+    and takes the captured log probabilities for the old policy's."""
+    kl: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty towards the reference model; 0 turns it off."""
+    normalisation: Normalisation = "token"
+    """What the summed token losses of an update are divided by."""
+    constant_length: int = Field(default=1024, ge=1)
+    """Tokens a session is taken to have (`constant` only)."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature that the tasks sample at; log probabilities are those of that distribution."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the traces of a step."""
+    traces_per_update: int = Field(default=64, ge=1)
+    """Most traces that one optimizer update learns from."""
+    micro_tokens: int = Field(default=16_384, ge=1)
+    """Most tokens, padding included, in one forward pass; a longer trace goes alone."""
+    share_prefix: bool = False
+    """Compute the ids that all traces of a forward pass begin with only once."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate of AdamW after the warm-up."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises linearly to `lr`."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    seed: int = 0
+    """Seed of the order in which traces are dealt to updates."""
+
+    def digest(self) -> str:
+        """Sixteen hex digits that change with any field."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]

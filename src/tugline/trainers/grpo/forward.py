@@ -1,0 +1,71 @@
+"""Log probabilities of trained tokens under a Hugging Face causal language model.
+
+The head is applied only where the next token is trained: a vocabulary of logits for every token
+of a long prompt would cost more than all layers below it. Both ways of computing give the same
+numbers up to rounding: the plain one, which stands behind the exactness check, and the shared
+one, which computes the common beginning of the rows once, with gradient, and expands its keys and
+values over them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tugline.errors import ConfigError
+from tugline.trainers.grpo.batch import Micro
+
+
+class Policy:
+    """A causal language model as a distribution over next tokens at one temperature.
+
+    The model is put in evaluation mode and stays there: dropout would make the policy that learns
+    another one than the policy that sampled.
+    """
+
+    def __init__(self, model: torch.nn.Module, temperature: float) -> None:
+        self.model = model.eval()
+        self.temperature = temperature
+        loose: Any = model  # Hugging Face's attributes, which torch's stubs cannot know
+        self._body = loose.base_model
+        self._head = loose.get_output_embeddings()
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return next(self.model.parameters()).device
+
+    def logprobs(self, micro: Micro) -> torch.Tensor:
+        """Natural-log probabilities of the trained tokens, float32, shape ``(N,)``."""
+        states = self._shared(micro) if micro.prefix else self._plain(micro)
+        logits: torch.Tensor = self._head(states).float() / self.temperature
+        chosen = logits.gather(1, micro.ids[micro.row, micro.column][:, None])[:, 0]
+        return chosen - logits.logsumexp(dim=1)
+
+    def _plain(self, micro: Micro) -> torch.Tensor:
+        out = self._body(input_ids=micro.ids, use_cache=False)
+        states: torch.Tensor = out.last_hidden_state[micro.row, micro.column - 1]
+        return states
+
+    def _shared(self, micro: Micro) -> torch.Tensor:
+        cache = self._body(input_ids=micro.ids[:1, : micro.prefix], use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(micro.ids))
+        rest = micro.ids[:, micro.prefix :]
+        out = self._body(input_ids=rest, past_key_values=cache, use_cache=True)
+        states: torch.Tensor = out.last_hidden_state[micro.row, micro.column - 1 - micro.prefix]
+        return states
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Some models change their logits after the head; those cannot be computed piecewise."""
+        ids = torch.arange(1, 9, device=self.device)[None]
+        whole = self.model(input_ids=ids, use_cache=False).logits
+        states = self._body(input_ids=ids, use_cache=False).last_hidden_state
+        if not torch.allclose(whole, self._head(states), rtol=1e-4, atol=1e-6):
+            msg = (
+                f"model {type(self.model).__name__} changes its logits after the output layer "
+                "(soft-capping or scaling); the GRPO trainer needs one that does not"
+            )
+            raise ConfigError(msg)

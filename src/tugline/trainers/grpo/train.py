@@ -1,0 +1,242 @@
+"""One GRPO step: graded sessions in, updated weights and a report out.
+
+The step reads like the method: prepare samples, measure how exactly the captured log
+probabilities are reproduced by the weights they were sampled from, then deal the traces to
+updates. The books of the whole step are in its report (I2), and so is the largest deviation of a
+captured log probability, the project's gate for exact conditioning (I1).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from tugline.errors import ConfigError
+from tugline.trainers.grpo.batch import Micro, Row, pack, prepare
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.forward import Policy
+from tugline.trainers.grpo.loss import token_terms, token_weights
+from tugline.types import Ledger, Sample, Trajectory
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did. Means are over the trained tokens of all updates; 0 without any."""
+
+    updates: int
+    samples: int
+    tokens_trained: int
+    """Tokens that carry loss; an epoch more does not count them again."""
+    tokens_forwarded: int
+    """Positions computed with gradient, without padding."""
+    tokens_padding: int
+    """Positions of padding computed beside them."""
+    loss: float
+    """Mean over updates."""
+    kl: float | None
+    """Mean k3 divergence from the reference; None without a reference."""
+    clip_fraction: float
+    ratio_mean: float
+    grad_norm: float
+    """Mean over updates, before clipping."""
+    learning_rate: float
+    seconds: float
+    max_abs_dlogprob: float | None
+    """Largest difference between a captured log probability and the one recomputed by a plain
+    forward pass before the update, over tokens of the current version; None without any."""
+    ledger: Ledger
+    """All sessions of the step, after what the trainer masked and dropped."""
+
+
+@dataclass
+class _Update:
+    """Sums over the forward passes of one update; `tokens` counts trained ones."""
+
+    tokens: int = 0
+    forwarded: int = 0
+    padding: int = 0
+    loss: float = 0.0
+    kl: float = 0.0
+    clipped: float = 0.0
+    ratio: float = 0.0
+    gap: float | None = None
+    grad_norm: float = 0.0
+
+
+class Grpo:
+    """Trains `model` in place; `reference` is what the KL term is measured against."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: GrpoConfig,
+        reference: torch.nn.Module | None = None,
+    ) -> None:
+        if config.kl > 0 and reference is None:
+            msg = f"kl is {config.kl}, so a reference model is needed; give one or set kl to 0"
+            raise ConfigError(msg)
+        self.model = model
+        self.config = config
+        self.policy = Policy(model, config.temperature)
+        self.reference = Policy(reference, config.temperature) if reference is not None else None
+        self.optimizer = _optimizer(model, config)
+        self.order = torch.Generator().manual_seed(config.seed)
+        """Deals traces to updates; part of every checkpoint."""
+        self.updates = 0
+        """Optimizer updates made so far, over all steps."""
+
+    def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
+        """Learn from `trajectories`, of which those of one task are one group.
+
+        `version` is the number of the weights as they are before this step.
+        """
+        began = time.perf_counter()
+        samples, ledger = prepare(trajectories, self.config, version=version)
+        rows, gap = self._recompute(samples, version)
+        updates = [
+            self._update(chosen, version)
+            for _ in range(self.config.epochs)
+            for chosen in self._deal(rows)
+        ]
+        if gap is None and updates:
+            gap = updates[0].gap
+        return self._report(updates, samples, ledger, gap, time.perf_counter() - began)
+
+    def _recompute(self, samples: Sequence[Sample], version: int) -> tuple[list[Row], float | None]:
+        """Rows with old log probabilities, and the gap; neither where the update will give them.
+
+        One update that is computed the plain way starts with the very pass that would be made
+        here, so it is not made twice.
+        """
+        rows = [Row(sample) for sample in samples]
+        single = len(rows) <= self.config.traces_per_update
+        if single and not self.config.share_prefix and self.config.importance_cap is None:
+            return rows, None
+        gap: float | None = None
+        done: list[Row] = []
+        with torch.no_grad():
+            for micro in self._pack(rows, share=False):
+                new = self.policy.logprobs(micro)
+                gap = _largest(gap, _gap(new, micro, version))
+                if self.config.importance_cap is None:
+                    done += micro.rows
+                    continue
+                counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
+                parts = torch.split(new.cpu(), counts)
+                done += [
+                    row._replace(old=part.numpy())
+                    for row, part in zip(micro.rows, parts, strict=True)
+                ]
+        return done, gap
+
+    def _deal(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Deal rows at random to updates of even size, and weigh their tokens within each."""
+        if not rows:
+            return
+        shuffled = torch.randperm(len(rows), generator=self.order)
+        for hand in shuffled.chunk(math.ceil(len(rows) / self.config.traces_per_update)):
+            chosen = [rows[i] for i in hand.tolist()]
+            weights = token_weights([row.sample for row in chosen], self.config)
+            yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
+
+    def _update(self, rows: Sequence[Row], version: int) -> _Update:
+        """One optimizer update; gradients add up over its forward passes."""
+        done = _Update()
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in self._pack(rows, share=self.config.share_prefix):
+            self._learn(micro, version, done)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config.max_grad_norm, error_if_nonfinite=True
+        )
+        done.grad_norm = float(norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self.optimizer.step()
+        self.updates += 1
+        return done
+
+    def _learn(self, micro: Micro, version: int, done: _Update) -> None:
+        """Add one forward pass's gradient to the model and its figures to `done`."""
+        new = self.policy.logprobs(micro)
+        with torch.no_grad():
+            reference = self.reference.logprobs(micro) if self.reference else None
+        terms = token_terms(
+            new,
+            old=micro.old,
+            behaviour=micro.behaviour,
+            advantage=micro.advantage,
+            reference=reference,
+            config=self.config,
+        )
+        loss = (terms.loss * micro.weight).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        done.tokens += len(new)
+        done.forwarded += micro.computed - micro.padding
+        done.padding += micro.padding
+        done.loss += float(loss.detach())
+        done.kl += float(terms.kl.sum())
+        done.clipped += float(terms.clipped.sum())
+        done.ratio += float(terms.ratio.sum())
+        done.gap = _largest(done.gap, _gap(new.detach(), micro, version))
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        ramp = (self.updates + 1) / max(1, self.config.warmup_updates)
+        return self.config.lr * min(1.0, ramp)
+
+    def _pack(self, rows: Sequence[Row], *, share: bool) -> Iterator[Micro]:
+        return pack(
+            rows, micro_tokens=self.config.micro_tokens, share=share, device=self.policy.device
+        )
+
+    def _report(
+        self,
+        updates: Sequence[_Update],
+        samples: Sequence[Sample],
+        ledger: Ledger,
+        gap: float | None,
+        seconds: float,
+    ) -> StepReport:
+        tokens = max(1, sum(one.tokens for one in updates))
+        count = max(1, len(updates))
+        return StepReport(
+            updates=len(updates),
+            samples=len(samples),
+            tokens_trained=ledger.trained,
+            tokens_forwarded=sum(one.forwarded for one in updates),
+            tokens_padding=sum(one.padding for one in updates),
+            loss=sum(one.loss for one in updates) / count,
+            kl=sum(one.kl for one in updates) / tokens if self.reference else None,
+            clip_fraction=sum(one.clipped for one in updates) / tokens,
+            ratio_mean=sum(one.ratio for one in updates) / tokens,
+            grad_norm=sum(one.grad_norm for one in updates) / count,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            seconds=seconds,
+            max_abs_dlogprob=gap,
+            ledger=ledger,
+        )
+
+
+def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+
+
+def _gap(new: torch.Tensor, micro: Micro, version: int) -> float | None:
+    """Largest deviation from the captured log probabilities of this version's tokens."""
+    apart = (new - micro.behaviour).abs()[micro.version == version]
+    return float(apart.max()) if len(apart) else None
+
+
+def _largest(one: float | None, other: float | None) -> float | None:
+    known = [value for value in (one, other) if value is not None]
+    return max(known, default=None)

@@ -1,0 +1,363 @@
+"""The whole step on a small random model, with log probabilities captured from that model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tugline.errors import CaptureError, ConfigError
+from tugline.trainers.grpo.batch import Row, pack, prepare
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.forward import Policy
+from tugline.trainers.grpo.train import Grpo
+from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory
+
+torch.set_num_threads(1)
+VERSION = 5
+PROMPT = np.random.default_rng(7).integers(0, 48, 40).astype(np.int32)
+
+
+def tiny(seed: int = 0) -> Qwen3ForCausalLM:
+    """A random model with a vocabulary of 48."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def captured(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Log probabilities as an engine would report them: the whole model, one sequence alone."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
+    logp = torch.log_softmax(logits.double() / temperature, -1)
+    return np.concatenate([[0], logp[np.arange(len(ids) - 1), ids[1:]].numpy()]).astype(np.float32)
+
+
+def trace(model: torch.nn.Module, rng: np.random.Generator, **changes: object) -> Trace:
+    """Shared prompt, own words, an answer, tool output, another answer."""
+    own, first, tool, last = (int(n) for n in rng.integers(2, 12, 4))
+    n = len(PROMPT) + own + first + tool + last
+    ids = np.concatenate([PROMPT, rng.integers(0, 48, n - len(PROMPT))]).astype(np.int32)
+    start = len(PROMPT) + own
+    spans = (Span(0, start, start + first, VERSION), Span(1, n - last, n, VERSION))
+    mask = np.zeros(n, np.bool_)
+    for span in spans:
+        mask[span.start : span.end] = True
+    logprobs = np.where(mask, captured(model, ids), 0).astype(np.float32)
+    fields: dict[str, object] = {"ids": ids, "mask": mask, "logprobs": logprobs, "spans": spans}
+    return Trace(**(fields | changes))  # type: ignore[arg-type]
+
+
+def session(traces: Sequence[Trace], *, task: str, sample: int, reward: float | None) -> Trajectory:
+    """A finished session with a ledger that fits its traces."""
+    trained = sum(int(one.mask.sum()) for one in traces)
+    return Trajectory(
+        session=f"{task}/{sample}",
+        task=task,
+        sample=sample,
+        status=Status.FAILED if reward is None else Status.COMPLETED,
+        traces=tuple(traces),
+        ledger=Ledger(sampled=trained + 2, trained=trained, masked={Reason.ABORTED: 2}),
+        reward=None if reward is None else Reward(reward),
+    )
+
+
+def groups(model: torch.nn.Module, *, tasks: int = 2, samples: int = 4) -> list[Trajectory]:
+    """Every first session of a task has two traces; even ones succeed."""
+    rng = np.random.default_rng(1)
+    return [
+        session(
+            [trace(model, rng) for _ in range(2 if j == 0 else 1)],
+            task=f"t{i}",
+            sample=j,
+            reward=float(j % 2 == 0),
+        )
+        for i in range(tasks)
+        for j in range(samples)
+    ]
+
+
+def gradients(model: torch.nn.Module) -> torch.Tensor:
+    """All gradients in one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def trained(config: GrpoConfig) -> tuple[torch.Tensor, object]:
+    """Gradient of the last update, and the report, of one step from the same start."""
+    model = tiny()
+    report = Grpo(model, config).step(groups(model), version=VERSION)
+    return gradients(model), report
+
+
+# --------------------------------------------------------------------------- exactness
+def test_captured_logprobs_are_reproduced() -> None:
+    """On-policy, the gate is near zero, the ratio is one and nothing is clipped."""
+    model = tiny()
+    report = Grpo(model, GrpoConfig()).step(groups(model), version=VERSION)
+    assert report.max_abs_dlogprob is not None
+    assert report.max_abs_dlogprob < 1e-5
+    assert report.ratio_mean == pytest.approx(1, abs=1e-5)
+    assert report.clip_fraction == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GrpoConfig(),
+        GrpoConfig(share_prefix=True),
+        GrpoConfig(traces_per_update=2),
+        GrpoConfig(importance_cap=2.0),
+    ],
+)
+def test_gate_measures_the_weights_before_the_update(config: GrpoConfig) -> None:
+    """One captured number that is off by 0.25 shows as 0.25, however the step is computed."""
+    model = tiny()
+    batch = groups(model)
+    wrong = batch[3].traces[0]
+    logprobs = wrong.logprobs.copy()
+    logprobs[int(wrong.mask.argmax())] += 0.25
+    batch[3] = session(
+        [Trace(ids=wrong.ids, mask=wrong.mask, logprobs=logprobs, spans=wrong.spans)],
+        task="t0",
+        sample=3,
+        reward=0.0,
+    )
+    eager = config.model_copy(update={"lr": 0.05})
+    report = Grpo(model, eager).step(batch, version=VERSION)
+    assert report.max_abs_dlogprob == pytest.approx(0.25, abs=1e-5)
+
+
+def test_gate_looks_at_the_current_version_only() -> None:
+    """Tokens of older weights cannot be reproduced and are not asked to be."""
+    model = tiny()
+    report = Grpo(model, GrpoConfig()).step(groups(model), version=VERSION + 1)
+    assert report.max_abs_dlogprob is None
+
+
+def test_temperature_is_that_of_the_sampling_distribution() -> None:
+    """Log probabilities captured at temperature 0.7 are reproduced at 0.7."""
+    model = tiny()
+    one = trace(model, np.random.default_rng(3))
+    cold = np.where(one.mask, captured(model, one.ids, 0.7), 0).astype(np.float32)
+    batch = [
+        session(
+            [Trace(ids=one.ids, mask=one.mask, logprobs=cold, spans=one.spans)],
+            task="t",
+            sample=0,
+            reward=1.0,
+        )
+    ]
+    right = Grpo(model, GrpoConfig(temperature=0.7)).step(batch, version=VERSION)
+    wrong = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
+    assert right.max_abs_dlogprob is not None
+    assert wrong.max_abs_dlogprob is not None
+    assert right.max_abs_dlogprob < 1e-5
+    assert wrong.max_abs_dlogprob > 0.01
+
+
+# --------------------------------------------------------------------------- the way it is computed
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
+def test_micro_batches_do_not_change_the_gradient(normalisation: str) -> None:
+    """An update cut into passes of one trace has the gradient of an update in one pass."""
+    whole = GrpoConfig(normalisation=normalisation)  # type: ignore[arg-type]
+    cut = whole.model_copy(update={"micro_tokens": 1})
+    one, report = trained(whole)
+    many, other = trained(cut)
+    assert float((one - many).abs().max()) < 1e-6
+    assert float(one.abs().max()) > 1e-3
+    assert other.tokens_padding == 0  # type: ignore[attr-defined]
+    assert report.loss == pytest.approx(other.loss, abs=1e-6)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("micro_tokens", [200, 16_384])
+def test_shared_prefix_gives_the_same_gradient_for_less(micro_tokens: int) -> None:
+    """Computing the common beginning once changes the cost and nothing else."""
+    config = GrpoConfig(micro_tokens=micro_tokens)
+    plain, report = trained(config)
+    shared, cheaper = trained(config.model_copy(update={"share_prefix": True}))
+    assert float((plain - shared).abs().max()) < 1e-5
+    assert cheaper.loss == pytest.approx(report.loss, abs=1e-5)  # type: ignore[attr-defined]
+    assert cheaper.tokens_forwarded < 0.8 * report.tokens_forwarded  # type: ignore[attr-defined]
+
+
+def test_sharing_keeps_to_what_is_really_shared() -> None:
+    """Traces with other beginnings, or with answers in the beginning, are computed right."""
+    model = tiny()
+    rng = np.random.default_rng(4)
+    batch = groups(model)
+    ids = rng.integers(0, 48, 60).astype(np.int32)
+    for task, start in (("u", 34), ("v", 3)):
+        mask = np.arange(60) >= start
+        spans = (Span(0, start, 60, VERSION),)
+        logprobs = np.where(mask, captured(model, ids), 0).astype(np.float32)
+        one = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=spans)
+        batch += [session([one], task=task, sample=i, reward=float(i)) for i in range(2)]
+    samples, _ = prepare(batch, GrpoConfig(), version=VERSION)
+    policy = Policy(model, 1.0)
+    packed = list(
+        pack([Row(s) for s in samples], micro_tokens=9999, share=True, device=policy.device)
+    )
+    assert sorted(micro.prefix for micro in packed) == [0, len(PROMPT)]
+    with torch.no_grad():
+        for micro in packed:
+            assert float((policy.logprobs(micro) - micro.behaviour).abs().max()) < 1e-5
+
+
+def test_traces_are_dealt_to_even_updates() -> None:
+    """Ten traces at four an update make three updates, once per epoch."""
+    model = tiny()
+    config = GrpoConfig(traces_per_update=4, epochs=2)
+    report = Grpo(model, config).step(groups(model), version=VERSION)
+    assert report.samples == 10
+    assert report.updates == 6
+
+
+def test_models_that_change_their_logits_are_refused() -> None:
+    """A soft-capped head cannot be applied in part, and is an error at the door."""
+    config = Gemma2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=1.0,
+    )
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM changes its logits"):
+        Grpo(Gemma2ForCausalLM(config), GrpoConfig())
+
+
+# --------------------------------------------------------------------------- learning
+def test_a_step_makes_good_sessions_likelier() -> None:
+    """After some updates, rewarded answers have gained and the others have lost."""
+    model = tiny()
+    batch = groups(model)
+    trainer = Grpo(model, GrpoConfig(lr=3e-3))
+    for version in range(VERSION, VERSION + 3):
+        trainer.step(batch, version=version)
+    change = {0.0: 0.0, 1.0: 0.0}
+    for one in batch:
+        for each in one.traces:
+            now = captured(model, each.ids)
+            change[one.reward.value] += float((now - each.logprobs)[each.mask].sum())  # type: ignore[union-attr]
+    assert change[1.0] > 1
+    assert change[0.0] < -1
+
+
+def test_reference_pulls_back() -> None:
+    """The KL term is zero at the reference and grows as the policy leaves it."""
+    model = tiny()
+    trainer = Grpo(model, GrpoConfig(kl=0.1, lr=1e-3), reference=tiny())
+    first = trainer.step(groups(model), version=VERSION)
+    second = trainer.step(groups(model), version=VERSION)
+    assert first.kl == pytest.approx(0, abs=1e-9)
+    assert second.kl is not None
+    assert second.kl > 1e-6
+
+
+def test_kl_without_a_reference_is_refused() -> None:
+    """A penalty with nothing to measure it against is an error that says what to do."""
+    with pytest.raises(ConfigError, match=r"kl is 0\.1"):
+        Grpo(tiny(), GrpoConfig(kl=0.1))
+
+
+def test_learning_rate_warms_up() -> None:
+    """It rises linearly over the first updates and then stays."""
+    model = tiny()
+    trainer = Grpo(model, GrpoConfig(lr=1.0e-3, warmup_updates=4))
+    rates = [trainer.step(groups(model), version=VERSION).learning_rate for _ in range(5)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+# --------------------------------------------------------------------------- the books
+def test_books_balance_over_every_exit() -> None:
+    """Failed sessions, groups without signal and stale tokens all leave with their reason."""
+    model = tiny()
+    rng = np.random.default_rng(2)
+    old = trace(model, rng)
+    stale = Trace(
+        ids=old.ids,
+        mask=old.mask,
+        logprobs=old.logprobs,
+        spans=(Span(0, old.spans[0].start, old.spans[0].end, VERSION - 3), old.spans[1]),
+    )
+    batch = [
+        *groups(model, tasks=1),
+        session([trace(model, rng)], task="t0", sample=9, reward=None),
+        session([trace(model, rng)], task="t0", sample=10, reward=float("nan")),
+        session([stale], task="t0", sample=11, reward=1.0),
+        *(session([trace(model, rng)], task="flat", sample=i, reward=1.0) for i in range(2)),
+    ]
+    config = GrpoConfig(skip_zero_variance=True, max_staleness=2)
+    report = Grpo(model, config).step(batch, version=VERSION)
+    books = report.ledger
+    assert books.balanced
+    assert books.sampled == sum(one.ledger.sampled for one in batch)
+    assert books.trained == report.tokens_trained > 0
+    assert books.masked[Reason.ABORTED] == 2 * len(batch)
+    assert books.masked[Reason.STALE] == old.spans[0].end - old.spans[0].start
+    assert books.dropped[Reason.SESSION_FAILED] == sum(b.ledger.trained for b in batch[4:6])
+    assert books.dropped[Reason.NO_SIGNAL] == sum(b.ledger.trained for b in batch[7:])
+
+
+def test_groups_without_signal_are_trained_unless_skipped() -> None:
+    """By default their advantage is zero and their tokens still count."""
+    model = tiny()
+    batch = [
+        session([trace(model, np.random.default_rng(i))], task="t", sample=i, reward=1.0)
+        for i in range(3)
+    ]
+    samples, ledger = prepare(batch, GrpoConfig(), version=VERSION)
+    assert [s.advantage for s in samples] == [0, 0, 0]
+    assert ledger.trained == sum(one.ledger.trained for one in batch)
+
+
+def test_a_session_of_many_traces_counts_once() -> None:
+    """The baseline is the mean over sessions; all traces of one share its advantage."""
+    model = tiny()
+    rng = np.random.default_rng(0)
+    many = session([trace(model, rng) for _ in range(5)], task="t", sample=0, reward=1.0)
+    one = session([trace(model, rng)], task="t", sample=1, reward=0.0)
+    samples, _ = prepare([many, one], GrpoConfig(advantage="dr_grpo"), version=VERSION)
+    assert [s.advantage for s in samples] == [0.5] * 5 + [-0.5]
+
+
+def test_a_step_without_samples_changes_nothing() -> None:
+    """When every session failed outside the policy, the report says so and the weights stay."""
+    model = tiny()
+    before = [p.clone() for p in model.parameters()]
+    failed = session([trace(model, np.random.default_rng(0))], task="t", sample=0, reward=None)
+    report = Grpo(model, GrpoConfig()).step([failed], version=VERSION)
+    assert (report.updates, report.samples, report.max_abs_dlogprob) == (0, 0, None)
+    assert report.ledger.balanced
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_ledger_that_contradicts_its_traces_is_refused() -> None:
+    """Books that do not balance on arrival are an error that names the session."""
+    model = tiny()
+    good = session([trace(model, np.random.default_rng(0))], task="t", sample=0, reward=1.0)
+    bad = Trajectory(
+        session="t/0",
+        task="t",
+        sample=0,
+        status=Status.COMPLETED,
+        traces=good.traces,
+        ledger=Ledger(sampled=1, trained=1),
+        reward=Reward(1.0),
+    )
+    with pytest.raises(CaptureError, match="session t/0"):
+        prepare([bad], GrpoConfig(), version=VERSION)
