@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny, trace
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row, pack, prepare
 from tugline.trainers.grpo.config import GrpoConfig
@@ -17,76 +16,6 @@ from tugline.trainers.grpo.train import Grpo
 from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory
 
 torch.set_num_threads(1)
-VERSION = 5
-PROMPT = np.random.default_rng(7).integers(0, 48, 40).astype(np.int32)
-
-
-def tiny(seed: int = 0) -> Qwen3ForCausalLM:
-    """A random model with a vocabulary of 48."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def captured(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Log probabilities as an engine would report them: the whole model, one sequence alone."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
-    logp = torch.log_softmax(logits.double() / temperature, -1)
-    return np.concatenate([[0], logp[np.arange(len(ids) - 1), ids[1:]].numpy()]).astype(np.float32)
-
-
-def trace(model: torch.nn.Module, rng: np.random.Generator, **changes: object) -> Trace:
-    """Shared prompt, own words, an answer, tool output, another answer."""
-    own, first, tool, last = (int(n) for n in rng.integers(2, 12, 4))
-    n = len(PROMPT) + own + first + tool + last
-    ids = np.concatenate([PROMPT, rng.integers(0, 48, n - len(PROMPT))]).astype(np.int32)
-    start = len(PROMPT) + own
-    spans = (Span(0, start, start + first, VERSION), Span(1, n - last, n, VERSION))
-    mask = np.zeros(n, np.bool_)
-    for span in spans:
-        mask[span.start : span.end] = True
-    logprobs = np.where(mask, captured(model, ids), 0).astype(np.float32)
-    fields: dict[str, object] = {"ids": ids, "mask": mask, "logprobs": logprobs, "spans": spans}
-    return Trace(**(fields | changes))  # type: ignore[arg-type]
-
-
-def session(traces: Sequence[Trace], *, task: str, sample: int, reward: float | None) -> Trajectory:
-    """A finished session with a ledger that fits its traces."""
-    trained = sum(int(one.mask.sum()) for one in traces)
-    return Trajectory(
-        session=f"{task}/{sample}",
-        task=task,
-        sample=sample,
-        status=Status.FAILED if reward is None else Status.COMPLETED,
-        traces=tuple(traces),
-        ledger=Ledger(sampled=trained + 2, trained=trained, masked={Reason.ABORTED: 2}),
-        reward=None if reward is None else Reward(reward),
-    )
-
-
-def groups(model: torch.nn.Module, *, tasks: int = 2, samples: int = 4) -> list[Trajectory]:
-    """Every first session of a task has two traces; even ones succeed."""
-    rng = np.random.default_rng(1)
-    return [
-        session(
-            [trace(model, rng) for _ in range(2 if j == 0 else 1)],
-            task=f"t{i}",
-            sample=j,
-            reward=float(j % 2 == 0),
-        )
-        for i in range(tasks)
-        for j in range(samples)
-    ]
 
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:

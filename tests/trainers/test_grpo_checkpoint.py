@@ -1,0 +1,118 @@
+"""Checkpoints on a real disk: continued exactly, refused when damaged, whole or absent."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trainers.sessions import groups, tiny
+from tugline.errors import CheckpointError
+from tugline.trainers.grpo import checkpoint
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.train import Grpo
+
+torch.set_num_threads(1)
+CONFIG = GrpoConfig(lr=1e-3, traces_per_update=3, warmup_updates=8, weight_decay=0.1)
+
+
+def trainer(seed: int = 0) -> Grpo:
+    """A fresh trainer on a small random model."""
+    return Grpo(tiny(seed), CONFIG)
+
+
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Three steps in one go equal one step, a save, a load elsewhere, and two steps."""
+    batch = groups(tiny())
+    straight = trainer()
+    for version in range(3):
+        straight.step(batch, version=version)
+    first = trainer()
+    first.step(batch, version=0)
+    path = checkpoint.save(tmp_path, first, step=1, version=1, extra={"row": 7})
+    resumed = trainer(seed=99)
+    state = checkpoint.load(path, resumed)
+    assert (state.step, state.version, state.extra) == (1, 1, {"row": 7})
+    assert state.config == CONFIG.digest()
+    for version in (1, 2):
+        resumed.step(batch, version=version)
+    pairs = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert straight.updates == resumed.updates
+
+
+def test_other_tools_can_read_the_model(tmp_path: Path) -> None:
+    """A checkpoint is a Hugging Face model directory."""
+    mine = trainer()
+    path = checkpoint.save(tmp_path, mine, step=1, version=1)
+    theirs = AutoModelForCausalLM.from_pretrained(path)
+    pairs = zip(mine.model.parameters(), theirs.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+    """Old checkpoints go once a newer one is whole; the newest is found."""
+    assert checkpoint.latest(tmp_path) is None
+    for step in range(4):
+        checkpoint.save(tmp_path, trainer(), step=step, version=step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
+
+
+def test_half_written_ones_are_ignored(tmp_path: Path) -> None:
+    """What a crash left behind is neither found nor in the way of the next save."""
+    whole = checkpoint.save(tmp_path, trainer(), step=1, version=1)
+    (tmp_path / ".step-000002.part").mkdir()
+    (tmp_path / ".step-000002.part" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "step-000009").mkdir()
+    assert checkpoint.latest(tmp_path) == whole
+    assert checkpoint.save(tmp_path, trainer(), step=2, version=2).name == "step-000002"
+    with pytest.raises(CheckpointError, match=r"step-000009 is not complete"):
+        checkpoint.load(tmp_path / "step-000009", trainer())
+
+
+def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
+    """A second run in the same directory cannot destroy the first one's work."""
+    checkpoint.save(tmp_path, trainer(), step=1, version=1)
+    with pytest.raises(CheckpointError, match=r"step-000001 exists"):
+        checkpoint.save(tmp_path, trainer(seed=1), step=1, version=1)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "config.json"])
+def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, name: str) -> None:
+    """One flipped bit, or a lost file, is an error that names the file; the trainer stays."""
+    path = checkpoint.save(tmp_path, trainer(), step=1, version=1)
+    file = path / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    other = trainer(seed=5)
+    before = [p.clone() for p in other.model.parameters()]
+    with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+        checkpoint.load(path, other)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        checkpoint.load(path, other)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("allowed", [1_000, 60_000, 100_000])
+def test_a_full_disk_leaves_nothing_half_done(tmp_path: Path, allowed: int) -> None:
+    """When writing fails, in any file, there is one error and no trace of the new checkpoint."""
+    trained = trainer()
+    trained.step(groups(tiny()), version=0)
+    whole = checkpoint.save(tmp_path, trained, step=1, version=1)
+    sizes = {file.name: file.stat().st_size for file in whole.iterdir()}
+    assert sizes["model.safetensors"] < 100_000 < sizes["optimizer.pt"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, hard))
+    try:
+        with pytest.raises(CheckpointError, match="step-000002 cannot be written"):
+            checkpoint.save(tmp_path, trained, step=2, version=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    checkpoint.load(whole, trained)
