@@ -14,7 +14,8 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 
-_MAX_REPORT = 8 << 20
+MAX_REPORT = 8 << 20
+"""Bytes of a report that are read; a longer one is none."""
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -46,7 +47,9 @@ def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _is_suite(node: ast.ClassDef) -> bool:
-    bases = (base.attr if isinstance(base, ast.Attribute) else ast.unparse(base) for base in node.bases)
+    bases = (
+        base.attr if isinstance(base, ast.Attribute) else ast.unparse(base) for base in node.bases
+    )
     return node.name.startswith("Test") or any(base.endswith("TestCase") for base in bases)
 
 
@@ -56,7 +59,7 @@ def read_report(data: bytes) -> Tally | None:
     The cases of a parametrized test count as one, which passes when all of them do. A skipped
     test has not passed.
     """
-    if len(data) > _MAX_REPORT:
+    if len(data) > MAX_REPORT:
         return None
     try:
         root = ET.fromstring(data)  # noqa: S314 - expat limits entity expansion

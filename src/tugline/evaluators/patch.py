@@ -19,7 +19,6 @@ SKIPPED = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache
 """Folders that programs leave behind; not part of anybody's work."""
 
 _MAX_NOTES = 20
-_MAX_SEEN = 50_000
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +26,8 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
 
     files: int = 500
     """Changed files."""
+    seen_files: int = 20_000
+    """Files in all."""
     file_bytes: int = 1 << 20
     """Size of one file."""
     diff_lines: int = 2000
@@ -50,14 +51,12 @@ def compare(before: Mapping[str, str], workdir: Path, caps: Caps | None = None) 
         text = _read(found, path, caps, notes)
         # A file that is too large or unreadable now stays as it was; it is not taken for deleted.
         seen.add(path)
-        if text is None or before.get(path) == text:
-            continue
-        if len(changed) == caps.files:
-            notes.append(f"more than {caps.files} files changed; the rest is left out")
-            return Patch(changed, _short(notes))
-        changed[path] = text
-    changed |= dict.fromkeys((str(PurePosixPath(path)) for path in before if path not in seen))
-    return Patch(changed, _short(notes))
+        if len(seen) > caps.seen_files or len(changed) > caps.files:
+            return Patch({}, ("more files than are looked at; no change is taken along",))
+        if text is not None and before.get(path) != text:
+            changed[path] = text
+    gone = (path for path in before if path not in seen and not SKIPPED & set(path.split("/")))
+    return Patch(changed | dict.fromkeys(gone), _short(notes))
 
 
 def unified(before: Mapping[str, str], patch: Patch, caps: Caps | None = None) -> str:
@@ -74,8 +73,10 @@ def unified(before: Mapping[str, str], patch: Patch, caps: Caps | None = None) -
             "/dev/null" if path not in before else f"a/{path}",
             "/dev/null" if text is None else f"b/{path}",
         )
-        for line in difflib.unified_diff(old, new, *names):
-            parts.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+        parts += [
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for line in difflib.unified_diff(old, new, *names)
+        ]
     return "".join(parts) + "".join(f"# {note}\n" for note in patch.notes)
 
 
@@ -101,9 +102,8 @@ def applied(
 
 
 def _walk(workdir: Path, notes: list[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Regular files below `workdir`, by relative path, in order of name."""
+    """Files below `workdir` and their relative paths, in order of name within a folder."""
     stack = [("", str(workdir))]
-    count = 0
     while stack:
         prefix, folder = stack.pop()
         try:
@@ -113,10 +113,6 @@ def _walk(workdir: Path, notes: list[str]) -> Iterator[tuple[str, os.DirEntry[st
             notes.append(f"{_shown(prefix)}: cannot be listed ({error.strerror})")
             continue
         for entry in entries:
-            count += 1
-            if count > _MAX_SEEN:
-                notes.append(f"more than {_MAX_SEEN} names; the rest is left out")
-                return
             path = f"{prefix}{entry.name}"
             if not path.isprintable():
                 notes.append(f"{_shown(path)}: a name with control or undecodable characters")

@@ -20,14 +20,14 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.evaluators.junit import Tally, expected_tests, pick, read_report
+from tugline.evaluators.junit import MAX_REPORT, Tally, expected_tests, pick, read_report
 from tugline.evaluators.patch import Patch, applied, unified
 from tugline.runtimes.base import Box, Exit, check_path
 from tugline.types import Reward
@@ -45,7 +45,16 @@ PROTECTED = (
 )
 """File names, at any depth, that belong to the task alone."""
 
-_CONFIGS = frozenset(PROTECTED[1:-1])
+# File at the top of a task, and what makes it a configuration of pytest.
+_CONFIGS = {
+    "pytest.ini": "",
+    ".pytest.ini": "",
+    "pytest.toml": "",
+    ".pytest.toml": "",
+    "tox.ini": "[pytest]",
+    "setup.cfg": "[tool:pytest]",
+    "pyproject.toml": "[tool.pytest",
+}
 _SHADOWS = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
 _REPORT = "report.xml"
 # `-I` and the late path entry: pytest is imported before anything of the agent's can be.
@@ -58,9 +67,10 @@ _CACHED = 4096
 class Tests:
     """`files` are tests that the agent never saw; without them the task's own test files count.
 
-    `paths` are the test files to run (default: all of `files` and the task's that look like
-    tests). `expected` names the tests that must pass (default: all that their source defines),
-    such as ``tests.test_bill::test_total``. `protected` adds file name patterns to `PROTECTED`.
+    `paths` are the test files or folders to run (default: all of `files` and the task's that look
+    like tests). `expected` names the tests that must pass, such as
+    ``tests.test_bill::test_total``; others may fail then (default: all must pass, and none that
+    the source defines may be missing). `protected` adds file name patterns to `PROTECTED`.
     `cache` remembers verdicts by content, for tests whose result depends on nothing else.
     """
 
@@ -92,7 +102,7 @@ class Tests:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Run the expected tests on the agent's work."""
         trusted, patch, refused = self._trusted(outcome)
-        paths = self._paths if self._paths is not None else pick(trusted)
+        paths = _under(self._paths, pick(trusted))
         expected = self._expected if self._expected is not None else _expected(trusted, paths)
         files, gave_way = applied(outcome.files, patch, trusted)
         report: dict[str, Any] = {
@@ -123,12 +133,12 @@ class Tests:
                 timeout_s=min(self._timeout_s, outcome.timeout_s),
                 log_name="tests",
             )
-            data = target.read_bytes() if target.is_file() else b""
+            data = _read(target)
             tail = _tail(box)
         tally = read_report(data)
         if tally is None:
             await self._check_pytest(outcome)
-        return _verdict(tally, expected, end, tail)
+        return _verdict(tally, expected, end, tail, only=self._expected is not None)
 
     async def _check_pytest(self, outcome: Outcome) -> None:
         """No report: is it the agent's doing? In a box without its files, pytest must load."""
@@ -148,7 +158,7 @@ class Tests:
         """Files whose text is the task's, the patch without them, and what it may not touch."""
         given = set(pick(outcome.files)) | {p for p in outcome.files if self._is_protected(p)}
         trusted = {path: outcome.files[path] for path in given} | self._files
-        if not _CONFIGS & set(trusted):
+        if not any(p in trusted and section in trusted[p] for p, section in _CONFIGS.items()):
             # Without a file of its own pytest would look for one in the folders above.
             trusted["pytest.ini"] = "[pytest]\n"
         refused = [
@@ -171,13 +181,26 @@ def _shadows(path: str, given: Mapping[str, str]) -> bool:
     return not known and first.partition(".")[0] in _SHADOWS
 
 
+def _under(paths: Sequence[str] | None, tests: list[str]) -> list[str]:
+    """Of `tests` those that `paths` name as files or folders; all of them for None."""
+    if paths is None:
+        return tests
+    found = []
+    for path in paths:
+        inside = [test for test in tests if PurePosixPath(test).is_relative_to(path)]
+        if not inside:
+            msg = (
+                f"evaluator 'tests': no test file at {path!r} (known: {', '.join(tests) or 'none'})"
+            )
+            raise EvaluatorError(msg)
+        found += inside
+    return found
+
+
 def _expected(trusted: Mapping[str, str], paths: Sequence[str]) -> frozenset[str]:
     """Names of the tests in `paths`. Raises `EvaluatorError` when there are none to be found."""
     found: set[str] = set()
     for path in paths:
-        if path not in trusted:
-            msg = f"evaluator 'tests': {path!r} is neither in its files nor a test of the task"
-            raise EvaluatorError(msg)
         try:
             found |= expected_tests(path, trusted[path])
         except (SyntaxError, ValueError) as error:
@@ -189,11 +212,13 @@ def _expected(trusted: Mapping[str, str], paths: Sequence[str]) -> frozenset[str
     return frozenset(found)
 
 
-def _verdict(tally: Tally | None, expected: frozenset[str], end: Exit, tail: str) -> Verdict:
+def _verdict(
+    tally: Tally | None, expected: frozenset[str], end: Exit, tail: str, *, only: bool
+) -> Verdict:
     heard = tally or Tally(frozenset(), {})
     passed = len(expected & heard.passed)
-    broken = {name: why for name, why in heard.failed.items() if name not in expected}
-    good = passed == len(expected) and not broken and end.code == 0 and not end.timed_out
+    # Exit code 1 says that some test failed; with `only`, it may be one that is not asked for.
+    good = passed == len(expected) and not end.timed_out and end.code in ((0, 1) if only else (0,))
     if end.timed_out:
         reason = f"out of time after {end.seconds:.1f} s"
     elif tally is None:
@@ -204,7 +229,7 @@ def _verdict(tally: Tally | None, expected: frozenset[str], end: Exit, tail: str
         "reason": reason,
         "passed": passed,
         "total": len(expected),
-        "failed": {**heard.failed},
+        "failed": heard.failed,
         "missing": heard.missing(expected),
         "exit": end.code,
         "timed_out": end.timed_out,
@@ -218,6 +243,13 @@ def _verdict(tally: Tally | None, expected: frozenset[str], end: Exit, tail: str
 def _digest(files: Mapping[str, str], paths: Sequence[str], expected: frozenset[str]) -> str:
     content = (sorted(files.items()), list(paths), sorted(expected))
     return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
+
+
+def _read(report: Path) -> bytes:
+    if not report.is_file():
+        return b""
+    with report.open("rb") as file:
+        return file.read(MAX_REPORT + 1)
 
 
 def _tail(box: Box) -> str:

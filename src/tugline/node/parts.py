@@ -1,0 +1,66 @@
+"""The parts that tasks name, made once and shared by all sessions that ask for the same.
+
+Sharing lets a harness install once and an evaluator remember its verdicts. `check` is for the door
+where a task comes in: a wrong name or option is an error there, not in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgspec
+
+from tugline.builders.base import Builder
+from tugline.errors import ConfigError
+from tugline.evaluators.base import Evaluator
+from tugline.harnesses.base import Harness
+from tugline.plugins import find
+from tugline.runtimes.base import Runtime
+from tugline.types import Part, Task
+
+
+class Parts:
+    """Instances by kind, name and options."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, bytes], Any] = {}
+
+    def check(self, task: Task) -> None:
+        """Raises `UnknownPlugin` or `ConfigError` if `task` names a part that cannot be made."""
+        self.harness(task.harness)
+        self.runtime(task.runtime)
+        self.evaluator(task.evaluator)
+        self.builder(task.builder)
+
+    def harness(self, part: Part) -> Harness:
+        """The agent program."""
+        made: Harness = self._make("harness", part)
+        return made
+
+    def runtime(self, part: Part) -> Runtime:
+        """The place where it runs."""
+        made: Runtime = self._make("runtime", part)
+        return made
+
+    def evaluator(self, part: Part) -> Evaluator:
+        """The judge."""
+        made: Evaluator = self._make("evaluator", part)
+        return made
+
+    def builder(self, part: Part) -> Builder:
+        """What turns calls into traces."""
+        made: Builder = self._make("builder", part)
+        return made
+
+    def _make(self, kind: str, part: Part) -> Any:
+        key = (kind, msgspec.msgpack.encode(part, order="deterministic"))
+        if key not in self._made:
+            target = find(kind, part.name)
+            try:
+                self._made[key] = target(**part.options)
+            except TypeError as error:
+                known = ", ".join(inspect.signature(target).parameters) or "none"
+                msg = f"{kind} {part.name!r}: {error} (its options: {known})"
+                raise ConfigError(msg) from error
+        return self._made[key]
