@@ -368,9 +368,7 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
         )
         raise UsageError(msg)
     heads, dim = shapes.pop()
-    return KVPool(
-        layers=len(layers), heads=heads, dim=dim, device=model.device, dtype=model.dtype
-    )
+    return KVPool(layers=len(layers), heads=heads, dim=dim, device=model.device, dtype=model.dtype)
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

@@ -36,7 +36,7 @@ class Engine:
     on: it is moved to `device`, put in evaluation mode and only changed by `swap`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
         model: PreTrainedModel,
         *,
@@ -53,7 +53,9 @@ class Engine:
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.eos_ids = frozenset(eos_ids)
         self._threads = threads
-        self._model = model.eval().to(device) if device is not None else model.eval()  # type: ignore[arg-type]
+        self._model = model.train(mode=False)
+        if device is not None:
+            self._model.to(device)
         self._model.set_attn_implementation("sdpa")
         self._batch = Batch(
             self._model,
@@ -83,7 +85,8 @@ class Engine:
         """End every request with finish ``abort`` and stop the thread; may be called twice."""
         if self._thread is None:
             return
-        await self.abort([])
+        if not self.down:
+            await self.abort([])
         self._orders.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         self._thread = None
@@ -157,7 +160,9 @@ class Engine:
         weights in place, when names or shapes do not fit, or when ``wait`` would wait for ever.
         """
         if mode == "wait" and self._batch.frozen:
-            msg = "swap(mode='wait') while paused with 'keep' would never end: use 'keep' or 'abort'"
+            msg = (
+                "swap(mode='wait') while paused with 'keep' would never end: use 'keep' or 'abort'"
+            )
             raise UsageError(msg)
         await self._do(lambda: self._batch.swap(weights, version), mode)
 

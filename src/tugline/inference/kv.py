@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from tugline.types import Ids
 
 
-class KVPool(Cache):  # type: ignore[misc]
+class KVPool(Cache):
     """The cache that the model writes to; `aim` says where its next forward pass goes."""
 
     def __init__(
@@ -70,7 +70,7 @@ class KVPool(Cache):  # type: ignore[misc]
         values[self._rows, :, self._positions] = value_states.transpose(1, 2)
         return keys[:, :, : self._length], values[:, :, : self._length]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is given
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions that may be read; some models ask, though positions are always explicit."""
         return self._length
 

@@ -26,7 +26,8 @@ def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row: splitmix64 (Steele et al., 2014) of seed and position."""
-    return _hash(_hash(seeds) + positions.astype(np.uint64) * _GOLDEN) * 2.0**-48
+    bits = _hash(_hash(seeds) + positions.astype(np.uint64) * _GOLDEN)
+    return bits.astype(np.float64) * 2.0**-48
 
 
 def _hash(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

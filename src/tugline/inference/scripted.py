@@ -13,18 +13,20 @@ does, faults included; no torch is needed.
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 import numpy as np
 
-from tugline.errors import EngineError
+from tugline.errors import EngineError, UsageError
 from tugline.inference.base import Chunk, CutError, GenerateRequest, Mode, Stats, check
 from tugline.types import Finish, Ids, VersionSpan
 
+_POLL_S = 0.005
 
-class Reply(msgspec.Struct, frozen=True, kw_only=False):
+
+class Reply(msgspec.Struct, frozen=True):
     """What one request is answered with, and what goes wrong on the way."""
 
     ids: Sequence[int]
@@ -65,6 +67,8 @@ class ScriptedEngine:
         self._running: dict[int, tuple[GenerateRequest, asyncio.Event]] = {}
         self._open = asyncio.Event()
         self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._frozen = False
         self._prompt = self._sampled = 0
         self._finished = dict.fromkeys(Finish, 0)
@@ -96,12 +100,89 @@ class ScriptedEngine:
             raise EngineError(msg, status=reply.status, retry_after=reply.retry_after_s)
         aborted = asyncio.Event()
         self._running[id(request)] = (request, aborted)
+        self._idle.clear()
         self._prompt += len(request.prompt_ids)
         finish = Finish.ABORT
         try:
-            async for chunk in self._play(request, reply, aborted):
-                finish = chunk.finish or finish
-                yield chunk
+            async with contextlib.aclosing(self._play(request, reply, aborted)) as chunks:
+                async for chunk in chunks:
+                    finish = chunk.finish or finish
+                    yield chunk
         finally:
             del self._running[id(request)]
+            if not self._running:
+                self._idle.set()
             self._finished[finish] += 1
+
+    async def pause(self, mode: Mode) -> None:
+        """Hold new requests; those that run freeze, end, or are waited for."""
+        self._open.clear()
+        if mode == "abort":
+            await self.abort([])
+        self._frozen = mode == "keep"
+        if mode == "wait":
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._frozen = False
+        self._open.set()
+
+    async def abort(self, ids: Sequence[str]) -> int:
+        """End running requests by id, all when `ids` is empty."""
+        doomed = [
+            aborted for request, aborted in self._running.values() if not ids or request.id in ids
+        ]
+        for aborted in doomed:
+            aborted.set()
+        return len(doomed)
+
+    async def _play(
+        self, request: GenerateRequest, reply: Reply, aborted: asyncio.Event
+    ) -> AsyncGenerator[Chunk, None]:
+        stops = set(request.stop_ids) | (set() if request.ignore_eos else self._eos_ids)
+        ids, finish = _ending(reply.ids, stops, self._limit(request))
+        logprobs = np.zeros(len(ids), np.float32)
+        if reply.logprobs is not None:
+            logprobs[:] = reply.logprobs[: len(ids)]
+        size = reply.tokens_per_chunk if request.stream else len(ids)
+        for start in range(0, len(ids), size):
+            end = min(start + size, len(ids))
+            await self._pass_time(reply.delay_s * (end - start), aborted)
+            if reply.cut_after is not None and end > reply.cut_after:
+                msg = f"scripted fault: cut after {reply.cut_after} tokens"
+                raise CutError(msg)
+            if aborted.is_set():
+                yield Chunk(ids[:0], logprobs[:0], (), Finish.ABORT)
+                return
+            self._sampled += end - start
+            last = end == len(ids)
+            yield Chunk(
+                ids=ids[start:end],
+                logprobs=logprobs[start:end],
+                versions=(VersionSpan(self.version, start, end),),
+                finish=finish if last else None,
+                stop_id=int(ids[-1]) if last and finish == Finish.STOP else None,
+            )
+
+    def _limit(self, request: GenerateRequest) -> int:
+        return min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
+
+    async def _pass_time(self, seconds: float, aborted: asyncio.Event) -> None:
+        if seconds:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(aborted.wait(), seconds)
+        while self._frozen and not aborted.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(aborted.wait(), _POLL_S)
+
+
+def _ending(ids: Sequence[int], stops: set[int], limit: int) -> tuple[Ids, Finish]:
+    """`ids` up to the first stop or the limit. An empty script is a mistake of its author."""
+    if not ids:
+        msg = "Reply.ids is empty: a model always samples at least one token"
+        raise UsageError(msg)
+    for index, token in enumerate(ids[:limit]):
+        if token in stops:
+            return np.array(ids[: index + 1], np.int32), Finish.STOP
+    return np.array(ids[:limit], np.int32), Finish.LENGTH

@@ -32,7 +32,6 @@ from tugline.inference.base import (
     check,
     join,
 )
-
 from tugline.inference.chat import Chat, Deltas
 from tugline.inference.metrics import metrics_text
 from tugline.inference.streaming import Pieces
@@ -167,7 +166,9 @@ class _Routes:
             ids = ids_array(self._tokens().encode(body.prompt, add_special_tokens=False))
         else:
             ids = ids_array(body.prompt)
-        return Pieces(self._completion(self._ask(ids, body, name, stream=False), body), stream=False)
+        return Pieces(
+            self._completion(self._ask(ids, body, name, stream=False), body), stream=False
+        )
 
     async def _completion(
         self, asked: GenerateRequest, body: CompletionBody
@@ -282,9 +283,7 @@ class _Routes:
         stops: tuple[int, ...] = (),
     ) -> GenerateRequest:
         window = self._engine.max_model_len
-        asked = to_request(
-            ids, knobs, window=window, request_id=name, stream=stream, stops=stops
-        )
+        asked = to_request(ids, knobs, window=window, request_id=name, stream=stream, stops=stops)
         check(asked, max_model_len=window, vocab_size=self._engine.vocab_size)
         return asked
 

@@ -199,7 +199,13 @@ def parse(raw: bytes, kind: type[T]) -> T:
 
 
 def to_request(
-    ids: Ids, knobs: Knobs, *, window: int, request_id: str, stream: bool, stops: tuple[int, ...] = ()
+    ids: Ids,
+    knobs: Knobs,
+    *,
+    window: int,
+    request_id: str,
+    stream: bool,
+    stops: tuple[int, ...] = (),
 ) -> GenerateRequest:
     """The engine's request. Raises `RequestError` for what this engine cannot do."""
     for name, neutral in _NEUTRAL.items():

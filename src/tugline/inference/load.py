@@ -1,0 +1,56 @@
+"""A model folder (``config.json``, safetensors, ``tokenizer.json``) to a model and a tokenizer.
+
+The one place that says what is missing: torch, the folder, a file in it, a usable architecture.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tugline.errors import UsageError
+from tugline.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def load(
+    folder: Path, *, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, Tokenizer, frozenset[int]]:
+    """Model in evaluation mode, tokenizer and end-of-answer ids. Raises `UsageError`, one line.
+
+    `dtype` None takes the one that the checkpoint was saved in. Remote code is never run.
+    """
+    try:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        msg = f"the embedded engine needs torch ({error}): pip install 'tugline[train]'"
+        raise UsageError(msg) from error
+    if not folder.is_dir():
+        msg = f"no model folder at {folder}: give a folder with config.json and *.safetensors"
+        raise UsageError(msg)
+    for file in ("config.json", "tokenizer.json"):
+        if not (folder / file).is_file():
+            msg = f"{folder} has no {file}: it is not a complete Hugging Face model folder"
+            raise UsageError(msg)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        msg = f"cannot load the model in {folder}: {reason}"
+        raise UsageError(msg) from error
+    tokenizer = Tokenizer.load(folder)
+    return model, tokenizer, _eos_ids(model, tokenizer)
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    settings = getattr(model, "generation_config", None)
+    named = settings.eos_token_id if settings is not None else None
+    ids = {named} if isinstance(named, int) else set(named or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

@@ -1,0 +1,44 @@
+"""A tiny Qwen3 with random weights, and the plain forward pass that judges what the engine says."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from tugline.types import Ids, Logprobs
+
+VOCAB = 512
+EOS = 2
+
+
+def tiny(seed: int = 0) -> Qwen3ForCausalLM:
+    """Random weights, sharp enough that a wrong context shows in the log probabilities."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@torch.inference_mode()
+def truth(model: PreTrainedModel, prompt: Ids, sampled: Ids, temperature: float = 1.0) -> Logprobs:
+    """Log probabilities of `sampled` after `prompt` by one plain forward pass, no cache."""
+    ids = np.concatenate([prompt, sampled]).astype(np.int64)
+    logits = model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float() / temperature
+    rows = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+    return rows.gather(1, torch.from_numpy(ids[len(prompt) :])[:, None])[:, 0].numpy()
+
+
+def prompt(length: int, seed: int = 0) -> Ids:
+    """Random ids that hold no special token."""
+    return np.random.default_rng(seed).integers(10, VOCAB, length).astype(np.int32)
