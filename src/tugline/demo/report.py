@@ -1,0 +1,141 @@
+"""What is left when the demo ends: a picture of the learning and a summary in words.
+
+Both say how sure they are: the held-out pass rates carry 95 % Wilson intervals, and the summary
+shows the token ledger (I2) and the distance between captured and recomputed logprobs (I1), since a
+reward curve alone does not show that the right tokens were trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tugline.demo.metrics import Score, Step, Summary, smoothed, wilson
+
+_INK = "#1f2933"
+_FAINT = "#d5dbe1"
+_BEFORE = "#9aa5b1"
+_AFTER = "#56b4e9"
+_LINE = "#0072b2"
+"""The two blues of Okabe and Ito, told from grey by everybody."""
+
+
+def picture(steps: Sequence[Step], summary: Summary, path: Path) -> None:
+    """Draw the reward per step beside held-out pass@1 before and after, as a PNG at `path`."""
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.03)
+    figure = Figure(figsize=(10, 4.6), dpi=150, layout=layout, facecolor="white")
+    curve, bars = figure.subplots(1, 2, width_ratios=(2.3, 1))
+    _draw_curve(curve, steps)
+    _draw_bars(bars, summary)
+    title = f"{summary.model}, trained by GRPO through {summary.harness}"
+    figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def closing(summary: Summary, files: Sequence[Path]) -> RenderableType:
+    """The summary for a terminal: results, what was trained on, and where the files are."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in _facts(summary):
+        table.add_row(name, value)
+    for path in files:
+        table.add_row("written", Text(str(path), style="cyan", overflow="fold"))
+    return Panel(Group(_headline(summary), "", table), title="tugline demo", expand=False)
+
+
+# --------------------------------------------------------------------------- words
+def _headline(summary: Summary) -> Text:
+    before, after = summary.before, summary.after
+    style = "bold green" if after.rate > before.rate else "bold red"
+    return Text.assemble(
+        "held-out pass@1, before  ",
+        (f"{_share(before)}\n", "bold"),
+        "held-out pass@1, after   ",
+        (_share(after), style),
+    )
+
+
+def _share(score: Score) -> str:
+    low, high = wilson(score.passed, score.n)
+    return f"{score.rate:.0%} ({score.passed} of {score.n}; interval {low:.0%} to {high:.0%})"
+
+
+def _facts(summary: Summary) -> list[tuple[str, str]]:
+    per_s = summary.sessions / summary.seconds if summary.seconds else 0.0
+    tokens = (
+        f"{summary.sampled_tokens:,} sampled = {summary.trained_tokens:,} trained"
+        f" + {summary.masked_tokens:,} masked + {summary.dropped_tokens:,} dropped"
+    )
+    return [
+        ("model", summary.model),
+        ("harness", f"{summary.harness}, unmodified"),
+        ("training", f"{summary.steps} steps in {_clock(summary.seconds)}"),
+        (
+            "sessions",
+            f"{summary.sessions:,} ({per_s:.1f}/s), {summary.failed_sessions:,} failed",
+        ),
+        ("tokens", tokens),
+        (
+            "logprobs",
+            f"captured and recomputed differ by {summary.max_abs_dlogprob:.1e} nats at most",
+        ),
+    ]
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+# --------------------------------------------------------------------------- lines and bars
+def _draw_curve(axes: Axes, steps: Sequence[Step]) -> None:
+    numbers, rewards = [one.step for one in steps], [one.reward for one in steps]
+    axes.plot(numbers, rewards, color=_LINE, alpha=0.35, linewidth=1, marker="o", markersize=3)
+    axes.plot(numbers, smoothed(rewards), color=_LINE, linewidth=2.6)
+    _title(axes, "Training reward (dots: each step; line: mean of 5)")
+    axes.set_xlabel("step", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlim(0.5, max([1, *numbers]) + 0.5)
+    low, high = min([0.0, *rewards]), max([1.0, *rewards])
+    axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
+    _tidy(axes)
+
+
+def _draw_bars(axes: Axes, summary: Summary) -> None:
+    for x, (score, colour) in enumerate([(summary.before, _BEFORE), (summary.after, _AFTER)]):
+        low, high = wilson(score.passed, score.n)
+        rate = score.rate if score.n else 0.0
+        axes.bar(x, rate, width=0.62, color=colour)
+        axes.vlines(x, low, high, color=_INK, linewidth=1.6)
+        axes.text(x, high + 0.025, f"{rate:.0%}", ha="center", color=_INK, fontweight="bold")
+    names = (("before", summary.before), ("after", summary.after))
+    axes.set_xticks([0, 1], [f"{name}\n{score.passed} of {score.n}" for name, score in names])
+    axes.set_xlim(-0.6, 1.6)
+    axes.set_ylim(0, 1.12)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    _title(axes, "Held-out pass@1, 95 % intervals")
+    _tidy(axes)
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=10.5, color=_INK)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, length=0)
