@@ -1,0 +1,1 @@
+"""Keep what was sampled: a growing answer becomes a `Call`, calls become a segment file."""

@@ -1,0 +1,1 @@
+"""The wire languages harnesses speak; one class each owns all that is known about it."""

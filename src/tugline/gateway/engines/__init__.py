@@ -1,0 +1,1 @@
+"""What to ask an inference engine for, and where the token ids are in its answer. Pure."""

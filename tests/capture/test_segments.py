@@ -1,0 +1,169 @@
+"""Segments keep every call exactly, survive a crash at any byte, and name any other damage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tugline.capture.recorder import Sampled
+from tugline.capture.segments import MAGIC, Writer, read
+from tugline.errors import CaptureError, EngineError
+from tugline.types import (
+    Call,
+    Finish,
+    Message,
+    Role,
+    Sampling,
+    Timings,
+    Tool,
+    VersionSpan,
+    encode,
+)
+
+
+def call(number: int, prompt: list[int], sampled: list[int], body: bytes = b"{}") -> Call:
+    """A call as the gateway writes it."""
+    return Call(
+        session="s",
+        number=number,
+        parent=number - 1 if number else None,
+        dialect="openai_chat",
+        messages=(Message(Role.USER, f"hello {number}"),),
+        tools=(Tool("read", "reads", {"type": "object"}),),
+        sampling=Sampling(temperature=1.0),
+        prompt_ids=np.asarray(prompt, np.int32),
+        sampled_ids=np.asarray(sampled, np.int32),
+        logprobs=-np.ones(len(sampled), np.float32),
+        versions=(VersionSpan(0, 0, len(sampled)),),
+        finish=Finish.STOP,
+        engine="embedded",
+        timings=Timings(1.0),
+        request=body,
+    )
+
+
+def growing(turns: int) -> list[Call]:
+    """A conversation in which every prompt extends the last."""
+    calls, ids = [], list(range(500))
+    for number in range(turns):
+        sampled = [number, number + 1, 7]
+        body = b'{"messages": "%s"}' % (b"word " * (100 + 10 * number))
+        calls.append(call(number, ids, sampled, body))
+        ids = [*ids, *sampled, 9, 9, number]
+    return calls
+
+
+def test_calls_come_back_exactly(tmp_path: Path) -> None:
+    """What is read is what was written, arrays and raw bodies included."""
+    calls = growing(6)
+    with Writer(tmp_path / "a.seg") as writer:
+        for item in calls:
+            writer.append(item)
+    assert [encode(item) for item in read(tmp_path / "a.seg").calls] == [
+        encode(item) for item in calls
+    ]
+
+
+def test_a_turn_costs_what_is_new(tmp_path: Path) -> None:
+    """The last of forty turns takes no more bytes than the second (I7)."""
+    with Writer(tmp_path / "a.seg", sync=False) as writer:
+        sizes = [writer.append(item) for item in growing(40)]
+    assert max(sizes[1:]) < 1.2 * min(sizes[1:])
+    assert max(sizes[1:]) < 600
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_torn_tail_is_cut_and_nothing_before_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A file cut at any byte yields whole calls only, and can be written on."""
+    path = tmp_path_factory.mktemp("torn") / "a.seg"
+    calls = growing(4)
+    ends = [len(MAGIC)]
+    with Writer(path, sync=False) as writer:
+        for item in calls:
+            ends.append(ends[-1] + writer.append(item))
+    cut = data.draw(st.integers(0, ends[-1]))
+    path.write_bytes(path.read_bytes()[:cut])
+    whole = sum(end <= cut for end in ends[1:])
+    segment = read(path)
+    assert len(segment.calls) == whole
+    with Writer(path, sync=False) as writer:
+        assert writer.calls == whole
+        for item in calls[whole:]:
+            writer.append(item)
+    assert [encode(item) for item in read(path).calls] == [encode(item) for item in calls]
+
+
+def test_unfilled_blocks_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
+    """A file system that lost its last blocks to a power cut leaves zeros; they are dropped."""
+    path = tmp_path / "a.seg"
+    with Writer(path) as writer:
+        writer.append(growing(1)[0])
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    assert len(read(path).calls) == 1
+
+
+def test_a_flipped_byte_names_the_file_and_the_offset(tmp_path: Path) -> None:
+    """Damage in the middle is an error, never silently fewer calls."""
+    path = tmp_path / "a.seg"
+    with Writer(path) as writer:
+        for item in growing(3):
+            writer.append(item)
+    data = bytearray(path.read_bytes())
+    data[len(MAGIC) + 20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CaptureError, match=rf"a\.seg is damaged at offset {len(MAGIC)}"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", [b"not a segment at all", b"TUGSEG\x00\x02rest"])
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Another format or another version is named as such."""
+    path = tmp_path / "a.seg"
+    path.write_bytes(content)
+    with pytest.raises(CaptureError, match="not a segment of this version"):
+        read(path)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+    """The error says which file."""
+    with pytest.raises(CaptureError, match=r"cannot read segment .*gone\.seg"):
+        read(tmp_path / "gone.seg")
+
+
+def test_a_full_disk_leaves_what_was_acknowledged(tmp_path: Path) -> None:
+    """A record that cannot be written is an error that says so, and nothing before it is hurt."""
+    path = tmp_path / "a.seg"
+    first, second, third = growing(3)
+    with Writer(path) as writer:
+        writer.append(first)
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, writer._fd)
+        os.close(full)
+        with pytest.raises(CaptureError, match="free some space"):
+            writer.append(second)
+        with pytest.raises(CaptureError, match="closed"):
+            writer.append(third)
+    assert len(read(path).calls) == 1
+
+
+def test_versions_join_into_spans() -> None:
+    """Tokens of one policy version form one span; a swap starts another."""
+    sampled = Sampled()
+    for version in (3, 3, 4):
+        sampled.add(np.ones(2, np.int32), np.zeros(2, np.float32), version)
+    assert sampled.versions == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 6)]
+    assert [len(array) for array in sampled.joined()] == [6, 6]
+
+
+def test_tokens_without_logprobs_are_refused() -> None:
+    """An engine that leaves logprobs out is told so at the first token (I2)."""
+    with pytest.raises(EngineError, match="2 token ids but 0 logprobs"):
+        Sampled().add(np.ones(2, np.int32), np.zeros(0, np.float32), 0)
