@@ -52,6 +52,6 @@ def _load(kind: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         msg = f"{kind} {target!r} cannot be loaded: {error}"
         raise UnknownPlugin(msg) from error

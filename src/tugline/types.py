@@ -12,7 +12,7 @@ Invariants carried here: I1 (a `Trace` names the calls its tokens came from), I2
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -371,11 +371,14 @@ def _to_wire(value: object) -> object:
     raise NotImplementedError(msg)
 
 
-def _from_wire(kind: object, value: object) -> object:
-    if getattr(kind, "__origin__", kind) is np.ndarray and isinstance(value, bytes):
-        return np.frombuffer(value, dtype=_DTYPES[value[:1].decode()], offset=1)
-    msg = f"cannot decode {kind}"
-    raise NotImplementedError(msg)
+def _from_wire(kind: Any, value: object) -> object:
+    # a ValueError here becomes a msgspec.ValidationError that names the field
+    dtype = get_args(get_args(kind)[1])[0]
+    code = value[:1] if isinstance(value, bytes) else b""
+    if not isinstance(value, bytes) or _DTYPES.get(code.decode("latin-1")) is not dtype:
+        msg = f"expected an array of {dtype.__name__}"
+        raise ValueError(msg)
+    return np.frombuffer(value, dtype=dtype, offset=1)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)

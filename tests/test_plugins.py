@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from tugline.errors import UnknownPlugin
+from tugline.plugins import BUILT_IN, find, known
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, table in BUILT_IN.items() for name in table]
+)
+def test_every_built_in_name_leads_to_a_class(kind: str, name: str) -> None:
+    """The table names nothing that is not there."""
+    assert isinstance(find(kind, name), type)
+    assert name in known(kind)
+
+
+def test_any_class_can_be_named_by_its_module() -> None:
+    """``module:Class`` needs no registration."""
+    assert find("harness", "collections:OrderedDict").__name__ == "OrderedDict"
+
+
+def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package adds a name by an entry point of the group ``tugline.<kind>``."""
+    point = metadata.EntryPoint("mine", "collections:Counter", "tugline.harness")
+
+    def entry_points(group: str, name: str = "mine") -> list[metadata.EntryPoint]:
+        return [point] if (group, name) == (point.group, point.name) else []
+
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
+    assert "mine" in known("harness")
+    assert find("harness", "mine").__name__ == "Counter"
+    assert "mine" not in known("runtime")
+
+
+def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
+    """The error is the documentation of what can be chosen."""
+    with pytest.raises(UnknownPlugin) as caught:
+        find("harness", "shel")
+    assert "unknown harness 'shel'; did you mean 'shell'?" in str(caught.value)
+    assert "(known: pi, shell, or module:Class)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("no_such_module:X", "No module named 'no_such_module'"),
+        ("collections:Nothing", "no attribute 'Nothing'"),
+        ("collections:", "no attribute ''"),
+        (":X", "mpty module name"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_says_why(target: str, why: str) -> None:
+    """A misspelt module or class is an error at the door, with Python's own reason."""
+    with pytest.raises(UnknownPlugin) as caught:
+        find("harness", target)
+    assert target in str(caught.value)
+    assert why in str(caught.value)

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tugline.types import (
+    TERMINAL,
+    TRANSITIONS,
+    Call,
+    Finish,
+    Ids,
+    Ledger,
+    Limits,
+    Message,
+    Part,
+    Reason,
+    Role,
+    Sampling,
+    Span,
+    Status,
+    Task,
+    Timings,
+    Tool,
+    ToolCall,
+    Trace,
+    VersionSpan,
+    decode,
+    encode,
+)
+
+
+def _call(sampled: list[int]) -> Call:
+    return Call(
+        session="s1",
+        number=3,
+        parent=2,
+        dialect="openai_chat",
+        messages=(
+            Message(Role.USER, "fix it"),
+            Message(Role.ASSISTANT, tool_calls=(ToolCall("c1", "bash", '{"command": "ls"}'),)),
+        ),
+        tools=(Tool("bash", "Run it.", {"type": "object", "properties": {}}),),
+        sampling=Sampling(temperature=1.0, stop=("</s>",)),
+        prompt_ids=np.arange(5, dtype=np.int32),
+        sampled_ids=np.array(sampled, dtype=np.int32),
+        logprobs=np.linspace(-1, 0, len(sampled), dtype=np.float32),
+        versions=(VersionSpan(7, 0, len(sampled)),),
+        finish=Finish.STOP,
+        engine="embedded",
+        timings=Timings(received=1.0),
+        request=b'{"model":"m"}',
+    )
+
+
+class Arrays(msgspec.Struct):
+    """One array of each kind."""
+
+    ids: Ids
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_arrays_come_back_bit_for_bit(values: list[int]) -> None:
+    """Any int32 array, the empty one too, survives the wire with its type."""
+    back = decode(encode(Arrays(np.array(values, dtype=np.int32))), Arrays)
+    assert back.ids.dtype == np.int32
+    assert back.ids.tolist() == values
+
+
+def test_a_call_survives_the_wire_whole() -> None:
+    """Every field of the richest noun is the same after encode and decode."""
+    call = _call([9, 8, 7])
+    back = decode(encode(call), Call)
+    for field in msgspec.structs.fields(Call):
+        ours, theirs = getattr(call, field.name), getattr(back, field.name)
+        if isinstance(ours, np.ndarray):
+            assert ours.dtype == theirs.dtype
+            assert ours.tolist() == theirs.tolist()
+        else:
+            assert ours == theirs, field.name
+
+
+def test_a_trace_keeps_its_mask() -> None:
+    """Boolean masks and spans with a reason are kept as they are."""
+    trace = Trace(
+        ids=np.array([1, 2, 3], dtype=np.int32),
+        mask=np.array([False, True, False]),
+        logprobs=np.array([0, -0.5, -0.25], dtype=np.float32),
+        spans=(Span(0, 1, 2, 4), Span(1, 2, 3, 4, Reason.CLIENT_GONE)),
+    )
+    back = decode(encode(trace), Trace)
+    assert back.mask.dtype == np.bool_
+    assert back.mask.tolist() == [False, True, False]
+    assert back.spans == trace.spans
+
+
+def test_a_strided_view_is_written_in_its_own_order() -> None:
+    """A view that is not contiguous is copied, never written as its base's bytes."""
+    every_second = np.arange(10, dtype=np.int32)[::2]
+    assert decode(encode(Arrays(every_second)), Arrays).ids.tolist() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("array", [np.zeros(2, dtype=np.int64), np.zeros((2, 2), dtype=np.int32)])
+def test_arrays_of_another_kind_are_refused(array: Ids) -> None:
+    """A wrong dtype or shape is an error at once, never a silent conversion."""
+    with pytest.raises(NotImplementedError, match="cannot encode ndarray"):
+        encode(Arrays(array))
+
+
+@pytest.mark.parametrize("payload", [b"", b"x1234", b"i123", b"f\x00\x00\x80\x3f", "text", 5, None])
+def test_damaged_arrays_are_decode_errors(payload: object) -> None:
+    """Garbage, a cut buffer and floats in place of ids end in the one documented error."""
+    with pytest.raises(msgspec.DecodeError):
+        decode(msgspec.msgpack.encode({"ids": payload}), Arrays)
+
+
+def test_decoded_arrays_cannot_be_changed() -> None:
+    """What was captured stays as it was captured."""
+    back = decode(encode(_call([1])), Call)
+    with pytest.raises(ValueError, match="read-only"):
+        back.sampled_ids[0] = 5
+
+
+def test_nouns_are_frozen() -> None:
+    """A task that was accepted cannot be edited afterwards."""
+    task = Task(id="t", instruction="x", harness=Part("pi"), evaluator=Part("tests"))
+    with pytest.raises(AttributeError):
+        task.instruction = "y"  # type: ignore[misc]
+    assert decode(encode(task), Task) == task
+    assert task.limits == Limits()
+
+
+def test_every_status_has_a_way_to_its_end() -> None:
+    """All statuses are in the table, ends are final, and the happy path is allowed."""
+    assert set(TRANSITIONS) == set(Status)
+    assert all(not TRANSITIONS[status] for status in TERMINAL)
+    for status in set(Status) - TERMINAL:
+        assert TRANSITIONS[status] >= TERMINAL - {Status.COMPLETED}
+    path = ["queued", "init", "ready", "run", "build", "eval", "completed"]
+    assert all(later in TRANSITIONS[Status(earlier)] for earlier, later in pairwise(path))
+    assert Status.COMPLETED not in TRANSITIONS[Status.RUN], "no session completes unevaluated"
+
+
+def test_the_ledger_balances_only_when_every_token_is_accounted_for() -> None:
+    """One token lost or counted twice is seen (I2)."""
+    kept = {Reason.CLIENT_GONE: 2}
+    assert Ledger().balanced
+    assert Ledger(sampled=10, trained=7, masked=kept, dropped={Reason.STALE: 1}).balanced
+    assert not Ledger(sampled=10, trained=7, masked=kept).balanced
+    assert not Ledger(sampled=10, trained=9, masked=kept).balanced
