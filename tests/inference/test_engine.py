@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
 from tugline.errors import ContextOverflow, EngineError, RequestError, UsageError
@@ -322,9 +322,9 @@ async def test_bad_requests_name_field_and_value(
 
 def test_models_that_the_pool_cannot_hold_are_refused() -> None:
     """Sliding-window layers would be served wrongly, so they are not served."""
-    config = Gemma2Config(
+    config = MistralConfig(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, sliding_window=4,
     )  # fmt: skip
-    with pytest.raises(UsageError, match=r"gemma2.*vLLM"):
-        make(Gemma2ForCausalLM(config))
+    with pytest.raises(UsageError, match=r"mistral.*vLLM"):
+        make(MistralForCausalLM(config))

@@ -367,6 +367,11 @@ def _pool_for(model: PreTrainedModel) -> KVPool:
             " full attention of one shape (Qwen2, Qwen3, Llama...): serve this one with vLLM"
         )
         raise UsageError(msg)
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError as error:
+        msg = f"model type {model.config.model_type!r} has no sdpa attention: serve it with vLLM"
+        raise UsageError(msg) from error
     heads, dim = shapes.pop()
     return KVPool(layers=len(layers), heads=heads, dim=dim, device=model.device, dtype=model.dtype)
 

@@ -56,7 +56,6 @@ class Engine:
         self._model = model.train(mode=False)
         if device is not None:
             self._model.to(device)
-        self._model.set_attn_implementation("sdpa")
         self._batch = Batch(
             self._model,
             max_model_len=max_model_len,

@@ -17,8 +17,8 @@ from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.inference.base import GenerateRequest
 from tugline.types import Ids
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Knobs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

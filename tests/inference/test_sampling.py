@@ -1,0 +1,91 @@
+"""Drawing tokens: the right distribution, reproducible, and the log probability that belongs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tugline.inference.sampling import sample, uniforms
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
+
+
+def draw(
+    rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Many rows with the same logits."""
+    uniform = uniforms(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.int32))
+    return sample(
+        LOGITS.expand(rows, -1),
+        temperature=np.full(rows, temperature, np.float32),
+        top_p=np.full(rows, top_p, np.float32),
+        top_k=np.full(rows, top_k, np.int32),
+        uniform=uniform,
+    )
+
+
+def assert_frequencies(tokens: np.ndarray, expected: torch.Tensor) -> None:
+    """Observed frequencies are within five standard errors of `expected`."""
+    seen = np.bincount(tokens, minlength=len(expected)) / len(tokens)
+    p = expected.double().numpy()
+    assert (np.abs(seen - p) <= 5 * np.sqrt(p * (1 - p) / len(tokens)) + 1e-12).all(), seen
+
+
+def test_frequencies_are_those_of_the_softmax() -> None:
+    """At temperature 0.7 tokens come as often as they should; impossible ones never."""
+    tokens, logprobs = draw(20_000, temperature=0.7)
+    expected = torch.log_softmax(LOGITS[0] / 0.7, -1)
+    assert_frequencies(tokens, expected.exp())
+    assert np.allclose(logprobs, expected.numpy()[tokens], atol=1e-6)
+
+
+def test_top_k_and_top_p_renormalise() -> None:
+    """Log probabilities are those of what is left, and only that is drawn."""
+    for options, left in (({"top_k": 2}, 2), ({"top_p": 0.7}, 2), ({"top_p": 0.1}, 1)):
+        tokens, logprobs = draw(20_000, **options)
+        expected = torch.log_softmax(LOGITS[0, :left], -1)
+        assert_frequencies(tokens, expected.exp())
+        assert np.allclose(logprobs, expected.numpy()[tokens], atol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest_among_other_rows() -> None:
+    """A greedy row beside sampled ones is greedy, and says its probability at temperature 1."""
+    tokens, logprobs = sample(
+        LOGITS.expand(3, -1),
+        temperature=np.array([1, 0, 1], np.float32),
+        top_p=np.array([1, 0.2, 0.9], np.float32),
+        top_k=np.array([0, 3, 1], np.int32),
+        uniform=np.array([0.999, 0.999, 0.5]),
+    )
+    assert tokens[1] == tokens[2] == 0
+    assert np.isclose(logprobs[1], torch.log_softmax(LOGITS[0], -1)[0])
+    assert logprobs[2] == 0.0
+
+
+def test_uniforms_depend_on_seed_and_position_alone() -> None:
+    """The same pair gives the same number in any batch; neighbours are unrelated."""
+    seeds = np.repeat(np.arange(200, dtype=np.uint64), 200)
+    positions = np.tile(np.arange(200, dtype=np.int32), 200)
+    numbers = uniforms(seeds, positions)
+    assert numbers[4321] == uniforms(seeds[4321:4322], positions[4321:4322])[0]
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert len(np.unique(numbers)) == len(numbers)
+    counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
+    assert np.abs(counts - 800).max() < 5 * np.sqrt(800)
+    square = numbers.reshape(200, 200)
+    assert abs(np.corrcoef(square[:, :-1].ravel(), square[:, 1:].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(square[:-1].ravel(), square[1:].ravel())[0, 1]) < 0.03
+
+
+def test_the_largest_uniform_never_draws_an_impossible_token() -> None:
+    """Rounding at the upper end stays inside the support."""
+    logits = torch.tensor([[0.1] * 999 + [-torch.inf]])
+    tokens, logprobs = sample(
+        logits,
+        temperature=np.ones(1, np.float32),
+        top_p=np.ones(1, np.float32),
+        top_k=np.zeros(1, np.int32),
+        uniform=np.array([1 - 2.0**-48]),
+    )
+    assert tokens[0] == 998
+    assert np.isfinite(logprobs[0])

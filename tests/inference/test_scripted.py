@@ -1,0 +1,138 @@
+"""The scripted engine behind the same server: what a gateway's tests rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.serving import serve
+from tugline.types import Ids
+
+GENERATE = "/inference/v1/generate"
+BODY = {"token_ids": [7, 8, 9], "sampling_params": {"logprobs": 0}, "request_id": "r1"}
+
+
+@asynccontextmanager
+async def served(
+    reply: Callable[[Ids, str], Reply],
+) -> AsyncIterator[tuple[ScriptedEngine, aiohttp.ClientSession]]:
+    """A scripted engine and a client of its server."""
+    engine = ScriptedEngine(reply, vocab_size=100, max_model_len=32, eos_ids=[2], version=9)
+    async with (
+        serve(create_app(engine, model_name="scripted")) as url,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=10)) as http,
+    ):
+        yield engine, http
+
+
+async def test_the_script_sees_the_request_and_says_the_answer() -> None:
+    """Prompt ids and request id go in; ids, log probabilities and version come out."""
+
+    def reply(ids: Ids, name: str) -> Reply:
+        seen.append((ids.tolist(), name))
+        return Reply([5, 6, 2], logprobs=[-1.0, -2.0, -0.5])
+
+    seen: list[tuple[list[int], str]] = []
+    async with served(reply) as (engine, http), http.post(GENERATE, json=BODY) as response:
+        choice = (await response.json())["choices"][0]
+    assert seen == [([7, 8, 9], "r1")]
+    assert choice["token_ids"] == [5, 6, 2]
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == [-1.0, -2.0, -0.5]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 2)
+    assert choice["weight_versions"] == [{"version": "9", "start": 0, "end": 3}]
+    assert [call.id for call in engine.calls] == ["r1"]
+
+
+async def test_scripts_are_cut_at_the_limit_as_models_are() -> None:
+    """`max_tokens` and the window end an answer that the script would go on with."""
+    async with served(lambda *_: Reply([5] * 50)) as (_, http):
+        async with http.post(GENERATE, json=BODY) as response:
+            whole = (await response.json())["choices"][0]
+        short = BODY | {"sampling_params": {"max_tokens": 4}}
+        async with http.post(GENERATE, json=short) as response:
+            cut = (await response.json())["choices"][0]
+    assert (len(whole["token_ids"]), whole["finish_reason"]) == (29, "length")
+    assert len(cut["token_ids"]) == 4
+
+
+async def test_streams_come_in_chunks_of_the_scripts_size() -> None:
+    """A chunk may hold several ids, as real engines send them under load."""
+    async with (
+        served(lambda *_: Reply([5, 6, 7, 8, 2], tokens_per_chunk=2)) as (_, http),
+        http.post(GENERATE, json=BODY | {"stream": True}) as response,
+    ):
+        lines = [line[6:] async for line in response.content if line.startswith(b"data: {")]
+    choices = [json.loads(line)["choices"] for line in lines]
+    assert [one[0]["token_ids"] for one in choices[:-1]] == [[5, 6], [7, 8], [2]]
+    assert [one[0]["weight_versions"][0]["start"] for one in choices[:-1]] == [0, 2, 4]
+
+
+async def test_a_scripted_status_refuses_with_it() -> None:
+    """A status fault is a plain error with its retry-after, streamed or not."""
+    async with served(lambda *_: Reply([], status=503, retry_after_s=2)) as (_, http):
+        for stream in (False, True):
+            async with http.post(GENERATE, json=BODY | {"stream": stream}) as response:
+                assert response.status == 503
+                assert response.headers["retry-after"] == "2"
+                assert (await response.json())["error"]["code"] == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_scripted_cut_drops_the_connection(stream: bool) -> None:  # noqa: FBT001
+    """The client gets what came before the cut, then a broken connection, never a clean end."""
+    got = b""
+    async with served(lambda *_: Reply([5] * 9 + [2], cut_after=3)) as (engine, http):
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with http.post(GENERATE, json=BODY | {"stream": stream}) as response:
+                async for part in response.content.iter_any():
+                    got += part
+        assert engine.stats().running == 0
+    assert got.count(b'"token_ids":[5]') == (3 if stream else 0)
+    assert b"[DONE]" not in got
+
+
+async def test_hanging_up_ends_a_slow_script() -> None:
+    """A client that leaves is counted as an abort, as by the model engine."""
+    async with served(lambda *_: Reply([5] * 9, delay_s=0.2)) as (engine, http):
+        task = asyncio.create_task(http.post(GENERATE, json=BODY))
+        await asyncio.sleep(0.1)
+        assert engine.stats().running == 1
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert engine.stats().running == 0
+        assert engine.stats().finished["abort"] == 1
+
+
+async def test_pause_abort_and_resume() -> None:
+    """Held requests start on resume; aborted ones keep what they had."""
+    async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
+        running = asyncio.create_task(http.post(GENERATE, json=BODY))
+        await asyncio.sleep(0.1)
+        async with http.post("/pause?mode=abort") as response:
+            assert response.status == 200
+        held = asyncio.create_task(http.post(GENERATE, json=BODY))
+        said = (await (await running).json())["choices"][0]
+        await asyncio.sleep(0.05)
+        assert not held.done()
+        await http.post("/resume")
+        assert (await held).status == 200
+    assert said["finish_reason"] == "abort"
+    assert engine.paused is False
+
+
+def test_no_torch_is_needed() -> None:
+    """Server and scripted engine import neither torch nor transformers."""
+    code = (
+        "import sys, tugline.inference.server, tugline.inference.scripted;"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0  # noqa: S603

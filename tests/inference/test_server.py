@@ -1,0 +1,251 @@
+"""The embedded engine on a real socket, asked as a gateway and as an OpenAI client asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from tiny import tokenizer
+from transformers import Qwen3ForCausalLM
+
+from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
+from tugline.inference.base import Stats
+from tugline.inference.engine import Engine
+from tugline.inference.server import create_app
+from tugline.serving import serve
+
+WINDOW = 256
+TOLERANCE = 1e-4
+GENERATE = "/inference/v1/generate"
+
+
+@dataclass
+class Served:
+    """An engine, its model, and a client of its server."""
+
+    engine: Engine
+    model: Qwen3ForCausalLM
+    http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: object) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        async with self.http.post(path, json=body) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """All events of a stream; checks that it ends as it should."""
+        async with self.http.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            lines = [line.decode().strip() async for line in response.content]
+        data = [line.removeprefix("data: ") for line in lines if line]
+        assert data[-1] == "[DONE]"
+        return [json.loads(one) for one in data[:-1]]
+
+    async def stats_when(self, *, running: int, seconds: float = 5.0) -> Stats:
+        """The counters once `running` requests run; fails after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (stats := self.engine.stats()).running != running or stats.waiting:
+            assert time.monotonic() < deadline, f"{stats} in the end, not {running} running"
+            await asyncio.sleep(0.002)
+        return stats
+
+
+@pytest.fixture
+async def served(model: Qwen3ForCausalLM) -> AsyncIterator[Served]:
+    """A tiny model behind a server; the byte tokenizer is a part of its vocabulary."""
+    async with (
+        Engine(model, eos_ids=[EOS], max_model_len=WINDOW, threads=1, version=3) as engine,
+        serve(create_app(engine, model_name="tiny", tokenizer=tokenizer())) as url,
+        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
+    ):
+        yield Served(engine, model, http)
+
+
+def body(length: int = 20, **knobs: object) -> dict[str, Any]:
+    """A request for five tokens whatever they are."""
+    sampling = {"max_tokens": 5, "ignore_eos": True, "logprobs": 0, "seed": 1} | knobs
+    return {"model": "tiny", "token_ids": prompt(length).tolist(), "sampling_params": sampling}
+
+
+async def test_generate_answers_in_the_shape_of_vllm(served: Served) -> None:
+    """Ids, log probabilities, versions, usage and the caller's id are where vLLM puts them."""
+    status, answer = await served.post(GENERATE, body() | {"request_id": "abc"})
+    choice = answer["choices"][0]
+    said = choice["logprobs"]["content"]
+    expected = truth(served.model, prompt(20), np.array(choice["token_ids"], np.int32))
+    assert status == 200
+    assert answer["request_id"] == "generate-tokens-abc"
+    assert [one["token_id"] for one in said] == choice["token_ids"]
+    assert np.abs(expected - [one["logprob"] for one in said]).max() < TOLERANCE
+    assert choice["finish_reason"] == "length"
+    assert choice["stop_reason"] is None
+    assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 5}]
+    assert answer["usage"] == {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
+
+
+async def test_the_stream_says_what_the_whole_answer_says(served: Served) -> None:
+    """Chunks add up to the unstreamed answer, and each carries its own tokens' versions."""
+    _, whole = await served.post(GENERATE, body(max_tokens=40))
+    *events, usage = await served.events(GENERATE, body(max_tokens=40))
+    choices = [event["choices"][0] for event in events]
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    spans = [span for choice in choices for span in choice["weight_versions"]]
+    assert ids == whole["choices"][0]["token_ids"]
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["finish_reason"] == "length"
+    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+    assert spans[-1]["end"] == 40
+    assert usage["usage"]["completion_tokens"] == 40
+
+
+async def test_a_stop_id_is_part_of_the_answer(served: Served) -> None:
+    """Finish `stop` names the id, which is the last one."""
+    _, free = await served.post(GENERATE, body(temperature=0))
+    stop = free["choices"][0]["token_ids"][2]
+    _, answer = await served.post(GENERATE, body(temperature=0, stop_token_ids=[stop]))
+    choice = answer["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["token_ids"][-1] == stop
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_hanging_up_aborts_the_request(served: Served, stream: bool) -> None:  # noqa: FBT001
+    """A client that leaves frees its row within a second, streaming or not."""
+    await served.engine.pause("keep")
+    await served.engine.resume()
+    asked = body(length=10, max_tokens=240) | {"stream": stream}
+    slow = [body(length=12 + one, max_tokens=200) for one in range(8)]
+    crowd = [asyncio.create_task(served.post(GENERATE, one)) for one in slow]
+    task = asyncio.create_task(served.post(GENERATE, asked))
+    await served.stats_when(running=9)
+    task.cancel()
+    stats = await served.stats_when(running=8, seconds=1.0)
+    assert stats.finished["abort"] == 1
+    assert all(status == 200 for status, _ in await asyncio.gather(*crowd))
+
+
+async def test_requests_are_aborted_by_their_id(served: Served) -> None:
+    """`/abort_requests` ends the named request with its partial answer and leaves others alone."""
+    long = body(max_tokens=230)
+    tasks = [
+        asyncio.create_task(served.post(GENERATE, long | {"request_id": name})) for name in "ab"
+    ]
+    await served.stats_when(running=2)
+    status, said = await served.post("/abort_requests", {"request_ids": ["b"]})
+    (_, a), (code, b) = await asyncio.gather(*tasks)
+    assert (status, said) == (200, {"status": "aborted", "aborted": 1})
+    assert code == 200
+    assert b["choices"][0]["finish_reason"] == "abort"
+    assert len(b["choices"][0]["token_ids"]) < 230
+    assert a["choices"][0]["finish_reason"] == "length"
+
+
+async def test_paused_engines_hold_requests(served: Served) -> None:
+    """`/pause` holds new requests until `/resume`; an unknown mode is refused."""
+    assert await served.post("/pause?mode=keep", {}) == (200, {"status": "paused"})
+    task = asyncio.create_task(served.post(GENERATE, body()))
+    await asyncio.sleep(0.05)
+    async with served.http.get("/is_paused") as response:
+        assert await response.json() == {"is_paused": True}
+    assert not task.done()
+    assert await served.post("/resume", {}) == (200, {"status": "resumed"})
+    assert (await task)[0] == 200
+    status, answer = await served.post("/pause?mode=now", {})
+    assert status == 400
+    assert answer["error"]["param"] == "mode"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "status", "param", "words"),
+    [
+        ({"token_ids": [5] * WINDOW}, 400, "input_tokens", ["256 tokens", "value=256"]),
+        ({"sampling_params": {"max_tokens": 257}}, 400, "max_tokens", ["257", "256"]),
+        ({"sampling_params": {"max_tokens": "7"}}, 400, "sampling_params.max_tokens", ["int"]),
+        ({"sampling_params": {"warmth": 1}}, 400, "sampling_params.warmth", ["warmth"]),
+        ({"sampling_params": {"stop": ["x"]}}, 400, "stop", ["['x']"]),
+        ({"sampling_params": {"n": 2}}, 400, "n", ["n=2"]),
+        ({"token_ids": [VOCAB]}, 400, "token_ids", [str(VOCAB), "vocabulary"]),
+        ({"token_ids": [-1]}, 400, "token_ids[0]", [">= 0"]),
+        ({"token_ids": []}, 400, "token_ids", ["at least one"]),
+        ({"model": "nope"}, 404, "model", ["nope", "tiny"]),
+        ({"colour": 1}, 400, "colour", ["colour"]),
+    ],
+)
+async def test_errors_name_what_is_wrong(
+    served: Served,
+    stream: bool,  # noqa: FBT001
+    change: dict[str, Any],
+    status: int,
+    param: str,
+    words: list[str],
+) -> None:
+    """Every refusal is plain JSON in vLLM's shape, before any event of a stream."""
+    code, answer = await served.post(GENERATE, body() | {"stream": stream} | change)
+    error = answer["error"]
+    assert (code, error["code"], error["param"]) == (status, status, param)
+    assert all(word in error["message"] for word in words), error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+async def test_broken_json_is_a_bad_request(served: Served) -> None:
+    """A body that is no JSON, or has no token ids, is refused with 400."""
+    for data in (b"{", b"", b"[]"):
+        async with served.http.post(GENERATE, data=data) as response:
+            assert response.status == 400
+
+
+async def test_models_health_and_metrics(served: Served) -> None:
+    """The window, the meaning of log probabilities, and the counters are published."""
+    await served.post(GENERATE, body())
+    async with served.http.get("/v1/models") as response:
+        model = (await response.json())["data"][0]
+    async with served.http.get("/health") as response:
+        assert (response.status, await response.text()) == (200, "")
+    async with served.http.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert (model["id"], model["max_model_len"]) == ("tiny", WINDOW)
+    assert model["logprobs_mode"] == "processed_logprobs"
+    assert 'tugline:generation_tokens_total{model_name="tiny"} 5' in lines
+    assert 'tugline:num_requests_running{model_name="tiny"} 0' in lines
+
+
+async def test_completions_take_and_give_ids(served: Served) -> None:
+    """`/v1/completions` continues ids, or text, with the same ids as the generate route."""
+    _, generated = await served.post(GENERATE, body())
+    asked = {"prompt": prompt(20).tolist(), "max_tokens": 5, "seed": 1, "logprobs": 0}
+    asked |= {"ignore_eos": True, "return_token_ids": True}
+    _, answer = await served.post("/v1/completions", asked)
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == generated["choices"][0]["token_ids"]
+    assert choice["prompt_token_ids"] == prompt(20).tolist()
+    assert len(choice["logprobs"]["token_logprobs"]) == 5
+    status, answer = await served.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 2)
+
+
+async def test_versions_follow_a_swap_in_the_middle_of_a_stream(served: Served) -> None:
+    """A stream that lives through a swap shows where the new weights begin."""
+    asked = body(max_tokens=200) | {"stream": True}
+    spans: list[dict[str, Any]] = []
+    async with served.http.post(GENERATE, json=asked) as response:
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    spans += choice["weight_versions"]
+                if len(spans) == 3:
+                    await served.engine.swap(tiny(7).state_dict(), 4, "keep")
+    ends = [span["end"] for span in spans]
+    assert [span["start"] for span in spans] == [0, *ends[:-1]]
+    assert ends[-1] == 200
+    versions = [span["version"] for span in spans]
+    assert set(versions) == {"3", "4"}
+    assert versions == sorted(versions)
