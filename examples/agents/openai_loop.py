@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from openai import OpenAI
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 MAX_TURNS = 20
 SYSTEM = "You are an expert coding assistant. Use the tools to do what is asked. Be concise."
@@ -87,10 +88,12 @@ def main() -> None:
         {"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]},
     ]
     for _turn in range(MAX_TURNS):
-        with client.chat.completions.stream(
-            model=os.environ.get("OPENAI_MODEL", "model"), messages=messages, tools=TOOLS
-        ) as stream:
-            answer = stream.get_final_completion().choices[0].message
+        state = ChatCompletionStreamState()
+        for chunk in client.chat.completions.create(
+            model=os.environ["OPENAI_MODEL"], messages=messages, tools=TOOLS, stream=True
+        ):
+            state.handle_chunk(chunk)
+        answer = state.get_final_completion().choices[0].message
         messages.append(answer.model_dump(include={"role", "content", "tool_calls"}))
         if not answer.tool_calls:
             print(answer.content)

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from tugline.errors import ConfigError, EvaluatorError
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.junit import expected_tests, read_report
+from tugline.evaluators.patch import Patch
+from tugline.evaluators.tests import Tests
+from tugline.runtimes.base import Box
+from tugline.runtimes.local import Local
+
+TASK = {
+    "bill.py": "def total(a, b):\n    return a - b\n",
+    "tests/test_bill.py": (
+        "import pytest\nfrom bill import total\n\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_total(n):\n    assert total(n, 1) == n + 1\n\n"
+        "class TestZero:\n    def test_zero(self):\n        assert total(0, 0) == 0\n"
+    ),
+}
+GOOD = {"bill.py": "def total(a, b):\n    return a + b\n"}
+
+
+class Judge:
+    """Evaluates patches of TASK in boxes under a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.boxes = 0
+
+    def open_box(self, files: Mapping[str, str]) -> AbstractAsyncContextManager[Box]:
+        """A numbered box."""
+        self.boxes += 1
+        return Local(grace_s=0.1).open(self.folder / str(self.boxes), files)
+
+    async def __call__(
+        self, patch: Mapping[str, str | None], tests: Tests | None = None
+    ) -> Verdict:
+        outcome = Outcome(TASK, Patch(dict(patch)), self.open_box, 20.0)
+        return await (tests or Tests(timeout_s=10)).evaluate(outcome)
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Judge:
+    """A judge with a folder of its own."""
+    return Judge(tmp_path)
+
+
+async def test_a_right_answer_gets_one(judge: Judge) -> None:
+    """All expected tests ran and passed; the report says so and shows the change."""
+    verdict = await judge(GOOD)
+    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.reward.parts == {"passed": 2.0, "total": 2.0}
+    assert "+    return a + b" in verdict.report["diff"]
+    assert verdict.report["missing"] == []
+
+
+async def test_a_wrong_answer_gets_nought_and_a_reason(judge: Judge) -> None:
+    """The failing test is named, what passed is counted."""
+    verdict = await judge({})
+    assert verdict.reward.value == 0.0
+    assert verdict.reward.parts == {"passed": 1.0, "total": 2.0}
+    assert list(verdict.report["failed"]) == ["tests.test_bill::test_total"]
+
+
+FORCE = (
+    "import pytest\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
+    "    out = yield\n    out.get_result().outcome = 'passed'\n"
+)
+EXIT = "import os\nos._exit(0)\n"
+FORGED = "import sys\ndef main(*_):\n    sys.exit(0)\nmain()\n"
+HOSTILE: dict[str, dict[str, str | None]] = {
+    "edits the tests": {"tests/test_bill.py": "def test_total(): pass\n"},
+    "deletes the tests": {"tests/test_bill.py": None},
+    "puts a folder in their place": {"tests/test_bill.py": None, "tests/test_bill.py/x": ""},
+    "puts a file in their folder's place": {"tests/test_bill.py": None, "tests": ""},
+    "forces a pass by conftest": {"conftest.py": FORCE},
+    "forces a pass by a deeper conftest": {"tests/conftest.py": FORCE},
+    "deselects by pytest.ini": {"pytest.ini": "[pytest]\naddopts = --collect-only\n"},
+    "deselects by pyproject": {"pyproject.toml": '[tool.pytest.ini_options]\naddopts="--co"\n'},
+    "exits early with code 0": {"bill.py": EXIT},
+    "exits early in the middle": {
+        "bill.py": f"def total(a, b):\n    {EXIT.replace(chr(10), ';')}\n"
+    },
+    "skips its module": {"bill.py": "import pytest\npytest.skip(allow_module_level=True)\n"},
+    "replaces pytest": {"pytest.py": FORGED},
+    "replaces pytest by a package": {"_pytest/__init__.py": FORGED, "pytest/__init__.py": FORGED},
+    "replaces the library": {
+        "sitecustomize.py": FORGED,
+        "usercustomize.py": FORGED,
+        "ast.py": EXIT,
+    },
+    "deletes what is tested": {"bill.py": None},
+    "breaks the tests' package": {"tests/__init__.py": "raise SystemExit(0)\n"},
+}
+
+
+@pytest.mark.parametrize("patch", HOSTILE.values(), ids=list(HOSTILE))
+async def test_cheating_does_not_pay(judge: Judge, patch: Mapping[str, str | None]) -> None:
+    """Whatever is done to the tests or to pytest, an unsolved task is not rewarded."""
+    verdict = await judge(patch)
+    assert verdict.reward.value == 0.0, verdict.report
+    assert verdict.report["total"] == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["edits the tests", "deletes the tests", "forces a pass by conftest", "replaces pytest"]
+)
+async def test_a_right_answer_counts_even_beside_a_cheat(judge: Judge, name: str) -> None:
+    """Refused changes are named in the report and nothing more; the rest is judged as it is."""
+    verdict = await judge({**HOSTILE[name], **GOOD})
+    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.report["refused"] == list(HOSTILE[name])
+
+
+async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
+    """Time that the agent's code burns is its own fault, with the reason said."""
+    verdict = await judge({"bill.py": "while True: pass\n"}, Tests(timeout_s=1.0))
+    assert verdict.reward.value == 0.0
+    assert verdict.report["timed_out"]
+    assert "out of time" in verdict.report["reason"]
+
+
+async def test_no_pytest_is_no_verdict(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A runtime without pytest is not the agent's fault."""
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 'No module named pytest' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(EvaluatorError, match="No module named pytest"):
+        await judge(GOOD)
+
+
+async def test_hidden_tests_decide(judge: Judge) -> None:
+    """Tests that the agent never saw run with those of the task, or alone by `paths`."""
+    hidden = {
+        "hidden/test_more.py": "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
+    }
+    assert (await judge(GOOD, Tests(files=hidden))).reward.parts["total"] == 3.0
+    alone = await judge(GOOD, Tests(files=hidden, paths=["hidden"]))
+    assert (alone.reward.value, alone.reward.parts["total"]) == (1.0, 1.0)
+
+
+async def test_only_the_tests_asked_for_must_pass(judge: Judge) -> None:
+    """`expected` lets others fail, as in data sets that list what a fix should turn."""
+    tests = Tests(expected=["tests.test_bill.TestZero::test_zero"])
+    assert (await judge({}, tests)).reward.value == 1.0
+    tests = Tests(expected=["tests.test_bill::test_total"])
+    assert (await judge({}, tests)).reward.value == 0.0
+
+
+async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
+    """With `cache`, the same work is not judged twice, and other work is not mistaken for it."""
+    tests = Tests(cache=True)
+    first, again = await judge(GOOD, tests), await judge(GOOD, tests)
+    assert (first.report["cached"], again.report["cached"]) == (False, True)
+    assert again.reward == first.reward
+    assert judge.boxes == 1
+    assert (await judge({}, tests)).reward.value == 0.0
+    assert judge.boxes == 2
+
+
+async def test_wrong_settings_are_named(judge: Judge) -> None:
+    """A folder without tests, a test file that is no Python and no time are errors, not noughts."""
+    with pytest.raises(EvaluatorError, match="no test file at 'nowhere'"):
+        await judge({}, Tests(paths=["nowhere"]))
+    with pytest.raises(EvaluatorError, match="not valid Python"):
+        await judge({}, Tests(files={"test_x.py": "def ("}))
+    with pytest.raises(EvaluatorError, match="no test functions"):
+        await judge({}, Tests(files={"test_x.py": ""}, paths=["test_x.py"]))
+    with pytest.raises(ConfigError, match="timeout_s is 0"):
+        Tests(timeout_s=0)
+
+
+def test_expected_names_match_what_pytest_reports() -> None:
+    """Functions, async functions, classes by name and by base; nothing that is not collected."""
+    source = (
+        "import unittest\nasync def test_a(): ...\ndef helper_test(): ...\n"
+        "class Case(unittest.TestCase):\n    def test_b(self): ...\n    def tearDown(self): ...\n"
+        "class Other:\n    def test_c(self): ...\n"
+    )
+    assert expected_tests("d/test_m.py", source) == {"d.test_m::test_a", "d.test_m.Case::test_b"}
+
+
+def test_a_report_that_is_none_is_none() -> None:
+    """Garbage and entity bombs are not read as results."""
+    assert read_report(b"") is None
+    assert read_report(b"<a>") is None
+    bomb = '<!DOCTYPE a [<!ENTITY b "' + "x" * 1000 + '">'
+    bomb += "".join(f'<!ENTITY b{i} "{"&b;" * 1000}">' for i in range(3))
+    assert read_report((bomb + "]><a>" + "&b0;" * 1000 + "</a>").encode()) is None
