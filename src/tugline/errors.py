@@ -9,6 +9,7 @@ TuglineError
  |   +- ContextOverflow   prompt and answer do not fit the engine's window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
  |   +- Unauthorized      unknown, closed or wrong session secret (401)
+ |   +- ClientGone        nobody waits for the answer any more (499)
  +- EngineError           the model server failed or answered nonsense; retried elsewhere
  +- HarnessError          the agent program cannot be installed or started
  +- RuntimeFault          the sandbox cannot be made or used
@@ -68,6 +69,13 @@ class Unauthorized(RequestError):
 
     status = 401
     code = "invalid_api_key"
+
+
+class ClientGone(RequestError):
+    """The harness hung up; what was sampled until then is recorded."""
+
+    status = 499
+    code = "client_gone"
 
 
 class EngineError(TuglineError):

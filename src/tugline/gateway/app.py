@@ -22,16 +22,16 @@ from starlette.routing import Route
 from tugline import log
 from tugline.capture import segments
 from tugline.capture.segments import Writer
-from tugline.errors import RequestError, TuglineError
+from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Dialect
 from tugline.gateway.dialects.openai_chat import OpenAIChat
-from tugline.gateway.proxy import Exchange, body_digest
+from tugline.gateway.proxy import Exchange, body_digest, contract_of
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.sessions import LiveSession, Sessions
 from tugline.gateway.upstream import ModelCard, Upstream
 from tugline.serving import serve
-from tugline.types import Call, Task
+from tugline.types import Boundary, Call, Failure, Session, Task
 
 MAX_BODY = 64 << 20
 """Bytes of one request."""
@@ -54,20 +54,27 @@ class Opened:
     base_url: str
     """Without ``/v1``: each harness appends what its CLI wants."""
     key: str
-    model: str
 
 
 class Gateway:
     """One gateway in front of one engine, on a socket of its own."""
 
     def __init__(
-        self, upstream: Upstream, rendering: Rendering, *, host: str = "127.0.0.1", port: int = 0
+        self,
+        upstream: Upstream,
+        rendering: Rendering,
+        segments_dir: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
-        self._upstream, self._rendering = upstream, rendering
+        """Calls are kept under `segments_dir`, one file per session; port 0 takes any free one."""
+        self._upstream, self._rendering, self._folder = upstream, rendering, segments_dir
         self._host, self._port = host, port
         self._sessions = Sessions()
         self._chat = OpenAIChat()
         self._last: dict[str, Exchange] = {}
+        self._segments: dict[str, Path] = {}
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
         self.card = ModelCard("", 0)
@@ -89,24 +96,37 @@ class Gateway:
         await self._stack.aclose()
 
     @contextlib.asynccontextmanager
-    async def open(self, session_id: str, task: Task, segment: Path) -> AsyncIterator[Opened]:
-        """Let a session make model calls while the block lasts; they are kept in `segment`."""
+    async def open(self, session: Session, task: Task) -> AsyncIterator[Opened]:
+        """Take the model calls of one attempt at a session while the block lasts."""
+        segment = self.segment(session)
+        self._segments[session.id] = segment
         live, secret = self._sessions.open(
-            session_id,
-            contract=task.sampling,
+            session.id,
+            contract=contract_of(task.sampling, session.sample),
             limits=task.limits,
             conversation=Conversation(self._rendering),
             writer=Writer(segment),
         )
+        self._last.pop(session.id, None)
         try:
-            yield Opened(f"{self.url}/s/{session_id}", secret, self.card.id)
+            yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
-            self._last.pop(session_id, None)
             await asyncio.shield(self._sessions.close(live))
 
-    def calls(self, segment: Path) -> tuple[Call, ...]:
-        """What a session recorded, read back from disk."""
-        return segments.read(segment).calls
+    def segment(self, session: Session) -> Path:
+        """Where an attempt's calls are kept."""
+        return self._folder / f"{session.id}.{session.epoch}.seg"
+
+    def calls(self, session: str) -> tuple[Call, ...]:
+        """What the session's last attempt recorded, read back from disk."""
+        return segments.read(self._segments[session]).calls
+
+    def failure(self, session: str) -> Failure | None:
+        """Why its last call got no answer, if the engine is to blame."""
+        last = self._last.get(session)
+        if last is None or not isinstance(last.error, EngineError):
+            return None
+        return Failure(Boundary.ENGINE, str(last.error))
 
     # ----------------------------------------------------------------------- routes
     def app(self) -> Starlette:

@@ -14,8 +14,10 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator
 
+import msgspec
+
 from tugline.capture.recorder import Sampled
-from tugline.errors import ContextOverflow, EngineError, TuglineError
+from tugline.errors import ClientGone, ContextOverflow, EngineError, TuglineError
 from tugline.gateway.conversation import Plan
 from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import Answer, Dialect, Piece, Request, Usage
@@ -123,7 +125,7 @@ class Exchange:
             await self._sample()
             await self._finish(Outcome.COMPLETE)
         except asyncio.CancelledError:
-            self.error = EngineError("the client hung up")
+            self.error = ClientGone("the client hung up before the answer was complete")
             if self._sampled.length:
                 await self._record(Outcome.CLIENT_GONE)
         except EngineError as error:
@@ -201,6 +203,13 @@ def body_digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16).digest()
 
 
+def contract_of(sampling: Sampling, sample: int) -> Sampling:
+    """A task's contract for one of its samples: each draws from a seed of its own."""
+    if sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=_mixed(sampling.seed, sample))
+
+
 def enforce(asked: Sampling, contract: Sampling, room: int, number: int) -> Sampling:
     """The sampling that is really used: the contract where it speaks, else the client's wish.
 
@@ -208,16 +217,16 @@ def enforce(asked: Sampling, contract: Sampling, room: int, number: int) -> Samp
     its own, so that a call's tokens do not depend on what else is running.
     """
     limits = [n for n in (asked.max_tokens, contract.max_tokens, room) if n is not None]
-    seed = asked.seed
-    if contract.seed is not None:
-        mixed = hashlib.blake2b(f"{contract.seed}/{number}".encode(), digest_size=4).digest()
-        seed = int.from_bytes(mixed, "big")
     return Sampling(
         temperature=_first(contract.temperature, asked.temperature, 1.0),
         top_p=_first(contract.top_p, asked.top_p, 1.0),
         max_tokens=min(limits),
-        seed=seed,
+        seed=asked.seed if contract.seed is None else _mixed(contract.seed, number),
     )
+
+
+def _mixed(seed: int, place: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=4).digest())
 
 
 def _first(*values: float | None) -> float:
