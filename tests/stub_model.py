@@ -58,8 +58,10 @@ class StubGateway:
     @contextlib.asynccontextmanager
     async def open(self, session: Session, task: Task) -> AsyncIterator[Door]:
         self.open_now.add(session.id)
-        yield Door(f"{self.url}/s/{session.id}", f"key-{session.id}")
-        self.open_now.discard(session.id)
+        try:
+            yield Door(f"{self.url}/s/{session.id}", f"key-{session.id}")
+        finally:
+            self.open_now.discard(session.id)
 
     def calls(self, session: str) -> list[Call]:
         prompt = [1, 2, 3]

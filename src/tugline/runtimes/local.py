@@ -115,10 +115,11 @@ class LocalBox:
         began = time.monotonic()
         started = Started(pid=0, start=None, mark=secrets.token_hex(16))
         await asyncio.to_thread(self._remember, started)
-        process = await self._spawn(argv, env, started.mark, log_name)
-        started = Started(process.pid, start_time(process.pid), started.mark)
+        process: asyncio.subprocess.Process | None = None
         timed_out = False
         try:
+            process = await self._spawn(argv, env, started.mark, log_name)
+            started = Started(process.pid, start_time(process.pid), started.mark)
             await asyncio.to_thread(self._remember, started)
             async with asyncio.timeout(timeout_s):
                 await process.wait()
@@ -126,7 +127,8 @@ class LocalBox:
             timed_out = True
         finally:
             await _finish(asyncio.create_task(self._end(process, started)))
-        return Exit(process.returncode or 0, timed_out, time.monotonic() - began)
+        code = process.returncode if process and process.returncode is not None else 0
+        return Exit(code, timed_out, time.monotonic() - began)
 
     async def _spawn(
         self, argv: Sequence[str], env: Mapping[str, str], mark: str, log_name: str
@@ -146,9 +148,11 @@ class LocalBox:
             msg = f"cannot start {argv[0]!r} in {self.workdir}: {error}"
             raise RuntimeFault(msg) from error
 
-    async def _end(self, process: asyncio.subprocess.Process, started: Started) -> None:
+    async def _end(self, process: asyncio.subprocess.Process | None, started: Started) -> None:
+        """Without a process, cancelled while it was being made, the mark finds what there is."""
         await asyncio.to_thread(end, started, grace_s=self._grace_s)
-        await process.wait()
+        if process is not None:
+            await process.wait()
         self._record(started).unlink(missing_ok=True)
 
     def _environment(self) -> dict[str, str]:

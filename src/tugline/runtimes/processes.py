@@ -29,7 +29,7 @@ class Started(msgspec.Struct, frozen=True):
     """What is written down about a program so that a later process can end it."""
 
     pid: int
-    """Also its process group and session."""
+    """Also its process group and session; 0 while it is being started."""
     start: int | None
     """Clock ticks after boot at which it started; None where that cannot be read."""
     mark: str
@@ -65,8 +65,9 @@ def end(started: Started, *, grace_s: float) -> int:
 
 def _members(started: Started) -> set[int]:
     if not _PROC.is_dir():
-        with contextlib.suppress(OSError):
-            os.killpg(started.pid, signal.SIGKILL)
+        if started.pid:
+            with contextlib.suppress(OSError):
+                os.killpg(started.pid, signal.SIGKILL)
         return set()
     mark = f"{MARK}={started.mark}".encode()
     leader = start_time(started.pid)

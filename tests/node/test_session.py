@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_model import Step, StubGateway
+
+from tugline.builders.base import Built
+from tugline.errors import ConfigError, EngineError, EvaluatorError, RuntimeFault
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.types import (
+    TRANSITIONS,
+    Boundary,
+    Failure,
+    Limits,
+    Part,
+    Reward,
+    Session,
+    Status,
+    Task,
+    Trajectory,
+)
+
+ROOT = Path(__file__).parents[2]
+AGENT = str(ROOT / "examples" / "agents" / "openai_loop.py")
+FILES = {
+    "bill.py": "def total(a, b):\n    return a - b\n",
+    "test_bill.py": "from bill import total\n\ndef test_total():\n    assert total(2, 3) == 5\n",
+}
+FIX: list[Step] = [
+    ("read", {"path": "bill.py"}),
+    ("edit", {"path": "bill.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}),
+    "Done.",
+]
+PI = Part("pi")
+LOOP = Part("shell", {"command": ["python3", AGENT]})
+
+
+def a_task(harness: Part, **changes: Any) -> Task:
+    """A task with one bug."""
+    given = {"evaluator": Part("tests"), "files": FILES, "instruction": "Fix the bug in bill.py."}
+    return Task(id="t", harness=harness, **{**given, **changes})
+
+
+def shell(script: str) -> Part:
+    """An agent that is a shell script."""
+    return Part("shell", {"command": ["sh", "-c", script]})
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[StubGateway]:
+    """A gateway whose model fixes the bug."""
+    async with StubGateway(FIX).listening() as gateway:
+        yield gateway
+
+
+async def rolled(
+    task: Task, gateway: StubGateway, folder: Path, parts: Parts | None = None
+) -> tuple[Trajectory, list[Status]]:
+    """One rollout, and the stages it went through."""
+    stages: list[Status] = []
+    trajectory = await roll_out(
+        task,
+        Session(id="t-0", task="t", sample=0),
+        gateway=gateway,
+        directory=folder,
+        parts=parts or Parts(),
+        on_stage=stages.append,
+    )
+    return trajectory, stages
+
+
+def legal(stages: Sequence[Status], end: Status) -> bool:
+    """Whether the stages follow the transition table."""
+    path = [Status.QUEUED, *stages, end]
+    return all(after in TRANSITIONS[before] for before, after in zip(path, path[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP], ids=["pi", "loop"]
+)
+async def test_a_rollout_ends_with_traces_and_a_reward(
+    harness: Part, gateway: StubGateway, tmp_path: Path
+) -> None:
+    """A real agent reads, edits and is judged; each stage is timed; the ledger is balanced."""
+    trajectory, stages = await rolled(a_task(harness), gateway, tmp_path)
+    assert trajectory.failure is None
+    assert trajectory.status is Status.COMPLETED
+    assert trajectory.reward is not None
+    assert trajectory.reward.value == 1.0, trajectory.report
+    assert len(trajectory.traces) == 1
+    assert trajectory.ledger.balanced
+    assert trajectory.ledger.trained == 6
+    assert set(trajectory.seconds) == {"init", "run", "build", "eval"}
+    assert legal(stages, trajectory.status)
+    first, _, third = gateway.requests["t-0"]
+    assert first["messages"][-1]["content"] in (
+        "Fix the bug in bill.py.",
+        [{"type": "text", "text": "Fix the bug in bill.py."}],
+    )
+    # Both agents answer an edit in the same words, so a model can go from one to the other.
+    assert third["messages"][-1]["content"] == "Successfully replaced 1 block(s) in bill.py."
+    assert {"read", "bash", "edit"} <= {tool["function"]["name"] for tool in first["tools"]}
+
+
+@pytest.mark.pi
+@pytest.mark.parametrize(
+    "instruction", ["@bill.py is broken", "--help me", "-p", "two\nlines 'q' $X"]
+)
+async def test_pi_takes_any_instruction_for_text(
+    instruction: str, gateway: StubGateway, tmp_path: Path
+) -> None:
+    """What looks like a file or an option reaches the model as it was written."""
+    gateway.script = ["No."]
+    trajectory, _ = await rolled(a_task(PI, instruction=instruction), gateway, tmp_path)
+    assert trajectory.failure is None
+    content = gateway.requests["t-0"][0]["messages"][-1]["content"]
+    assert content[0]["text"].lstrip(" ") == instruction
+
+
+@pytest.mark.pi
+async def test_pi_in_a_network_of_its_own(tmp_path: Path) -> None:
+    """pi needs no connection but the model's: it does the same work with loopback alone."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare program here")
+    probe = await asyncio.create_subprocess_exec(
+        *("unshare", "-rn", "true"), stderr=asyncio.subprocess.DEVNULL
+    )
+    if await probe.wait() != 0:
+        pytest.skip("user and network namespaces are not allowed here")
+    test = f"{__file__}::test_a_rollout_ends_with_traces_and_a_reward[pi]"
+    inside = await asyncio.create_subprocess_exec(
+        *("unshare", "-rn", "sh", "-c", 'ip link set lo up || exit 77; exec "$@"', "sh"),
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(inside.communicate(), 60)
+    if inside.returncode == 77:
+        pytest.skip("the loopback device cannot be set up here (is `ip` installed?)")
+    assert inside.returncode == 0, output.decode()
+    assert b"1 passed" in output
+
+
+async def test_an_agent_out_of_time_is_still_judged(gateway: StubGateway, tmp_path: Path) -> None:
+    """It had solved the task before it hung: the work counts, the status says what happened."""
+    script = f"python3 {AGENT}; sleep 300"
+    task = a_task(shell(script), limits=Limits(agent_s=4.0))
+    trajectory, stages = await rolled(task, gateway, tmp_path)
+    assert trajectory.status is Status.TIMED_OUT
+    assert trajectory.failure is None
+    assert trajectory.reward == Reward(1.0, {"passed": 1.0, "total": 1.0})
+    assert trajectory.ledger.trained == 6
+    assert stages[-1] is Status.EVAL
+
+
+async def test_a_bad_exit_after_model_calls_is_the_agents_own(
+    gateway: StubGateway, tmp_path: Path
+) -> None:
+    """It gave up with code 3: judged by what it left, not excused."""
+    gateway.script = ["I give up."]
+    trajectory, _ = await rolled(a_task(shell(f"python3 {AGENT}; exit 3")), gateway, tmp_path)
+    assert trajectory.status is Status.COMPLETED
+    assert trajectory.reward is not None
+    assert trajectory.reward.value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo broken >&2; exit 3", "exit code 3 .*: broken"),
+        ("nonesuch", "not found"),
+        ("sleep 9", "out of time"),
+    ],
+)
+async def test_a_program_that_never_calls_the_model_is_a_harness_failure(
+    script: str, says: str, gateway: StubGateway, tmp_path: Path
+) -> None:
+    """The policy is not charged for it, and its last words are in the failure."""
+    task = a_task(shell(script), limits=Limits(agent_s=1.0))
+    trajectory, stages = await rolled(task, gateway, tmp_path)
+    assert trajectory.status is Status.FAILED
+    assert trajectory.reward is None
+    assert trajectory.failure is not None
+    assert trajectory.failure.boundary is Boundary.HARNESS
+    assert re.search(says, trajectory.failure.message)
+    assert legal(stages, trajectory.status)
+
+
+async def test_the_engines_failure_is_not_the_agents(gateway: StubGateway, tmp_path: Path) -> None:
+    """What the gateway saw fail decides, whatever code the agent ended with."""
+    gateway.failures["t-0"] = Failure(Boundary.ENGINE, "context overflow")
+    trajectory, _ = await rolled(a_task(LOOP), gateway, tmp_path)
+    assert trajectory.status is Status.FAILED
+    assert trajectory.failure == Failure(Boundary.ENGINE, "context overflow")
+    assert trajectory.reward is None
+
+
+class Moody:
+    """An evaluator that fails as often as it is told."""
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures = failures
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """Fail, or say 0.5."""
+        if self.failures:
+            raise self.failures.pop()
+        return Verdict(Reward(0.5), {})
+
+
+class Broken:
+    """Parts that break when they are used."""
+
+    name = "broken"
+    version = None
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def install(self) -> None:
+        """Break."""
+        raise self.error
+
+    def open(self, *_: object) -> object:
+        """Break."""
+        raise self.error
+
+    def build(self, _calls: object) -> Built:
+        """Break."""
+        raise self.error
+
+
+class Given(Parts):
+    """Parts of which some are given."""
+
+    def __init__(self, **given: object) -> None:
+        super().__init__()
+        self.given = given
+
+    def _make(self, kind: str, part: Part) -> Any:
+        return self.given[kind] if kind in self.given else super()._make(kind, part)
+
+
+@pytest.mark.parametrize(
+    ("failures", "reward"),
+    [
+        ([EvaluatorError("x")], 0.5),
+        ([RuntimeFault("x")], 0.5),
+        ([EvaluatorError("x"), EvaluatorError("y")], None),
+    ],
+)
+async def test_an_evaluation_is_tried_twice(
+    failures: list[Exception], reward: float | None, gateway: StubGateway, tmp_path: Path
+) -> None:
+    """One crash of the evaluator costs nothing; two are named and not charged to the policy."""
+    parts = Given(evaluator=Moody(failures))
+    trajectory, _ = await rolled(a_task(LOOP), gateway, tmp_path, parts)
+    assert (trajectory.reward.value if trajectory.reward else None) == reward
+    if reward is None:
+        assert trajectory.failure == Failure(Boundary.EVALUATOR, "x")
+        assert trajectory.traces
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "boundary"),
+    [
+        ("harness", ConfigError("no node"), Boundary.HARNESS),
+        ("runtime", RuntimeFault("disk full"), Boundary.INFRASTRUCTURE),
+        ("runtime", OSError("weird"), Boundary.INFRASTRUCTURE),
+        ("builder", EngineError("no ids"), Boundary.ENGINE),
+        ("builder", ZeroDivisionError(), Boundary.INFRASTRUCTURE),
+    ],
+)
+async def test_every_failure_names_its_boundary(  # noqa: PLR0917
+    kind: str, error: Exception, boundary: Boundary, gateway: StubGateway, tmp_path: Path
+) -> None:
+    """Whatever breaks, the rollout is data: a typed failure and no exception."""
+    parts = Given(**{kind: Broken(error)})
+    trajectory, stages = await rolled(a_task(LOOP), gateway, tmp_path, parts)
+    assert trajectory.status is Status.FAILED
+    assert trajectory.failure is not None
+    assert trajectory.failure.boundary is boundary
+    assert str(error) in trajectory.failure.message
+    assert legal(stages, trajectory.status)
+
+
+async def test_cancelling_ends_the_agent(gateway: StubGateway, tmp_path: Path) -> None:
+    """A cancelled rollout leaves no process and no open session, and is no result."""
+    task = asyncio.create_task(rolled(a_task(shell("sleep 300")), gateway, tmp_path))
+    log = tmp_path / "agent" / "logs" / "agent.log"
+    async with asyncio.timeout(5):
+        while not log.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not gateway.open_now
+    assert not list(tmp_path.glob("**/*.started"))
+
+
+def test_a_wrong_part_is_an_error_at_the_door() -> None:
+    """An option that a part does not have is named with those it has."""
+    with pytest.raises(ConfigError, match=r"runtime 'local'.*cpus.*its options: cpu_s"):
+        Parts().check(a_task(LOOP, runtime=Part("local", {"cpus": 3})))
