@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from tugline.trainers.grpo.advantage import group_advantages
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.loss import Terms, token_terms, token_weights
+from tugline.trainers.grpo.train import StepReport
 from tugline.types import Sample
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
@@ -148,3 +150,10 @@ def test_digest_follows_every_field() -> None:
     """Equal configs have equal digests, and any change shows."""
     assert GrpoConfig(lr=1e-4).digest() == GrpoConfig(lr=1e-4).digest()
     assert GrpoConfig(lr=1e-4).digest() != GrpoConfig(lr=2e-4).digest()
+
+
+def test_every_option_and_figure_is_documented() -> None:
+    """The guide names each field of the config and of the report."""
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    for name in [*GrpoConfig.model_fields, *StepReport.__struct_fields__]:
+        assert f"`{name}`" in guide, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,8 +13,8 @@ from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row, pack, prepare
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import Policy
-from tugline.trainers.grpo.train import Grpo
-from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory
+from tugline.trainers.grpo.train import Grpo, StepReport
+from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory, decode, encode
 
 torch.set_num_threads(1)
 
@@ -94,6 +95,42 @@ def test_temperature_is_that_of_the_sampling_distribution() -> None:
     assert wrong.max_abs_dlogprob is not None
     assert right.max_abs_dlogprob < 1e-5
     assert wrong.max_abs_dlogprob > 0.01
+
+
+def noisy(batch: list[Trajectory]) -> list[Trajectory]:
+    """The same sessions as an engine of poor precision would report them."""
+    rng = np.random.default_rng(6)
+    worse = []
+    for one in batch:
+        traces = [
+            msgspec.structs.replace(
+                t, logprobs=t.logprobs - t.mask * rng.uniform(0.5, 1, t.ids.size)
+            )
+            for t in one.traces
+        ]
+        worse.append(msgspec.structs.replace(one, traces=tuple(traces)))
+    return worse
+
+
+def test_importance_sampling_takes_the_old_policy_from_the_trainer() -> None:
+    """With a cap the ratio starts at one whatever the engine reported; without, it does not."""
+    model = tiny()
+    batch = noisy(groups(model))
+    capped = Grpo(tiny(), GrpoConfig(importance_cap=2.0)).step(batch, version=VERSION)
+    plain = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
+    assert (capped.ratio_mean, capped.clip_fraction) == (pytest.approx(1, abs=1e-5), 0)
+    assert plain.ratio_mean > 1.6
+    assert capped.max_abs_dlogprob == pytest.approx(plain.max_abs_dlogprob, abs=1e-5)
+
+
+def test_sessions_from_the_wire_train_the_same() -> None:
+    """Read-only arrays, as decoded from bytes, are as good as fresh ones."""
+    batch = groups(tiny())
+    sent = [decode(encode(one), Trajectory) for one in batch]
+    here = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
+    there = Grpo(tiny(), GrpoConfig()).step(sent, version=VERSION)
+    assert here.grad_norm == there.grad_norm
+    assert decode(encode(here), StepReport).ledger == here.ledger
 
 
 # --------------------------------------------------------------------------- the way it is computed
