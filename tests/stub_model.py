@@ -52,11 +52,13 @@ class StubGateway:
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[StubGateway]:
+        """Serve on a free port."""
         async with serve(self.app) as self.url:
             yield self
 
     @contextlib.asynccontextmanager
     async def open(self, session: Session, task: Task) -> AsyncIterator[Door]:
+        """Take this session's calls until left."""
         self.open_now.add(session.id)
         try:
             yield Door(f"{self.url}/s/{session.id}", f"key-{session.id}")
@@ -64,6 +66,7 @@ class StubGateway:
             self.open_now.discard(session.id)
 
     def calls(self, session: str) -> list[Call]:
+        """One call per request, each of which carries on the one before."""
         prompt = [1, 2, 3]
         found = []
         for number in range(len(self.requests.get(session, []))):
@@ -72,9 +75,11 @@ class StubGateway:
         return found
 
     def failure(self, session: str) -> Failure | None:
+        """What the test said it should be."""
         return self.failures.get(session)
 
     async def chat(self, request: Request) -> Response:
+        """The next step of the script, as a stream."""
         session = request.path_params["session"]
         if session not in self.open_now or (
             request.headers.get("authorization") != f"Bearer key-{session}"

@@ -18,7 +18,8 @@ TASK = {
     "bill.py": "def total(a, b):\n    return a - b\n",
     "tests/test_bill.py": (
         "import pytest\nfrom bill import total\n\n"
-        "@pytest.mark.parametrize('n', [1, 2])\ndef test_total(n):\n    assert total(n, 1) == n + 1\n\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_total(n):\n"
+        "    assert total(n, 1) == n + 1\n\n"
         "class TestZero:\n    def test_zero(self):\n        assert total(0, 0) == 0\n"
     ),
 }
@@ -40,6 +41,7 @@ class Judge:
     async def __call__(
         self, patch: Mapping[str, str | None], tests: Tests | None = None
     ) -> Verdict:
+        """The verdict on a patch."""
         outcome = Outcome(TASK, Patch(dict(patch)), self.open_box, 20.0)
         return await (tests or Tests(timeout_s=10)).evaluate(outcome)
 
@@ -68,7 +70,8 @@ async def test_a_wrong_answer_gets_nought_and_a_reason(judge: Judge) -> None:
 
 
 FORCE = (
-    "import pytest\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
+    "import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
+    "def pytest_runtest_makereport(item, call):\n"
     "    out = yield\n    out.get_result().outcome = 'passed'\n"
 )
 EXIT = "import os\nos._exit(0)\n"

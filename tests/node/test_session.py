@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import shutil
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_model import Step, StubGateway
 
+from stub_model import Step, StubGateway
 from tugline.builders.base import Built
 from tugline.errors import ConfigError, EngineError, EvaluatorError, RuntimeFault
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.node.parts import Parts
 from tugline.node.session import roll_out
+from tugline.runtimes.local import Local
 from tugline.types import (
     TRANSITIONS,
     Boundary,
@@ -50,6 +52,17 @@ def a_task(harness: Part, **changes: Any) -> Task:
     return Task(id="t", harness=harness, **{**given, **changes})
 
 
+CALL = (
+    "import json, os, urllib.request as r;"
+    "body = json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}).encode();"
+    "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']};"
+    "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions';"
+    "r.urlopen(r.Request(url, body, head)).read()"
+)
+"""A program that calls the model once."""
+ONCE = Part("shell", {"command": ["python3", "-I", "-c", CALL]})
+
+
 def shell(script: str) -> Part:
     """An agent that is a shell script."""
     return Part("shell", {"command": ["sh", "-c", script]})
@@ -81,7 +94,7 @@ async def rolled(
 def legal(stages: Sequence[Status], end: Status) -> bool:
     """Whether the stages follow the transition table."""
     path = [Status.QUEUED, *stages, end]
-    return all(after in TRANSITIONS[before] for before, after in zip(path, path[1:], strict=False))
+    return all(after in TRANSITIONS[before] for before, after in itertools.pairwise(path))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +140,8 @@ async def test_pi_takes_any_instruction_for_text(
 
 
 @pytest.mark.pi
-async def test_pi_in_a_network_of_its_own(tmp_path: Path) -> None:
-    """pi needs no connection but the model's: it does the same work with loopback alone."""
+async def test_pi_in_a_network_of_its_own() -> None:
+    """The harness needs no connection but the model's: with loopback alone it works as ever."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare program here")
     probe = await asyncio.create_subprocess_exec(
@@ -153,13 +166,13 @@ async def test_pi_in_a_network_of_its_own(tmp_path: Path) -> None:
 
 async def test_an_agent_out_of_time_is_still_judged(gateway: StubGateway, tmp_path: Path) -> None:
     """It had solved the task before it hung: the work counts, the status says what happened."""
-    script = f"python3 {AGENT}; sleep 300"
-    task = a_task(shell(script), limits=Limits(agent_s=4.0))
+    script = f'sed -i s/-/+/ bill.py; python3 -I -c "{CALL}"; sleep 300'
+    task = a_task(shell(script), limits=Limits(agent_s=2.0))
     trajectory, stages = await rolled(task, gateway, tmp_path)
     assert trajectory.status is Status.TIMED_OUT
     assert trajectory.failure is None
     assert trajectory.reward == Reward(1.0, {"passed": 1.0, "total": 1.0})
-    assert trajectory.ledger.trained == 6
+    assert trajectory.ledger.trained == 2
     assert stages[-1] is Status.EVAL
 
 
@@ -167,8 +180,9 @@ async def test_a_bad_exit_after_model_calls_is_the_agents_own(
     gateway: StubGateway, tmp_path: Path
 ) -> None:
     """It gave up with code 3: judged by what it left, not excused."""
-    gateway.script = ["I give up."]
-    trajectory, _ = await rolled(a_task(shell(f"python3 {AGENT}; exit 3")), gateway, tmp_path)
+    trajectory, _ = await rolled(
+        a_task(shell(f'python3 -I -c "{CALL}"; exit 3')), gateway, tmp_path
+    )
     assert trajectory.status is Status.COMPLETED
     assert trajectory.reward is not None
     assert trajectory.reward.value == 0.0
@@ -199,7 +213,7 @@ async def test_a_program_that_never_calls_the_model_is_a_harness_failure(
 async def test_the_engines_failure_is_not_the_agents(gateway: StubGateway, tmp_path: Path) -> None:
     """What the gateway saw fail decides, whatever code the agent ended with."""
     gateway.failures["t-0"] = Failure(Boundary.ENGINE, "context overflow")
-    trajectory, _ = await rolled(a_task(LOOP), gateway, tmp_path)
+    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path)
     assert trajectory.status is Status.FAILED
     assert trajectory.failure == Failure(Boundary.ENGINE, "context overflow")
     assert trajectory.reward is None
@@ -264,7 +278,7 @@ async def test_an_evaluation_is_tried_twice(
 ) -> None:
     """One crash of the evaluator costs nothing; two are named and not charged to the policy."""
     parts = Given(evaluator=Moody(failures))
-    trajectory, _ = await rolled(a_task(LOOP), gateway, tmp_path, parts)
+    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, parts)
     assert (trajectory.reward.value if trajectory.reward else None) == reward
     if reward is None:
         assert trajectory.failure == Failure(Boundary.EVALUATOR, "x")
@@ -281,12 +295,12 @@ async def test_an_evaluation_is_tried_twice(
         ("builder", ZeroDivisionError(), Boundary.INFRASTRUCTURE),
     ],
 )
-async def test_every_failure_names_its_boundary(  # noqa: PLR0917
+async def test_every_failure_names_its_boundary(
     kind: str, error: Exception, boundary: Boundary, gateway: StubGateway, tmp_path: Path
 ) -> None:
     """Whatever breaks, the rollout is data: a typed failure and no exception."""
     parts = Given(**{kind: Broken(error)})
-    trajectory, stages = await rolled(a_task(LOOP), gateway, tmp_path, parts)
+    trajectory, stages = await rolled(a_task(ONCE), gateway, tmp_path, parts)
     assert trajectory.status is Status.FAILED
     assert trajectory.failure is not None
     assert trajectory.failure.boundary is boundary
@@ -294,18 +308,18 @@ async def test_every_failure_names_its_boundary(  # noqa: PLR0917
     assert legal(stages, trajectory.status)
 
 
-async def test_cancelling_ends_the_agent(gateway: StubGateway, tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.05, 0.3])
+async def test_cancelling_ends_the_agent(
+    delay: float, gateway: StubGateway, tmp_path: Path
+) -> None:
     """A cancelled rollout leaves no process and no open session, and is no result."""
     task = asyncio.create_task(rolled(a_task(shell("sleep 300")), gateway, tmp_path))
-    log = tmp_path / "agent" / "logs" / "agent.log"
-    async with asyncio.timeout(5):
-        while not log.exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await asyncio.sleep(delay)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not gateway.open_now
-    assert not list(tmp_path.glob("**/*.started"))
+    assert not await asyncio.to_thread(Local().reap, tmp_path)
 
 
 def test_a_wrong_part_is_an_error_at_the_door() -> None:
