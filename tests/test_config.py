@@ -28,7 +28,7 @@ class Settings(Config):
     """GRPO steps."""
     seed: int | None = None
     """None draws one."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = Optimizer(kind="sgd")
     """Nested."""
     more: tuple[Optimizer, ...] = ()
 
@@ -136,7 +136,7 @@ def test_describe_makes_a_row_of_every_key() -> None:
         "| `steps` | integer, >= 1, <= 1000 | `30` | GRPO steps. |",
         "| `seed` | integer or null | `None` | None draws one. |",
         "| `optimizer.learning_rate` | number, > 0 | `0.0002` | Peak learning rate. |",
-        "| `optimizer.kind` | `adamw` or `sgd` | `adamw` | Which \\| rule. |",
+        "| `optimizer.kind` | `adamw` or `sgd` | `sgd` | Which \\| rule. |",
         "| `more.learning_rate` | number, > 0 | `0.0002` | Peak learning rate. |",
         "| `more.kind` | `adamw` or `sgd` | `adamw` | Which \\| rule. |",
     ]

@@ -37,7 +37,7 @@ class Config(BaseModel):
     )
 
 
-M = TypeVar("M", bound=Config)
+M = TypeVar("M", bound=BaseModel)
 
 
 def load(path: Path | str, model: type[M]) -> M:
@@ -66,24 +66,27 @@ def from_mapping(values: Mapping[str, Any], model: type[M], source: str = "confi
         raise ConfigError(msg) from error
 
 
-def describe(model: type[Config], prefix: str = "") -> list[str]:
+def describe(model: type[BaseModel], prefix: str = "", given: BaseModel | None = None) -> list[str]:
     """Markdown table rows ``| key | type | default | meaning |`` of every key, nested ones dotted.
 
-    A key whose value is itself a model is replaced by that model's keys. Raises `ConfigError`
-    for a field without a docstring.
+    A key whose value is itself a model is replaced by that model's keys; `given` is the model
+    that stands there by default. Raises `ConfigError` for a field without a docstring.
     """
     rows: list[str] = []
     for name, field in model.model_fields.items():
+        default = getattr(given, name) if given else _default_of(field)
         inner = list(_models(field.annotation))
+        for nested in inner:
+            value = default if isinstance(default, nested) else None
+            rows += describe(nested, f"{prefix}{name}.", value)
         if inner:
-            for nested in inner:
-                rows += describe(nested, f"{prefix}{name}.")
             continue
         if not field.description:
             msg = f"{model.__name__}.{name} has no docstring that says what it is"
             raise ConfigError(msg)
+        shown = "required" if default is PydanticUndefined else f"`{default}`"
         meaning = " ".join(field.description.split())
-        cells = (f"`{prefix}{name}`", _type_of(model, name), _default_of(field), meaning)
+        cells = (f"`{prefix}{name}`", _type_of(model, name), shown, meaning)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
@@ -147,7 +150,7 @@ _RELATIONS = {
 }
 
 
-def _explain(detail: ErrorDetails, model: type[Config], source: str) -> str:
+def _explain(detail: ErrorDetails, model: type[BaseModel], source: str) -> str:
     location, kind = detail["loc"], detail["type"]
     key = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
@@ -163,7 +166,7 @@ def _explain(detail: ErrorDetails, model: type[Config], source: str) -> str:
     return f"{key}: {value} {right} ({source})" if key else f"{source}: {right}"
 
 
-def _nearest(model: type[Config], location: Location) -> str:
+def _nearest(model: type[BaseModel], location: Location) -> str:
     """The hint for an unknown key: the nearest key of the same table, or all of them."""
     candidates: list[type[BaseModel]] = [model]
     for part in location[:-1]:
@@ -179,9 +182,9 @@ def _nearest(model: type[Config], location: Location) -> str:
     return f" (known: {', '.join(names)})"
 
 
-def _models(annotation: Any) -> Iterator[type[Config]]:
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     """Every configuration model inside a field's annotation, such as ``list[Model] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
         yield from _models(argument)
@@ -191,7 +194,7 @@ def _models(annotation: Any) -> Iterator[type[Config]]:
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def _type_of(model: type[Config], name: str) -> str:
+def _type_of(model: type[BaseModel], name: str) -> str:
     root = model.model_json_schema()
     schema = root["properties"][name]
     kind = " or ".join(_kinds(schema, root.get("$defs", {})))
@@ -211,6 +214,5 @@ def _kinds(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[st
     return [str(schema.get("type", "any"))]
 
 
-def _default_of(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True, validated_data={})
-    return "required" if default is PydanticUndefined else f"`{default}`"
+def _default_of(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True, validated_data={})

@@ -15,21 +15,27 @@ from tugline.demo import live as live_module
 from tugline.demo.live import Live
 from tugline.demo.metrics import Score, Step, Summary, smoothed, wilson
 from tugline.demo.report import closing, picture
+from tugline.types import Ledger, Reason
 
 SUMMARY = Summary(
     before=Score(31, 96),
     after=Score(77, 96),
+    seed=0,
     steps=30,
+    updates=30,
     sessions=2112,
     failed_sessions=2,
-    sampled_tokens=73_920,
-    trained_tokens=70_000,
-    masked_tokens=3_900,
-    dropped_tokens=20,
+    ledger=Ledger(
+        73_920, 70_000, {Reason.CLIENT_GONE: 3_900}, {Reason.HELD_OUT: 18, Reason.OVER_LENGTH: 2}
+    ),
+    tokens_forwarded=900_000,
+    training_s=60.0,
     max_abs_dlogprob=2e-6,
     seconds=455.0,
-    harness="pi 0.87.1",
+    harness="pi",
+    harness_version="0.87.1",
     model="Qwen3 architecture, 1.1 M parameters",
+    builder="prefix_merging",
 )
 
 
@@ -124,6 +130,16 @@ def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
         "runs/demo/learning.png",
     ):
         assert part in text
+
+
+def test_what_was_not_measured_is_not_claimed() -> None:
+    """A distance of None is shown as not compared, never as zero."""
+    console = _screen(terminal=False)
+    console.print(closing(msgspec.structs.replace(SUMMARY, max_abs_dlogprob=None), []))
+    with Live(3, console) as live:
+        live.row(msgspec.structs.replace(_step(1), max_abs_dlogprob=None))
+    assert "were not compared" in _text(console)
+    assert "|dlogp| -" in _text(console)
 
 
 def test_live_writes_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ class Live:
             f"{step.sessions_per_s:.1f}",
             f"{step.engine_busy:.0%}",
             str(step.updates),
-            f"{step.max_abs_dlogprob:.0e}",
+            "-" if step.max_abs_dlogprob is None else f"{step.max_abs_dlogprob:.0e}",
         )
 
     def _render(self) -> Group:

@@ -7,8 +7,11 @@ Pass rates always travel with their number of attempts: a rate without it says n
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
+
+from tugline.types import Ledger
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -39,10 +42,22 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the rollout time in which the engine was computing, 0 to 1."""
     updates: int
     """Optimizer updates of the step; 0 where no group carried a signal."""
-    max_abs_dlogprob: float
-    """Largest distance between a captured and a recomputed logprob, nats."""
+    max_abs_dlogprob: float | None
+    """Largest distance between a captured and a recomputed logprob, nats; None if not measured."""
     seconds: float
     """Wall clock of the step."""
+
+
+class BuilderCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What training on the same sessions costs with one builder."""
+
+    builder: str
+    sessions: int
+    traces: int
+    updates: int
+    tokens_trained: int
+    tokens_forwarded: int
+    seconds: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,22 +66,72 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     before: Score
     """Held-out tasks, first weights, one attempt each."""
     after: Score
-    """The same tasks, last weights."""
+    """The same tasks and random draws, last weights."""
+    seed: int
     steps: int
+    updates: int
     sessions: int
     """All sessions, evaluations included."""
     failed_sessions: int
     """Those that ended for a reason that is not the policy's."""
-    sampled_tokens: int
-    trained_tokens: int
-    masked_tokens: int
-    dropped_tokens: int
+    ledger: Ledger
+    """Every token that was sampled; those of evaluations are dropped as `held_out`."""
+    tokens_forwarded: int
+    """Positions that the trainer computed with gradient."""
+    training_s: float
+    """Seconds in the trainer."""
     max_abs_dlogprob: float
+    """Largest distance between a captured and a recomputed logprob over all steps, nats."""
     seconds: float
     harness: str
-    """Program and version, such as ``pi 0.87.1``."""
+    harness_version: str
     model: str
     """Architecture and size, in words."""
+    builder: str
+    builders: tuple[BuilderCost, ...] = ()
+    """Every builder on the sessions of the last step."""
+
+    def told(self) -> dict[str, object]:
+        """The flat form that ``tugline demo --json`` prints and ``summary.json`` holds."""
+        return {
+            "harness": self.harness,
+            "harness_version": self.harness_version,
+            "model": self.model,
+            "seed": self.seed,
+            "pass_before": self.before.rate,
+            "pass_after": self.after.rate,
+            "ci_before": wilson(self.before.passed, self.before.n),
+            "ci_after": wilson(self.after.passed, self.after.n),
+            "held_out": self.before.n,
+            "sessions": self.sessions,
+            "failed_sessions": self.failed_sessions,
+            "steps": self.steps,
+            "updates": self.updates,
+            "seconds": self.seconds,
+            "ledger": {
+                "sampled": self.ledger.sampled,
+                "trained": self.ledger.trained,
+                "masked": sum(self.ledger.masked.values()),
+                "dropped": sum(self.ledger.dropped.values()),
+                "reasons": {**self.ledger.masked, **self.ledger.dropped},
+            },
+            "tokens_trained": self.ledger.trained,
+            "tokens_forwarded": self.tokens_forwarded,
+            "training_seconds": self.training_s,
+            "replay_max_abs_dlogprob": self.max_abs_dlogprob,
+            "builder": self.builder,
+            "builders": msgspec.to_builtins(self.builders),
+        }
+
+
+def total(first: Ledger, second: Ledger) -> Ledger:
+    """Two ledgers as one."""
+    masked, dropped = Counter(first.masked), Counter(first.dropped)
+    masked.update(second.masked)
+    dropped.update(second.dropped)
+    return Ledger(
+        first.sampled + second.sampled, first.trained + second.trained, dict(masked), dict(dropped)
+    )
 
 
 def wilson(passed: int, n: int, z: float = 1.96) -> tuple[float, float]:

@@ -36,7 +36,7 @@ def picture(steps: Sequence[Step], summary: Summary, path: Path) -> None:
     curve, bars = figure.subplots(1, 2, width_ratios=(2.3, 1))
     _draw_curve(curve, steps)
     _draw_bars(bars, summary)
-    title = f"{summary.model}, trained by GRPO through {summary.harness}"
+    title = f"{summary.model}, trained by GRPO through {_harness(summary)}"
     figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=_INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
@@ -73,14 +73,19 @@ def _share(score: Score) -> str:
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
     per_s = summary.sessions / summary.seconds if summary.seconds else 0.0
+    ledger = summary.ledger
     tokens = (
-        f"{summary.sampled_tokens:,} sampled = {summary.trained_tokens:,} trained"
-        f" + {summary.masked_tokens:,} masked + {summary.dropped_tokens:,} dropped"
+        f"{ledger.sampled:,} sampled = {ledger.trained:,} trained"
+        f" + {sum(ledger.masked.values()):,} masked + {sum(ledger.dropped.values()):,} dropped"
     )
-    return [
+    facts = [
         ("model", summary.model),
-        ("harness", f"{summary.harness}, unmodified"),
-        ("training", f"{summary.steps} steps in {_clock(summary.seconds)}"),
+        ("harness", f"{_harness(summary)}, unmodified"),
+        (
+            "training",
+            f"{summary.steps} steps, {summary.updates} updates; {_clock(summary.seconds)} in all,"
+            f" {_clock(summary.training_s)} of them in the trainer",
+        ),
         (
             "sessions",
             f"{summary.sessions:,} ({per_s:.1f}/s), {summary.failed_sessions:,} failed",
@@ -91,6 +96,18 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
             f"captured and recomputed differ by {summary.max_abs_dlogprob:.1e} nats at most",
         ),
     ]
+    return facts + [
+        (
+            one.builder,
+            f"{one.sessions} sessions of the last step: {one.traces} traces, {one.updates} updates,"
+            f" {one.tokens_forwarded:,} tokens forwarded, {one.seconds:.1f} s",
+        )
+        for one in summary.builders
+    ]
+
+
+def _harness(summary: Summary) -> str:
+    return f"{summary.harness} {summary.harness_version}".rstrip()
 
 
 def _clock(seconds: float) -> str:

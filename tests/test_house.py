@@ -1,0 +1,222 @@
+"""The house rules that no other tool checks: sizes, complete docs, an installable core.
+
+Budgets are raised only with a sentence in `ALLOWED` that says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tugline import errors
+from tugline.config import Config, _models, describe
+from tugline.plugins import BUILT_IN
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "tugline"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
+ALLOWED: dict[str, str] = {}
+"""What may be over its budget, and why: ``gateway/proxy.py`` or ``gateway/proxy.py:call``."""
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def _functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{_name(path)}:{node.name}", (node.end_lineno or 0) - node.lineno + 1
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _docstring_lines(path: Path) -> int:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    return len((docstring or "").splitlines())
+
+
+# --------------------------------------------------------------------------- sizes
+def test_everything_is_within_its_budget() -> None:
+    """Files, functions, docstrings, faces and the package stay small; who is over is printed."""
+    functions = [pair for path in SOURCES for pair in _functions(path)]
+    faces = [path for path in SOURCES if path.name == "__init__.py"]
+    measured = [
+        ("lines in a file", 400, [(_name(path), _lines(path)) for path in SOURCES]),
+        ("lines in a function", 60, functions),
+        ("lines in a docstring", 25, [(_name(path), _docstring_lines(path)) for path in SOURCES]),
+        ("lines in a package face", 60, [(_name(path), _lines(path)) for path in faces]),
+        ("lines in all", 14_000, [("tugline", sum(map(_lines, SOURCES)))]),
+    ]
+    over = [
+        f"{name}: {size} {what}, the budget is {budget}"
+        for what, budget, sizes in measured
+        for name, size in sizes
+        if size > budget and name not in ALLOWED
+    ]
+    longish = sorted(((size, name) for name, size in functions if size > 30), reverse=True)
+    if len(longish) > len(functions) / 10:
+        over.append(f"{len(longish)} of {len(functions)} functions have over 30 lines: {longish}")
+    assert not over, "over budget:\n" + "\n".join(over)
+
+
+# --------------------------------------------------------------------------- an installable core
+def _closure(requirement: Requirement, seen: dict[str, set[str]]) -> None:
+    name = requirement.name.lower().replace("_", "-")
+    extras = requirement.extras | {""}
+    if extras <= seen.get(name, set()):
+        return
+    seen.setdefault(name, set()).update(extras)
+    for text in metadata.requires(name) or ():
+        needed = Requirement(text)
+        if any(not needed.marker or needed.marker.evaluate({"extra": e}) for e in extras):
+            _closure(needed, seen)
+
+
+def test_a_plain_install_pulls_no_heavy_library() -> None:
+    """`pip install tugline` brings neither torch nor ray, by any detour."""
+    seen: dict[str, set[str]] = {}
+    _closure(Requirement("tugline"), seen)
+    assert "starlette" in seen, "the closure was followed"
+    assert not seen.keys() & set(EXTRAS)
+
+
+def test_the_core_works_without_the_extras() -> None:
+    """Everything outside inference, trainers, demo and cli can be imported without torch."""
+    heavy = {"inference", "trainers", "demo", "cli"}
+    parts = [path.relative_to(PACKAGE.parent).with_suffix("").parts for path in SOURCES]
+    modules = [".".join(part).removesuffix(".__init__") for part in parts if part[1] not in heavy]
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"  # None there makes import fail
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --------------------------------------------------------------------------- complete docs
+def _docs() -> str:
+    return "\n".join(path.read_text(encoding="utf-8") for path in DOCS)
+
+
+def _configs() -> list[type[Config]]:
+    """Every configuration model that is not part of another; only their files are imported."""
+    models: list[type[object]] = []
+    for path in SOURCES:
+        if re.search(r"^class \w+\(Config\)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            module = importlib.import_module("tugline." + _name(path)[:-3].replace("/", "."))
+            own = (each for _, each in inspect.getmembers(module, inspect.isclass))
+            models += [each for each in own if each.__module__ == module.__name__]
+    configs = [each for each in models if issubclass(each, Config)]
+    nested = {
+        one
+        for each in configs
+        for field in each.model_fields.values()
+        for one in _models(field.annotation)
+    }
+    return [each for each in configs if each not in nested]
+
+
+def test_every_config_key_is_documented() -> None:
+    """The reference tables of docs/configuration.md are what the code says, row by row."""
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for model in _configs():
+        table = re.search(rf"<!-- keys of {model.__name__} -->\n(.*?)<!-- end -->", page, re.DOTALL)
+        assert table, (
+            f"docs/configuration.md has no table between <!-- keys of {model.__name__} -->"
+        )
+        written = [row for row in table[1].splitlines() if row.startswith("| `")]
+        assert written == describe(model), "the table should be:\n" + "\n".join(describe(model))
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_every_plugin_is_documented(kind: str) -> None:
+    """A built-in name that nobody can read about does not exist."""
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert [name for name in BUILT_IN[kind] if f"`{name}`" not in page] == []
+
+
+def test_every_command_is_documented() -> None:
+    """Each file of cli/ is a command, and the docs show how it is called."""
+    stems = {path.stem for path in (PACKAGE / "cli").glob("*.py")} - {"__init__", "app"}
+    docs = _docs()
+    assert [stem for stem in sorted(stems) if f"tugline {stem.replace('_', '-')}" not in docs] == []
+
+
+def test_every_error_is_documented() -> None:
+    """docs/errors.md has each error class and what to do about it."""
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    names = [name for name, _ in inspect.getmembers(errors, inspect.isclass)]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_every_dependency_has_its_reason() -> None:
+    """docs/dependencies.md and pyproject.toml name the same libraries."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {Requirement(text).name for group in groups for text in group} - {"tugline"}
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([\w.-]+)`", page, re.MULTILINE)) == declared
+
+
+def _anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    """A link to a file of ours has the file, and the heading where it names one."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def test_documented_make_targets_exist() -> None:
+    """What the docs tell people to type is in the Makefile."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
+    typed = set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z0-9-]*)", _docs(), re.MULTILINE))
+    assert {"demo", "test"} <= typed
+    assert typed <= targets
+
+
+# --------------------------------------------------------------------------- nothing private
+def test_no_path_of_one_machine_is_committed() -> None:
+    """Tracked files name no home, work or root folder of whoever wrote them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    private = re.compile(r"(?<![\w.])/(?:work|root|Users|home/\w+|tmp/exp)/")
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if path.suffix in {".png", ".safetensors"} or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found += [f"{name}: {hit.group()}" for hit in private.finditer(text)]
+    assert not found
