@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import re
+import sys
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from stub_model import StubGateway
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.plugins import find
+from tugline.types import Part, Session, Task
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the Python of a page as a module of that name."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
+    module = ModuleType(f"page_{name}")
+    exec(compile(code, name, "exec"), module.__dict__)  # noqa: S102
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+async def test_parts_written_as_the_pages_say_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A harness and an evaluator of one's own, found as module:Class, go through a rollout."""
+    page("harnesses", monkeypatch)
+    page("evaluators", monkeypatch)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    script = 'cat ~/.aider.conf.yml; curl -sf -d \'{"messages":[]}\' -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_API_BASE/chat/completions'
+    for name, text in {"aider": script, "make": "test -f a.txt"}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    task = Task(
+        id="t",
+        instruction="x",
+        harness=Part("page_harnesses:Aider"),
+        evaluator=Part("page_evaluators:Builds"),
+        files={"a.txt": ""},
+    )
+    async with StubGateway(["Done."]).listening() as gateway:
+        trajectory = await roll_out(
+            task,
+            Session(id="t-0", task="t", sample=0),
+            gateway=gateway,
+            directory=tmp_path / "s",
+            parts=Parts(),
+        )
+    assert trajectory.failure is None
+    assert trajectory.reward is not None
+    assert trajectory.reward.value == 1.0
+    log = (tmp_path / "s" / "agent" / "logs" / "agent.log").read_text()
+    assert "model: openai/tugline-policy" in log
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "part"),
+    [
+        ("harnesses", "harness", "pi"),
+        ("harnesses", "harness", "shell"),
+        ("runtimes", "runtime", "local"),
+        ("evaluators", "evaluator", "tests"),
+    ],
+)
+def test_every_option_is_on_its_page(name: str, kind: str, part: str) -> None:
+    """A part and each of its options are named where people look for them."""
+    text = (DOCS / f"{name}.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{part}` |"))
+    for option in signature(find(kind, part)).parameters:
+        assert f"`{option}`" in row
