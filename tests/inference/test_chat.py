@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tokenizer
 
+from tiny import tokenizer
 from tugline.inference.chat import Chat, Deltas
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
@@ -116,7 +116,7 @@ TEXTS = [
     f"{CALL}\n{CALL}<|im_end|>",
     f"text {CALL} trailing text<|im_end|>",
     "<tool_call>\n{broken\n</tool_call><|im_end|>",
-    f'before <tool_call>\n{{"name": "re',
+    'before <tool_call>\n{"name": "re',
     "<think>\nnever closed",
     f"<think>a</think>b{CALL}",
     f"<think>draft {CALL} more</think> said<|im_end|>",

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import tokenizer
 
 from inference.tiny_model import EOS, prompt, tiny, truth
+from tiny import tokenizer
 from tugline.errors import UsageError
 from tugline.inference.load import load
 
@@ -57,7 +57,7 @@ def test_without_torch_the_extra_is_named(tmp_path: Path) -> None:
         "from pathlib import Path\nfrom tugline.inference.load import load\n"
         f"load(Path({str(tmp_path)!r}))"
     )
-    result = subprocess.run(  # noqa: S603
+    result = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
     )
     assert "pip install 'tugline[train]'" in result.stderr.splitlines()[-1]

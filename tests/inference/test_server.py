@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from tiny import tokenizer
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
+from tiny import tokenizer
 from tugline.inference.base import Stats
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app

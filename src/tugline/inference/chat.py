@@ -56,7 +56,7 @@ class Chat:
         content = "\n".join(filter(None, [parsed.content, *map("<tool_call>\n{}".format, broken)]))
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
         if parsed.reasoning_content:
-            message["reasoning"] = parsed.reasoning_content
+            message["reasoning"] = parsed.reasoning_content.strip()
         if good:
             message["tool_calls"] = [_call(call) for call in good]
         return message
@@ -72,8 +72,11 @@ class Deltas:
             mark: convert(mark) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")
         }
         self._ids: list[int] = []
-        self._channel: str | None = "content"
+        opened = self._marks["<think>"] in prompt[-2:].tolist()
+        self._channel: str | None = "reasoning" if opened else "content"
         """Where text goes; None while it cannot be known."""
+        self._draft = False
+        """A tool call within reasoning: real only if the reasoning is never closed."""
         self._pending: list[int] = []
         """Ids of the channel's text that were not decoded yet."""
         self._space = ""
@@ -100,9 +103,11 @@ class Deltas:
             self._turn("reasoning", delta)
         elif token == marks["</think>"]:
             self._turn("content", delta)
+            self._draft = False
         elif token == marks["<tool_call>"]:
+            self._draft = self._draft or self._channel == "reasoning"
             self._turn(None, delta)
-        elif token == marks["</tool_call>"]:
+        elif token == marks["</tool_call>"] and not self._draft:
             self._send_calls(self._now(), delta)
         elif self._channel:
             self._pending.append(token)
