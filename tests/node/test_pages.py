@@ -33,7 +33,10 @@ async def test_parts_written_as_the_pages_say_work(
     page("evaluators", monkeypatch)
     programs = tmp_path / "bin"
     programs.mkdir()
-    script = 'cat ~/.aider.conf.yml; curl -sf -d \'{"messages":[]}\' -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_API_BASE/chat/completions'
+    script = (
+        "cat ~/.aider.conf.yml; curl -sf -d '{\"messages\":[]}'"
+        ' -H "Authorization: Bearer $OPENAI_API_KEY" $OPENAI_API_BASE/chat/completions'
+    )
     for name, text in {"aider": script, "make": "test -f a.txt"}.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
