@@ -261,6 +261,8 @@ class Reason(StrEnum):
     """Sampled under a policy version older than the trainer accepts."""
     NO_SIGNAL = "no_signal"
     """Every session of the group earned the same, and the trainer was told to skip such groups."""
+    HELD_OUT = "held_out"
+    """Sampled to measure the policy, not to train it."""
 
 
 class Ledger(msgspec.Struct, frozen=True):

@@ -80,7 +80,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Positions that the trainer computed with gradient."""
     training_s: float
     """Seconds in the trainer."""
-    max_abs_dlogprob: float
+    max_abs_dlogprob: float | None
     """Largest distance between a captured and a recomputed logprob over all steps, nats."""
     seconds: float
     harness: str

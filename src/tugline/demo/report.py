@@ -83,8 +83,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("harness", f"{_harness(summary)}, unmodified"),
         (
             "training",
-            f"{summary.steps} steps, {summary.updates} updates; {_clock(summary.seconds)} in all,"
-            f" {_clock(summary.training_s)} of them in the trainer",
+            (
+                f"{summary.steps} steps, {summary.updates} updates; {_clock(summary.seconds)} in"
+                f" all, {_clock(summary.training_s)} of them in the trainer"
+            ),
         ),
         (
             "sessions",
@@ -99,8 +101,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     return facts + [
         (
             one.builder,
-            f"{one.sessions} sessions of the last step: {one.traces} traces, {one.updates} updates,"
-            f" {one.tokens_forwarded:,} tokens forwarded, {one.seconds:.1f} s",
+            (
+                f"last step's {one.sessions} sessions: {one.traces} traces, {one.updates} updates,"
+                f" {one.tokens_forwarded:,} tokens forwarded, {one.seconds:.1f} s"
+            ),
         )
         for one in summary.builders
     ]

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from tugline import log
 from tugline.capture import segments
 from tugline.capture.segments import Writer
-from tugline.errors import EngineError, RequestError, TuglineError
+from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Dialect
 from tugline.gateway.dialects.openai_chat import OpenAIChat
@@ -75,6 +75,7 @@ class Gateway:
         self._chat = OpenAIChat()
         self._last: dict[str, Exchange] = {}
         self._segments: dict[str, Path] = {}
+        self._overflow: dict[str, ContextOverflow] = {}
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
         self.card = ModelCard("", 0)
@@ -122,11 +123,15 @@ class Gateway:
         return segments.read(self._segments[session]).calls
 
     def failure(self, session: str) -> Failure | None:
-        """Why its last call got no answer, if the engine is to blame."""
+        """Why its last call got no answer, if the engine or its window is to blame.
+
+        A session that outgrows the window later on has answers to be judged by.
+        """
         last = self._last.get(session)
-        if last is None or not isinstance(last.error, EngineError):
-            return None
-        return Failure(Boundary.ENGINE, str(last.error))
+        error = last.error if last is not None else self._overflow.get(session)
+        if isinstance(error, EngineError | ContextOverflow):
+            return Failure(Boundary.ENGINE, str(error))
+        return None
 
     # ----------------------------------------------------------------------- routes
     def app(self) -> Starlette:
@@ -155,19 +160,7 @@ class Gateway:
         try:
             live = self._find(http, dialect)
             body = await _body(http)
-            exchange = self._repeated(live, http, body)
-            if exchange is None:
-                exchange = Exchange(
-                    live,
-                    dialect,
-                    dialect.parse(body),
-                    body,
-                    rendering=self._rendering,
-                    upstream=self._upstream,
-                    card=self.card,
-                )
-                exchange.start()
-                self._last[live.id] = exchange
+            exchange = self._repeated(live, http, body) or self._begin(live, dialect, body)
         except TuglineError as error:
             return _refusal(dialect, error)
         except ClientDisconnect:
@@ -175,6 +168,24 @@ class Gateway:
         if exchange.request.stream:
             return await _streamed(http, dialect, exchange)
         return await _whole(http, dialect, exchange)
+
+    def _begin(self, live: LiveSession, dialect: Dialect, body: bytes) -> Exchange:
+        try:
+            exchange = Exchange(
+                live,
+                dialect,
+                dialect.parse(body),
+                body,
+                rendering=self._rendering,
+                upstream=self._upstream,
+                card=self.card,
+            )
+        except ContextOverflow as error:
+            self._overflow[live.id] = error
+            raise
+        exchange.start()
+        self._last[live.id] = exchange
+        return exchange
 
     def _find(self, http: Request, dialect: Dialect) -> LiveSession:
         return self._sessions.find(dialect.key(http.headers.raw), http.path_params.get("session"))

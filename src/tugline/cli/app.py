@@ -1,0 +1,61 @@
+"""``tugline``: gathers the commands, and turns every known error into one line and an exit code.
+
+0: done. 2: something the caller can mend (`UsageError`). 1: any other failure. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+import typer
+
+from tugline.cli.demo import demo
+from tugline.errors import TuglineError, UsageError
+
+app = typer.Typer(
+    help="Reinforcement learning on real agent harnesses, unmodified.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+
+
+def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's own call
+    if asked:
+        typer.echo(f"tugline {version('tugline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    *,
+    _version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
+    ),
+) -> None:
+    """Train the model behind an agent without rewriting the agent."""
+
+
+def main() -> None:
+    """Run a command; the entry point of the ``tugline`` program."""
+    try:
+        app()
+    except TuglineError as error:
+        _fail(str(error), 2 if isinstance(error, UsageError) else 1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    typer.echo(f"tugline: {line}", err=True)
+    sys.exit(code)

@@ -1,0 +1,1 @@
+"""Who runs sessions where: one process here, more machines later."""

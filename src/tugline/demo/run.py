@@ -1,0 +1,266 @@
+"""The demo from first to last: measure, train, measure again, and keep all of it.
+
+The order of events is what makes a killed run resumable (I3). A session counts once its result is
+committed to the store; a step counts once its checkpoint is renamed into place, and the
+checkpoint carries every number of the run so far. So ``--resume`` loads the newest checkpoint,
+asks the store for the sessions of the step it was in, runs those that are missing, and goes on as
+if nothing had happened. ``metrics.jsonl`` is written from the checkpoint's numbers, never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tugline.demo import tasks
+from tugline.demo.compare import compare
+from tugline.demo.live import Live
+from tugline.demo.metrics import Score, Step, Summary, total
+from tugline.demo.policy import describe, load_policy
+from tugline.demo.report import picture
+from tugline.demo.rig import Rig, failed, only_one, rig, sampled
+from tugline.demo.settings import DemoSettings
+from tugline.errors import UsageError
+from tugline.harnesses.base import Harness
+from tugline.inference.engine import Engine
+from tugline.trainers.grpo import checkpoint
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.train import Grpo, StepReport
+from tugline.types import Ledger, Reason, Trajectory
+
+TRAIN_THREADS = 2
+ENGINE_THREADS = 1
+"""One is fastest for a tiny model beside agents that want the other core."""
+SETTINGS = "settings.json"
+PICTURE = "learning.png"
+SUMMARY = "summary.json"
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """All numbers of a run so far; stands in every checkpoint."""
+
+    rows: tuple[Step, ...] = ()
+    ledger: Ledger = Ledger()
+    """Of the training sessions."""
+    tokens_forwarded: int = 0
+    training_s: float = 0.0
+    sessions: int = 0
+    failed: int = 0
+    evaluation_s: float = 0.0
+    """Seconds that one round of held-out tasks takes."""
+    elapsed_s: float = 0.0
+    """Wall clock up to the checkpoint, over all processes of the run."""
+
+
+@dataclass
+class Demo:
+    """One run in `folder`; `live` shows it."""
+
+    settings: DemoSettings
+    folder: Path
+    live: Live
+    progress: Progress = field(default_factory=Progress)
+    carried_s: float = 0.0
+    """Wall clock of the processes before this one."""
+    began: float = field(default_factory=time.monotonic)
+
+    async def run(self) -> Summary:
+        """Do all that is not done yet. Raises `TuglineError`; may be cancelled and run again."""
+        with only_one(self.folder):
+            _claim(self.folder, self.settings)
+            self.live.phase("loading the policy")
+            policy = load_policy()
+            trainer = Grpo(policy.model, self._grpo())
+            self._resume(trainer)
+            engine = Engine(
+                copy.deepcopy(policy.model),
+                eos_ids=policy.eos_ids,
+                max_model_len=self.settings.window,
+                max_running=2 * self.settings.slots,
+                version=len(self.progress.rows),
+                threads=ENGINE_THREADS,
+            )
+            slots, port = self.settings.slots, self.settings.port
+            async with (
+                engine,
+                rig(engine, policy.tokenizer, self.folder, slots=slots, port=port) as up,
+            ):
+                return await self._through(up, engine, trainer)
+
+    async def _through(self, up: Rig, engine: Engine, trainer: Grpo) -> Summary:
+        harness = up.parts.harness(tasks.harness_part(self.settings))
+        self.live.phase(f"installing {harness.name}")
+        await harness.install()
+        before = await self._before(up)
+        for number in range(len(self.progress.rows) + 1, self.settings.steps + 1):
+            if self._out_of_time():
+                break
+            await self._step(number, up, engine, trainer)
+        after = await self._evaluate(up, "after")
+        summary = await self._summed_up(up, trainer, harness, before, after)
+        text = msgspec.json.format(msgspec.json.encode(summary.told()))
+        (self.folder / SUMMARY).write_bytes(text + b"\n")
+        picture(self.progress.rows, summary, self.folder / PICTURE)
+        return summary
+
+    # ----------------------------------------------------------------------- the phases
+    async def _before(self, up: Rig) -> list[Trajectory]:
+        """Measure the policy that training starts from, unless that was done already."""
+        held_out = tasks.held_out(self.settings, "before")
+        if self.progress.rows:
+            return up.store.results([task.id for task in held_out])
+        self.live.phase(f"one {self.settings.harness} session to see that all is in place")
+        await up.run(held_out[:1], lambda _done, _total: None)
+        return await self._evaluate(up, "before")
+
+    async def _evaluate(self, up: Rig, name: str) -> list[Trajectory]:
+        self.live.phase(f"held-out tasks, {name} training")
+        began = time.monotonic()
+        results = await up.run(tasks.held_out(self.settings, name), self.live.sessions)
+        took = time.monotonic() - began
+        self.progress = msgspec.structs.replace(self.progress, evaluation_s=took)
+        return results
+
+    async def _step(self, number: int, up: Rig, engine: Engine, trainer: Grpo) -> None:
+        """Sample groups, learn from them, put the new weights in place, keep everything."""
+        began, busy = time.monotonic(), engine.stats().busy_s
+        self.live.phase(f"step {number}")
+        results = await up.run(tasks.training(self.settings, number), self.live.sessions)
+        rollout_s = max(time.monotonic() - began, 1e-9)
+        engine_busy = (engine.stats().busy_s - busy) / rollout_s
+        self.live.phase(f"step {number}: updating the policy")
+        report = await asyncio.to_thread(_learn, trainer, results, number - 1)
+        await engine.swap(trainer.model.state_dict(), number)
+        row = Step(
+            step=number,
+            reward=_mean([one.reward.value for one in results if one.reward]),
+            pass_rate=_score(results).rate,
+            tokens=sampled(results),
+            sessions_per_s=len(results) / rollout_s,
+            engine_busy=engine_busy,
+            updates=report.updates,
+            max_abs_dlogprob=report.max_abs_dlogprob,
+            seconds=time.monotonic() - began,
+        )
+        self._keep(row, results, report, trainer)
+        self.live.row(row)
+
+    def _keep(
+        self, row: Step, results: Sequence[Trajectory], report: StepReport, trainer: Grpo
+    ) -> None:
+        done = self.progress
+        self.progress = msgspec.structs.replace(
+            done,
+            rows=(*done.rows, row),
+            ledger=total(done.ledger, report.ledger),
+            tokens_forwarded=done.tokens_forwarded + report.tokens_forwarded,
+            training_s=done.training_s + report.seconds,
+            sessions=done.sessions + len(results),
+            failed=done.failed + failed(results),
+            elapsed_s=self._clock(),
+        )
+        extra = msgspec.to_builtins(self.progress)
+        folder = self.folder / "checkpoints"
+        checkpoint.save(folder, trainer, step=row.step, version=row.step, extra=extra, keep=2)
+        self._write_metrics()
+
+    async def _summed_up(
+        self,
+        up: Rig,
+        trainer: Grpo,
+        harness: Harness,
+        before: Sequence[Trajectory],
+        after: Sequence[Trajectory],
+    ) -> Summary:
+        self.live.phase("the same sessions with each builder")
+        done = self.progress
+        last = [task.id for task in tasks.training(self.settings, len(done.rows))]
+        costs = await asyncio.to_thread(compare, up.store.results(last), up.recorded(last), trainer)
+        measured = [*before, *after]
+        held_out = sampled(measured)
+        return Summary(
+            before=_score(before),
+            after=_score(after),
+            seed=self.settings.seed,
+            steps=len(done.rows),
+            updates=sum(row.updates for row in done.rows),
+            sessions=done.sessions + len(measured),
+            failed_sessions=done.failed + failed(measured),
+            ledger=total(done.ledger, Ledger(held_out, dropped={Reason.HELD_OUT: held_out})),
+            tokens_forwarded=done.tokens_forwarded,
+            training_s=done.training_s,
+            max_abs_dlogprob=max(
+                (row.max_abs_dlogprob for row in done.rows if row.max_abs_dlogprob is not None),
+                default=None,
+            ),
+            seconds=self._clock(),
+            harness=harness.name,
+            harness_version=harness.version or "",
+            model=describe(trainer.model),
+            builder=self.settings.builder,
+            builders=costs,
+        )
+
+    # ----------------------------------------------------------------------- time and files
+    def _grpo(self) -> GrpoConfig:
+        return self.settings.grpo.model_copy(update={"seed": self.settings.seed})
+
+    def _clock(self) -> float:
+        return self.carried_s + time.monotonic() - self.began
+
+    def _out_of_time(self) -> bool:
+        """Whether one more step would leave too little time to measure the result."""
+        rows = self.progress.rows
+        step_s = max((row.seconds for row in rows[-3:]), default=0.0)
+        ahead_s = step_s + self.progress.evaluation_s
+        return bool(rows) and self._clock() + ahead_s > 60 * self.settings.minutes
+
+    def _resume(self, trainer: Grpo) -> None:
+        latest = checkpoint.latest(self.folder / "checkpoints")
+        if latest is not None:
+            state = checkpoint.load(latest, trainer)
+            self.progress = msgspec.convert(state.extra, Progress)
+            self.carried_s = self.progress.elapsed_s
+            for row in self.progress.rows:
+                self.live.row(row)
+        self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        """All rows, whole, so that no crash can leave one twice or half."""
+        draft = self.folder / "metrics.jsonl.part"
+        draft.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in self.progress.rows))
+        draft.replace(self.folder / "metrics.jsonl")
+
+
+def _claim(folder: Path, settings: DemoSettings) -> None:
+    """Note whose folder this is. Raises `UsageError` if it is another run's."""
+    file = folder / SETTINGS
+    text = settings.model_dump_json(indent=2)
+    if not file.exists():
+        file.write_text(text)
+    elif DemoSettings.model_validate_json(file.read_text()) != settings:
+        msg = f"{folder} holds a run with other settings (see {SETTINGS}); choose another --out"
+        raise UsageError(msg)
+
+
+def _learn(trainer: Grpo, results: Sequence[Trajectory], version: int) -> StepReport:
+    torch.set_num_threads(TRAIN_THREADS)
+    return trainer.step(results, version=version)
+
+
+def _score(results: Sequence[Trajectory]) -> Score:
+    """Sessions that solved their task, of all: one that failed did not solve it."""
+    return Score(
+        sum(one.reward is not None and one.reward.value >= 1 for one in results), len(results)
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
