@@ -62,7 +62,9 @@ def install_torch() -> None:
         build = ("--no-deps", "--extra-index-url", CPU_INDEX, f"torch=={TORCH}+cpu")
         if pip("install", *PATIENCE, *build):
             return
-        say("the CPU build cannot be had; the default build follows, with CUDA: several GB")
+        say(
+            "the CPU build cannot be had; the default build follows, with CUDA: several GB (see .venv/setup.log)"
+        )
     say(f"installing torch {TORCH}")
     if not pip("install", *PATIENCE, f"torch=={TORCH}"):
         give_up()
@@ -70,7 +72,7 @@ def install_torch() -> None:
 
 def install_tugline() -> None:
     """Install this checkout, editable, with everything that the demo and the tests need."""
-    say("installing tugline[train,demo,dev] (about 200 MB; a minute or two)")
+    say("installing tugline[train,demo,dev] (about 150 MB; a minute or two)")
     if not pip("install", *PATIENCE, "--editable", f"{ROOT}[train,demo,dev]"):
         give_up()
 
