@@ -121,11 +121,13 @@ async def test_a_right_answer_counts_even_beside_a_cheat(judge: Judge, name: str
 
 
 async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
-    """Time that the agent's code burns is its own fault, with the reason said."""
-    verdict = await judge({"bill.py": "while True: pass\n"}, Tests(timeout_s=1.0))
+    """Time that the agent's code burns is its own fault, with the reason said; it is not remembered."""
+    tests = Tests(timeout_s=1.0, cache=True)
+    verdict = await judge({"bill.py": "while True: pass\n"}, tests)
     assert verdict.reward.value == 0.0
     assert verdict.report["timed_out"]
     assert "out of time" in verdict.report["reason"]
+    assert not tests._cache
 
 
 async def test_no_pytest_is_no_verdict(

@@ -115,7 +115,8 @@ class Tests:
             known = self._cache[key]
             return Verdict(known.reward, {**known.report, **report, "cached": True})
         verdict = await self._run(outcome, files, paths, expected)
-        if self._cache is not None:
+        # Running out of time may be the machine's doing; that is not remembered.
+        if self._cache is not None and not verdict.report["timed_out"]:
             self._cache[key] = verdict
             if len(self._cache) > _CACHED:
                 self._cache.popitem(last=False)
