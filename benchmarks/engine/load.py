@@ -5,9 +5,10 @@ conversation turn by turn. Both engines get the same tiny Qwen3, the same sessio
 as much KV; the answers have a fixed length, so that the work is equal. Block sharing is off in
 transformers, since it gives wrong log probabilities after a weight swap.
 
-    python benchmarks/engine/load.py [--sessions 16] [--turns 2] [--json out.json]
+    python benchmarks/engine/load.py [--sessions 8] [--turns 2] [--json out.json]
 """
 
+# ruff: noqa: INP001, T201 - a script, which speaks by printing
 from __future__ import annotations
 
 import argparse
@@ -194,19 +195,19 @@ def show(one: Measured) -> Measured:
     first = one.first_token_median_s
     wait = "-" if first is None else f"{first:.3f}"
     speed, off = one.new_tokens_per_s, one.worst_logprob_error
-    print(f"{one.engine:<14}{one.run:>4}{speed:>11.0f}{wait:>15}{off:>11.1e}", flush=True)  # noqa: T201
+    print(f"{one.engine:<14}{one.run:>4}{speed:>11.0f}{wait:>15}{off:>11.1e}", flush=True)
     return one
 
 
 def main() -> None:
     """Measure, print the table, and write JSON when asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sessions", type=int, default=16)
+    parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    print(HEAD)  # noqa: T201 - a script speaks by printing
+    print(HEAD)
     load = Load(options.sessions, options.turns)
     results = [*asyncio.run(ours(load, options.runs)), *asyncio.run(theirs(load, options.runs))]
     best = {
@@ -214,7 +215,7 @@ def main() -> None:
         for name in ("tugline", "transformers")
     }
     ratio = best["tugline"] / best["transformers"]
-    print(f"ratio of the best runs: {ratio:.1f}")  # noqa: T201
+    print(f"ratio of the best runs: {ratio:.1f}")
     if options.json:
         figures = {"load": asdict(load), "runs": [asdict(one) for one in results], "ratio": ratio}
         options.json.write_text(json.dumps(figures, indent=2))

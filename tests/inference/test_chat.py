@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -148,7 +149,7 @@ def check_stream(text: str, cuts: list[int], body: ChatBody) -> None:
     bounds = [0, *sorted({cut % len(ids) for cut in cuts} - {0}), len(ids)]
     said = [
         deltas.push(ids_array(ids[start:end]), last=end == len(ids))
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in pairwise(bounds)
     ]
     assert assemble(said) == essence(CHAT.message(prompt, ids_array(ids), body))
 
@@ -178,7 +179,7 @@ def test_any_markup_streams_without_loss(parts: list[str], cuts: list[int]) -> N
     said = assemble(
         [
             deltas.push(ids_array(ids[start:end]), last=end == len(ids))
-            for start, end in zip(bounds, bounds[1:], strict=False)
+            for start, end in pairwise(bounds)
         ]
     )
     message = essence(CHAT.message(prompt, ids_array(ids), body))
@@ -200,10 +201,12 @@ def test_any_markup_streams_without_loss(parts: list[str], cuts: list[int]) -> N
 )
 async def test_what_cannot_be_honoured_is_refused(change: dict[str, Any], param: str) -> None:
     """Nothing that would change the answer is ignored silently."""
-    async with served("x") as (_, http):
-        async with http.post("/v1/chat/completions", json=BODY | change) as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["param"] == param
+    async with (
+        served("x") as (_, http),
+        http.post("/v1/chat/completions", json=BODY | change) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == param
 
 
 async def test_without_a_tokenizer_only_ids_are_served() -> None:
