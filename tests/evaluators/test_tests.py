@@ -121,7 +121,7 @@ async def test_a_right_answer_counts_even_beside_a_cheat(judge: Judge, name: str
 
 
 async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
-    """Time that the agent's code burns is its own fault, with the reason said; it is not remembered."""
+    """Time that the agent burns is its own fault, with the reason said; it is not remembered."""
     tests = Tests(timeout_s=1.0, cache=True)
     verdict = await judge({"bill.py": "while True: pass\n"}, tests)
     assert verdict.reward.value == 0.0
