@@ -126,7 +126,7 @@ def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
         "73,920 sampled = 70,000 trained + 3,900 masked + 20 dropped",
         "differ by 2.0e-06 nats at most",
         "2,112 (4.6/s), 2 failed",
-        "30 steps in 7 min 35 s",
+        "30 steps, 30 updates; 7 min 35 s in all",
         "runs/demo/learning.png",
     ):
         assert part in text

@@ -93,10 +93,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
             f"{summary.sessions:,} ({per_s:.1f}/s), {summary.failed_sessions:,} failed",
         ),
         ("tokens", tokens),
-        (
-            "logprobs",
-            f"captured and recomputed differ by {summary.max_abs_dlogprob:.1e} nats at most",
-        ),
+        ("logprobs", _compared(summary)),
     ]
     return facts + [
         (
@@ -108,6 +105,12 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         )
         for one in summary.builders
     ]
+
+
+def _compared(summary: Summary) -> str:
+    if summary.max_abs_dlogprob is None:
+        return "captured and recomputed were not compared"
+    return f"captured and recomputed differ by {summary.max_abs_dlogprob:.1e} nats at most"
 
 
 def _harness(summary: Summary) -> str:
