@@ -1,0 +1,418 @@
+"""Small broken Python repositories, as many as wanted, each with an issue and a failing test.
+
+A problem is one wrong expression in one of two functions of a module. What is wrong stands only in
+the file, what would be right only in the issue, so an agent has to read one and heed the other.
+Eight families of bugs, twelve wordings, some forty modules and some hundreds of function names
+combine freely.
+
+What must hold: the same split and seed give the same problems on every machine; a combination of
+family, wording and module, and a function name, belong to one split only (by a checksum, not by
+chance); the tests fail before the change, pass after the right one and fail after each wrong one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+Split = Literal["train", "heldout"]
+
+HELD_OUT_SHARE = 5
+"""One in this many combinations, and one in this many function names, is never trained on."""
+
+
+class Edit(msgspec.Struct, frozen=True):
+    """Replace `old`, which stands once in the module, by `new`."""
+
+    old: str
+    new: str
+
+
+class ToolTurn(msgspec.Struct, frozen=True):
+    """An assistant turn that calls one tool; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+Turn = ToolTurn | str
+"""An assistant turn: a tool call, or the final text."""
+
+FIXED = "Fixed."
+NOT_FOUND = "I found nothing to fix."
+FAILED = "I could not fix it."
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One repository with one bug."""
+
+    id: str
+    family: str
+    files: dict[str, str]
+    """Relative path to text: the module, its test, and what the test needs."""
+    module: str
+    """Path of the file to change."""
+    tests: tuple[str, ...]
+    """Paths in `files` that decide; an evaluator takes them from here, never from the agent."""
+    instruction: str
+    solution: Edit
+    wrong: tuple[Edit, ...]
+    """Edits that apply and do not make the tests pass."""
+    blind: tuple[str, ...]
+    """Texts that are not in the module but could be guessed from the issue alone."""
+    tags: dict[str, str] = {}
+
+    def script(self, rng: random.Random, p_right: float = 1.0) -> list[Turn]:
+        """Assistant turns that solve it with probability `p_right`, else one of four bad habits."""
+        if rng.random() < p_right:
+            return [self._read(), self._edit(self.solution), FIXED]
+        habit = rng.choices(HABITS, HABIT_WEIGHTS)[0]
+        if habit == "wrong change":
+            return [self._read(), self._edit(rng.choice(self.wrong)), FIXED]
+        if habit == "blind change":
+            guess = Edit(rng.choice(self.blind), self.solution.new)
+            return [self._edit(guess), FAILED]
+        if habit == "read only":
+            return [self._read(), NOT_FOUND]
+        return [NOT_FOUND]
+
+    def _read(self) -> ToolTurn:
+        return ToolTurn("read", json.dumps({"path": self.module}))
+
+    def _edit(self, edit: Edit) -> ToolTurn:
+        edits = [{"oldText": edit.old, "newText": edit.new}]
+        return ToolTurn("edit", json.dumps({"path": self.module, "edits": edits}))
+
+
+HABITS = ("wrong change", "blind change", "read only", "nothing")
+HABIT_WEIGHTS = (5, 2, 1, 2)
+"""How an unsuccessful scripted session goes wrong."""
+
+
+# --------------------------------------------------------------------------- the families
+class Choice(NamedTuple):
+    """A piece of code and the ways an issue asks for it."""
+
+    code: str
+    words: tuple[str, ...]
+
+
+class Family(NamedTuple):
+    """One kind of bug: an expression with a gap, and what may stand in the gap."""
+
+    name: str
+    expression: str
+    gap: str
+    """The part of `expression` around the code that an edit replaces: short, yet found once."""
+    need: str
+    choices: tuple[Choice, ...]
+    """The right code, the bug and the wrong fixes are drawn from here."""
+    operands: Literal["two numbers", "numbers", "flags", "words", "text"]
+
+
+DIGITS = tuple(Choice(str(n), (f"{n} times",)) for n in range(2, 10))
+
+FAMILIES = (
+    Family(
+        "arithmetic",
+        "{a} {code} {b}",
+        " {code} ",
+        "{word} {a} and {b}",
+        (
+            Choice("+", ("the sum of", "the total of")),
+            Choice("-", ("the difference of", "the gap between")),
+            Choice("*", ("the product of", "the multiple of")),
+            Choice("//", ("the quotient of", "the whole ratio of")),
+            Choice("%", ("the remainder of", "the rest of")),
+        ),
+        "two numbers",
+    ),
+    Family(
+        "comparison",
+        "{a} {code} {b}",
+        " {code} ",
+        "whether {a} is {word} {b}",
+        (
+            Choice(">", ("above", "more than")),
+            Choice(">=", ("at least", "not below")),
+            Choice("<", ("below", "less than")),
+            Choice("<=", ("at most", "not above")),
+            Choice("==", ("equal to", "exactly")),
+        ),
+        "two numbers",
+    ),
+    Family(
+        "builtin",
+        "{code}({many})",
+        "{code}(",
+        "{word} {many}",
+        (
+            Choice("min", ("the smallest of the", "the lowest of the")),
+            Choice("max", ("the largest of the", "the highest of the")),
+            Choice("sum", ("all together of the", "the added up")),
+            Choice("len", ("how many there are of the", "the count of the")),
+        ),
+        "numbers",
+    ),
+    Family(
+        "constant",
+        "{a} * {code}",
+        " * {code}",
+        "{word} {a}",
+        DIGITS,
+        "two numbers",
+    ),
+    Family(
+        "quantifier",
+        "{code}({many})",
+        " {code}(",
+        "whether {word} {many} are set",
+        (
+            Choice("all", ("all of the", "every one of the")),
+            Choice("any", ("any of the", "one or more of the")),
+            Choice("not all", ("not all of the", "only a part of the")),
+            Choice("not any", ("none of the", "not one of the")),
+        ),
+        "flags",
+    ),
+    Family(
+        "method",
+        "{a}.{code}()",
+        ".{code}(",
+        "{a} {word}",
+        (
+            Choice("upper", ("in capital letters", "in upper case")),
+            Choice("lower", ("in small letters", "in lower case")),
+            Choice("title", ("with every word capitalised", "in title case")),
+            Choice("strip", ("without spaces around it", "trimmed")),
+            Choice("split", ("cut into words", "as a list of words")),
+        ),
+        "text",
+    ),
+    Family(
+        "position",
+        "{many}[{code}]",
+        "[{code}]",
+        "{word} of the {many}",
+        (
+            Choice("0", ("the first", "the opening one")),
+            Choice("1", ("the second", "the one after the first")),
+            Choice("-1", ("the last", "the final one")),
+            Choice("-2", ("the last but one", "the one before the last")),
+        ),
+        "numbers",
+    ),
+    Family(
+        "separator",
+        "'{code}'.join({many})",
+        "'{code}'.",
+        "the {many} joined by {word}",
+        (
+            Choice(",", ("a comma", "commas")),
+            Choice(";", ("a semicolon", "semicolons")),
+            Choice("-", ("a dash", "dashes")),
+            Choice("/", ("a slash", "slashes")),
+            Choice(":", ("a colon", "colons")),
+        ),
+        "words",
+    ),
+)
+
+WORDINGS = (
+    "{function} in {module} is wrong: it should return {need}.",
+    "Bug in {module}: {function} must return {need}.",
+    "Please fix {module}. We want {need} from {function}, and do not get it.",
+    "The test of {function} fails. Expected: {need}. The code is in {module}.",
+    "Since the last release {function} ({module}) does not return {need} any more.",
+    "{module}: {function} has to give {need}.",
+    "A customer reports that {function} is broken. It should give {need}. See {module}.",
+    "Could you repair {function}? It ought to return {need}. Look into {module}.",
+    "I expected {need} from {function} and got something else. It is in {module}.",
+    "{function} should compute {need}; at the moment it does not. File: {module}.",
+    "In {module}, make {function} return {need}.",
+    "The documentation promises {need} for {function} in {module}, the code does otherwise.",
+)
+
+MODULES = (
+    "billing", "orders", "stock", "report", "ledger", "market", "garden", "weather", "travel",
+    "kitchen", "music", "library", "school", "sports", "traffic", "energy", "water", "forest",
+    "museum", "bakery", "harbor", "airport", "clinic", "studio", "factory", "survey", "payroll",
+    "budget", "catalog", "shipping", "pricing", "tickets", "rooms", "teams", "games", "photos",
+    "letters", "colors", "metrics", "planner",
+)  # fmt: skip
+VERBS = (
+    "get", "find", "compute", "make", "show", "check", "take", "read_out", "build", "derive",
+    "pick", "work_out", "fetch", "tell", "settle", "render",
+)  # fmt: skip
+THINGS = (
+    "value", "result", "figure", "answer", "entry", "outcome", "status", "score", "label", "item",
+    "state", "record", "signal", "mark", "level", "share", "note", "size", "bonus", "rank",
+)  # fmt: skip
+SINGLE = (
+    "price", "count", "weight", "height", "width", "speed", "load", "rate", "age", "distance",
+    "stop", "limit", "cost", "amount", "volume", "depth", "power", "length", "points", "days",
+    "hours", "name", "phrase", "heading", "caption", "comment",
+)  # fmt: skip
+PLURAL = (
+    "prices", "rows", "votes", "flags", "tags", "parts", "names", "cells", "scores", "sizes",
+    "steps", "marks", "lines", "items", "cards", "goals", "keys", "nodes", "times", "units",
+    "doors", "lamps", "pages", "terms",
+)  # fmt: skip
+WORDS = ("red", "oak", "sun", "ink", "fox", "bay", "owl", "map", "tea", "ivy", "jam", "sky")
+
+
+# --------------------------------------------------------------------------- generation
+def split_of(*parts: str) -> Split:
+    """The split that a combination belongs to, the same everywhere and for ever."""
+    held_out = zlib.crc32("/".join(parts).encode()) % HELD_OUT_SHARE == 0
+    return "heldout" if held_out else "train"
+
+
+def generate(split: Split, seed: int) -> Iterator[Problem]:
+    """Endless problems of `split`; the same seed gives the same sequence."""
+    rng = random.Random(f"{split}/{seed}")
+    number = 0
+    while True:
+        yield _problem(rng, split, f"{split}-{seed}-{number}")
+        number += 1
+
+
+class _Function(NamedTuple):
+    """One function of a module, with the code that is right in it."""
+
+    family: Family
+    name: str
+    names: dict[str, str]
+    choices: tuple[Choice, ...]
+    """The right one first, then the others that a test tells apart from it."""
+    rows: tuple[tuple[object, ...], ...]
+    """Arguments of the test."""
+    docstring: bool
+
+    def expression(self, choice: Choice) -> str:
+        return self.family.expression.format(code=choice.code, **self.names)
+
+    def gap(self, choice: Choice) -> str:
+        """What an edit replaces, with `choice` in it."""
+        return self.family.gap.format(code=choice.code)
+
+    @property
+    def parameters(self) -> list[str]:
+        gaps = [gap for gap in ("a", "b", "many") if f"{{{gap}}}" in self.family.expression]
+        return [self.names[gap] for gap in gaps]
+
+    def value(self, choice: Choice, row: tuple[object, ...]) -> object:
+        """What the function returns for `row` with `choice` in the gap."""
+        scope = dict(zip(self.parameters, row, strict=True))
+        return eval(self.expression(choice), {}, scope)  # noqa: S307 - an expression of this file
+
+    def source(self, choice: Choice) -> str:
+        lines = [f"def {self.name}({', '.join(self.parameters)}):"]
+        if self.docstring:
+            lines.append(f'    """{self.name.replace("_", " ").capitalize()}."""')
+        return "\n".join([*lines, f"    return {self.expression(choice)}", ""])
+
+    def test(self) -> str:
+        lines = [f"def test_{self.name}():"]
+        for row in self.rows:
+            arguments = ", ".join(repr(value) for value in row)
+            lines.append(
+                f"    assert {self.name}({arguments}) == {self.value(self.choices[0], row)!r}"
+            )
+        return "\n".join([*lines, ""])
+
+
+def _problem(rng: random.Random, split: Split, name: str) -> Problem:
+    family, module, wording = _combination(rng, split)
+    target = _function(rng, split, family, taken=())
+    right, bug, *rest = target.choices
+    old = target.gap(bug)
+    other = _bystander(rng, split, target, old)
+    functions = [target.source(bug), other.source(other.choices[0])]
+    rng.shuffle(functions)
+    source = "\n\n".join(functions)
+    word = rng.choice(right.words)
+    need = family.need.format(word=word, **target.names)
+    path = f"{module}.py"
+    tests = [f"from {module} import {other.name}, {target.name}\n", target.test(), other.test()]
+    return Problem(
+        id=name,
+        family=family.name,
+        files={
+            path: source,
+            "conftest.py": '"""Puts this folder on the path of the tests."""\n',
+            f"tests/test_{module}.py": "\n\n".join(tests),
+        },
+        module=path,
+        tests=(f"tests/test_{module}.py", "conftest.py"),
+        instruction=WORDINGS[wording].format(function=target.name, module=path, need=need),
+        solution=Edit(old, target.gap(right)),
+        wrong=tuple(Edit(old, target.gap(choice)) for choice in rest),
+        blind=tuple(gap for gap in map(target.gap, rest) if gap not in source),
+        tags={"family": family.name, "wording": str(wording), "module": module, "word": word},
+    )
+
+
+def _bystander(rng: random.Random, split: Split, target: _Function, old: str) -> _Function:
+    """A correct function of another family, in which the text to replace does not occur."""
+    while True:
+        family = rng.choice([other for other in FAMILIES if other.name != target.family.name])
+        other = _function(rng, split, family, taken=(target.name, *target.names.values()))
+        if old not in other.source(other.choices[0]):
+            return other
+
+
+def _combination(rng: random.Random, split: Split) -> tuple[Family, str, int]:
+    while True:
+        family, module = rng.choice(FAMILIES), rng.choice(MODULES)
+        wording = rng.randrange(len(WORDINGS))
+        if split_of(family.name, module, str(wording)) == split:
+            return family, module, wording
+
+
+def _function(
+    rng: random.Random, split: Split, family: Family, taken: tuple[str, ...]
+) -> _Function:
+    while True:
+        name = f"{rng.choice(VERBS)}_{rng.choice(THINGS)}"
+        a, b = rng.sample([noun for noun in SINGLE if noun not in taken], 2)
+        many = rng.choice([noun for noun in PLURAL if noun not in taken])
+        choices = tuple(rng.sample(family.choices, min(5, len(family.choices))))
+        rows = tuple(_row(rng, family) for _ in range(3))
+        names = {"a": a, "b": b, "many": many}
+        function = _Function(family, name, names, choices, rows, rng.random() < 0.5)
+        if split_of(name) == split and name not in taken and _told_apart(function):
+            return function
+
+
+def _told_apart(function: _Function) -> bool:
+    """Whether the rows of the test distinguish the right choice from every other one."""
+    right, *others = function.choices
+    expected = [function.value(right, row) for row in function.rows]
+    return all(
+        any(
+            function.value(other, row) != value
+            for row, value in zip(function.rows, expected, strict=True)
+        )
+        for other in others
+    )
+
+
+def _row(rng: random.Random, family: Family) -> tuple[object, ...]:
+    """Arguments for one call of a function of `family`."""
+    if family.operands == "two numbers":
+        b = rng.randint(2, 12)
+        row = (rng.choice([b, b + rng.randint(1, 40), rng.randint(1, b)]), b)
+        return row[: 1 + ("{b}" in family.expression)]
+    if family.operands == "numbers":
+        return (rng.sample(range(1, 60), rng.randint(3, 6)),)
+    if family.operands == "flags":
+        return ([rng.random() < rng.choice((0.0, 0.5, 1.0)) for _ in range(3)],)
+    if family.operands == "words":
+        return (rng.sample(WORDS, 3),)
+    return (f" {' '.join(rng.sample(WORDS, 2))} ".replace("o", "O"),)

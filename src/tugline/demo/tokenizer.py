@@ -1,0 +1,72 @@
+"""The demo's own BPE tokenizer: small, and blind to nothing that matters.
+
+Two choices make a tiny model learn on a laptop. A word is the same token wherever it stands (no
+leading space glued to it, digits one by one), so copying a name from a file into a tool call is
+copying ids. And what a harness says in every session, the lines of its system prompt and the
+descriptions of its tools, is one token a line, so a prompt of 6 KB is some 300 ids. A harness
+that words them otherwise still works: the text then falls apart into ordinary tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tugline.types import Tool
+
+SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>",
+    "<tool_response>", "</tool_response>", "<think>", "</think>",
+)  # fmt: skip
+"""What the Qwen3 chat format needs; their ids are 0 to 8."""
+
+PAD = 0
+END_OF_TURN = 2
+
+PIECES = r"[A-Za-z]+|\d|'[^A-Za-z0-9]'|[^A-Za-z0-9']+|'"
+"""Words, single digits, a quoted separator, runs of anything else: never merged with each other."""
+
+PATH = re.compile(r"(?<![\w.<])/\S{4,}")
+"""An absolute path in running text."""
+
+SHORTEST_PHRASE = 12
+
+
+def harness_phrases(system: str, tools: Sequence[Tool]) -> list[str]:
+    """The fixed lines of a harness's prompt and tools, without the paths in them."""
+    texts = [*system.splitlines(), *(tool.description for tool in tools)]
+    texts += [text for tool in tools for text in _descriptions(tool.parameters)]
+    pieces = [piece for text in texts for piece in PATH.split(text)]
+    return sorted({piece.strip() for piece in pieces if len(piece.strip()) >= SHORTEST_PHRASE})
+
+
+def _descriptions(schema: object) -> Iterable[str]:
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            if key == "description" and isinstance(value, str):
+                yield value
+            else:
+                yield from _descriptions(value)
+
+
+def train_tokenizer(texts: Iterable[str], phrases: Sequence[str], size: int = 1400) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `size` ids, the same for the same input."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(phrases),
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    return tokenizer

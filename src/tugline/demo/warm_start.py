@@ -1,0 +1,222 @@
+"""How the demo's policy comes to be before any reinforcement: two short supervised phases.
+
+`LANGUAGE` teaches what issues mean: short conversations without a system prompt, always solved.
+`HABITS` teaches the harness: whole sessions as they were recorded through the gateway, in which
+the scripted agent is often wrong, gives up or edits blindly. The outcome is a policy that makes
+well-formed calls and succeeds at times: something for reinforcement to sort out.
+
+Everything is a function of its arguments and a seed. Recording is somebody else's work; what comes
+in are `Trace`s, whose mask says which ids the policy is to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import Qwen3ForCausalLM
+
+from tugline.demo.family import Problem, ToolTurn, Turn, generate
+from tugline.demo.tokenizer import PAD, train_tokenizer
+from tugline.gateway.rendering import Rendering
+from tugline.tokenizer import Tokenizer
+from tugline.types import Ids, Mask, Message, Role, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One round of supervised training."""
+
+    steps: int
+    batch: int
+    """Conversations in one step."""
+    matrix_lr: float
+    """Learning rate of Muon, for the matrices inside the layers."""
+    lr: float
+    """Learning rate of AdamW, for embeddings, head and norms."""
+
+
+LANGUAGE = Phase(steps=450, batch=48, matrix_lr=0.02, lr=3e-3)
+"""Long enough for every family of bugs: they are learned one after the other, not together."""
+
+FORMAT = Phase(steps=90, batch=16, matrix_lr=0.005, lr=1e-3)
+"""Short: the language is there, only the surroundings are new."""
+
+RECORDED = 240
+"""Scripted sessions to record for the second phase."""
+
+P_RIGHT = 0.35
+"""Share of scripted sessions that solve their problem."""
+
+WARMUP = 10
+FINAL_LR = 0.05
+"""The learning rate falls linearly to this share."""
+
+
+class Example(NamedTuple):
+    """A conversation and which of its ids are the policy's; both of shape ``(n,)``."""
+
+    ids: Ids
+    mask: Mask
+
+
+# --------------------------------------------------------------------------- what is learned from
+def new_tokenizer(prompts: Sequence[str], phrases: Sequence[str]) -> Tokenizer:
+    """A tokenizer for the task family and for `prompts`, the harness's text as it is rendered."""
+    return Tokenizer(train_tokenizer(_corpus(prompts), phrases), "tugline-demo")
+
+
+def _corpus(prompts: Sequence[str]) -> Iterator[str]:
+    rng = random.Random(0)
+    for problem in islice(generate("train", 0), 4000):
+        turns = problem.script(rng, 0.6)
+        yield f"user\n{problem.instruction}\n{problem.files[problem.module]}"
+        yield from (said(turn) for turn in turns)
+        yield from (observed(problem, turn) for turn in turns if isinstance(turn, ToolTurn))
+    for _ in range(40):
+        yield from prompts
+
+
+def said(turn: Turn) -> str:
+    """The text that the policy samples for `turn`, without the special tokens around it."""
+    if isinstance(turn, str):
+        return turn
+    return f'\n{{"name": "{turn.name}", "arguments": {turn.arguments}}}\n'
+
+
+def sampled(turn: Turn, tokenizer: Tokenizer) -> Ids:
+    """The ids that the policy samples for `turn`, its end included."""
+    text = said(turn) if isinstance(turn, str) else f"<tool_call>{said(turn)}</tool_call>"
+    return np.array(tokenizer.encode(f"{text}<|im_end|>"), np.int32)
+
+
+def observed(problem: Problem, turn: ToolTurn) -> str:
+    """What the agent's tools answer to a scripted turn on the untouched repository."""
+    arguments = json.loads(turn.arguments)
+    path = arguments["path"]
+    if turn.name == "read":
+        return problem.files[path]
+    if arguments["edits"][0]["oldText"] in problem.files[path]:
+        return f"Successfully replaced 1 block(s) in {path}."
+    return (
+        f"Could not find the exact text in {path}. "
+        "The old text must match exactly including all whitespace and newlines."
+    )
+
+
+def language(rendering: Rendering, seed: int) -> Iterator[Example]:
+    """Endless solved conversations, without system prompt and tools."""
+    rng = random.Random(seed)
+    for problem in generate("train", seed):
+        yield conversation(rendering, problem, problem.script(rng))
+
+
+def conversation(rendering: Rendering, problem: Problem, turns: Sequence[Turn]) -> Example:
+    """A scripted session as the gateway would render it, had the harness no system prompt."""
+    prompt = rendering.first([Message(Role.USER, problem.instruction)], ())
+    mask = [np.zeros(len(prompt), np.bool_)]
+    for number, turn in enumerate(turns):
+        answer = sampled(turn, rendering.tokenizer)
+        mask.append(np.ones(len(answer), np.bool_))
+        if isinstance(turn, str):
+            return Example(np.concatenate((prompt, answer)), np.concatenate(mask))
+        result = Message(Role.TOOL, observed(problem, turn), tool_call_id=f"call_{number}")
+        bridged = rendering.bridge(prompt, answer, [result], ())
+        if bridged is None:
+            break
+        mask.append(np.zeros(len(bridged) - len(prompt) - len(answer), np.bool_))
+        prompt = bridged
+    msg = f"the script of problem {problem.id} must end with a text"
+    raise ValueError(msg)
+
+
+def habits(traces: Sequence[Trace], tokenizer: Tokenizer, seed: int) -> Iterator[Example]:
+    """Recorded sessions, again and again, each time in another place of an imaginary machine."""
+    rng = random.Random(seed)
+    while True:
+        for trace in rng.sample(traces, len(traces)):
+            yield moved(Example(trace.ids, trace.mask), tokenizer, rng)
+
+
+# --------------------------------------------------------------------------- paths
+_DOCS = re.compile(r"(/\S+?)(?=/node_modules/)")
+_CWD = re.compile(r"(?<=<cwd>\n)\S+")
+_ROOTS = (
+    "home", "tmp", "root", "work", "srv", "Users", "opt", "data", "var", "usr", "lib", "cache",
+    ".cache", "share", "projects", "code",
+)  # fmt: skip
+
+
+def moved(example: Example, tokenizer: Tokenizer, rng: random.Random) -> Example:
+    """The same session in other directories: a policy must not depend on where it was recorded.
+
+    Only ids before the first answer change: they are decoded, given the paths of an imaginary
+    installation and session, and encoded again.
+    """
+    start = int(np.argmax(example.mask))
+    text = tokenizer.decode(example.ids[:start].tolist())
+    installation, session = _place(rng), _place(rng)
+    number = f"{rng.getrandbits(64):016x}"[: rng.choice((8, 12, 16))]
+    run = f"{rng.randrange(10**8):08d}-{rng.randrange(10**6):06d}"
+    text = _DOCS.sub(lambda _: installation, text)
+    text = _CWD.sub(lambda _: f"{session}/runs/demo-{run}/sessions/{number}/work", text)
+    head = np.array(tokenizer.encode(text), np.int32)
+    return Example(
+        np.concatenate((head, example.ids[start:])),
+        np.concatenate((np.zeros(len(head), np.bool_), example.mask[start:])),
+    )
+
+
+def _place(rng: random.Random) -> str:
+    word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 7)))
+    return "/" + "/".join(rng.choices((*_ROOTS, word), k=rng.randint(1, 4)))
+
+
+# --------------------------------------------------------------------------- learning
+def learn(model: Qwen3ForCausalLM, examples: Iterator[Example], phase: Phase) -> Iterator[float]:
+    """Train `model` in place; yields each step's loss in nats per id that the policy says."""
+    matrices = [p for name, p in model.model.named_parameters() if _is_matrix(name, p)]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=phase.matrix_lr, weight_decay=0.05),
+        torch.optim.AdamW(rest, lr=phase.lr, betas=(0.9, 0.95), weight_decay=0.05),
+    )
+    for step in range(phase.steps):
+        share = min(1.0, (step + 1) / WARMUP) * (1 - (1 - FINAL_LR) * step / phase.steps)
+        loss = _loss(model, list(islice(examples, phase.batch)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, top in zip(optimizers, (phase.matrix_lr, phase.lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = top * share
+            optimizer.step()
+            optimizer.zero_grad()
+        if not math.isfinite(loss.item()):
+            msg = f"the loss of step {step} is {loss.item()}; lower the phase's learning rates"
+            raise FloatingPointError(msg)
+        yield loss.item()
+
+
+def _is_matrix(name: str, parameter: torch.nn.Parameter) -> bool:
+    return parameter.ndim > 1 and "embed" not in name
+
+
+def _loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
+    """Mean negative log likelihood of the masked ids; the head is applied only there."""
+    longest = max(len(one.ids) for one in batch)
+    ids = np.full((len(batch), longest), PAD, np.int64)
+    mask = np.zeros((len(batch), longest), np.bool_)
+    for row, one in enumerate(batch):
+        ids[row, : len(one.ids)], mask[row, : len(one.mask)] = one.ids, one.mask
+    inputs, trained = torch.from_numpy(ids), torch.from_numpy(mask)[:, 1:]
+    states = model.model(input_ids=inputs, use_cache=False).last_hidden_state[:, :-1][trained]
+    return torch.nn.functional.cross_entropy(model.lm_head(states), inputs[:, 1:][trained])
