@@ -62,9 +62,8 @@ def install_torch() -> None:
         build = ("--no-deps", "--extra-index-url", CPU_INDEX, f"torch=={TORCH}+cpu")
         if pip("install", *PATIENCE, *build):
             return
-        say(
-            "the CPU build cannot be had; the default build follows, with CUDA: several GB (see .venv/setup.log)"
-        )
+        say("the CPU build cannot be had; the default one follows, with CUDA: several GB")
+        say("its progress is in .venv/setup.log")
     say(f"installing torch {TORCH}")
     if not pip("install", *PATIENCE, f"torch=={TORCH}"):
         give_up()
