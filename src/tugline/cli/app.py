@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import typer
 
-from tugline.cli.demo import demo
+from tugline.cli.demo import INTERRUPTED, demo
 from tugline.errors import TuglineError, UsageError
 
 app = typer.Typer(
@@ -52,7 +52,7 @@ def main() -> None:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", 1)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail("interrupted", INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> None:

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import msgspec
 import torch
+import yaml
 
+from tugline.config import load
 from tugline.demo import tasks
 from tugline.demo.compare import compare
 from tugline.demo.live import Live
@@ -38,9 +40,10 @@ from tugline.types import Ledger, Reason, Trajectory
 TRAIN_THREADS = 2
 ENGINE_THREADS = 1
 """One is fastest for a tiny model beside agents that want the other core."""
-SETTINGS = "settings.json"
+SETTINGS = "settings.yaml"
 PICTURE = "learning.png"
 SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,18 +237,19 @@ class Demo:
 
     def _write_metrics(self) -> None:
         """All rows, whole, so that no crash can leave one twice or half."""
-        draft = self.folder / "metrics.jsonl.part"
+        draft = self.folder / f"{METRICS}.part"
         draft.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in self.progress.rows))
-        draft.replace(self.folder / "metrics.jsonl")
+        draft.replace(self.folder / METRICS)
 
 
 def _claim(folder: Path, settings: DemoSettings) -> None:
     """Note whose folder this is. Raises `UsageError` if it is another run's."""
     file = folder / SETTINGS
-    text = settings.model_dump_json(indent=2)
     if not file.exists():
-        file.write_text(text)
-    elif DemoSettings.model_validate_json(file.read_text()) != settings:
+        draft = file.with_suffix(".part")
+        draft.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+        draft.replace(file)
+    elif load(file, DemoSettings) != settings:
         msg = f"{folder} holds a run with other settings (see {SETTINGS}); choose another --out"
         raise UsageError(msg)
 

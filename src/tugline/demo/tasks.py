@@ -32,7 +32,7 @@ def training(settings: DemoSettings, step: int) -> list[Task]:
     first = (step - 1) * settings.tasks_per_step
     chosen = islice(generate("train", settings.seed), first, first + settings.tasks_per_step)
     return [
-        _task(settings, f"step{step:03d}-{i}", problem, samples=settings.samples)
+        as_task(settings, f"step{step:03d}-{i}", problem, samples=settings.samples)
         for i, problem in enumerate(chosen)
     ]
 
@@ -41,11 +41,13 @@ def held_out(settings: DemoSettings, name: str) -> list[Task]:
     """The evaluation called `name`: the same problems and draws whatever the name."""
     problems = islice(generate("heldout", HELD_OUT_SEED), settings.heldout)
     return [
-        _task(settings, f"{name}-{i:03d}", problem, samples=1) for i, problem in enumerate(problems)
+        as_task(settings, f"{name}-{i:03d}", problem, samples=1)
+        for i, problem in enumerate(problems)
     ]
 
 
-def _task(settings: DemoSettings, name: str, problem: Problem, *, samples: int) -> Task:
+def as_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int) -> Task:
+    """One problem under a name; a single sample draws the same whatever stands before the dash."""
     place = name.partition("-")[2] if samples == 1 else name
     return Task(
         id=name,

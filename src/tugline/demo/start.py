@@ -1,0 +1,77 @@
+"""Start or resume a run: which folder, which settings, and how it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tugline import log
+from tugline.config import from_mapping, load
+from tugline.demo.live import Live
+from tugline.demo.metrics import Summary
+from tugline.demo.report import closing
+from tugline.demo.run import METRICS, PICTURE, SETTINGS, SUMMARY, Demo
+from tugline.demo.settings import DemoSettings
+from tugline.errors import UsageError
+
+RUNS = Path("runs")
+
+
+def choose(
+    given: Mapping[str, Any], *, config: Path | None, out: Path | None, resume: bool
+) -> tuple[Path, DemoSettings]:
+    """The run's folder and settings; `given` overrides the file at `config`.
+
+    A resumed run keeps the settings it was started with. Without anything to resume a new run is
+    started. Raises `UsageError` where the two contradict each other.
+    """
+    base = load(config, DemoSettings) if config is not None else DemoSettings()
+    settings = from_mapping({**base.model_dump(), **given}, DemoSettings, source="options")
+    if not resume and out is not None and (out / SETTINGS).exists():
+        msg = f"{out} holds a run already; add --resume to go on with it, or choose another --out"
+        raise UsageError(msg)
+    folder = out or (_unfinished() if resume else None)
+    if folder is None or not (folder / SETTINGS).exists():
+        return folder or RUNS / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}", settings
+    kept = load(folder / SETTINGS, DemoSettings)
+    changed = [key for key, value in given.items() if getattr(kept, key) != value]
+    if changed or (config is not None and kept != settings):
+        what = ", ".join(changed) or config
+        msg = f"{folder} was started with other settings ({what}); leave them out to resume it"
+        raise UsageError(msg)
+    return folder, kept
+
+
+def _unfinished() -> Path | None:
+    """The latest run that has no summary."""
+    runs = [file.parent for file in sorted(RUNS.glob(f"demo-*/{SETTINGS}"), reverse=True)]
+    return next((run for run in runs if not (run / SUMMARY).exists()), None)
+
+
+def start(folder: Path, settings: DemoSettings) -> Summary | None:
+    """Run to the end, shown on stderr. None when Ctrl-C or SIGTERM stopped it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log.configure(level="info", path=folder / "log.jsonl")
+    console = Console(stderr=True, highlight=False)
+
+    async def run() -> Summary:
+        task = asyncio.current_task()
+        if task is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with Live(settings.steps, console) as live:
+            return await Demo(settings, folder, live).run()
+
+    try:
+        summary = asyncio.run(run())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print(f"stopped; go on with: tugline demo --resume --out {folder}")
+        return None
+    names = (PICTURE, SUMMARY, METRICS, "checkpoints", "segments", "log.jsonl")
+    console.print(closing(summary, [folder / name for name in names]))
+    return summary

@@ -1,0 +1,137 @@
+"""Sessions from lease to result in one process, with a real agent script and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import rendering
+
+from tugline.cluster.local import OWNER, Local
+from tugline.errors import UnknownPlugin
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.upstream import Upstream
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.node.parts import Parts
+from tugline.server.store import Store
+from tugline.serving import serve
+from tugline.types import Boundary, Ids, Limits, Part, Status, Task
+
+RENDERING = rendering()
+AGENT = Path(__file__).parents[2] / "examples/agents/openai_loop.py"
+FILES = {
+    "calc.py": "def add(a, b):\n    return a - b\n",
+    "conftest.py": "",
+    "tests/test_calc.py": "from calc import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n",
+}
+EDIT = '{"path": "calc.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}'
+TURNS = (
+    '<tool_call>\n{"name": "read", "arguments": {"path": "calc.py"}}\n</tool_call>',
+    f'<tool_call>\n{{"name": "edit", "arguments": {EDIT}}}\n</tool_call>',
+    "Fixed.",
+)
+
+
+def task(name: str, *, samples: int = 2, command: str = f"{sys.executable} {AGENT}") -> Task:
+    """Mend calc.py with the example agent."""
+    return Task(
+        id=name,
+        instruction="Mend add in calc.py.",
+        harness=Part("shell", {"command": command}),
+        evaluator=Part("tests", {"cache": True}),
+        files=FILES,
+        samples=samples,
+        limits=Limits(agent_s=20),
+    )
+
+
+def expert(_prompt: Ids, request_id: str) -> Reply:
+    """Look, change, stop."""
+    number = int(request_id.rpartition("-")[2])
+    return Reply(RENDERING.tokenizer.encode(TURNS[number] + "<|im_end|>"))
+
+
+@contextlib.asynccontextmanager
+async def local(folder: Path) -> AsyncIterator[tuple[Local, Store]]:
+    """Engine, gateway, store and node."""
+    engine = ScriptedEngine(expert, vocab_size=RENDERING.tokenizer.size)
+    with Store(folder / "sessions.db") as store:
+        async with (
+            serve(create_app(engine, model_name="m")) as url,
+            Gateway(Upstream(url, Embedded()), RENDERING, folder / "segments") as gateway,
+        ):
+            yield Local(store, gateway, Parts(), folder / "sessions", slots=4), store
+
+
+async def test_an_agent_solves_its_task_and_every_token_is_trained(tmp_path: Path) -> None:
+    """The example agent mends the file; three turns become one exact trace with reward 1."""
+    async with local(tmp_path) as (cluster, store):
+        seen: list[tuple[int, int]] = []
+        results = await cluster.run([task("a")], lambda done, total: seen.append((done, total)))
+        assert store.counts()[Status.COMPLETED] == 2
+    assert seen[-1] == (2, 2)
+    for one in results:
+        assert one.reward is not None
+        assert one.reward.value == 1.0
+        (trace,) = one.traces
+        assert [span.call for span in trace.spans] == [0, 1, 2]
+        assert int(trace.mask.sum()) == one.ledger.trained == one.ledger.sampled
+        said = RENDERING.tokenizer.decode(trace.ids[trace.mask].tolist())
+        assert said == "".join(f"{turn}<|im_end|>" for turn in TURNS)
+
+
+async def test_a_second_run_does_nothing_again(tmp_path: Path) -> None:
+    """Results that are there are returned, bit for bit, without running a session."""
+    async with local(tmp_path) as (cluster, _):
+        first = await cluster.run([task("a", samples=1)])
+    async with local(tmp_path) as (cluster, store):
+        assert cluster.recover() == 0
+        second = await cluster.run([task("a", samples=1)])
+        assert store.sessions("a")[0].epoch == 1
+    assert np.array_equal(first[0].traces[0].ids, second[0].traces[0].ids)
+    assert first[0].report == second[0].report
+
+
+async def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """A session that was cut off is leased again under a new epoch and counted once."""
+    slow = task("a", samples=1, command="sleep 20")
+    async with local(tmp_path) as (cluster, store):
+        running = asyncio.create_task(cluster.run([slow]))
+        async with asyncio.timeout(10):
+            while store.counts()[Status.RUN] == 0:  # noqa: ASYNC110 - the store has no events
+                await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait({running}, timeout=10)
+        assert running.cancelled()
+        assert store.counts()[Status.RUN] == 1
+        assert [one.id for one in store.reclaim(OWNER)] == ["a-0"]
+        store.submit(task("b", samples=1))
+        results = await cluster.run([task("b", samples=1)])
+        assert len(results) == 1
+
+
+async def test_an_agent_that_never_calls_the_model_is_named(tmp_path: Path) -> None:
+    """It is a harness failure with its last words, no reward and no crash."""
+    async with local(tmp_path) as (cluster, _):
+        (result,) = await cluster.run([task("a", samples=1, command="echo oh no; exit 3")])
+    assert result.status is Status.FAILED
+    assert result.failure is not None
+    assert result.failure.boundary is Boundary.HARNESS
+    assert "oh no" in result.failure.message
+    assert result.reward is None
+
+
+async def test_an_unknown_part_is_refused_at_the_door(tmp_path: Path) -> None:
+    """Nothing is submitted when a task names a harness that does not exist."""
+    wrong = Task(id="a", instruction="", harness=Part("pie"), evaluator=Part("tests"))
+    async with local(tmp_path) as (cluster, store):
+        with pytest.raises(UnknownPlugin, match="did you mean 'pi'"):
+            await cluster.run([wrong])
+        assert sum(store.counts().values()) == 0
