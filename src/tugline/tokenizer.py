@@ -33,6 +33,10 @@ class Tokenizer:
             msg = f"cannot read the tokenizer {file}: {error}"
             raise ConfigError(msg) from error
 
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json`` into `folder`."""
+        self._backend.save(str(folder / "tokenizer.json"))
+
     @property
     def size(self) -> int:
         """Number of ids, special tokens included."""

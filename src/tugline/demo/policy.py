@@ -1,7 +1,7 @@
 """The policy that the demo starts from: a model folder that is shipped with the package.
 
-It is made by ``tugline demo --rebuild-warm-start`` and is an ordinary Hugging Face folder (weights in
-half precision to keep the package small; training and sampling happen in float32).
+It is made by ``tugline demo --rebuild-warm-start``: an ordinary Hugging Face folder. Weights are
+kept in half precision to keep the package small; training and sampling happen in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Policy:
 
 def load_policy(folder: Path = WARM_START) -> Policy:
     """The policy in `folder`. Raises `UsageError` when it is not a model folder."""
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     return Policy(*load(folder, dtype=torch.float32))
 
 

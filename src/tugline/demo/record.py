@@ -15,19 +15,11 @@ from tugline.demo.live import Live
 from tugline.demo.rig import rig
 from tugline.demo.settings import DemoSettings
 from tugline.demo.tasks import as_task
+from tugline.demo.tokenizer import END_OF_TURN
+from tugline.demo.warm_start import sampled as said_ids
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.tokenizer import Tokenizer
 from tugline.types import Call, Ids, Trajectory
-
-END = "<|im_end|>"
-
-
-def written(turn: Turn) -> str:
-    """What the model samples to take this turn, in Qwen3's format."""
-    if isinstance(turn, str):
-        return turn + END
-    call = f'{{"name": "{turn.name}", "arguments": {turn.arguments}}}'
-    return f"<tool_call>\n{call}\n</tool_call>{END}"
 
 
 async def record(
@@ -45,22 +37,21 @@ async def record(
     turns = {f"{task.id}-0": script for task, (_, script) in zip(tasks, scripts, strict=True)}
 
     def reply(_prompt: Ids, request_id: str) -> Reply:
-        _, session, number = _parts(request_id)
-        return Reply(tokenizer.encode(written(turns[session][number])))
+        session, number = _place(request_id)
+        return Reply(said_ids(turns[session][number], tokenizer).tolist())
 
     engine = ScriptedEngine(
         reply,
         vocab_size=tokenizer.size,
         max_model_len=settings.window,
-        eos_ids=[tokenizer.encode(END)[0]],
+        eos_ids=[END_OF_TURN],
     )
     async with rig(engine, tokenizer, folder, slots=settings.slots) as up:
         trajectories = await up.run(tasks, live.sessions)
         return trajectories, up.recorded([task.id for task in tasks])
 
 
-def _parts(request_id: str) -> tuple[str, str, int]:
-    """Kind, session and number of the call that the gateway named so."""
-    kind, _, rest = request_id.partition("-")
-    session, _, number = rest.rpartition("-")
-    return kind, session, int(number)
+def _place(request_id: str) -> tuple[str, int]:
+    """Session and number of the call that the gateway named ``<kind>-<session>-<number>``."""
+    session, _, number = request_id.partition("-")[2].rpartition("-")
+    return session, int(number)

@@ -1,0 +1,114 @@
+"""``tugline demo --rebuild-warm-start``: make the policy that the demo starts from.
+
+From nothing but the package: one scripted session per harness shows what that harness says, the
+tokenizer is made from it, the language of the tasks is taught on short conversations, and whole
+scripted sessions, recorded through the gateway with the real harness, teach the rest. Seeded
+throughout; what may differ between machines is the last digit of a float.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import Qwen3ForCausalLM
+
+from tugline.demo import warm_start as ws
+from tugline.demo.family import NOT_FOUND, Problem, Turn, generate
+from tugline.demo.live import Live
+from tugline.demo.model import tiny_model
+from tugline.demo.policy import WARM_START
+from tugline.demo.record import record
+from tugline.demo.rig import rendering
+from tugline.demo.settings import DemoSettings
+from tugline.demo.tokenizer import harness_phrases, train_tokenizer
+from tugline.errors import UsageError
+from tugline.tokenizer import Tokenizer
+from tugline.types import Role, Trace
+
+SEED = 0
+EXAMPLE = Path("examples/agents/openai_loop.py")
+BYTES_WINDOW = 65_536
+"""Room for a prompt of which every byte is a token."""
+THREADS = 2
+EVERY = 25
+"""Steps between two lines about the loss."""
+HARNESSES = {
+    "pi": (DemoSettings(), 1.0),
+    "shell": (DemoSettings(harness="shell", command=f"python3 {EXAMPLE}"), 0.25),
+}
+"""Who is recorded, and how many sessions for each one of pi's."""
+
+
+def rebuild(out: Path | None = None) -> Path:
+    """Make the warm start and put it in `out` (default: where the package keeps it)."""
+    if not EXAMPLE.exists():
+        msg = f"{EXAMPLE} is not here; start this from a checkout of the repository"
+        raise UsageError(msg)
+    folder = out or WARM_START
+    with tempfile.TemporaryDirectory(prefix="tugline-") as scratch, Live(1, _console()) as live:
+        _make(Path(scratch), folder, live)
+    return folder
+
+
+def _make(scratch: Path, folder: Path, live: Live) -> None:
+    torch.set_num_threads(THREADS)
+    live.phase("listening to what the harnesses say")
+    tokenizer = _listen(scratch / "listen", live)
+    model = tiny_model(tokenizer.size, SEED)
+    live.phase("teaching the language of the tasks")
+    _teach(model, ws.language(rendering(tokenizer), SEED), ws.LANGUAGE, live)
+    traces: list[Trace] = []
+    for name, (settings, share) in HARNESSES.items():
+        live.phase(f"recording scripted sessions of {name}")
+        scripts = list(_scripts(name, int(share * ws.RECORDED)))
+        trajectories, _ = asyncio.run(record(scripts, tokenizer, scratch / name, settings, live))
+        traces += [trace for one in trajectories for trace in one.traces]
+    live.phase("teaching the ways of the harnesses")
+    _teach(model, ws.habits(traces, tokenizer, SEED), ws.FORMAT, live)
+    shutil.rmtree(folder, ignore_errors=True)
+    model.half().save_pretrained(folder)  # type: ignore[no-untyped-call]
+    tokenizer.save(folder)
+    live.phase(f"saved in {folder}")
+
+
+def _listen(scratch: Path, live: Live) -> Tokenizer:
+    """A tokenizer that knows the fixed texts of every harness, heard in one session of each."""
+    bytes_only = Tokenizer(train_tokenizer([], []), "bytes")
+    prompts: list[str] = []
+    phrases: list[str] = []
+    problem = next(iter(generate("train", SEED)))
+    for name, (settings, _) in HARNESSES.items():
+        script: list[tuple[Problem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
+        roomy = settings.model_copy(update={"window": BYTES_WINDOW})
+        _, calls = asyncio.run(record(script, bytes_only, scratch / name, roomy, live))
+        (call,) = next(iter(calls.values()))
+        prompts.append(bytes_only.decode(call.prompt_ids.tolist()))
+        system = [one.content for one in call.messages if one.role is Role.SYSTEM]
+        phrases += harness_phrases("\n".join(system), call.tools)
+    return ws.new_tokenizer(prompts, sorted(set(phrases)))
+
+
+def _scripts(name: str, count: int) -> Iterator[tuple[Problem, Sequence[Turn]]]:
+    rng = random.Random(f"{SEED}/{name}")
+    for problem in islice(generate("train", SEED + 1 + len(name)), count):
+        yield problem, problem.script(rng, ws.P_RIGHT)
+
+
+def _teach(
+    model: Qwen3ForCausalLM, examples: Iterator[ws.Example], phase: ws.Phase, live: Live
+) -> None:
+    for step, loss in enumerate(ws.learn(model, examples, phase), start=1):
+        if step % EVERY == 0 or step == phase.steps:
+            live.phase(f"  step {step} of {phase.steps}: {loss:.3f} nats a token")
+
+
+def _console() -> Console:
+    return Console(stderr=True, highlight=False)
