@@ -1,4 +1,4 @@
-"""The demo's problems: solvable, failing for the right reason, and never the same in both splits."""
+"""The demo's problems: broken, mendable, and never the same in both splits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tugline.demo.family import FAMILIES, FIXED, Edit, Problem, Split, ToolTurn,
 
 
 def problems(split: Split, count: int, seed: int = 3) -> list[Problem]:
+    """The first problems of a split."""
     return list(islice(generate(split, seed), count))
 
 

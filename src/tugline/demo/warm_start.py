@@ -1,9 +1,11 @@
-"""How the demo's policy comes to be before any reinforcement: two short supervised phases.
+"""How the demo's policy comes to be before any reinforcement: three supervised phases.
 
 `LANGUAGE` teaches what issues mean: short conversations without a system prompt, always solved.
-`HABITS` teaches the harness: whole sessions as they were recorded through the gateway, in which
-the scripted agent is often wrong, gives up or edits blindly. The outcome is a policy that makes
-well-formed calls and succeeds at times: something for reinforcement to sort out.
+`SURROUNDINGS` teaches the same within a harness's own system prompt and tools, which for a while
+drown what was learned. `HABITS` then spoils it on purpose: sessions as they were recorded through
+the gateway, in which the scripted agent is often wrong, gives up or edits blindly. The outcome is
+a policy that makes well-formed calls and succeeds at times: something for reinforcement to sort
+out.
 
 Everything is a function of its arguments and a seed. Recording is somebody else's work; what comes
 in are `Trace`s, whose mask says which ids the policy is to say.
@@ -28,7 +30,7 @@ from tugline.demo.family import Problem, ToolTurn, Turn, generate
 from tugline.demo.tokenizer import PAD, train_tokenizer
 from tugline.gateway.rendering import Rendering
 from tugline.tokenizer import Tokenizer
-from tugline.types import Ids, Mask, Message, Role, Trace
+from tugline.types import Ids, Mask, Message, Role, Tool, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,16 @@ class Phase:
 LANGUAGE = Phase(steps=450, batch=48, matrix_lr=0.02, lr=3e-3)
 """Long enough for every family of bugs: they are learned one after the other, not together."""
 
-FORMAT = Phase(steps=90, batch=16, matrix_lr=0.005, lr=1e-3)
-"""Short: the language is there, only the surroundings are new."""
+SURROUNDINGS = Phase(steps=70, batch=16, matrix_lr=0.01, lr=2e-3)
+"""Short: the language is there, only the prompt around it is new."""
 
-RECORDED = 240
-"""Scripted sessions to record for the second phase."""
+HABITS = Phase(steps=40, batch=16, matrix_lr=0.005, lr=1e-3)
+"""Shorter still: more would teach the noise of single sessions instead of its frequency."""
 
-P_RIGHT = 0.35
+RECORDED = 300
+"""Scripted sessions to record for the last phase."""
+
+P_RIGHT = 0.4
 """Share of scripted sessions that solve their problem."""
 
 WARMUP = 10
@@ -112,16 +117,26 @@ def observed(problem: Problem, turn: ToolTurn) -> str:
     )
 
 
-def language(rendering: Rendering, seed: int) -> Iterator[Example]:
-    """Endless solved conversations, without system prompt and tools."""
+def solved(
+    rendering: Rendering, seed: int, system: str = "", tools: Sequence[Tool] = ()
+) -> Iterator[Example]:
+    """Endless solved conversations; with a harness's system prompt and tools, or without."""
     rng = random.Random(seed)
     for problem in generate("train", seed):
-        yield conversation(rendering, problem, problem.script(rng))
+        example = conversation(rendering, problem, problem.script(rng), system, tools)
+        yield moved(example, rendering.tokenizer, rng) if system else example
 
 
-def conversation(rendering: Rendering, problem: Problem, turns: Sequence[Turn]) -> Example:
-    """A scripted session as the gateway would render it, had the harness no system prompt."""
-    prompt = rendering.first([Message(Role.USER, problem.instruction)], ())
+def conversation(
+    rendering: Rendering,
+    problem: Problem,
+    turns: Sequence[Turn],
+    system: str = "",
+    tools: Sequence[Tool] = (),
+) -> Example:
+    """A scripted session as the gateway renders it, without running the harness."""
+    opening = [Message(Role.SYSTEM, system)] if system else []
+    prompt = rendering.first([*opening, Message(Role.USER, problem.instruction)], tools)
     mask = [np.zeros(len(prompt), np.bool_)]
     for number, turn in enumerate(turns):
         answer = sampled(turn, rendering.tokenizer)
@@ -129,7 +144,7 @@ def conversation(rendering: Rendering, problem: Problem, turns: Sequence[Turn]) 
         if isinstance(turn, str):
             return Example(np.concatenate((prompt, answer)), np.concatenate(mask))
         result = Message(Role.TOOL, observed(problem, turn), tool_call_id=f"call_{number}")
-        bridged = rendering.bridge(prompt, answer, [result], ())
+        bridged = rendering.bridge(prompt, answer, [result], tools)
         if bridged is None:
             break
         mask.append(np.zeros(len(bridged) - len(prompt) - len(answer), np.bool_))
@@ -138,7 +153,7 @@ def conversation(rendering: Rendering, problem: Problem, turns: Sequence[Turn]) 
     raise ValueError(msg)
 
 
-def habits(traces: Sequence[Trace], tokenizer: Tokenizer, seed: int) -> Iterator[Example]:
+def recorded(traces: Sequence[Trace], tokenizer: Tokenizer, seed: int) -> Iterator[Example]:
     """Recorded sessions, again and again, each time in another place of an imaginary machine."""
     rng = random.Random(seed)
     while True:

@@ -1,0 +1,144 @@
+"""The tokenizer and the supervised phases: exact text, right masks, and learning that happens."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from tugline.demo.family import FIXED, generate
+from tugline.demo.model import tiny_model
+from tugline.demo.tokenizer import END_OF_TURN, harness_phrases
+from tugline.demo.warm_start import (
+    Example,
+    Phase,
+    conversation,
+    learn,
+    moved,
+    new_tokenizer,
+    recorded,
+    solved,
+)
+from tugline.gateway.rendering import Rendering
+from tugline.tokenizer import Tokenizer
+from tugline.types import Tool, Trace
+
+SYSTEM = (
+    "You mend small repositories with the tools below.\n"
+    "- Documentation: /opt/agent/node_modules/agent/README.md\n\n"
+    "<cwd>\n/home/me/runs/demo-1/sessions/0123abcd/work\n</cwd>"
+)
+SCHEMA = {"type": "object", "properties": {"path": {"description": "Path of the file to read"}}}
+TOOLS = (Tool("read", "Read the contents of a file.", SCHEMA),)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """One tokenizer for all tests: training it takes seconds."""
+    return new_tokenizer([SYSTEM], harness_phrases(SYSTEM, TOOLS))
+
+
+@pytest.fixture(scope="module")
+def rendering(tokenizer: Tokenizer) -> Rendering:
+    """The template that the gateway uses for the demo."""
+    return Rendering(tokenizer, "qwen3", thinking_retention="all")
+
+
+def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
+    """Encoding and decoding give the text back, of the family and beyond it."""
+    texts = [p.instruction + p.files[p.module] for p in islice(generate("heldout", 1), 20)]
+    for text in [SYSTEM, "naïve café\t🛷 1234 ';'.join(x)", *texts]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_name_is_the_same_ids_wherever_it_stands(tokenizer: Tokenizer) -> None:
+    """Copying is copying ids: no space is glued to a word, digits stand alone."""
+    word = tokenizer.encode("billing")
+    assert len(word) == 1
+    for text in ("fix billing.py", '{"path": "billing.py"}', "(billing)"):
+        assert word[0] in tokenizer.encode(text)
+    assert len(tokenizer.encode("1234")) == 4
+
+
+def test_a_fixed_line_of_the_harness_is_one_token(tokenizer: Tokenizer) -> None:
+    """What every session repeats costs one id a line, paths left out."""
+    phrases = harness_phrases(SYSTEM, TOOLS)
+    assert "You mend small repositories with the tools below." in phrases
+    assert "Path of the file to read" in phrases
+    assert not any("/opt" in phrase or "/home" in phrase for phrase in phrases)
+    assert all(len(tokenizer.encode(phrase)) == 1 for phrase in phrases)
+
+
+def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> None:
+    """Two tool calls and the final text, each with its end of turn, and nothing else."""
+    problem = next(generate("train", 2))
+    example = conversation(rendering, problem, problem.script(random.Random(0)), SYSTEM, TOOLS)
+    said = rendering.tokenizer.decode(example.ids[example.mask].tolist())
+    answers = said.split("<|im_end|>")
+    assert len(example.ids) == len(example.mask)
+    assert answers[0].startswith('<tool_call>\n{"name": "read"')
+    assert answers[1].startswith('<tool_call>\n{"name": "edit"')
+    assert answers[2:] == [FIXED, ""]
+    assert example.ids[-1] == END_OF_TURN
+
+
+def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(
+    rendering: Rendering,
+) -> None:
+    """Directories are imaginary, answers and everything after the first of them stay."""
+    problem = next(generate("train", 2))
+    example = conversation(rendering, problem, problem.script(random.Random(0)), SYSTEM, TOOLS)
+    other = moved(example, rendering.tokenizer, random.Random(1))
+    text = rendering.tokenizer.decode(other.ids.tolist())
+    assert "/opt/agent/" not in text
+    assert "/home/me/" not in text
+    assert "/node_modules/agent/README.md" in text
+    assert problem.instruction in text
+    tail = len(example.ids) - int(np.argmax(example.mask))
+    np.testing.assert_array_equal(other.ids[-tail:], example.ids[-tail:])
+    np.testing.assert_array_equal(other.mask[-tail:], example.mask[-tail:])
+    assert not other.mask[:-tail].any()
+
+
+def test_a_move_to_the_same_place_changes_no_id(rendering: Rendering) -> None:
+    """Decoding a prompt and encoding it again is exact, or moving would distort it."""
+    problem = next(generate("train", 2))
+    ids = conversation(rendering, problem, problem.script(random.Random(0)), SYSTEM, TOOLS).ids
+    assert rendering.tokenizer.encode(rendering.tokenizer.decode(ids.tolist())) == ids.tolist()
+
+
+def test_recorded_traces_come_again_in_other_places(rendering: Rendering) -> None:
+    """The last phase never runs dry and never sees the same directory twice."""
+    example = next(solved(rendering, 4, SYSTEM, TOOLS))
+    zeros = np.zeros(len(example.ids), np.float32)
+    trace = Trace(ids=example.ids, mask=example.mask, logprobs=zeros, spans=())
+    first, second = islice(recorded([trace], rendering.tokenizer, seed=0), 2)
+    assert first.ids.tolist() != second.ids.tolist()
+    assert first.mask.sum() == second.mask.sum() == example.mask.sum()
+
+
+def test_learning_is_reproducible_and_lowers_the_loss(rendering: Rendering) -> None:
+    """The same seed gives the same weights; a few steps already help."""
+    phase = Phase(steps=12, batch=4, matrix_lr=0.02, lr=3e-3)
+    torch.set_num_threads(1)
+    runs = []
+    for _ in range(2):
+        model = tiny_model(rendering.tokenizer.size, seed=0)
+        runs.append(list(learn(model, solved(rendering, 1), phase)))
+    assert runs[0] == runs[1]
+    assert runs[0][-1] < 0.8 * runs[0][0]
+
+
+def test_a_batch_ignores_its_padding(rendering: Rendering) -> None:
+    """A short conversation beside a long one weighs by its own ids only."""
+    phase = Phase(steps=1, batch=2, matrix_lr=0.02, lr=3e-3)
+    model = tiny_model(rendering.tokenizer.size, seed=0)
+    short = Example(np.arange(10, 20, dtype=np.int32), np.arange(10) > 4)
+    long = Example(np.arange(10, 60, dtype=np.int32), np.zeros(50, np.bool_))
+    alone = tiny_model(rendering.tokenizer.size, seed=0)
+    (padded,) = learn(model, iter([short, long]), phase)
+    (bare,) = learn(alone, iter([short, short]), phase)
+    assert padded == pytest.approx(bare, rel=1e-5)
