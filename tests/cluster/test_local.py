@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import rendering
 
+from tiny import rendering
 from tugline.cluster.local import OWNER, Local
 from tugline.errors import UnknownPlugin
 from tugline.gateway.app import Gateway

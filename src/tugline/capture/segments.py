@@ -96,7 +96,7 @@ class _Codec:
         self.last = call
 
     def _dictionary(self) -> zstandard.ZstdCompressionDict | None:
-        if self.last is None or len(self.last.request) < 8:  # noqa: PLR2004 - zstd's least
+        if self.last is None or len(self.last.request) < 8:
             return None
         return zstandard.ZstdCompressionDict(
             self.last.request, dict_type=zstandard.DICT_TYPE_RAWCONTENT

@@ -26,7 +26,7 @@ from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineEr
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Dialect
 from tugline.gateway.dialects.openai_chat import OpenAIChat
-from tugline.gateway.proxy import Exchange, body_digest, contract_of
+from tugline.gateway.proxy import Backend, Exchange, body_digest, contract_of
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.sessions import LiveSession, Sessions
 from tugline.gateway.upstream import ModelCard, Upstream
@@ -171,15 +171,8 @@ class Gateway:
 
     def _begin(self, live: LiveSession, dialect: Dialect, body: bytes) -> Exchange:
         try:
-            exchange = Exchange(
-                live,
-                dialect,
-                dialect.parse(body),
-                body,
-                rendering=self._rendering,
-                upstream=self._upstream,
-                card=self.card,
-            )
+            backend = Backend(self._upstream, self.card, self._rendering)
+            exchange = Exchange(live, dialect, dialect.parse(body), body, backend)
         except ContextOverflow as error:
             self._overflow[live.id] = error
             raise

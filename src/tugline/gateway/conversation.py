@@ -1,4 +1,4 @@
-"""Which turn does this request extend, and what are its exact prompt ids? (I1)
+"""Find the turn that a request extends, and its exact prompt ids (I1).
 
 A session is a tree of turns. A turn is found by a chain of digests over its conversation in
 canonical form: what a harness may rewrite without changing meaning (JSON spacing and key order of
@@ -6,8 +6,7 @@ tool arguments, call ids, reasoning left out, blank space around text) does not 
 The deepest turn whose digest matches is the parent, and the new prompt is the parent's exact ids
 plus the rendered tail. Anything else is a branch, with its reason.
 
-Digests of messages seen before are cached by identity of their canonical bytes, so recognising a
-turn costs one short hash per message.
+Recognising a turn costs one short hash per message of the request.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,6 +31,15 @@ from tugline.types import Call, Finish, Message, Outcome, Sampling, Timings
 SETTLE_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What answers are made with: the engine, what it serves, and its template."""
+
+    upstream: Upstream
+    card: ModelCard
+    rendering: Rendering
+
+
 class Exchange:
     """One model call in progress: its pieces so far and, in the end, its answer or its error."""
 
@@ -39,10 +49,7 @@ class Exchange:
         dialect: Dialect,
         request: Request,
         body: bytes,
-        *,
-        rendering: Rendering,
-        upstream: Upstream,
-        card: ModelCard,
+        backend: Backend,
     ) -> None:
         """Plan the call. Raises `RequestError` before anything is sampled."""
         self.received = time.time()
@@ -51,20 +58,20 @@ class Exchange:
         self.answer: Answer | None = None
         self.error: TuglineError | None = None
         self._live, self._dialect, self._body = live, dialect, body
-        self._upstream, self._card = upstream, card
+        self._backend = backend
         self.plan: Plan = live.conversation.plan(request.messages, request.tools)
-        room = card.max_model_len - len(self.plan.prompt)
+        window = backend.card.max_model_len
+        room = window - len(self.plan.prompt)
         if room < 1:
             msg = (
                 f"the prompt has {len(self.plan.prompt)} tokens and leaves no room to answer: "
-                f"this model's maximum context length is {card.max_model_len} tokens"
+                f"this model's maximum context length is {window} tokens"
             )
             raise ContextOverflow(msg, param="messages")
         self.number = live.admit()
         self.id = f"chatcmpl-{live.id}-{self.number}"
         self._sampling = enforce(request.asked, live.contract, room, self.number)
-        self._decoder = Decoder(rendering, self.plan.prompt, f"{self.number}")
-        self._stop_ids = rendering.stop_ids
+        self._decoder = Decoder(backend.rendering, self.plan.prompt, f"{self.number}")
         self._sampled = Sampled()
         self._sent_at: float | None = None
         self._pieces: list[Piece] = []
@@ -140,9 +147,11 @@ class Exchange:
             self._publish([])
 
     async def _sample(self) -> None:
-        draw = Draw(self._card.id, self.plan.prompt, self._sampling, self._stop_ids, self.id)
+        backend = self._backend
+        stop_ids = backend.rendering.stop_ids
+        draw = Draw(backend.card.id, self.plan.prompt, self._sampling, stop_ids, self.id)
         self._sent_at = time.time()
-        async with contextlib.aclosing(self._upstream.sample(draw)) as deltas:
+        async with contextlib.aclosing(backend.upstream.sample(draw)) as deltas:
             async for delta in deltas:
                 self._sampled.add(delta.ids, delta.logprobs, delta.version)
                 self._sampled.finish = delta.finish or self._sampled.finish
@@ -155,7 +164,7 @@ class Exchange:
         finish = self._sampled.finish if outcome is Outcome.COMPLETE else Finish.LENGTH
         self.answer = Answer(
             id=self.id,
-            model=self.request.model or self._card.id,
+            model=self.request.model or self._backend.card.id,
             created=int(self.received),
             message=message,
             finish=finish or Finish.LENGTH,
@@ -181,7 +190,7 @@ class Exchange:
             versions=tuple(self._sampled.versions),
             finish=self._sampled.finish or Finish.ABORT,
             outcome=outcome,
-            engine=self._upstream.wire.name,
+            engine=self._backend.upstream.wire.name,
             timings=Timings(
                 self.received, self._sent_at, self._sampled.first_at, self._sampled.last_at
             ),

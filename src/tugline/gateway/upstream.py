@@ -65,7 +65,7 @@ class Upstream:
         try:
             async with self._session.get(f"{self.url}/v1/models") as response:
                 body = await response.read()
-                if response.status != 200:  # noqa: PLR2004
+                if response.status != 200:
                     raise self.wire.error(response.status, body, None)
                 return msgspec.json.decode(body, type=_Models).data[0]
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, IndexError) as error:
@@ -97,7 +97,7 @@ class Upstream:
                 data=body,
                 headers={"content-type": "application/json"},
             ) as response:
-                if response.status != 200:  # noqa: PLR2004
+                if response.status != 200:
                     raise self.wire.error(
                         response.status,
                         await response.read(),

@@ -1,4 +1,4 @@
-"""The embedded engine: vLLM's token-in route ``/inference/v1/generate``, a version on each chunk."""
+"""The embedded engine: vLLM's route ``/inference/v1/generate``, with a version on each chunk."""
 
 from __future__ import annotations
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from tugline.config import Config
 
 Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Normalisation = Literal["token", "sequence", "constant"]
 
 
-class GrpoConfig(BaseModel):
+class GrpoConfig(Config):
     """How a policy is updated from graded sessions; docs/training.md has the formulas."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     advantage: Estimator = "grpo"
     """Baseline and scale of a session's advantage within its group."""
