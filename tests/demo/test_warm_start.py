@@ -20,7 +20,7 @@ from tugline.demo.warm_start import (
     moved,
     new_tokenizer,
     recorded,
-    solved,
+    rendered,
 )
 from tugline.gateway.rendering import Rendering
 from tugline.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def test_a_move_to_the_same_place_changes_no_id(rendering: Rendering) -> None:
 
 def test_recorded_traces_come_again_in_other_places(rendering: Rendering) -> None:
     """The last phase never runs dry and never sees the same directory twice."""
-    example = next(solved(rendering, 4, SYSTEM, TOOLS))
+    example = next(rendered(rendering, 4, SYSTEM, TOOLS))
     zeros = np.zeros(len(example.ids), np.float32)
     trace = Trace(ids=example.ids, mask=example.mask, logprobs=zeros, spans=())
     first, second = islice(recorded([trace], rendering.tokenizer, seed=0), 2)
@@ -127,7 +127,7 @@ def test_learning_is_reproducible_and_lowers_the_loss(rendering: Rendering) -> N
     runs = []
     for _ in range(2):
         model = tiny_model(rendering.tokenizer.size, seed=0)
-        runs.append(list(learn(model, solved(rendering, 1), phase)))
+        runs.append(list(learn(model, rendered(rendering, 1), phase)))
     assert runs[0] == runs[1]
     assert runs[0][-1] < 0.8 * runs[0][0]
 

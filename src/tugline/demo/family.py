@@ -67,11 +67,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Texts that are not in the module but could be guessed from the issue alone."""
     tags: dict[str, str] = {}
 
-    def script(self, rng: random.Random, p_right: float = 1.0) -> list[Turn]:
-        """Assistant turns that solve it with probability `p_right`, else one of four bad habits."""
+    def script(
+        self, rng: random.Random, p_right: float = 1.0, *, careful: bool = False
+    ) -> list[Turn]:
+        """Assistant turns that solve it with probability `p_right`, else one of four bad habits.
+
+        Who is `careful` never makes a wrong change after reading.
+        """
         if rng.random() < p_right:
             return [self._read(), self._edit(self.solution), FIXED]
-        habit = rng.choices(HABITS, HABIT_WEIGHTS)[0]
+        habit = rng.choices(HABITS, (0, *HABIT_WEIGHTS[1:]) if careful else HABIT_WEIGHTS)[0]
         if habit == "wrong change":
             return [self._read(), self._edit(rng.choice(self.wrong)), FIXED]
         if habit == "blind change":
@@ -90,7 +95,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 HABITS = ("wrong change", "blind change", "read only", "nothing")
-HABIT_WEIGHTS = (5, 2, 1, 2)
+HABIT_WEIGHTS = (1, 3, 2, 3)
 """How an unsuccessful scripted session goes wrong."""
 
 

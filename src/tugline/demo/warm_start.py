@@ -1,9 +1,9 @@
 """How the demo's policy comes to be before any reinforcement: three supervised phases.
 
-`LANGUAGE` teaches what issues mean: short conversations without a system prompt, always solved.
+`LANGUAGE` teaches what issues mean: short conversations without a system prompt, mostly solved.
 `SURROUNDINGS` teaches the same within a harness's own system prompt and tools, which for a while
 drown what was learned. `HABITS` then spoils it on purpose: sessions as they were recorded through
-the gateway, in which the scripted agent is often wrong, gives up or edits blindly. The outcome is
+the gateway, in which the scripted agent mostly gives up, edits blindly or is wrong. The outcome is
 a policy that makes well-formed calls and succeeds at times: something for reinforcement to sort
 out.
 
@@ -49,17 +49,20 @@ class Phase:
 LANGUAGE = Phase(steps=450, batch=48, matrix_lr=0.02, lr=3e-3)
 """Long enough for every family of bugs: they are learned one after the other, not together."""
 
-SURROUNDINGS = Phase(steps=70, batch=16, matrix_lr=0.01, lr=2e-3)
+SURROUNDINGS = Phase(steps=110, batch=16, matrix_lr=0.01, lr=2e-3)
 """Short: the language is there, only the prompt around it is new."""
 
-HABITS = Phase(steps=40, batch=16, matrix_lr=0.005, lr=1e-3)
+HABITS = Phase(steps=60, batch=16, matrix_lr=0.005, lr=1e-3)
 """Shorter still: more would teach the noise of single sessions instead of its frequency."""
 
 RECORDED = 300
 """Scripted sessions to record for the last phase."""
 
-P_RIGHT = 0.4
-"""Share of scripted sessions that solve their problem."""
+P_SOLVED = 0.85
+"""Share of solved conversations in the first two phases; the others show how giving up looks."""
+
+P_RIGHT = 0.33
+"""Share of recorded sessions that solve their problem."""
 
 WARMUP = 10
 FINAL_LR = 0.05
@@ -117,13 +120,14 @@ def observed(problem: Problem, turn: ToolTurn) -> str:
     )
 
 
-def solved(
+def rendered(
     rendering: Rendering, seed: int, system: str = "", tools: Sequence[Tool] = ()
 ) -> Iterator[Example]:
-    """Endless solved conversations; with a harness's system prompt and tools, or without."""
+    """Endless conversations without a wrong change; with or without a harness's own prompt."""
     rng = random.Random(seed)
     for problem in generate("train", seed):
-        example = conversation(rendering, problem, problem.script(rng), system, tools)
+        script = problem.script(rng, P_SOLVED, careful=True)
+        example = conversation(rendering, problem, script, system, tools)
         yield moved(example, rendering.tokenizer, rng) if system else example
 
 
