@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -48,6 +48,12 @@ unit: $(STAMP) ## tests without a real harness
 
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow" $(ARGS)
+
+test-chaos: $(STAMP) ## the long tests: the demo killed with kill -9 and resumed, again and again
+	@$(BIN)/pytest -m slow $(ARGS)
+
+bench: $(STAMP) ## the embedded engine against transformers' continuous batching
+	@$(BIN)/python benchmarks/engine/load.py $(ARGS)
 
 clean: ## remove the environment and every cache in this folder
 	@rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -31,7 +32,7 @@ from tugline.demo.settings import DemoSettings
 from tugline.demo.tokenizer import harness_phrases, train_tokenizer
 from tugline.errors import UsageError
 from tugline.tokenizer import Tokenizer
-from tugline.types import Role, Trace
+from tugline.types import Role, Tool, Trace
 
 SEED = 0
 EXAMPLE = Path("examples/agents/openai_loop.py")
@@ -45,6 +46,15 @@ HARNESSES = {
     "shell": (DemoSettings(harness="shell", command=f"python3 {EXAMPLE}"), 0.25),
 }
 """Who is recorded, and how many sessions for each one of pi's."""
+
+
+class Heard(NamedTuple):
+    """The opening of a harness."""
+
+    prompt: str
+    """All of it, as it is rendered."""
+    system: str
+    tools: tuple[Tool, ...]
 
 
 def rebuild(out: Path | None = None) -> Path:
@@ -61,45 +71,61 @@ def rebuild(out: Path | None = None) -> Path:
 def _make(scratch: Path, folder: Path, live: Live) -> None:
     torch.set_num_threads(THREADS)
     live.phase("listening to what the harnesses say")
-    tokenizer = _listen(scratch / "listen", live)
+    tokenizer, heard = _listen(scratch / "listen", live)
+    template = rendering(tokenizer)
     model = tiny_model(tokenizer.size, SEED)
     live.phase("teaching the language of the tasks")
-    _teach(model, ws.language(rendering(tokenizer), SEED), ws.LANGUAGE, live)
-    traces: list[Trace] = []
-    for name, (settings, share) in HARNESSES.items():
-        live.phase(f"recording scripted sessions of {name}")
-        scripts = list(_scripts(name, int(share * ws.RECORDED)))
-        trajectories, _ = asyncio.run(record(scripts, tokenizer, scratch / name, settings, live))
-        traces += [trace for one in trajectories for trace in one.traces]
-    live.phase("teaching the ways of the harnesses")
-    _teach(model, ws.habits(traces, tokenizer, SEED), ws.FORMAT, live)
+    _teach(model, ws.rendered(template, SEED + 1), ws.LANGUAGE, live)
+    live.phase("teaching the prompts of the harnesses")
+    prompts = {
+        name: ws.rendered(template, SEED + 2, one.system, one.tools) for name, one in heard.items()
+    }
+    _teach(model, _by_share(prompts), ws.SURROUNDINGS, live)
+    traces = {name: _recorded(name, tokenizer, scratch / name, live) for name in HARNESSES}
+    live.phase("teaching their ways, good and bad")
+    sessions = {name: ws.recorded(known, tokenizer, SEED) for name, known in traces.items()}
+    _teach(model, _by_share(sessions), ws.HABITS, live)
     shutil.rmtree(folder, ignore_errors=True)
     model.half().save_pretrained(folder)  # type: ignore[no-untyped-call]
     tokenizer.save(folder)
     live.phase(f"saved in {folder}")
 
 
-def _listen(scratch: Path, live: Live) -> Tokenizer:
-    """A tokenizer that knows the fixed texts of every harness, heard in one session of each."""
+def _listen(scratch: Path, live: Live) -> tuple[Tokenizer, dict[str, Heard]]:
+    """What every harness says before its agent has done anything, and a tokenizer for that."""
     bytes_only = Tokenizer(train_tokenizer([], []), "bytes")
-    prompts: list[str] = []
-    phrases: list[str] = []
-    problem = next(iter(generate("train", SEED)))
+    heard: dict[str, Heard] = {}
+    problem = next(generate("train", SEED))
     for name, (settings, _) in HARNESSES.items():
         script: list[tuple[Problem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
         roomy = settings.model_copy(update={"window": BYTES_WINDOW})
         _, calls = asyncio.run(record(script, bytes_only, scratch / name, roomy, live))
         (call,) = next(iter(calls.values()))
-        prompts.append(bytes_only.decode(call.prompt_ids.tolist()))
-        system = [one.content for one in call.messages if one.role is Role.SYSTEM]
-        phrases += harness_phrases("\n".join(system), call.tools)
-    return ws.new_tokenizer(prompts, sorted(set(phrases)))
+        prompt = bytes_only.decode(call.prompt_ids.tolist())
+        system = "\n".join(one.content for one in call.messages if one.role is Role.SYSTEM)
+        heard[name] = Heard(prompt, system, call.tools)
+    phrases = {text for one in heard.values() for text in harness_phrases(one.system, one.tools)}
+    return ws.new_tokenizer([one.prompt for one in heard.values()], sorted(phrases)), heard
 
 
-def _scripts(name: str, count: int) -> Iterator[tuple[Problem, Sequence[Turn]]]:
+def _recorded(name: str, tokenizer: Tokenizer, scratch: Path, live: Live) -> list[Trace]:
+    """Traces of scripted sessions of one harness."""
+    settings, share = HARNESSES[name]
+    live.phase(f"recording scripted sessions of {name}")
     rng = random.Random(f"{SEED}/{name}")
-    for problem in islice(generate("train", SEED + 1 + len(name)), count):
-        yield problem, problem.script(rng, ws.P_RIGHT)
+    problems = islice(generate("train", SEED + 3), int(share * ws.RECORDED))
+    scripts = [(problem, problem.script(rng, ws.P_RIGHT)) for problem in problems]
+    trajectories, _ = asyncio.run(record(scripts, tokenizer, scratch, settings, live))
+    return [trace for one in trajectories for trace in one.traces]
+
+
+def _by_share(examples: dict[str, Iterator[ws.Example]]) -> Iterator[ws.Example]:
+    """Examples of every harness, as often as its share says."""
+    rng = random.Random(SEED)
+    weights = [HARNESSES[name][1] for name in examples]
+    while True:
+        (name,) = rng.choices(list(examples), weights)
+        yield next(examples[name])
 
 
 def _teach(

