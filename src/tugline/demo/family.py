@@ -2,7 +2,7 @@
 
 A problem is one wrong expression in one of two functions of a module. What is wrong stands only in
 the file, what would be right only in the issue, so an agent has to read one and heed the other.
-Eight families of bugs, twelve wordings, some forty modules and some hundreds of function names
+Six families of bugs, twelve wordings, some forty modules and some hundreds of function names
 combine freely.
 
 What must hold: the same split and seed give the same problems on every machine; a combination of
@@ -117,10 +117,8 @@ class Family(NamedTuple):
     need: str
     choices: tuple[Choice, ...]
     """The right code, the bug and the wrong fixes are drawn from here."""
-    operands: Literal["two numbers", "numbers", "flags", "words", "text"]
+    operands: Literal["two numbers", "numbers", "flags", "text"]
 
-
-DIGITS = tuple(Choice(str(n), (f"{n} times",)) for n in range(2, 10))
 
 FAMILIES = (
     Family(
@@ -165,14 +163,6 @@ FAMILIES = (
         "numbers",
     ),
     Family(
-        "constant",
-        "{a} * {code}",
-        " * {code}",
-        "{word} {a}",
-        DIGITS,
-        "two numbers",
-    ),
-    Family(
         "quantifier",
         "{code}({many})",
         " {code}(",
@@ -211,20 +201,6 @@ FAMILIES = (
             Choice("-2", ("the last but one", "the one before the last")),
         ),
         "numbers",
-    ),
-    Family(
-        "separator",
-        "'{code}'.join({many})",
-        "'{code}'.",
-        "the {many} joined by {word}",
-        (
-            Choice(",", ("a comma", "commas")),
-            Choice(";", ("a semicolon", "semicolons")),
-            Choice("-", ("a dash", "dashes")),
-            Choice("/", ("a slash", "slashes")),
-            Choice(":", ("a colon", "colons")),
-        ),
-        "words",
     ),
 )
 
@@ -412,12 +388,9 @@ def _row(rng: random.Random, family: Family) -> tuple[object, ...]:
     """Arguments for one call of a function of `family`."""
     if family.operands == "two numbers":
         b = rng.randint(2, 12)
-        row = (rng.choice([b, b + rng.randint(1, 40), rng.randint(1, b)]), b)
-        return row[: 1 + ("{b}" in family.expression)]
+        return rng.choice([b, b + rng.randint(1, 40), rng.randint(1, b)]), b
     if family.operands == "numbers":
         return (rng.sample(range(1, 60), rng.randint(3, 6)),)
     if family.operands == "flags":
         return ([rng.random() < rng.choice((0.0, 0.5, 1.0)) for _ in range(3)],)
-    if family.operands == "words":
-        return (rng.sample(WORDS, 3),)
     return (f" {' '.join(rng.sample(WORDS, 2))} ".replace("o", "O"),)

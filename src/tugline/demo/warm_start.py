@@ -47,7 +47,7 @@ class Phase:
 
 
 LANGUAGE = Phase(steps=450, batch=48, matrix_lr=0.02, lr=3e-3)
-"""Long enough for every family of bugs: they are learned one after the other, not together."""
+"""Long enough for every family of bugs: they are learned one after the other."""
 
 SURROUNDINGS = Phase(steps=110, batch=16, matrix_lr=0.01, lr=2e-3)
 """Short: the language is there, only the prompt around it is new."""
