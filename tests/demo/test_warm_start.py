@@ -29,7 +29,7 @@ from tugline.types import Tool, Trace
 SYSTEM = (
     "You mend small repositories with the tools below.\n"
     "- Documentation: /opt/agent/node_modules/agent/README.md\n\n"
-    "<cwd>\n/home/me/runs/demo-1/sessions/0123abcd/work\n</cwd>"
+    "<cwd>\n/opt/me/runs/demo-1/sessions/0123abcd/work\n</cwd>"
 )
 SCHEMA = {"type": "object", "properties": {"path": {"description": "Path of the file to read"}}}
 TOOLS = (Tool("read", "Read the contents of a file.", SCHEMA),)
@@ -94,7 +94,7 @@ def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(
     other = moved(example, rendering.tokenizer, random.Random(1))
     text = rendering.tokenizer.decode(other.ids.tolist())
     assert "/opt/agent/" not in text
-    assert "/home/me/" not in text
+    assert "/opt/me/" not in text
     assert "/node_modules/agent/README.md" in text
     assert problem.instruction in text
     tail = len(example.ids) - int(np.argmax(example.mask))

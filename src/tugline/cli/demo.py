@@ -17,6 +17,11 @@ import typer
 from tugline.errors import UsageError
 
 INTERRUPTED = 130
+_SETTINGS = (
+    "harness", "command", "builder", "seed", "steps", "heldout", "minutes", "slots", "window",
+    "port",
+)  # fmt: skip
+"""The flags that are settings of the run."""
 
 
 def demo(  # noqa: PLR0913 - each is a flag
@@ -54,18 +59,8 @@ def demo(  # noqa: PLR0913 - each is a flag
     ] = False,
 ) -> None:
     """Train a tiny model on a real, unmodified agent, on this machine, in about ten minutes."""
-    given = {
-        "harness": harness,
-        "command": command,
-        "builder": builder,
-        "seed": seed,
-        "steps": steps,
-        "heldout": heldout,
-        "minutes": minutes,
-        "slots": slots,
-        "window": window,
-        "port": port,
-    }
+    flags = locals()
+    given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
     with _extra_named():
         if rebuild_warm_start:
             from tugline.demo.rebuild import rebuild  # noqa: PLC0415 - needs the extra
@@ -74,8 +69,7 @@ def demo(  # noqa: PLR0913 - each is a flag
             return
         from tugline.demo.start import choose, start  # noqa: PLC0415 - needs the extra
 
-        set_ones = {key: value for key, value in given.items() if value is not None}
-        folder, settings = choose(set_ones, config=config, out=out, resume=resume)
+        folder, settings = choose(given, config=config, out=out, resume=resume)
         summary = start(folder, settings)
     if summary is None:
         raise typer.Exit(INTERRUPTED)

@@ -38,7 +38,7 @@ SEED = 0
 EXAMPLE = Path("examples/agents/openai_loop.py")
 BYTES_WINDOW = 65_536
 """Room for a prompt of which every byte is a token."""
-THREADS = 2
+THREADS = 1
 EVERY = 25
 """Steps between two lines about the loss."""
 HARNESSES = {

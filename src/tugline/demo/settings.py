@@ -19,7 +19,7 @@ class DemoSettings(Config):
     """How recorded calls become traces: `prefix_merging` or `per_request`."""
     seed: int = Field(default=0, ge=0)
     """Chooses the training tasks, the order of updates and every random draw of the sampler."""
-    steps: int = Field(default=18, ge=1)
+    steps: int = Field(default=16, ge=1)
     """GRPO steps."""
     tasks_per_step: int = Field(default=6, ge=1)
     """Groups in one step."""
@@ -41,5 +41,5 @@ class DemoSettings(Config):
     """Seconds that an agent may run."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the gateway on the loopback interface; 0 takes any free one."""
-    grpo: GrpoConfig = GrpoConfig(lr=5e-4, share_prefix=True, traces_per_update=64)
+    grpo: GrpoConfig = GrpoConfig(lr=2.5e-4)
     """The trainer's settings."""

@@ -46,19 +46,19 @@ class Phase:
     """Learning rate of AdamW, for embeddings, head and norms."""
 
 
-LANGUAGE = Phase(steps=450, batch=48, matrix_lr=0.02, lr=3e-3)
+LANGUAGE = Phase(steps=560, batch=48, matrix_lr=0.02, lr=3e-3)
 """Long enough for every family of bugs: they are learned one after the other."""
 
-SURROUNDINGS = Phase(steps=110, batch=16, matrix_lr=0.01, lr=2e-3)
+SURROUNDINGS = Phase(steps=90, batch=16, matrix_lr=0.01, lr=2e-3)
 """Short: the language is there, only the prompt around it is new."""
 
-HABITS = Phase(steps=60, batch=16, matrix_lr=0.005, lr=1e-3)
+HABITS = Phase(steps=50, batch=16, matrix_lr=0.005, lr=1e-3)
 """Shorter still: more would teach the noise of single sessions instead of its frequency."""
 
-RECORDED = 300
+RECORDED = 240
 """Scripted sessions to record for the last phase."""
 
-P_SOLVED = 0.85
+P_SOLVED = 1.0
 """Share of solved conversations in the first two phases; the others show how giving up looks."""
 
 P_RIGHT = 0.33
