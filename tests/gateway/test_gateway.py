@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tugline.gateway.upstream import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.serving import serve
-from tugline.types import Branch, Finish, Ids, Limits, Outcome, Part, Sampling, Session, Task
+from tugline.types import Branch, Call, Finish, Ids, Limits, Outcome, Part, Sampling, Session, Task
 
 RENDERING = rendering()
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -178,6 +179,38 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_is_recorded(tmp_path:
             (call,) = it.calls
             assert call.outcome is Outcome.CLIENT_GONE
             assert 0 < len(call.sampled_ids) < 400
+
+
+async def test_a_client_that_leaves_while_its_call_is_written_is_recorded_once(
+    tmp_path: Path,
+) -> None:
+    """The write is finished, not repeated, and the file stays whole."""
+    async with bench(tmp_path, says("Hi.")) as it:
+        writer = it.gateway._sessions.find(it.key, None).writer
+        write, writing = writer.append, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slowly(call: Call) -> int:
+            loop.call_soon_threadsafe(writing.set)
+            time.sleep(0.3)
+            return write(call)
+
+        writer.append = slowly  # type: ignore[method-assign]
+        asking = asyncio.create_task(it.ask())
+        await asyncio.wait_for(writing.wait(), 5)
+        asking.cancel()
+        await asyncio.wait({asking}, timeout=2)
+        await _within_a_second(lambda: bool(it.calls))
+        await asyncio.sleep(0.1)
+        assert [call.number for call in it.calls] == [0]
+
+
+async def test_parallel_calls_of_one_session_are_all_kept(tmp_path: Path) -> None:
+    """Twenty requests at once: twenty records, each readable, each with its own number."""
+    async with bench(tmp_path, says("Hi.", delay_s=0.01)) as it:
+        await asyncio.gather(*(it.ask() for _ in range(20)))
+        assert sorted(call.number for call in it.calls) == list(range(20))
+        assert {call.parent for call in it.calls} == {None}
 
 
 async def _within_a_second(holds: Callable[[], bool]) -> None:

@@ -77,6 +77,7 @@ class Exchange:
         self._pieces: list[Piece] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._recorded = False
 
     def start(self) -> None:
         """Begin sampling."""
@@ -133,7 +134,7 @@ class Exchange:
             await self._finish(Outcome.COMPLETE)
         except asyncio.CancelledError:
             self.error = ClientGone("the client hung up before the answer was complete")
-            if self._sampled.length:
+            if self._sampled.length and not self._recorded:
                 await self._record(Outcome.CLIENT_GONE)
         except EngineError as error:
             if self._sampled.length:
@@ -196,6 +197,7 @@ class Exchange:
             ),
             request=self._body,
         )
+        self._recorded = True
         await self._live.append(call)
         if message is not None:
             self._live.conversation.record(self.plan, self.number, ids, message)

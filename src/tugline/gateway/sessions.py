@@ -46,6 +46,8 @@ class LiveSession:
     turns: int = 0
     sampled: int = 0
     running: set[InFlight] = field(default_factory=set)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Calls of parallel agents are written one after the other."""
 
     def admit(self) -> int:
         """Number of the next call. Raises `BudgetExhausted` when none may be made."""
@@ -61,9 +63,18 @@ class LiveSession:
         return number
 
     async def append(self, call: Call) -> None:
-        """Put a call on disk; returns when it is there."""
+        """Put a call on disk, one at a time, and whole even if the caller is cancelled."""
         self.sampled += len(call.sampled_ids)
-        await asyncio.shield(asyncio.to_thread(self.writer.append, call))
+        writing = asyncio.ensure_future(self._write(call))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing})
+            raise
+
+    async def _write(self, call: Call) -> None:
+        async with self.lock:
+            await asyncio.to_thread(self.writer.append, call)
 
 
 class Sessions:
