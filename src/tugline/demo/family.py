@@ -67,16 +67,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Texts that are not in the module but could be guessed from the issue alone."""
     tags: dict[str, str] = {}
 
-    def script(
-        self, rng: random.Random, p_right: float = 1.0, *, careful: bool = False
-    ) -> list[Turn]:
-        """Assistant turns that solve it with probability `p_right`, else one of four bad habits.
-
-        Who is `careful` never makes a wrong change after reading.
-        """
+    def script(self, rng: random.Random, p_right: float = 1.0) -> list[Turn]:
+        """Assistant turns that solve it with probability `p_right`, else one of four bad habits."""
         if rng.random() < p_right:
             return [self._read(), self._edit(self.solution), FIXED]
-        habit = rng.choices(HABITS, (0, *HABIT_WEIGHTS[1:]) if careful else HABIT_WEIGHTS)[0]
+        habit = rng.choices(HABITS, HABIT_WEIGHTS)[0]
         if habit == "wrong change":
             return [self._read(), self._edit(rng.choice(self.wrong)), FIXED]
         if habit == "blind change":

@@ -50,7 +50,7 @@ LANGUAGE = Phase(steps=560, batch=48, matrix_lr=0.02, lr=3e-3)
 """Long enough for every family of bugs: they are learned one after the other."""
 
 SURROUNDINGS = Phase(steps=90, batch=16, matrix_lr=0.01, lr=2e-3)
-"""The language is there, only the prompt around it is new; half as long leaves it drowned."""
+"""Short: the language is there, only the prompt around it is new."""
 
 HABITS = Phase(steps=50, batch=16, matrix_lr=0.005, lr=1e-3)
 """Shorter still: more would teach the noise of single sessions instead of its frequency."""
@@ -58,10 +58,7 @@ HABITS = Phase(steps=50, batch=16, matrix_lr=0.005, lr=1e-3)
 RECORDED = 240
 """Scripted sessions to record for the last phase."""
 
-P_SOLVED = 1.0
-"""Share of solved conversations in the first two phases; the others show how giving up looks."""
-
-P_RIGHT = 0.28
+P_RIGHT = 0.33
 """Share of recorded sessions that solve their problem."""
 
 WARMUP = 10
@@ -123,10 +120,10 @@ def observed(problem: Problem, turn: ToolTurn) -> str:
 def rendered(
     rendering: Rendering, seed: int, system: str = "", tools: Sequence[Tool] = ()
 ) -> Iterator[Example]:
-    """Endless conversations without a wrong change; with or without a harness's own prompt."""
+    """Endless solved conversations, with or without a harness's own prompt."""
     rng = random.Random(seed)
     for problem in generate("train", seed):
-        script = problem.script(rng, P_SOLVED, careful=True)
+        script = problem.script(rng)
         example = conversation(rendering, problem, script, system, tools)
         yield moved(example, rendering.tokenizer, rng) if system else example
 
