@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import rendering
 
+from tiny import rendering
 from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
 from tugline.types import Ids, Message, ToolCall
 
 RENDERING = rendering()
 PROMPT = np.asarray(RENDERING.tokenizer.encode("<|im_start|>assistant\n"), np.int32)
-WORDS = st.text(st.sampled_from("ab \n<>{}\"é界🙂"), max_size=12)
+WORDS = st.text(st.sampled_from('ab \n<>{}"é界🙂'), max_size=12)
 CALLS = st.builds(
     lambda name, path: "<tool_call>\n" + json.dumps({"name": name, "arguments": {"path": path}}),
     st.sampled_from(["read", "edit"]),
     st.text(max_size=5),
 ).map(lambda text: text + "\n</tool_call>")
-PARTS = WORDS | CALLS | st.sampled_from(["<tool_call>{oops}</tool_call>", "<tool_call>", "</think>"])
+PARTS = (
+    WORDS | CALLS | st.sampled_from(["<tool_call>{oops}</tool_call>", "<tool_call>", "</think>"])
+)
 
 
 def played(ids: list[int], cuts: list[int]) -> tuple[list[Piece], Message]:
@@ -29,7 +32,7 @@ def played(ids: list[int], cuts: list[int]) -> tuple[list[Piece], Message]:
     decoder = Decoder(RENDERING, PROMPT, "0")
     pieces: list[Piece] = []
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         chunk: Ids = np.asarray(ids[start:end], np.int32)
         pieces += decoder.feed(chunk)
     rest, message = decoder.finish()
