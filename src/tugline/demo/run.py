@@ -20,6 +20,7 @@ import msgspec
 import torch
 import yaml
 
+from tugline import log
 from tugline.config import load
 from tugline.demo import tasks
 from tugline.demo.compare import compare
@@ -36,6 +37,8 @@ from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.types import Ledger, Reason, Trajectory
+
+_log = log.get("demo")
 
 TRAIN_THREADS = 2
 ENGINE_THREADS = 1
@@ -173,6 +176,7 @@ class Demo:
         folder = self.folder / "checkpoints"
         checkpoint.save(folder, trainer, step=row.step, version=row.step, extra=extra, keep=2)
         self._write_metrics()
+        _log.info("step", **msgspec.to_builtins(row))
 
     async def _summed_up(
         self,
