@@ -123,8 +123,10 @@ async def test_pause_abort_and_resume() -> None:
         said = (await (await running).json())["choices"][0]
         await asyncio.sleep(0.05)
         assert not held.done()
-        await http.post("/resume")
-        assert (await held).status == 200
+        async with http.post("/resume") as response:
+            assert response.status == 200
+        async with await held as response:
+            assert response.status == 200
     assert said["finish_reason"] == "abort"
     assert engine.paused is False
 
