@@ -6,6 +6,10 @@ TuglineError
  |   +- UnknownPlugin     lists the known names
  |   +- CheckpointError   a checkpoint cannot be written, or is damaged; names its path
  +- RequestError          one model call is refused; carries the HTTP status
+ |   +- Unsupported       asks for something this engine or template cannot do (400)
+ |   +- NotFound          no such route or model (404)
+ |   +- TooLarge          the body, a header or a field is beyond its bound (413)
+ |   +- UpgradeRequired   a websocket was asked for; plain HTTP is spoken here (426)
  |   +- ContextOverflow   prompt and answer do not fit the engine's window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
  |   +- Unauthorized      unknown, closed or wrong session secret (401)
@@ -50,6 +54,33 @@ class RequestError(TuglineError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class Unsupported(RequestError):
+    """What is asked for is well-formed and cannot be honoured here."""
+
+    code = "unsupported_value"
+
+
+class NotFound(RequestError):
+    """Nothing is at this address."""
+
+    status = 404
+    code = "not_found"
+
+
+class TooLarge(RequestError):
+    """More than is accepted."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UpgradeRequired(RequestError):
+    """Only plain HTTP is spoken here."""
+
+    status = 426
+    code = "upgrade_required"
 
 
 class ContextOverflow(RequestError):

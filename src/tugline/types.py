@@ -101,10 +101,23 @@ class Sampling(msgspec.Struct, frozen=True):
 
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    """0 is off."""
     max_tokens: int | None = None
     seed: int | None = None
     """Seed of a session: each of its calls derives its own from this and its number."""
     stop: tuple[str, ...] = ()
+
+
+class Policy(StrEnum):
+    """What happens when a harness asks for other sampling than the contract says."""
+
+    ENFORCE = "enforce"
+    """The contract is used, the wish recorded."""
+    ALLOW = "allow"
+    """The wish is used, the contract where there is none."""
+    REFUSE = "refuse"
+    """The call is refused, naming the field."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +133,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Initial workspace: relative POSIX path to text."""
     samples: int = 1
     limits: Limits = Limits()
-    sampling: Sampling = Sampling(temperature=1.0, top_p=1.0)
-    """The sampling contract: a field that is set is enforced on every model call."""
+    sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+    """The sampling contract; a field that is None leaves the choice to the harness."""
+    sampling_policy: Policy = Policy.ENFORCE
     tags: dict[str, str] = {}
 
 
@@ -155,6 +169,15 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
+class Image(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A picture inside a message: ``data:`` or ``https:`` URL, and where in the text it stands."""
+
+    url: str
+    at: int = 0
+    """Characters of the message's `content` before it."""
+    detail: str | None = None
+
+
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """A dialect-neutral message. `content` has its text parts joined."""
 
@@ -163,14 +186,29 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None
+    images: tuple[Image, ...] = ()
+    failed: bool = False
+    """A tool result that the harness marked as an error; templates do not show it."""
 
 
-class Tool(msgspec.Struct, frozen=True):
+class ToolKind(StrEnum):
+    """How a dialect declares and calls a tool; the model sees a function in every case."""
+
+    FUNCTION = "function"
+    CUSTOM = "custom"
+    """Freeform text: for the model, a function with the one string argument ``input``."""
+    LOCAL_SHELL = "local_shell"
+
+
+class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
     """A function the model may call; `parameters` is its JSON schema."""
 
     name: str
+    """As the model sees it: ``namespace__name`` for a namespaced tool."""
     description: str
     parameters: dict[str, Any]
+    kind: ToolKind = ToolKind.FUNCTION
+    namespace: str | None = None
 
 
 class Finish(StrEnum):
@@ -179,6 +217,36 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+class Mode(StrEnum):
+    """Who makes the prompt's ids."""
+
+    EXACT = "exact"
+    """The gateway: ids in, ids out."""
+    OBSERVED = "observed"
+    """The engine's template; its ids are read back."""
+    TEXT = "text"
+    """Nobody tells: nothing of it can be trained on."""
+
+
+class LogprobMeaning(StrEnum):
+    """Of which distribution the captured logprobs are."""
+
+    PROCESSED = "processed"
+    """The one sampled from: after temperature and truncation."""
+    RAW = "raw"
+    """The model's own, before temperature; the same at temperature 1 without truncation."""
+
+
+class TraceKind(StrEnum):
+    """What a token sequence, or a call, is within its session."""
+
+    MAIN = "main"
+    BRANCH = "branch"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"
+    SIDE = "side"
 
 
 class Outcome(StrEnum):
@@ -193,9 +261,37 @@ class Branch(StrEnum):
     """Why a call does not extend its parent token for token."""
 
     HISTORY_EDITED = "history_edited"
+    """A message that was sent before now says something else."""
     HARNESS_ASSISTANT = "harness_assistant"
+    """The new messages hold an answer that the model did not give."""
     TOOLS_CHANGED = "tools_changed"
+    CALL_REPAIRED = "call_repaired"
+    """The echoed answer has the tool calls the model made, but mended or renamed."""
+    TURN_DELETED = "turn_deleted"
+    """Answers are gone from the history that remains the same otherwise."""
+    RESULTS_REORDERED = "results_reordered"
+    """The results of parallel tool calls changed places."""
+    COMPACTED = "compacted"
+    """The harness replaced its history by a summary."""
+    NEW_THREAD = "new_thread"
+    """Another conversation of the same session, such as a sub-agent's or a title request."""
     RENDERER_REFUSED = "renderer_refused"
+    """The template cannot continue these ids by these messages."""
+    ENGINE_RERENDERED = "engine_rerendered"
+    """Observed mode: the engine's prompt ids do not extend what was sampled."""
+
+
+class Heal(StrEnum):
+    """What a harness changed in the echo of an answer without changing its meaning."""
+
+    ARGUMENTS = "arguments"
+    """Tool arguments written as other JSON text of the same value."""
+    REASONING = "reasoning"
+    """Reasoning left out, shortened or moved to another field."""
+    IDS = "ids"
+    """Tool calls were given other ids."""
+    TEXT = "text"
+    """Blank space around the text."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -225,7 +321,17 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the call whose exact ids this prompt starts with, or nearest to it on a branch."""
     branch: Branch | None = None
     """Set when this call does not extend `parent` exactly; None for an exact continuation."""
+    healed: tuple[Heal, ...] = ()
+    """What the echo of the parent's answer changed without changing its meaning."""
+    kind: TraceKind = TraceKind.MAIN
+    thread: str | None = None
+    """The harness's own id of the conversation, where it sends one."""
+    parent_thread: str | None = None
     dialect: str
+    mode: Mode = Mode.EXACT
+    logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED
+    thinking_retention: str = ""
+    """How long reasoning stays in the context; empty where the engine decides."""
     messages: tuple[Message, ...]
     """Messages that this request added to its parent's conversation (all of them on a branch)."""
     tools: tuple[Tool, ...] = ()
@@ -235,10 +341,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: Ids
     sampled_ids: Ids
     logprobs: Logprobs
+    unseen: int = 0
+    """Sampled tokens that the engine counted without telling their ids (text-only mode)."""
     versions: tuple[VersionSpan, ...]
     finish: Finish
+    stop: str | None = None
+    """The stop string that ended the answer."""
     outcome: Outcome = Outcome.COMPLETE
     engine: str
+    replicas: tuple[str, ...] = ()
+    """Addresses that sampled this answer, in order; more than one after a fault in the middle."""
     timings: Timings
     request: bytes = b""
     """Raw request body, for the inspector."""
@@ -263,6 +375,10 @@ class Reason(StrEnum):
     """Every session of the group earned the same, and the trainer was told to skip such groups."""
     HELD_OUT = "held_out"
     """Sampled to measure the policy, not to train it."""
+    NO_TOKEN_IDS = "no_token_ids"
+    """The engine told the answer's text only."""
+    SIDE_CALL = "side_call"
+    """A title, a router's choice or a summary beside the task."""
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -281,16 +397,6 @@ class Ledger(msgspec.Struct, frozen=True):
         return self.sampled == (
             self.trained + sum(self.masked.values()) + sum(self.dropped.values())
         )
-
-
-class TraceKind(StrEnum):
-    """What a token sequence is within its session."""
-
-    MAIN = "main"
-    BRANCH = "branch"
-    SUBAGENT = "subagent"
-    COMPACTION = "compaction"
-    SIDE = "side"
 
 
 class Span(msgspec.Struct, frozen=True):
