@@ -40,7 +40,7 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
     with pytest.raises(UnknownPlugin) as caught:
         find("harness", "shel")
     assert "unknown harness 'shel'; did you mean 'shell'?" in str(caught.value)
-    assert "(known: pi, shell, or module:Class)" in str(caught.value)
+    assert f"(known: {', '.join(known('harness'))}, or module:Class)" in str(caught.value)
 
 
 @pytest.mark.parametrize(

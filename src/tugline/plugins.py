@@ -14,7 +14,13 @@ from tugline.errors import UnknownPlugin
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "harness": {
+        "claude_code": "tugline.harnesses.claude_code:ClaudeCode",
+        "codex": "tugline.harnesses.codex:Codex",
+        "gemini_cli": "tugline.harnesses.gemini_cli:GeminiCli",
+        "mini_swe_agent": "tugline.harnesses.mini_swe_agent:MiniSweAgent",
+        "opencode": "tugline.harnesses.opencode:Opencode",
         "pi": "tugline.harnesses.pi:Pi",
+        "qwen_code": "tugline.harnesses.qwen_code:QwenCode",
         "shell": "tugline.harnesses.shell:Shell",
     },
     "runtime": {"local": "tugline.runtimes.local:Local"},

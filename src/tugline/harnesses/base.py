@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from tugline.errors import HarnessError
+from tugline.errors import ConfigError, HarnessError
+
+T = TypeVar("T")
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +58,22 @@ class Harness(Protocol):
     def launch(self, seat: Seat) -> Launch:
         """The command for one session. Pure; `install` has been called before."""
         ...
+
+
+def chosen(harness: str, option: str, value: str, known: Mapping[str, T]) -> T:
+    """What stands for `value`. Raises `ConfigError` that lists what is known."""
+    if value not in known:
+        msg = f"harness {harness!r}: {option} is {value!r}, must be one of {', '.join(known)}"
+        raise ConfigError(msg)
+    return known[value]
+
+
+def reading(file: str, *argv: str) -> tuple[str, ...]:
+    """`argv` with `file` as its stdin, for programs that take the instruction there.
+
+    An argument is limited to 128 KiB, and one that starts with a dash is taken for an option.
+    """
+    return ("sh", "-c", 'exec "$@" < "$0"', file, *argv)
 
 
 def cache_folder() -> Path:

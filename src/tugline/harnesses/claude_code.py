@@ -1,0 +1,82 @@
+"""Claude Code (npm ``@anthropic-ai/claude-code``), which speaks Anthropic Messages.
+
+Facts this file stands on: it is a native program (npm needs Node, Claude Code does not); as root it
+refuses to skip permissions unless ``IS_SANDBOX=1``; for a model it does not know it assumes a
+window of a million tokens unless it is told. By default it sends 50 KB and moves its cache markers
+with every turn; `lean` sends a third of that and strictly appends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tugline.harnesses.base import Launch, Seat, reading
+from tugline.harnesses.npm import Npm
+
+_QUIET = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DISABLE_ERROR_REPORTING": "1",
+    "DISABLE_AUTOUPDATER": "1",
+    "IS_SANDBOX": "1",
+}
+_LEAN = {
+    "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+    "DISABLE_PROMPT_CACHING": "1",
+    "MAX_THINKING_TOKENS": "0",
+    "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
+    "CLAUDE_CODE_MAX_RETRIES": "2",
+}
+_LEAN_TOOLS = ("Bash", "Edit", "Read", "Write")
+
+
+class ClaudeCode:
+    """`tools` is its allow-list (None: four when `lean`, else all); `args` are further options.
+
+    `context_window` is the engine's, in tokens.
+    """
+
+    name = "claude_code"
+
+    def __init__(
+        self,
+        *,
+        version: str = "2.1.329",
+        lean: bool = True,
+        tools: Sequence[str] | None = None,
+        context_window: int = 131072,
+        args: Sequence[str] = (),
+    ) -> None:
+        self.version: str | None = version
+        allowed = tools if tools is not None or not lean else _LEAN_TOOLS
+        # `--tools` takes every word that follows it: another option must come next.
+        self._options = [*(["--tools", ",".join(allowed)] if allowed is not None else []), *args]
+        self._env = _QUIET | (_LEAN if lean else {})
+        self._window = context_window
+        self._package = Npm("claude_code", "@anthropic-ai/claude-code", version, "bin/claude.exe")
+
+    async def install(self) -> None:
+        """Install this version of Claude Code unless it is there."""
+        await self._package.install()
+
+    def launch(self, seat: Seat) -> Launch:
+        """``claude -p``, unattended, telling what it does as lines of JSON."""
+        return Launch(
+            argv=reading(
+                f"{seat.home}/instruction.txt",
+                *(*self._package.command, *self._options, "-p", "--verbose"),
+                *("--output-format", "stream-json", "--dangerously-skip-permissions"),
+            ),
+            env={
+                "HOME": seat.home,
+                "CLAUDE_CONFIG_DIR": f"{seat.home}/.claude",
+                "ANTHROPIC_BASE_URL": seat.base_url,
+                "ANTHROPIC_API_KEY": seat.key,
+                "ANTHROPIC_MODEL": seat.model,
+                "ANTHROPIC_DEFAULT_HAIKU_MODEL": seat.model,
+                "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self._window),
+                **self._env,
+            },
+            files={"instruction.txt": seat.instruction},
+        )

@@ -1,0 +1,152 @@
+"""What each preset starts its program with; installation itself is judged by the long suite."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.errors import ConfigError, HarnessError
+from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.installing import once
+from tugline.harnesses.npm import Npm
+from tugline.harnesses.python import Python
+from tugline.plugins import find
+
+SEAT = Seat(
+    instruction='-n "a" @b',
+    workdir="/w",
+    home="/h",
+    base_url="http://127.0.0.1:1/s/a",
+    key="secret",
+    model="m",
+)
+PRESETS = ["claude_code", "codex", "gemini_cli", "mini_swe_agent", "opencode", "pi", "qwen_code"]
+
+
+def launch(name: str, **options: Any) -> Launch:
+    """As if the program were installed."""
+    harness = find("harness", name)(**options)
+    harness._package._node = Path("/node")
+    harness._package._installed = True
+    made: Launch = harness.launch(SEAT)
+    return made
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_told_all_and_keeps_to_its_home(name: str) -> None:
+    """Address, key, model and instruction arrive; settings are the session's own; versions too."""
+    made = launch(name)
+    told = json.dumps([made.argv, made.env, made.files])
+    assert all(word in told for word in (SEAT.base_url, "secret", SEAT.model, r"-n \"a\" @b"))
+    assert made.env["HOME"] == "/h"
+    assert not any(path.startswith("/") for path in made.files)
+    with pytest.raises(ConfigError, match=f"harness '{name}': version is 'latest', must be exact"):
+        find("harness", name)(version="latest")
+    with pytest.raises(HarnessError, match=f"harness '{name}' is not installed yet"):
+        find("harness", name)().launch(SEAT)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "api", "url"),
+    [
+        ("openai_chat", "openai-completions", "/v1"),
+        ("openai_responses", "openai-responses", "/v1"),
+        ("anthropic", "anthropic-messages", ""),
+        ("google", "google-generative-ai", "/v1beta"),
+    ],
+)
+def test_pi_speaks_each_dialect_where_it_is_served(dialect: str, api: str, url: str) -> None:
+    """The program appends only part of the path, another one for each of its APIs."""
+    models = json.loads(launch("pi", dialect=dialect).files[".pi/agent/models.json"])
+    provider = models["providers"]["tugline"]
+    assert (provider["api"], provider["baseUrl"]) == (api, SEAT.base_url + url)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "package", "url"),
+    [
+        ("openai_chat", "@ai-sdk/openai-compatible", "/v1"),
+        ("openai_responses", "@ai-sdk/openai", "/v1"),
+        ("anthropic", "@ai-sdk/anthropic", "/v1"),
+        ("google", "@ai-sdk/google", "/v1beta"),
+    ],
+)
+def test_opencode_speaks_each_dialect_where_it_is_served(
+    dialect: str, package: str, url: str
+) -> None:
+    """Its providers append less than others do, so even Anthropic's base URL has /v1."""
+    config = json.loads(launch("opencode", dialect=dialect).files[".config/opencode/opencode.json"])
+    provider = config["provider"]["tugline"]
+    assert provider["npm"] == package
+    assert provider["options"] == {"baseURL": SEAT.base_url + url, "apiKey": "secret"}
+    assert config["agent"] == {"title": {"disable": True}}
+
+
+def test_an_unknown_dialect_lists_the_known_ones() -> None:
+    """mini-swe-agent has no Google model class, and says what it has."""
+    with pytest.raises(ConfigError, match="one of openai_chat, openai_responses, anthropic"):
+        launch("mini_swe_agent", dialect="google")
+
+
+def test_codex_keeps_to_itself() -> None:
+    """Its settings are TOML with every feature that asks for foreign hosts, or waits, off."""
+    config = tomllib.loads(launch("codex", context_window=9000).files[".codex/config.toml"])
+    assert config["model_context_window"] == 9000
+    assert config["web_search"] == "disabled"
+    assert not any(config["features"].values())
+    assert config["model_providers"]["tugline"]["wire_api"] == "responses"
+    teams = tomllib.loads(launch("codex", sub_agents=True).files[".codex/config.toml"])
+    assert [name for name, on in teams["features"].items() if on] == ["multi_agent"]
+
+
+def test_claude_code_is_lean_unless_told_otherwise() -> None:
+    """Lean: four tools and no moving cache markers; the window is told either way."""
+    lean, full = launch("claude_code"), launch("claude_code", lean=False)
+    assert lean.argv[lean.argv.index("--tools") + 1] == "Bash,Edit,Read,Write"
+    assert lean.argv[lean.argv.index("--tools") + 2].startswith("-")
+    assert "--tools" not in full.argv
+    assert lean.env["DISABLE_PROMPT_CACHING"] == "1"
+    assert "DISABLE_PROMPT_CACHING" not in full.env
+    assert lean.env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "131072"
+    assert lean.env["IS_SANDBOX"] == full.env["IS_SANDBOX"] == "1"
+
+
+async def test_an_installation_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """The folder is there when it is whole, and not before."""
+
+    async def broken(fresh: Path) -> None:
+        (fresh / "half").write_text("")
+        msg = "no network"
+        raise HarnessError(msg)
+
+    with pytest.raises(HarnessError, match="no network"):
+        await once(tmp_path / "x-1", broken)
+    assert os.listdir(tmp_path) == ["x-1.lock"]  # noqa: PTH208 - quick, in a test
+
+
+async def test_a_package_without_its_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The installer succeeded, yet what was promised is not there."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    for program, script in (("node", "echo v24.0.0"), ("npm", "exit 0")):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / program).chmod(0o755)
+    with pytest.raises(HarnessError, match=r"could not install x@1\.2\.3: it has no .*bin/x\.js"):
+        await Npm("x", "x", "1.2.3", "bin/x.js").install()
+
+
+async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last words are in the error, with what it was asked for."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(HarnessError, match=r"cannot install no-such-package==9\.9\.9 \(exit 1\)"):
+        await Python("x", "no-such-package", "9.9.9", "x").install()
