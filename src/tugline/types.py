@@ -375,7 +375,7 @@ class Reason(StrEnum):
     """Every session of the group earned the same, and the trainer was told to skip such groups."""
     HELD_OUT = "held_out"
     """Sampled to measure the policy, not to train it."""
-    NO_TOKEN_IDS = "no_token_ids"
+    NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
     """The engine told the answer's text only."""
     SIDE_CALL = "side_call"
     """A title, a router's choice or a summary beside the task."""

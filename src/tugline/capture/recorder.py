@@ -8,6 +8,7 @@ token without its logprob cannot be trained on later (I2).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,13 +19,18 @@ from tugline.types import Finish, Ids, Logprobs, VersionSpan
 
 @dataclass(slots=True)
 class Sampled:
-    """The answer so far."""
+    """The answer so far. A reply is what one engine request gave; a fault begins another."""
 
     ids: list[Ids] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     finish: Finish | None = None
+    stop: str | None = None
+    unseen: int = 0
+    """Tokens that the engine only counted."""
     length: int = 0
+    reply_start: int = 0
+    """Where the current reply's first token is."""
     first_at: float | None = None
     last_at: float | None = None
 
@@ -43,14 +49,48 @@ class Sampled:
         self.ids.append(ids)
         self.logprobs.append(logprobs)
         start, self.length = self.length, self.length + len(ids)
-        last = self.versions[-1] if self.versions else None
-        if last is not None and last.version == version:
-            self.versions[-1] = VersionSpan(version, last.start, self.length)
-        else:
-            self.versions.append(VersionSpan(version, start, self.length))
+        self._span(VersionSpan(version, start, self.length))
+
+    def reversion(self, spans: Iterable[VersionSpan]) -> None:
+        """The versions of the current reply, told late; counted from its first token."""
+        shift = self.reply_start
+        self._trim_versions(shift)
+        for span in spans:
+            end = min(span.end + shift, self.length)
+            if span.start + shift < end:
+                self._span(VersionSpan(span.version, span.start + shift, end))
+        covered = self.versions[-1].end if self.versions else 0
+        if covered != self.length:
+            msg = f"the engine's weight_versions cover {covered} of {self.length} sampled tokens"
+            raise EngineError(msg)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens: what follows a stop string is not of the answer."""
+        if length >= self.length:
+            return
+        ids, logprobs = self.joined()
+        self.ids, self.logprobs, self.length = [ids[:length]], [logprobs[:length]], length
+        self._trim_versions(length)
 
     def joined(self) -> tuple[Ids, Logprobs]:
         """All ids (int32) and logprobs (float32), each of shape ``(length,)``."""
         if not self.ids:
             return np.empty(0, np.int32), np.empty(0, np.float32)
-        return np.concatenate(self.ids), np.concatenate(self.logprobs)
+        if len(self.ids) > 1:
+            self.ids = [np.concatenate(self.ids)]
+            self.logprobs = [np.concatenate(self.logprobs)]
+        return self.ids[0], self.logprobs[0]
+
+    def _span(self, span: VersionSpan) -> None:
+        last = self.versions[-1] if self.versions else None
+        if last is not None and last.version == span.version and last.end == span.start:
+            self.versions[-1] = VersionSpan(span.version, last.start, span.end)
+        else:
+            self.versions.append(span)
+
+    def _trim_versions(self, length: int) -> None:
+        self.versions = [
+            VersionSpan(s.version, s.start, min(s.end, length))
+            for s in self.versions
+            if s.start < length
+        ]

@@ -23,12 +23,12 @@ def digits(ids: Ids) -> bytes:
 class Tokens:
     """An immutable sequence of ids: `parent`'s, then these. Shape ``(len(self),)``, int32."""
 
-    __slots__ = ("_digits", "_ids", "_length", "_parent")
+    __slots__ = ("_digits", "_length", "ids", "parent")
 
     def __init__(self, ids: Ids, parent: Self | None = None, text: bytes | None = None) -> None:
         """`text` is the same ids as JSON digits, where the caller has them already."""
-        self._ids = ids
-        self._parent = parent
+        self.ids = ids
+        self.parent = parent
         self._digits = text
         self._length = len(ids) + (len(parent) if parent is not None else 0)
 
@@ -41,7 +41,7 @@ class Tokens:
 
     def array(self) -> Ids:
         """All ids, contiguous."""
-        parts = [node._ids for node in self._chain()]
+        parts = [node.ids for node in self._chain()]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def tail(self, count: int) -> Ids:
@@ -49,43 +49,44 @@ class Tokens:
         node: Tokens | None = self
         parts: list[Ids] = []
         while node is not None and count > 0:
-            parts.append(node._ids[-count:])
-            count -= len(node._ids)
-            node = node._parent
+            parts.append(node.ids[-count:])
+            count -= len(node.ids)
+            node = node.parent
         parts.reverse()
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def json(self) -> bytes:
         """All ids as JSON digits without the brackets."""
-        return b",".join(node._text() for node in self._chain() if len(node._ids))
+        return b",".join(node.text() for node in self._chain() if len(node.ids))
 
     def cut(self, length: int) -> Tokens:
         """The first `length` ids, sharing every whole node before the cut."""
         node: Tokens = self
-        while node._parent is not None and len(node._parent) >= length:
-            node = node._parent
+        while node.parent is not None and len(node.parent) >= length:
+            node = node.parent
         if len(node) == length:
             return node
-        before = len(node._parent) if node._parent is not None else 0
-        return Tokens(node._ids[: length - before], node._parent)
+        before = len(node.parent) if node.parent is not None else 0
+        return Tokens(node.ids[: length - before], node.parent)
 
     def shared(self, ids: Ids) -> int:
         """How many leading ids these and `ids` have in common."""
         at = 0
         for node in self._chain():
-            part = ids[at : at + len(node._ids)]
-            differs = node._ids[: len(part)] != part
+            part = ids[at : at + len(node.ids)]
+            differs = node.ids[: len(part)] != part
             first = int(differs.argmax()) if len(part) else 0
             if len(part) and differs[first]:
                 return at + first
             at += len(part)
-            if len(part) < len(node._ids):
+            if len(part) < len(node.ids):
                 break
         return at
 
-    def _text(self) -> bytes:
+    def text(self) -> bytes:
+        """The ids of this node alone, as JSON digits."""
         if self._digits is None:
-            self._digits = digits(self._ids)
+            self._digits = digits(self.ids)
         return self._digits
 
     def _chain(self) -> list[Tokens]:
@@ -93,6 +94,6 @@ class Tokens:
         node: Tokens | None = self
         while node is not None:
             chain.append(node)
-            node = node._parent
+            node = node.parent
         chain.reverse()
         return chain

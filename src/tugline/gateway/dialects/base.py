@@ -157,7 +157,7 @@ class Stream(Protocol):
     content_type: str
 
     def open(self, usage: Usage) -> bytes:
-        """What comes before the first piece; `usage` has the true prompt count where it is known."""
+        """What comes before the first piece; ``usage.prompt`` is true, or 0 if not known yet."""
         ...
 
     def piece(self, piece: Piece, index: int = 0) -> bytes:
@@ -173,7 +173,7 @@ class Stream(Protocol):
         ...
 
     def keep_alive(self) -> bytes:
-        """Something the client ignores, before or after `open`; empty where there is no such thing."""
+        """Something the client ignores, before and after `open`; empty if there is none."""
         ...
 
 

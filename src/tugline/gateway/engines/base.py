@@ -16,7 +16,17 @@ import numpy as np
 from tugline.errors import TuglineError
 from tugline.gateway.dialects.base import Constraint, ToolChoice
 from tugline.gateway.tokens import Tokens
-from tugline.types import Finish, Ids, LogprobMeaning, Logprobs, Message, Mode, Sampling, Tool
+from tugline.types import (
+    Finish,
+    Ids,
+    LogprobMeaning,
+    Logprobs,
+    Message,
+    Mode,
+    Sampling,
+    Tool,
+    VersionSpan,
+)
 
 NO_IDS: Ids = np.empty(0, np.int32)
 NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
@@ -79,6 +89,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Logprobs = NO_LOGPROBS
     version: int | None = None
     """None where the engine does not say; the gateway then uses the announced one."""
+    spans: tuple[VersionSpan, ...] = ()
+    """Versions of the whole reply so far, counted from its first token, where an engine tells them
+    late; they override `version`."""
     finish: Finish | None = None
     """Comes with the last."""
     prompt: bytes | None = None

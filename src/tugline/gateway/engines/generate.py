@@ -1,0 +1,245 @@
+"""Token ids in, token ids out: the route ``/inference/v1/generate``.
+
+The embedded engine and vLLM (with ``--enable-scale-out``) both serve it. A reply carries the ids,
+the logprob of each, and the weight versions they were drawn under.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tugline.errors import ContextOverflow, EngineError, TuglineError
+from tugline.gateway.dialects.base import Constraint, ConstraintKind
+from tugline.gateway.engines.base import Ask, Delta, Feature, Post
+from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] = []
+
+
+class _Version(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Version] | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: dict[str, Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Reply)
+
+
+class Generate:
+    """Exact mode over ``/inference/v1/generate``."""
+
+    mode = Mode.EXACT
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED,
+        features: frozenset[Feature] = frozenset(),
+    ) -> None:
+        self.name = name
+        self.logprob_meaning = logprob_meaning
+        self.features = features
+
+    def post(self, ask: Ask) -> Post:
+        """The prompt's ready-made digits, and the sampling settings."""
+        if ask.prompt is None:
+            msg = f"{self.name} takes token ids; the prompt was not rendered"
+            raise EngineError(msg)
+        rest = msgspec.json.encode(
+            {
+                "model": ask.model,
+                "sampling_params": sampling_params(ask),
+                "stream": ask.stream,
+                "request_id": ask.request_id,
+            }
+        )
+        body = b'{"token_ids":[' + ask.prompt.json() + b"]," + rest[1:]
+        return Post("/inference/v1/generate", body)
+
+    def reader(self, ask: Ask) -> GenerateReader:
+        """A fresh reader."""
+        return GenerateReader()
+
+    def abort(self, request_id: str) -> Post | None:
+        """Ends the request; its reply then comes with what was sampled."""
+        return Post("/abort_requests", msgspec.json.encode({"request_ids": [request_id]}))
+
+    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+        """The message inside ``{"error": {...}}``, or the start of whatever came."""
+        return engine_error(status, body, retry_after)
+
+
+class GenerateReader:
+    """Reads one reply."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def events(self, payloads: list[bytes]) -> list[Delta]:
+        """Tokens of consecutive events under one version are one `Delta`."""
+        ids: list[int] = []
+        logprobs: list[float] = []
+        done: list[Delta] = []
+        version: int | None = None
+        for payload in payloads:
+            for choice in _read(payload).choices:
+                spans = choice.weight_versions or ()
+                late = bool(spans) and spans[0].start < self._count
+                now = number(spans[0].version) if spans and not late else version
+                if ids and now != version:
+                    done.append(_delta(ids, logprobs, version))
+                    ids, logprobs = [], []
+                if len(spans) > 1 or late:
+                    done += [_delta(ids, logprobs, version)] if ids else []
+                    ids, logprobs = [], []
+                    done += self._split(choice)
+                    continue
+                version = now
+                ids += choice.token_ids
+                self._count += len(choice.token_ids)
+                _more(logprobs, choice)
+                if choice.finish_reason:
+                    done.append(_delta(ids, logprobs, version, Finish(choice.finish_reason)))
+                    ids, logprobs = [], []
+        if ids:
+            done.append(_delta(ids, logprobs, version))
+        return done
+
+    def whole(self, body: bytes) -> list[Delta]:
+        """The first choice."""
+        choices = _read(body).choices
+        if not choices:
+            msg = "the engine answered without a choice"
+            raise EngineError(msg)
+        return self._split(choices[0])
+
+    def _split(self, choice: _Choice) -> list[Delta]:
+        ids = np.asarray(choice.token_ids, np.int32)
+        content = choice.logprobs.content if choice.logprobs is not None else []
+        _check(len(ids), len(content))
+        self._count += len(ids)
+        spans = choice.weight_versions or []
+        return [
+            Delta(
+                ids=ids,
+                logprobs=np.asarray([item.logprob for item in content], np.float32),
+                spans=tuple(VersionSpan(number(s.version), s.start, s.end) for s in spans),
+                finish=Finish(choice.finish_reason) if choice.finish_reason else None,
+            )
+        ]
+
+
+def sampling_params(ask: Ask) -> dict[str, Any]:
+    """The settings as vLLM names them."""
+    sampling = ask.sampling
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop_token_ids": ask.stop_ids,
+        "logprobs": 0,
+    }
+    if sampling.top_k:
+        params["top_k"] = sampling.top_k
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    if ask.banned:
+        params["logit_bias"] = {str(token): -100.0 for token in ask.banned}
+    if ask.constraint is not None:
+        params["structured_outputs"] = structured(ask.constraint)
+    return params
+
+
+def structured(constraint: Constraint) -> dict[str, Any]:
+    """Constrained decoding as vLLM asks for it."""
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        return {"json_object": True}
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return {"json": msgspec.json.decode(constraint.schema)}
+    return {str(constraint.kind): constraint.schema}
+
+
+def engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    """What an OpenAI-shaped error body says; a prompt beyond the window is `ContextOverflow`."""
+    try:
+        text = str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        text = body[:200].decode("utf-8", "replace")
+    if status == 400 and "maximum context length" in text:
+        return ContextOverflow(text)
+    wait = seconds(retry_after)
+    return EngineError(f"the engine answered {status}: {text}", status=status, retry_after=wait)
+
+
+def seconds(retry_after: str | None) -> float | None:
+    """The value of a Retry-After header in its usual form."""
+    try:
+        return max(0.0, float(retry_after)) if retry_after else None
+    except ValueError:
+        return None
+
+
+def number(version: str) -> int:
+    """A version as a number: ``7`` and ``v7`` are 7; an engine's first, unnamed weights are 0."""
+    digits = "".join(char for char in version if char.isdigit())
+    return int(digits) if digits else 0
+
+
+def _read(payload: bytes) -> _Reply:
+    try:
+        reply = _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        msg = f"the engine sent a reply that cannot be read: {error}"
+        raise EngineError(msg) from error
+    if reply.error is not None:
+        msg = f"the engine failed: {reply.error.get('message', reply.error)}"
+        raise EngineError(msg)
+    return reply
+
+
+def _more(logprobs: list[float], choice: _Choice) -> None:
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    _check(len(choice.token_ids), len(content))
+    logprobs += [item.logprob for item in content]
+
+
+def _check(ids: int, logprobs: int) -> None:
+    if ids != logprobs:
+        msg = (
+            f"the engine sent {ids} token ids but {logprobs} logprobs; "
+            "ask it for the logprob of every sampled token"
+        )
+        raise EngineError(msg)
+
+
+def _delta(
+    ids: list[int], logprobs: list[float], version: int | None, finish: Finish | None = None
+) -> Delta:
+    return Delta(
+        ids=np.asarray(ids, np.int32),
+        logprobs=np.asarray(logprobs, np.float32),
+        version=version,
+        finish=finish,
+    )
