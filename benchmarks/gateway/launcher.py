@@ -1,0 +1,69 @@
+"""The real gateway as a process of its own, steered line by line over its standard input.
+
+``open N`` opens N sessions and answers with a JSON list of ``[path, key, segment]``; ``close``
+closes every open one and answers ``{}``. Prints ``{"port": N}`` when it is up and ends when the
+input closes.
+
+    python launcher.py exact|observed ENGINE_URL TOKENIZER_FOLDER SEGMENTS_FOLDER
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvloop
+
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.rendering import Rendering
+from tugline.gateway.upstream import Upstream
+from tugline.tokenizer import Tokenizer
+from tugline.types import Part, Sampling, Session, Task
+
+TASK = Task(
+    id="bench",
+    instruction="",
+    harness=Part("shell"),
+    evaluator=Part("session_completed"),
+    sampling=Sampling(temperature=1.0, top_p=1.0),
+)
+
+
+def say(value: object) -> None:
+    """One line of JSON to whoever started this."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
+    """Serve until the standard input closes."""
+    if mode != "exact":
+        sys.exit(f"this gateway has no {mode} mode yet")
+    rendering = Rendering(Tokenizer.load(tokenizer), "qwen3", thinking_retention="all")
+    numbers = itertools.count()
+    async with Gateway(Upstream(engine, Embedded()), rendering, folder) as gateway:
+        say({"port": urlsplit(gateway.url).port})
+        async with contextlib.AsyncExitStack() as opened:
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                word, _, count = line.strip().partition(" ")
+                if word == "close":
+                    await opened.aclose()
+                    say({})
+                    continue
+                sessions = []
+                for _ in range(int(count)):
+                    session = Session(id=f"bench-{next(numbers)}", task=TASK.id, sample=0)
+                    access = await opened.enter_async_context(gateway.open(session, TASK))
+                    path = urlsplit(access.base_url).path
+                    sessions.append([path, access.key, str(gateway.segment(session))])
+                say(sessions)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])))

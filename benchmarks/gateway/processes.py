@@ -1,0 +1,70 @@
+"""Programs beside the load generator: started, asked by lines of JSON, and looked at from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 60.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Refused(Exception):  # noqa: N818 - named for what happened
+    """A program ended instead of answering."""
+
+
+class Child:
+    """One Python program of this folder; its first line tells its port."""
+
+    def __init__(self, file: Path, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(file), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self.pid = self._process.pid
+        self.port: int = self._line()["port"]
+
+    def ask(self, line: str) -> Any:
+        """Send one line; the program's answer."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(line.encode() + b"\n")
+        return self._line()
+
+    def cpu(self) -> float:
+        """Seconds of CPU that all its threads used so far, user and system (the kernel's clock)."""
+        return time.clock_gettime((~self.pid << 3) | 2)
+
+    def rss(self) -> int:
+        """Bytes of memory resident."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
+
+    def stop(self) -> None:
+        """Close its input, which ends it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _line(self) -> Any:
+        out = self._process.stdout
+        text = b""
+        while out is not None and not text.endswith(b"\n"):
+            ready, _, _ = select.select([out], [], [], DEADLINE_S)
+            part = out.read(1 << 16) if ready else None
+            if not part:
+                self._process.kill()
+                msg = f"{self._process.args} did not answer within {DEADLINE_S:.0f} s or ended"
+                raise Refused(msg)
+            text += part
+        return json.loads(text)

@@ -1,0 +1,193 @@
+"""What the stub engine sends for each turn, in the shape that vLLM gives it, ready to be written.
+
+Two routes: token-in ``/inference/v1/generate`` and ``/v1/chat/completions`` with prompt ids,
+sampled ids and logprobs. Streamed answers are one event a token, a usage event and ``[DONE]``:
+514 events, each an HTTP chunk of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from script import SAMPLED, Said, Script, compact
+
+GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+_DONE = b"data: [DONE]\n\n"
+
+
+class Streamed(msgspec.Struct, frozen=True):
+    """A streamed answer, one HTTP chunk an event, the response's head apart."""
+
+    head: bytes
+    chunks: list[bytes]
+    visible: int
+    """Index of the first chunk whose token a client gets to see."""
+
+
+class Replies(msgspec.Struct, frozen=True):
+    """Every answer of one route; the place in a list is the turn."""
+
+    whole: list[bytes]
+    streamed: list[Streamed]
+
+
+def write(script: Script) -> dict[str, Replies]:
+    """All answers, by route."""
+    turns = range(len(script.answers))
+    return {
+        GENERATE: Replies(
+            [_whole(_generated(script, turn)) for turn in turns],
+            [_generated_stream(script, turn) for turn in turns],
+        ),
+        CHAT: Replies(
+            [_whole(_completed(script, turn)) for turn in turns],
+            [_completed_stream(script, turn) for turn in turns],
+        ),
+    }
+
+
+def _whole(body: dict[str, Any]) -> bytes:
+    data = compact(body)
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def _streamed(script: Script, turn: int, events: list[dict[str, Any]]) -> Streamed:
+    chunks = [b"data: " + compact(event) + b"\n\n" for event in events] + [_DONE]
+    lead = len(events) - SAMPLED - 1  # a role event before the first token, on the chat route
+    return Streamed(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n",
+        [b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks],
+        lead + _visible(script, script.answers[turn]),
+    )
+
+
+def _visible(script: Script, said: Said) -> int:
+    """The first token with anything but markup and blank space in it."""
+    texts = (script.tokenizer.decode([token]) for token in said.ids.tolist())
+    return next(i for i, text in enumerate(texts) if text.strip() and not text.startswith("<"))
+
+
+def _usage(script: Script, turn: int) -> dict[str, Any]:
+    prompt = len(script.prompts[turn])
+    return {"prompt_tokens": prompt, "total_tokens": prompt + SAMPLED, "completion_tokens": SAMPLED}
+
+
+# --------------------------------------------------------------------------- token-in route
+def _generated(script: Script, turn: int) -> dict[str, Any]:
+    choice = _generated_choice(script.answers[turn], 0, SAMPLED)
+    return {
+        "request_id": f"generate-tokens-{turn}",
+        "choices": [choice],
+        "usage": _usage(script, turn),
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
+        "output_mode": "tokens",
+    }
+
+
+def _generated_stream(script: Script, turn: int) -> Streamed:
+    start = {"request_id": f"generate-tokens-{turn}"}
+    said = script.answers[turn]
+    events: list[dict[str, Any]] = [
+        {**start, "choices": [_generated_choice(said, i, i + 1)]} for i in range(SAMPLED)
+    ]
+    events.append({**start, "choices": [], "usage": _usage(script, turn)})
+    return _streamed(script, turn, events)
+
+
+def _generated_choice(said: Said, start: int, end: int) -> dict[str, Any]:
+    ids, logprobs = said.ids[start:end].tolist(), said.logprobs[start:end].tolist()
+    last = end == SAMPLED
+    content = [
+        {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+        for token, logprob in zip(ids, logprobs, strict=True)
+    ]
+    return {
+        "index": 0,
+        "logprobs": {"content": content},
+        "finish_reason": "stop" if last else None,
+        "stop_reason": ids[-1] if last else None,
+        "token_ids": ids,
+        "weight_versions": [{"version": "1", "start": start, "end": end}],
+    }
+
+
+# --------------------------------------------------------------------------- chat route
+def _head(turn: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{turn:032x}", "object": kind, "created": 1_760_000_000, "model": "stub"}
+
+
+def _logprobs(script: Script, said: Said, start: int, end: int) -> dict[str, Any]:
+    pairs = zip(said.ids[start:end].tolist(), said.logprobs[start:end].tolist(), strict=True)
+    content = []
+    for token, logprob in pairs:
+        text = script.tokenizer.decode([token])
+        content.append(
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        )
+    return {"content": content}
+
+
+def _completed(script: Script, turn: int) -> dict[str, Any]:
+    said = script.answers[turn]
+    function = {"name": said.name, "arguments": json.dumps(said.arguments)}
+    choice = {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": f"\n\n{said.text}\n",
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "tool_calls": [
+                {"id": f"chatcmpl-tool-{turn:032x}", "type": "function", "function": function}
+            ],
+            "reasoning": f"\n{said.reasoning}\n",
+        },
+        "logprobs": _logprobs(script, said, 0, SAMPLED),
+        "finish_reason": "tool_calls",
+        "stop_reason": None,
+        "token_ids": said.ids.tolist(),
+    }
+    return {
+        **_head(turn, "chat.completion"),
+        "choices": [choice],
+        "service_tier": None,
+        "system_fingerprint": "vllm-0.32.0",
+        "usage": {**_usage(script, turn), "prompt_tokens_details": None},
+        "prompt_logprobs": None,
+        "prompt_token_ids": script.prompts[turn].tolist(),
+        "prompt_text": None,
+        "kv_transfer_params": None,
+    }
+
+
+def _completed_stream(script: Script, turn: int) -> Streamed:
+    said = script.answers[turn]
+    head = _head(turn, "chat.completion.chunk")
+    first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    events: list[dict[str, Any]] = [
+        {
+            **head,
+            "choices": [{**first, "finish_reason": None}],
+            "prompt_token_ids": script.prompts[turn].tolist(),
+        }
+    ]
+    for i in range(SAMPLED):
+        last = i == SAMPLED - 1
+        choice = {
+            "index": 0,
+            "delta": {} if last else {"content": script.tokenizer.decode([int(said.ids[i])])},
+            "logprobs": _logprobs(script, said, i, i + 1),
+            "finish_reason": "stop" if last else None,
+            "stop_reason": int(said.ids[i]) if last else None,
+            "token_ids": [int(said.ids[i])],
+        }
+        events.append({**head, "choices": [choice]})
+    events.append({**head, "choices": [], "usage": _usage(script, turn)})
+    return _streamed(script, turn, events)

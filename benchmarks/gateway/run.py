@@ -1,0 +1,455 @@
+"""What a model call through the gateway costs, next to a proxy that forwards bytes unseen.
+
+Engine, pass-through, gateway and load generator (this program) are one process each, on loopback.
+Blocks of calls alternate between gateway and pass-through, and ratios are of medians, so a busy
+machine disturbs both alike. `docs/benchmarks.md` says what each figure means.
+
+    python benchmarks/gateway/run.py [--json] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import msgspec
+import numpy as np
+import replies
+import script
+import uvloop
+from engine import SPACING_S
+from load import Place, Seat, Target, closed_loop, open_loop
+from processes import Child, Refused
+from script import TURNS, Script
+
+from tugline.capture import segments
+
+CONNECTIONS = (1, 16, 64)
+SLICES = 3
+PACED_STREAMS = 16
+WAVE = 16
+"""Sessions at a time while memory is watched."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    """Blocks of 40 calls a target, for CPU time."""
+    calls: int
+    """Calls a target and number of connections, for latency."""
+    rate: float
+    """Calls a second in all, for latency; streams get a third."""
+    memory_calls: int
+
+
+FULL = Size(rounds=12, calls=1200, rate=90, memory_calls=20_000)
+QUICK = Size(rounds=3, calls=180, rate=90, memory_calls=1_920)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way in which the gateway is asked and asks."""
+
+    name: str
+    gateway: str
+    """How the launched gateway talks to the engine."""
+    route: str
+    """The engine's route, which the pass-through is asked for by name."""
+    stream: bool = False
+    paced: bool = False
+
+
+MODES = (
+    Mode("exact", "exact", replies.GENERATE),
+    Mode("observed", "observed", replies.CHAT),
+    Mode("stream", "exact", replies.GENERATE, stream=True),
+    Mode("stream_paced", "exact", replies.GENERATE, stream=True, paced=True),
+)
+
+
+# --------------------------------------------------------------------------- what is up
+@dataclass
+class Gateway:
+    """A launched gateway, its open sessions, and the call ids that its answers carry."""
+
+    child: Child
+    call_ids: list[str] = field(default_factory=list)
+    waiting: deque[tuple[Place, Path]] = field(default_factory=deque)
+    segments: list[Path] = field(default_factory=list)
+    """Of sessions that were begun since the last `close`."""
+
+    def open(self, sessions: int) -> None:
+        """Have so many more sessions ready."""
+        for path, key, segment in self.child.ask(f"open {sessions}"):
+            self.waiting.append((Place(f"{path}/v1/chat/completions", key), Path(segment)))
+
+    def fresh(self) -> Place:
+        """A session nobody used yet."""
+        place, segment = self.waiting.popleft()
+        self.segments.append(segment)
+        return place
+
+    def close(self) -> list[Path]:
+        """End every session; the segments of those that were begun."""
+        self.child.ask("close")
+        begun, self.segments = self.segments, []
+        self.waiting.clear()
+        return begun
+
+
+@dataclass(frozen=True)
+class Rig:
+    """All processes, and the conversation they play."""
+
+    script: Script
+    folder: Path
+    engine: Child
+    floor: Child
+    gateways: dict[str, Gateway]
+
+    def target(self, name: str, mode: Mode, port: int) -> Target:
+        """What is asked of one of them."""
+        ids = self.gateways[mode.gateway].call_ids
+        bodies = self.script.bodies(ids, stream=mode.stream)
+        return Target(name, port, bodies, mode.stream, mode.paced)
+
+    def seats(self, mode: Mode, kind: str, count: int) -> list[Seat]:
+        """Connections to the engine itself, to the pass-through or to the gateway."""
+        gateway = self.gateways[mode.gateway]
+        child = {"direct": self.engine, "passthrough": self.floor, "gateway": gateway.child}[kind]
+        target = self.target(kind, mode, child.port)
+        fresh: Callable[[], Place] = lambda: Place(mode.route)  # noqa: E731
+        return [
+            Seat(target, number, gateway.fresh if kind == "gateway" else fresh)
+            for number in range(count)
+        ]
+
+
+def launch(story: Script, folder: Path) -> Rig:
+    """Start engine, pass-through and, in each of its modes, the gateway."""
+    here = Path(__file__).parent
+    file = folder / "replies.msgpack"
+    file.write_bytes(msgspec.msgpack.encode(replies.write(story)))
+    story.tokenizer.save(folder)
+    engine = Child(here / "engine.py", str(file))
+    url = f"http://127.0.0.1:{engine.port}"
+    floor = Child(here / "passthrough.py", url)
+    gateways = {}
+    for name in dict.fromkeys(mode.gateway for mode in MODES):
+        arguments = (name, url, str(folder), str(folder / name))
+        try:
+            gateways[name] = Gateway(Child(here / "launcher.py", *arguments))
+        except Refused as error:
+            note(f"{name}: not measured ({error})")
+    return Rig(story, folder, engine, floor, gateways)
+
+
+async def learn(rig: Rig, gateway: Gateway, mode: Mode) -> None:
+    """Play two sessions as a client would, to learn the call ids that the answers carry."""
+    gateway.open(2)
+    for _ in range(2):
+        before, gateway.call_ids = gateway.call_ids, [""] * TURNS
+        seat: Seat | None = None
+        place = gateway.fresh()
+        for turn in range(TURNS):
+            target = rig.target("learning", mode, gateway.child.port)
+            if seat is None:
+                seat = Seat(target, 0, lambda: place)
+                await seat.connect()
+            seat.target = target
+            answer = await seat.call()
+            gateway.call_ids[turn] = _call_id(answer.data, rig.script, turn)
+        if seat is not None:
+            seat.close()
+        if before and before != gateway.call_ids:
+            fail("call ids differ between sessions; prebuilt bodies would not be what clients send")
+    gateway.close()
+
+
+def _call_id(data: bytes, story: Script, turn: int) -> str:
+    said = story.answers[turn]
+    message = json.loads(data[data.index(b"\r\n\r\n") + 4 :])["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    told = (message["content"], message["reasoning_content"], json.loads(call["function"]["arguments"]))
+    if told != (said.text, said.reasoning, said.arguments):
+        fail(f"turn {turn} was answered with {message!r:.600}")
+    return str(call["id"])
+
+
+# --------------------------------------------------------------------------- measuring
+async def cpu(rig: Rig, mode: Mode, rounds: int) -> dict[str, list[float]]:
+    """CPU ms a call of gateway and pass-through, block by block, one session a block."""
+    gateway = rig.gateways[mode.gateway]
+    blocks: dict[str, list[float]] = {"passthrough": [], "gateway": []}
+    for _ in range(rounds):
+        for kind, found in blocks.items():
+            child = rig.floor if kind == "passthrough" else gateway.child
+            if kind == "gateway":
+                gateway.open(1)
+            (seat,) = rig.seats(mode, kind, 1)
+            await seat.connect()
+            before = child.cpu()
+            await closed_loop([seat], TURNS)
+            found.append((child.cpu() - before) / TURNS * 1000)
+            seat.close()
+    return blocks
+
+
+async def paced_cpu(rig: Rig, mode: Mode, rounds: int) -> dict[str, list[float]]:
+    """The same for spaced streams, of which many are open at a time."""
+    gateway = rig.gateways[mode.gateway]
+    blocks: dict[str, list[float]] = {"passthrough": [], "gateway": []}
+    gateway.open(PACED_STREAMS * (1 + rounds))
+    seats = {kind: rig.seats(mode, kind, PACED_STREAMS) for kind in blocks}
+    for each in seats.values():
+        await _stagger(each)
+    turns = 8
+    for _ in range(rounds):
+        for kind, found in blocks.items():
+            child = rig.floor if kind == "passthrough" else gateway.child
+            before = child.cpu()
+            await closed_loop(seats[kind], turns)
+            found.append((child.cpu() - before) / (turns * PACED_STREAMS) * 1000)
+    for each in seats.values():
+        _close(each)
+    return blocks
+
+
+async def _stagger(seats: Sequence[Seat]) -> None:
+    """Connect, and bring the seats to turns spread evenly over a session."""
+    for index, seat in enumerate(seats):
+        await seat.connect()
+        await seat.advance(index * TURNS // len(seats))
+
+
+def _close(seats: Sequence[Seat]) -> None:
+    for seat in seats:
+        seat.close()
+
+
+async def latency(
+    rig: Rig, mode: Mode, count: int, size: Size
+) -> dict[str, tuple[float, float]]:
+    """Median and 99th percentile, ms, of direct, pass-through and gateway calls."""
+    gateway = rig.gateways[mode.gateway]
+    gateway.open(2 * count + size.calls // TURNS + 1)
+    rate = size.rate / 3 if mode.stream else size.rate
+    calls = size.calls // 3 if mode.stream else size.calls
+    kinds = ("direct", "passthrough", "gateway")
+    seats = {kind: rig.seats(mode, kind, count) for kind in kinds}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for kind in kinds:
+        await _stagger(seats[kind])
+    for part in range(SLICES):
+        for kind in kinds:
+            found[kind] += await open_loop(seats[kind], calls // SLICES, rate, seed=part)
+    for kind in kinds:
+        _close(seats[kind])
+    gateway.close()
+    return {kind: _percentiles(values) for kind, values in found.items()}
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    middle, high = np.percentile(np.array(values) * 1000, [50, 99])
+    return float(middle), float(high)
+
+
+async def first_byte(rig: Rig, mode: Mode) -> float:
+    """Median ms from the engine's first visible token to the client's first content."""
+    gateway = rig.gateways[mode.gateway]
+    gateway.open(1)
+    (seat,) = rig.seats(mode, "gateway", 1)
+    await seat.connect()
+    url = f"http://127.0.0.1:{rig.engine.port}/times"
+    await asyncio.to_thread(_fetch, url)
+    answers = await closed_loop([seat], TURNS)
+    written = await asyncio.to_thread(_fetch, url)
+    seat.close()
+    waits = [answer.first - at for answer, at in zip(answers, written, strict=True)]
+    return statistics.median(waits) * 1000
+
+
+def _fetch(url: str) -> Any:
+    with urlopen(url, timeout=10) as answer:  # noqa: S310 - our own process
+        return json.load(answer)
+
+
+def check(rig: Rig, mode: Mode, segment: Path) -> None:
+    """Fail unless the segment holds a session continued exactly from its first turn to its last."""
+    calls = segments.read(segment).calls
+    if len(calls) != TURNS:
+        fail(f"{mode.name}: a session of {TURNS} calls recorded {len(calls)}")
+    for turn, call in enumerate(calls):
+        said = rig.script.answers[turn]
+        exact = call.branch is None and call.parent == (turn - 1 if turn else None)
+        if not exact or not np.array_equal(call.prompt_ids, rig.script.prompts[turn]):
+            fail(f"{mode.name}: call {turn} does not continue exactly (branch: {call.branch})")
+        same = np.array_equal(call.sampled_ids, said.ids)
+        if not same or not np.array_equal(call.logprobs, said.logprobs):
+            fail(f"{mode.name}: call {turn} recorded other tokens than were sampled")
+
+
+async def memory(rig: Rig, mode: Mode, calls: int) -> float:
+    """Bytes of resident memory gained a call, by least squares, the first tenth left out."""
+    gateway = rig.gateways[mode.gateway]
+    seen: list[tuple[int, int]] = []
+    made = 0
+    while made < calls:
+        gateway.open(WAVE)
+        seats = rig.seats(mode, "gateway", WAVE)
+        await asyncio.gather(*(seat.connect() for seat in seats))
+        await closed_loop(seats, TURNS)
+        _close(seats)
+        for segment in gateway.close():
+            segment.unlink()
+        made += WAVE * TURNS
+        seen.append((made, gateway.child.rss()))
+        if len(seen) % 8 == 0:
+            note(f"memory: {made} calls, {seen[-1][1] / 1e6:.1f} MB")
+    late = np.array(seen[len(seen) // 10 :], dtype=float)
+    return float(np.polyfit(late[:, 0], late[:, 1], 1)[0])
+
+
+# --------------------------------------------------------------------------- the whole run
+async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], list[float], float]:
+    """One mode's figures, the pass-through's blocks, and the bytes kept a call."""
+    note(f"{mode.name}: CPU time")
+    gateway = rig.gateways[mode.gateway]
+    blocks = await (paced_cpu if mode.paced else cpu)(rig, mode, size.rounds)
+    begun = gateway.close()
+    whole = [path for path in begun if len(segments.read(path).calls) == TURNS]
+    check(rig, mode, whole[-1])
+    kept = statistics.mean(path.stat().st_size for path in whole) / TURNS
+    ours, floor = (statistics.median(blocks[kind]) for kind in ("gateway", "passthrough"))
+    told: dict[str, Any] = {
+        "cpu_ms": round(ours, 3),
+        "ratio_to_passthrough": round(ours / floor, 2),
+        "passthrough_cpu_ms": round(floor, 3),
+    }
+    if mode.stream:
+        told["first_byte_ms"] = round(await first_byte(rig, mode), 2)
+        gateway.close()
+    if not mode.paced:
+        for count in CONNECTIONS:
+            note(f"{mode.name}: latency at {count} connections")
+            _add(told, str(count), await latency(rig, mode, count, size))
+    return told, blocks["passthrough"], kept
+
+
+def _add(told: dict[str, Any], count: str, found: dict[str, tuple[float, float]]) -> None:
+    for index, name in enumerate(("p50_ms", "p99_ms")):
+        direct = found["direct"][index]
+        told.setdefault(f"added_{name}", {})[count] = round(found["gateway"][index] - direct, 2)
+        told.setdefault(f"passthrough_added_{name}", {})[count] = round(
+            found["passthrough"][index] - direct, 2
+        )
+        told.setdefault(f"direct_{name}", {})[count] = round(direct, 2)
+
+
+async def run(size: Size, *, quick: bool, only: Sequence[str]) -> dict[str, Any]:
+    """Everything, in order."""
+    note("writing the conversation")
+    story = script.write()
+    began, load = time.time(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder:
+        rig = launch(story, Path(folder))
+        try:
+            told: dict[str, Any] = {mode.name: None for mode in MODES}
+            noise: dict[str, float] = {}
+            kept: dict[str, int] = {}
+            for mode in MODES:
+                gateway = rig.gateways.get(mode.gateway)
+                if gateway is None or mode.name not in only:
+                    continue
+                if not gateway.call_ids:
+                    await learn(rig, gateway, replace(mode, stream=False, paced=False))
+                    gc.freeze()
+                told[mode.name], floor, kept[mode.name] = await measure(rig, mode, size)
+                low, middle, high = statistics.quantiles(floor, n=4)
+                noise[mode.name] = round((high - low) / middle, 3)
+            told["kept_bytes_per_call"] = round(kept.get("exact", 0))
+            told["kept_bytes_per_call_by_mode"] = {name: round(n) for name, n in kept.items()}
+            growth = await memory(rig, MODES[0], size.memory_calls)
+            told["rss_growth_bytes_per_call"] = round(growth, 1)
+            ids = rig.gateways["exact"].call_ids
+            told["conversation"] = story.sizes(story.bodies(ids, stream=False))
+        finally:
+            rig.engine.stop()
+            rig.floor.stop()
+            for gateway in rig.gateways.values():
+                gateway.child.stop()
+    told["method"] = {**msgspec.to_builtins(size), "quick": quick, "spacing_s": SPACING_S}
+    told["machine"] = {
+        "cpus": os.cpu_count(),
+        "load_before": round(load, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "noise": noise,
+        "seconds": round(time.time() - began),
+    }
+    return told
+
+
+def table(told: dict[str, Any]) -> str:
+    """The result for people."""
+    rows = [f"{'':<14}{'CPU ms':>9}{'floor':>8}{'ratio':>7}   added p50 / p99 ms (pass-through's)"]
+    for mode in MODES:
+        one = told[mode.name]
+        if one is None:
+            rows.append(f"{mode.name:<14} not measured")
+            continue
+        row = f"{mode.name:<14}{one['cpu_ms']:>9.2f}{one['passthrough_cpu_ms']:>8.2f}"
+        row += f"{one['ratio_to_passthrough']:>7.1f}"
+        for count in map(str, CONNECTIONS if "added_p50_ms" in one else ()):
+            p50, p99 = one["added_p50_ms"][count], one["added_p99_ms"][count]
+            floor = one["passthrough_added_p50_ms"][count], one["passthrough_added_p99_ms"][count]
+            row += f"   c={count}: {p50:.1f} / {p99:.1f} ({floor[0]:.1f} / {floor[1]:.1f})"
+        if "first_byte_ms" in one:
+            row += f"   first byte {one['first_byte_ms']:.1f}"
+        rows.append(row)
+    rows.append(f"kept on disk {told['kept_bytes_per_call']} bytes a call")
+    rows.append(f"memory growth {told['rss_growth_bytes_per_call']} bytes a call")
+    rows += [f"{name}: {told[name]}" for name in ("conversation", "method", "machine")]
+    return "\n".join(rows)
+
+
+def note(text: str) -> None:
+    """Progress, beside the result."""
+    sys.stderr.write(f"{text}\n")
+
+
+def fail(text: str) -> None:
+    """A benchmark of a broken path is worth nothing."""
+    sys.exit(f"the benchmark stopped: {text}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer calls, rougher figures")
+    parser.add_argument("--only", nargs="+", default=[mode.name for mode in MODES], metavar="MODE")
+    options = parser.parse_args()
+    size = QUICK if options.quick else FULL
+    told = uvloop.run(run(size, quick=options.quick, only=options.only))
+    sys.stdout.write((json.dumps(told) if options.json else table(told)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""One scripted conversation, the same on every run: what the client says and the engine answers.
+
+A coding agent's session of 40 model calls over OpenAI Chat. The prompt grows by the engine's
+answer (512 tokens: reasoning, text, one tool call) and a tool result each turn; the system prompt
+is cut so that the mean prompt has 16,384 tokens. Text is the standard library's own source, the
+tokenizer is trained on it, and ids are spread over a vocabulary as large as Qwen3's, so that ids,
+JSON escapes and bodies have realistic sizes. Everything is made before anything is measured.
+"""
+
+from __future__ import annotations
+
+import argparse as _argparse
+import asyncio.base_events
+import json
+import mailbox
+import random
+import tarfile
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tugline.gateway.rendering import Rendering
+from tugline.tokenizer import Tokenizer
+from tugline.types import Ids, Logprobs, Message, Role, Tool, ToolCall
+
+TURNS = 40
+SAMPLED = 512
+MEAN_PROMPT = 16_384
+THOUGHT = 120
+"""Tokens of reasoning in an answer."""
+RESULT_CHARS = 240
+_VOCABULARY = 8192
+_SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
+    "</tool_call>", "<tool_response>", "</tool_response>",
+)  # fmt: skip
+_FIRST_SPECIAL = 151_643
+_MODULES = (_argparse, tarfile, typing, mailbox, asyncio.base_events)
+
+
+@dataclass(frozen=True)
+class Said:
+    """One answer of the engine, and what it means to a client."""
+
+    ids: Ids
+    logprobs: Logprobs
+    reasoning: str
+    text: str
+    name: str
+    arguments: dict[str, str]
+    result: str
+    """What the client's tool then says."""
+
+    def message(self, call_id: str) -> Message:
+        """The answer as the gateway should tell it."""
+        call = ToolCall(call_id, self.name, json.dumps(self.arguments))
+        return Message(Role.ASSISTANT, self.text, (call,), reasoning=self.reasoning)
+
+
+@dataclass(frozen=True)
+class Script:
+    """The whole conversation."""
+
+    tokenizer: Tokenizer
+    system: str
+    user: str
+    tools: tuple[Tool, ...]
+    answers: tuple[Said, ...]
+    prompts: tuple[Ids, ...]
+    """Exact prompt ids of each turn."""
+
+    def bodies(self, call_ids: Sequence[str], *, stream: bool) -> list[tuple[bytes, bytes]]:
+        """Each turn's request body, in two parts around its ``max_completion_tokens``."""
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": self.system},
+            {"role": "user", "content": self.user},
+        ]
+        options: dict[str, Any] = {"stream": stream}
+        if stream:
+            options["stream_options"] = {"include_usage": True}
+        tools = [{"type": "function", "function": _function(tool)} for tool in self.tools]
+        end = b"," + compact({"tools": tools})[1:]
+        bodies = []
+        for answer, call_id in zip(self.answers, call_ids, strict=True):
+            start = compact({"model": "stub", "messages": messages, **options})[:-1]
+            bodies.append((start + b',"max_completion_tokens":', end))
+            messages += _echo(answer, call_id)
+        return bodies
+
+    def sizes(self, bodies: Sequence[tuple[bytes, bytes]]) -> dict[str, int]:
+        """First, mean and last prompt in tokens, and the mean request body in bytes."""
+        lengths = [len(prompt) for prompt in self.prompts]
+        return {
+            "turns": TURNS,
+            "sampled_tokens": SAMPLED,
+            "first_prompt_tokens": lengths[0],
+            "mean_prompt_tokens": round(sum(lengths) / TURNS),
+            "last_prompt_tokens": lengths[-1],
+            "mean_body_bytes": round(sum(len(a) + len(b) + 6 for a, b in bodies) / TURNS),
+        }
+
+
+def compact(value: Any) -> bytes:
+    """JSON as JavaScript writes it."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def write() -> Script:
+    """Make the conversation; takes a few seconds."""
+    text = _corpus()
+    tokenizer = _tokenizer(text)
+    rendering = Rendering(tokenizer, "qwen3", thinking_retention="all")
+    answers = tuple(_answer(tokenizer, text, turn) for turn in range(TURNS))
+    tools = tuple(_tool(text, index) for index in range(8))
+    user = "Mend the failing tests of this repository.\n" + _slice(text, 0, 400)
+    tails = [(Message(Role.TOOL, said.result, tool_call_id=str(i)),) for i, said in _numbered(answers)]
+
+    def prompts(system: str) -> list[Ids]:
+        start = (Message(Role.SYSTEM, system), Message(Role.USER, user))
+        ids = [rendering.first(start, tools)]
+        for said, tail in zip(answers[:-1], tails, strict=False):
+            bridged = rendering.bridge(ids[-1], said.ids, tail, tools)
+            if bridged is None:
+                msg = "the scripted conversation cannot be continued exactly"
+                raise RuntimeError(msg)
+            ids.append(bridged)
+        return ids
+
+    bare = sum(map(len, prompts(""))) / TURNS
+    filler = tokenizer.encode(_slice(text, 300_000, 60_000))[: round(MEAN_PROMPT - bare)]
+    system = tokenizer.decode(filler)
+    return Script(tokenizer, system, user, tools, answers, tuple(prompts(system)))
+
+
+def _numbered(answers: Sequence[Said]) -> list[tuple[int, Said]]:
+    return list(enumerate(answers))
+
+
+def _corpus() -> str:
+    sources = [Path(module.__file__ or "").read_text(encoding="utf-8") for module in _MODULES]
+    return "".join(sources).encode("ascii", "ignore").decode()
+
+
+def _slice(text: str, start: int, size: int) -> str:
+    at = start % (len(text) - size)
+    return text[at : at + size]
+
+
+def _tokenizer(text: str) -> Tokenizer:
+    """A byte-level BPE whose ids lie as far apart as a large vocabulary's."""
+    trained = Backend(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(text.splitlines(keepends=True), trainer)
+    model = json.loads(trained.to_str())["model"]
+    spread = random.Random(0).sample(range(_FIRST_SPECIAL), len(model["vocab"]))
+    vocabulary = dict(zip(model["vocab"], spread, strict=True))
+    vocabulary |= {token: _FIRST_SPECIAL + i for i, token in enumerate(_SPECIAL)}
+    merges = [tuple(merge) for merge in model["merges"]]
+    backend = Backend(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(_SPECIAL))
+    return Tokenizer(backend, "stub")
+
+
+def _answer(tokenizer: Tokenizer, text: str, turn: int) -> Said:
+    """Exactly 512 tokens: reasoning and a tool call of about even size, text for the rest."""
+    place = 9_000 * turn + 1_000
+    arguments = {"path": f"src/part_{turn}.py", "text": _slice(text, place, 800)}
+    written = json.dumps({"name": "write", "arguments": arguments})
+    call = tokenizer.encode(f"<tool_call>\n{written}\n</tool_call><|im_end|>")
+    thought = tokenizer.encode(_slice(text, place + 1_000, 2_000).strip())[:THOUGHT]
+    opening, closing = tokenizer.encode("<think>\n"), tokenizer.encode("\n</think>\n\n")
+    room = SAMPLED - len(opening) - THOUGHT - len(closing) - len(call)
+    said = tokenizer.encode(_slice(text, place + 3_000, 4_000).strip())[:room]
+    ids = [*opening, *thought, *closing, *said, *call]
+    if len(ids) != SAMPLED or room < 1:
+        msg = f"an answer has {len(ids)} tokens instead of {SAMPLED}"
+        raise RuntimeError(msg)
+    logprobs = -np.random.default_rng(turn).exponential(0.4, SAMPLED).astype(np.float32)
+    return Said(
+        np.array(ids, np.int32),
+        logprobs,
+        tokenizer.decode(thought).strip(),
+        tokenizer.decode(said).strip(),
+        "write",
+        arguments,
+        _slice(text, place + 8_000, RESULT_CHARS),
+    )
+
+
+def _tool(text: str, index: int) -> Tool:
+    names = ("read", "write", "edit", "bash", "search", "list", "fetch", "plan")
+    fields = {
+        name: {"type": "string", "description": _slice(text, 50_000 + 700 * index + 90 * i, 80)}
+        for i, name in enumerate(("path", "text", "options"))
+    }
+    schema = {"type": "object", "properties": fields, "required": ["path"]}
+    return Tool(names[index], _slice(text, 100_000 + 900 * index, 300), schema)
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+
+
+def _echo(said: Said, call_id: str) -> list[dict[str, Any]]:
+    """An answer as a client repeats it (arguments written compactly), and its tool's result."""
+    function = {"name": said.name, "arguments": compact(said.arguments).decode()}
+    return [
+        {
+            "role": "assistant",
+            "content": said.text,
+            "reasoning_content": said.reasoning,
+            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call_id, "content": said.result},
+    ]
