@@ -84,15 +84,30 @@ class UpgradeRequired(RequestError):
 
 
 class ContextOverflow(RequestError):
-    """The prompt, or prompt plus answer, exceeds the engine's window."""
+    """The prompt, or prompt plus answer, exceeds the engine's window (both in tokens)."""
 
     code = "context_length_exceeded"
 
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        prompt: int | None = None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.prompt, self.window = prompt, window
+
 
 class BudgetExhausted(RequestError):
-    """The session may not make this call any more."""
+    """The session may not make this call any more; `status` is what its harness stops on."""
 
     code = "budget_exhausted"
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Unauthorized(RequestError):

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tugline.errors import RequestError, TuglineError
+from tugline.errors import TuglineError
+from tugline.gateway.dialects.reading import decode
 from tugline.types import Finish, Message, Sampling, Tool, ToolCall, TraceKind
 
 
@@ -227,6 +228,7 @@ It sees only the messages so far, the item and its index, so equal fronts give e
 """
 
 _REMEMBERED = 4
+_ANY = msgspec.json.Decoder()
 
 
 class _Seen:
@@ -270,12 +272,7 @@ class Memory:
             if last is not None:
                 messages[-1] = last
         for index in range(at, len(items)):
-            try:
-                item = msgspec.json.decode(items[index])
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                msg = f"item {index} of the request is not valid JSON: {error}"
-                raise RequestError(msg) from error
-            step(messages, item, index)
+            step(messages, decode(items[index], _ANY, f"message {index} of the request"), index)
             ends.append((len(messages), messages[-1] if messages else None))
         kept = [msgspec.Raw(bytes(item)) for item in items[at:]]
         front = best.items[:at] if best is not None else []
@@ -288,5 +285,5 @@ class Memory:
     def tools(self, raw: bytes, parse: Callable[[Any], tuple[Tool, ...]]) -> tuple[Tool, ...]:
         """The tools that `raw` JSON declares; the same object while the bytes stay the same."""
         if raw != self._tools[0]:
-            self._tools = (bytes(raw), parse(msgspec.json.decode(raw)))
+            self._tools = (bytes(raw), parse(decode(raw, _ANY, "the list of tools")))
         return self._tools[1]
