@@ -6,12 +6,52 @@ and decoding never hides them: what a model sampled is shown as it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as _Backend
 
 from tugline.errors import ConfigError
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_PROBE = ' a  b\n\n\t{"é": 界🙂}\u00a0c'
+
+
+class Spellings(dict[int, bytes]):
+    """The bytes of each id, spelled when first asked for; texts of ids are their joins."""
+
+    def __init__(self, backend: _Backend) -> None:
+        self._backend = backend
+        self._byte_level = type(backend.decoder).__name__ == "ByteLevel"
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        if self._byte_level and all(char in _BYTES for char in token):
+            spelled = bytes(_BYTES[char] for char in token)
+        elif not self._byte_level and (byte := _BYTE.fullmatch(token)):
+            spelled = bytes([int(byte[1], 16)])
+        else:
+            spelled = self._backend.decode([token_id], skip_special_tokens=False).encode()
+        self[token_id] = spelled
+        return spelled
+
+    def exact(self) -> bool:
+        """Whether joined bytes are what the tokenizer decodes, which is not so for every kind."""
+        ids = self._backend.encode(_PROBE, add_special_tokens=False).ids
+        joined = b"".join([self[one] for one in ids]).decode(errors="replace")
+        return joined == self._backend.decode(ids, skip_special_tokens=False)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write printable bytes as themselves, the others from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    alphabet = {chr(byte): byte for byte in plain}
+    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 class Tokenizer:
@@ -22,6 +62,9 @@ class Tokenizer:
         self.name_or_path = name
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = backend.token_to_id(eos)
+        spellings = Spellings(backend)
+        self.spellings: Spellings | None = spellings if spellings.exact() else None
+        """Bytes by id, to decode ids as they come; None where ids have no spelling of their own."""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:

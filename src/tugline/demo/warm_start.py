@@ -145,11 +145,11 @@ def conversation(
         if isinstance(turn, str):
             return Example(np.concatenate((prompt, answer)), np.concatenate(mask))
         result = Message(Role.TOOL, observed(problem, turn), tool_call_id=f"call_{number}")
-        bridged = rendering.bridge(prompt, answer, [result], tools)
-        if bridged is None:
+        more = rendering.extension(prompt, answer, [result], tools)
+        if more is None:
             break
-        mask.append(np.zeros(len(bridged) - len(prompt) - len(answer), np.bool_))
-        prompt = bridged
+        mask.append(np.zeros(len(more), np.bool_))
+        prompt = np.concatenate((prompt, answer, more))
     msg = f"the script of problem {problem.id} must end with a text"
     raise ValueError(msg)
 

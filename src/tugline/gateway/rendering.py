@@ -1,26 +1,38 @@
 """Messages to token ids and back, for one model: a thin, typed face on the `renderers` library.
 
-`first` renders a whole conversation; `bridge` continues exact ids by a tail of new messages, and
-answers None when it cannot do so without touching what is already there (I1).
+`first` renders a whole conversation; `extension` gives only the ids that follow what is already
+there, from the end of the prompt and the sampled ids, and answers None when the template cannot
+continue them without touching them (I1). Nothing here but `first` costs more than what is new (I7).
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 from renderers import create_renderer
-from renderers.base import ToolCallParseStatus
-from renderers.configs import Qwen3RendererConfig
+from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
-from tugline.errors import ConfigError
+from tugline.errors import ConfigError, Unsupported
+from tugline.gateway.dialects.base import ChoiceMode, ToolChoice
+from tugline.gateway.templates import CONFIGS, Markers, Template, template
 from tugline.tokenizer import Tokenizer
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
-_CONFIGS: dict[str, Any] = {"qwen3": Qwen3RendererConfig}
+END = 64
+"""How many ids of a prompt's end say all that matters for going on from it."""
+
+RETENTIONS = ("all", "tool_cycle", "template")
+_RENDERS = 8
+_ACCEPTED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
+
+Plain = dict[str, Any]
+"""A message or tool as the `renderers` library takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,82 +45,188 @@ class Parsed:
     """Name and JSON arguments of each well-formed call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Markers:
-    """Ids that open and close the parts of an answer; -1 where the vocabulary has none."""
-
-    think: int
-    think_end: int
-    call: int
-    call_end: int
-
-
 class Rendering:
     """One model's template, bound to its tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, renderer: str, *, thinking_retention: str) -> None:
-        if renderer not in _CONFIGS:
-            msg = f"renderer={renderer!r} is unknown; it must be one of {', '.join(_CONFIGS)}"
+    def __init__(
+        self, tokenizer: Tokenizer, renderer: str, *, thinking_retention: str = "all"
+    ) -> None:
+        if renderer not in CONFIGS:
+            msg = (
+                f"renderer={renderer!r} is unknown; it must be one of {', '.join(sorted(CONFIGS))}"
+            )
             raise ConfigError(msg)
+        if thinking_retention not in RETENTIONS:
+            msg = (
+                f"thinking_retention={thinking_retention!r} is unknown; "
+                f"it must be one of {', '.join(RETENTIONS)}"
+            )
+            raise ConfigError(msg)
+        self.name = renderer
         self.tokenizer = tokenizer
         self.thinking_retention = thinking_retention
-        self._renderer: Any = create_renderer(
-            tokenizer, _CONFIGS[renderer](thinking_retention=thinking_retention)
-        )
+        self._renderer = _create(tokenizer, renderer, thinking_retention)
+        self.template: Template = template(renderer)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
-        self.markers = Markers(
-            *(self._id(text) for text in ("<think>", "</think>", "<tool_call>", "</tool_call>"))
-        )
+        self.markers: Markers = self.template.markers(tokenizer)
+        self._tools: tuple[Sequence[Tool], list[Plain] | None] = ((), None)
+        prompt = self._render((Message(Role.USER, ""),), ())
+        self._closing = "\n\n</think>\n\n" if self.thinks(prompt) else "<think>\n\n</think>\n\n"
+        self._renders: OrderedDict[bytes, Ids] = OrderedDict()
+
+    @classmethod
+    def for_model(
+        cls, tokenizer: Tokenizer, model_name: str, *, thinking_retention: str = "all"
+    ) -> Self | None:
+        """The rendering of a published model, by its exact name; None if it is not known."""
+        renderer = MODEL_RENDERER_MAP.get(model_name)
+        if renderer is None:
+            return None
+        return cls(tokenizer, renderer, thinking_retention=thinking_retention)
+
+    @property
+    def incremental(self) -> bool:
+        """Whether an answer can be told while it is sampled; else it is held until its end."""
+        return self.tokenizer.spellings is not None and self.template.incremental(self.markers)
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
-        """Ids of the whole conversation, ready for the model's next turn."""
-        ids = self._renderer.render_ids(
-            [_plain(message) for message in messages],
-            tools=_tools(tools),
-            add_generation_prompt=True,
-        )
-        return np.asarray(ids, np.int32)
+        """Ids of the whole conversation, ready for the model's next turn.
 
-    def bridge(
-        self, prompt: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]
+        Raises `Unsupported` naming the field where the template has no place for what it holds.
+        """
+        key = hashlib.blake2b(
+            msgspec.json.encode((list(tools), list(messages))), digest_size=16
+        ).digest()
+        ids = self._renders.get(key)
+        if ids is None:
+            ids = self._render(messages, tools)
+            self._renders[key] = ids
+            if len(self._renders) > _RENDERS:
+                self._renders.popitem(last=False)
+        else:
+            self._renders.move_to_end(key)
+        return ids
+
+    def extension(
+        self, end: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]
     ) -> Ids | None:
-        """``prompt + sampled`` followed by the rendered tail; None if that cannot be had."""
+        """The ids that follow a prompt that ends in `end`, its answer `sampled`, for a new `tail`.
+
+        None if the template would change the ids that are there.
+        """
+        before = end[-END:].tolist()
+        before_and_sampled = before + sampled.tolist()
         bridged = self._renderer.bridge_to_next_turn(
-            prompt.tolist(), sampled.tolist(), [_plain(m) for m in tail], tools=_tools(tools)
+            before,
+            before_and_sampled[len(before) :],
+            self._plain(tail),
+            tools=self._plain_tools(tools),
         )
         if bridged is None:
             return None
-        ids = np.asarray(bridged.token_ids, np.int32)
-        kept = len(prompt) + len(sampled)
-        exact = len(ids) > kept and np.array_equal(ids[:kept], np.concatenate((prompt, sampled)))
-        return ids if exact else None
+        ids: list[int] = bridged.token_ids
+        kept = len(before_and_sampled)
+        if len(ids) <= kept or ids[:kept] != before_and_sampled:
+            return None
+        return np.asarray(ids[kept:], np.int32)
 
-    def parse(self, sampled: Sequence[int], prompt: Ids | None = None) -> Parsed:
-        """The final word on what an answer says."""
-        tail = None if prompt is None else prompt[-64:].tolist()
-        parsed = self._renderer.parse_response(list(sampled), prompt_ids=tail)
-        content = str(parsed.content).strip()
+    def forced(self, choice: ToolChoice) -> Ids | None:
+        """Ids that, appended to the prompt, make the model call a tool; None if that is unknown.
+
+        They close the reasoning first, and go as far as the name (`ChoiceMode.REQUIRED`) or as the
+        arguments (`ChoiceMode.NAMED`). Of several names that may be called none can be forced.
+        """
+        if self.template.forced is None or len(choice.names) > 1:
+            return None
+        if choice.mode not in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
+            return None
+        opening, after = self.template.forced
+        if choice.names:
+            opening += choice.names[0] + after
+        ids = self.tokenizer.encode(self._closing + opening)
+        return np.asarray(ids, np.int32)
+
+    def parse(
+        self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
+    ) -> Parsed:
+        """What the library's parser makes of a whole answer, and every text it leaves out."""
+        ids = list(sampled)
+        prompt = None if end is None else end[-END:].tolist()
+        parsed = self._renderer.parse_response(
+            ids, tools=self._plain_tools(tools), prompt_ids=prompt
+        )
         calls: list[tuple[str, str]] = []
+        texts = [str(parsed.content).strip()]
         for call in parsed.tool_calls:
-            if call.status is ToolCallParseStatus.OK and isinstance(call.name, str):
+            if _accepted(call):
                 calls.append((call.name, _arguments(call.arguments)))
             else:
-                content = f"{content}\n<tool_call>\n{call.raw}".lstrip("\n")
-        return Parsed(content, parsed.reasoning_content, tuple(calls))
+                start, stop = call.token_span
+                texts.append(self.tokenizer.decode(ids[start:stop]).strip())
+        reasoning = (parsed.reasoning_content or "").strip() or None
+        return Parsed("\n".join(text for text in texts if text), reasoning, tuple(calls))
 
-    def _id(self, token: str) -> int:
-        found = self.tokenizer.convert_tokens_to_ids(token)
-        return -1 if found is None else found
+    def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
+        """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
+        parsed = self._renderer.parse_response(
+            [*self.markers.lead, *block], tools=self._plain_tools(tools)
+        )
+        if not all(_accepted(call) for call in parsed.tool_calls):
+            return ()
+        return tuple((call.name, _arguments(call.arguments)) for call in parsed.tool_calls)
+
+    def thinks(self, end: Ids) -> bool:
+        """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
+        probe = self.tokenizer.encode("x")
+        parsed = self._renderer.parse_response(probe, prompt_ids=end[-END:].tolist())
+        return parsed.reasoning_content is not None
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
+        try:
+            ids = self._renderer.render_ids(
+                self._plain(messages), tools=self._plain_tools(tools), add_generation_prompt=True
+            )
+        except (ValueError, TypeError) as error:
+            msg = f"the template of {self.name} cannot render these messages: {error}"
+            raise Unsupported(msg, param="messages") from error
+        return np.asarray(ids, np.int32)
+
+    def _plain(self, messages: Sequence[Message]) -> list[Plain]:
+        return [_plain(message) for message in messages]
+
+    def _plain_tools(self, tools: Sequence[Tool]) -> list[Plain] | None:
+        """The tools as the OpenAI API writes them; made once while they stay the same object."""
+        if tools is not self._tools[0]:
+            self._tools = (tools, [_plain_tool(tool) for tool in tools] or None)
+        return self._tools[1]
+
+
+def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
+    keep = None if retention == "template" else retention
+    try:
+        return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
+    except (AssertionError, ValueError) as error:
+        msg = f"renderer={renderer!r} does not fit the tokenizer {tokenizer.name_or_path}: {error}"
+        raise ConfigError(msg) from error
+
+
+def _accepted(call: Any) -> bool:
+    """Well-formed, or with an argument that its schema did not expect (the harness says so)."""
+    if call.status not in _ACCEPTED or not isinstance(call.name, str) or not call.name:
+        return False
+    return call.status is ToolCallParseStatus.OK or isinstance(call.arguments, dict)
 
 
 def _arguments(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """The dictionary the renderer wants; `developer` is `system` to every template we know."""
+def _plain(message: Message) -> Plain:
+    if message.images:
+        msg = "this model's template has no place for images"
+        raise Unsupported(msg, param="messages")
     role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
-    plain: dict[str, Any] = {"role": role.value, "content": message.content}
+    plain: Plain = {"role": role.value, "content": message.content}
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -118,7 +236,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _plain_call(call: ToolCall) -> dict[str, Any]:
+def _plain_call(call: ToolCall) -> Plain:
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
     except msgspec.DecodeError:
@@ -130,16 +248,12 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """The function tools as the OpenAI API writes them, which is what templates expect."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-            },
-        }
-        for tool in tools
-    ] or None
+def _plain_tool(tool: Tool) -> Plain:
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+        },
+    }
