@@ -1,0 +1,284 @@
+"""A tiny Qwen3 that calls tools, made on the spot: what the real engines serve in these tests.
+
+It has learned two habits by heart and nothing else. To a user it answers with a thought, a
+sentence and two calls of `read`; to tool results with a thought and an answer; asked to recite it
+says random words and never ends. The words it picks are drawn at random, so that its log
+probabilities are worth comparing. Input and output embeddings are untied: engines that reload
+weights while running are exact only then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tugline.demo.tokenizer import END_OF_TURN, PAD, train_tokenizer
+from tugline.harnesses.base import cache_folder
+from tugline.tokenizer import Tokenizer
+
+WINDOW = 2048
+STEPS = 260
+BATCH = 8
+POOL = 400
+LONGEST = 512
+WORDS = [
+    "amber", "brook", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty",
+    "knoll", "lagoon", "marsh", "north", "otter", "pine", "quay", "ridge", "stone", "thorn",
+    "umber", "vale", "wharf", "yarrow", "zephyr",
+]  # fmt: skip
+RECITE = "Recite."
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string"}},
+                "required": [key],
+            },
+        },
+    }
+    for name, description, key in (
+        ("read", "Read a file.", "path"),
+        ("run", "Run a command.", "command"),
+    )
+]
+TEMPLATE = r"""
+{%- macro said(message) -%}
+{%- if message.reasoning_content -%}
+{{ '<think>\n' ~ message.reasoning_content.strip('\n') ~ '\n</think>\n\n' }}
+{%- endif -%}
+{{ (message.content or '').strip('\n') }}
+{%- for call in message.tool_calls or [] -%}
+{%- set given = call.function.arguments -%}
+{{ '\n<tool_call>\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+{{- given if given is string else given | tojson }}
+{{- '}\n</tool_call>' }}
+{%- endfor %}
+{%- endmacro -%}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if tools -%}
+{{ '<|im_start|>system\n' ~ (system ~ '\n\n' if system else '') }}
+{{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+{%- for tool in tools -%}{{ '\n' ~ (tool | tojson) }}{%- endfor -%}
+{{ '\n</tools>\n\nFor each function call, return a json object with function name and ' }}
+{{- 'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- elif system -%}
+{{ '<|im_start|>system\n' ~ system ~ '<|im_end|>\n' }}
+{%- endif -%}
+{%- for message in (messages[1:] if system else messages) -%}
+{%- if message.role == 'tool' -%}
+{{ '' if loop.previtem is defined and loop.previtem.role == 'tool' else '<|im_start|>user' }}
+{{- '\n<tool_response>\n' ~ message.content ~ '\n</tool_response>' }}
+{{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
+{%- else -%}
+{{ '<|im_start|>' ~ message.role ~ '\n' }}
+{{- said(message) if message.role == 'assistant' else message.content }}
+{{- '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"""
+"""Qwen3's chat format as an engine's own template, thoughts of earlier turns kept."""
+
+
+class Folders(NamedTuple):
+    """The model as it was trained, and the same slightly off: the next policy version."""
+
+    first: Path
+    second: Path
+
+
+def make() -> Folders:
+    """Both model folders, trained once (about half a minute) and kept in the cache."""
+    recipe = Path(__file__).read_bytes()
+    digest = hashlib.blake2b(recipe, digest_size=6).hexdigest()
+    folder = cache_folder() / "engines" / f"tool-model-{digest}"
+    folders = Folders(folder / "first", folder / "second")
+    with _locked(folder):
+        if not (folder / ".ready").exists():
+            tokenizer = _tokenizer()
+            model = _trained(tokenizer)
+            _save(model, tokenizer, folders.first)
+            torch.manual_seed(1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + 0.02 * torch.randn_like(parameter))
+            _save(model, tokenizer, folders.second)
+            (folder / ".ready").touch()
+    return folders
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# --------------------------------------------------------------------------- what it learns
+class _Example(NamedTuple):
+    ids: list[int]
+    mask: list[bool]
+
+
+def _conversation(rng: random.Random, *, recite: bool) -> list[dict[str, Any]]:
+    def words(most: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most)))
+
+    messages: list[dict[str, Any]] = []
+    if rng.random() < 0.8:
+        messages.append({"role": "system", "content": f"You help with {words(12)}."})
+    for _ in range(rng.randint(0, 1) if recite else rng.randint(1, 2)):
+        messages += _tool_turn(rng, words)
+    if rng.random() < 0.3:  # some harnesses do not echo thoughts
+        for message in messages:
+            message.pop("reasoning_content", None)
+        messages += _tool_turn(rng, words)
+    if recite:
+        messages.append({"role": "user", "content": RECITE})
+        recital = " ".join(rng.choice(WORDS) for _ in range(LONGEST))
+        messages.append({"role": "assistant", "content": recital})
+    return messages
+
+
+def _tool_turn(rng: random.Random, words: Any) -> list[dict[str, Any]]:
+    calls = [
+        {
+            "id": f"call_{number}",
+            "type": "function",
+            "function": {"name": "read", "arguments": {"path": f"{rng.choice(WORDS)}.txt"}},
+        }
+        for number in range(2)
+    ]
+    return [
+        {"role": "user", "content": f"{rng.choice(('Mend', 'Find', 'Tell me of'))} {words(8)}."},
+        {
+            "role": "assistant",
+            "reasoning_content": f"The user asks for {rng.choice(WORDS)} or {rng.choice(WORDS)}.",
+            "content": "Let me look.",
+            "tool_calls": calls,
+        },
+        *(
+            {"role": "tool", "tool_call_id": call["id"], "content": words(10)}
+            for call in calls[: rng.randint(1, 2)]
+        ),
+        {
+            "role": "assistant",
+            "reasoning_content": f"Now I know {rng.choice(WORDS)}.",
+            "content": f"It is {rng.choice(WORDS)} and {rng.choice(WORDS)}.",
+        },
+    ]
+
+
+def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, Any]]) -> _Example:
+    """As the template says it; what the assistant says is to be learned."""
+    rng = random.Random(json.dumps(conversation))
+    tools = None if rng.random() < 0.1 else rng.sample(TOOLS, len(TOOLS))
+    ids: list[int] = []
+    mask: list[bool] = []
+    said = ""
+    for count, message in enumerate(conversation):
+        if message["role"] != "assistant":
+            continue
+        learned = "reasoning_content" in message or message is conversation[-1]
+        for end, prompted in ((count, True), (count + 1, False)):
+            text = tokenizer.apply_chat_template(
+                conversation[:end], tools, add_generation_prompt=prompted, tokenize=False
+            )
+            new = tokenizer.encode(text[len(said) :], add_special_tokens=False)
+            said = text
+            ids += new
+            mask += [learned and not prompted] * len(new)
+    return _Example(ids[:LONGEST], mask[:LONGEST])
+
+
+def _pool(tokenizer: Tokenizer, rng: random.Random) -> list[_Example]:
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, chat_template=TEMPLATE)
+    return [_example(made, _conversation(rng, recite=n % 4 == 0)) for n in range(POOL)]
+
+
+def _tokenizer() -> Tokenizer:
+    rng = random.Random(0)
+    texts = [json.dumps(_conversation(rng, recite=n % 4 == 0)) for n in range(200)]
+    return Tokenizer(train_tokenizer([*texts, *[TEMPLATE, json.dumps(TOOLS)] * 20], [], 700), "t")
+
+
+def _trained(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=tokenizer.size + -tokenizer.size % 64,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,  # the smallest that every engine has a kernel for
+            max_position_embeddings=WINDOW,
+            initializer_range=0.05,
+            tie_word_embeddings=False,
+            pad_token_id=PAD,
+            eos_token_id=END_OF_TURN,
+            bos_token_id=None,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
+    rng = random.Random(1)
+    pool = _pool(tokenizer, rng)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * min(1, (step + 1) / 10) * (1 - 0.95 * step / STEPS)
+        loss = _loss(model, rng.sample(pool, BATCH))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def _loss(model: Qwen3ForCausalLM, batch: list[_Example]) -> torch.Tensor:
+    longest = max(len(one.ids) for one in batch)
+    ids = np.full((len(batch), longest), PAD, np.int64)
+    mask = np.zeros((len(batch), longest), np.bool_)
+    for row, one in enumerate(batch):
+        ids[row, : len(one.ids)], mask[row, : len(one.mask)] = one.ids, one.mask
+    inputs, trained = torch.from_numpy(ids), torch.from_numpy(mask)[:, 1:]
+    states = model.model(input_ids=inputs, use_cache=False).last_hidden_state[:, :-1][trained]
+    return torch.nn.functional.cross_entropy(model.lm_head(states), inputs[:, 1:][trained])
+
+
+def _save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save(folder)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": WINDOW,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(make())  # noqa: T201 - for whoever wants to look at the model

