@@ -1,50 +1,61 @@
-"""The gateway as harnesses meet it: routes, secrets, streaming, and the dialect's own errors.
+"""The gateway as harnesses meet it: routes, secrets, streaming, and each dialect's own errors.
 
-`Gateway` is also what a node holds: it opens a session, hands out its address and key, and gives
-back the recorded calls when the session is over.
+`Gateway` is also what a node holds: it opens a session, hands out its address and key, pauses the
+calls while weights change, and gives back what was recorded when the session is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+import re
+from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from typing import Literal, Self
 
 from tugline import log
 from tugline.capture import segments
 from tugline.capture.segments import Writer
-from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
+from tugline.errors import (
+    ClientGone,
+    ContextOverflow,
+    EngineError,
+    NotFound,
+    TuglineError,
+    Unsupported,
+    UpgradeRequired,
+    UsageError,
+)
+from tugline.gateway import policy
+from tugline.gateway.asgi import Http, Message, Receive, Send
 from tugline.gateway.conversation import Conversation
-from tugline.gateway.dialects.base import Dialect
-from tugline.gateway.dialects.openai_chat import OpenAIChat
-from tugline.gateway.proxy import Backend, Exchange, body_digest, contract_of
+from tugline.gateway.dialects.base import Action, Dialect, Incoming, Request
+from tugline.gateway.dialects.registry import DIALECTS, fallback
+from tugline.gateway.drawing import Backend
+from tugline.gateway.proxy import Exchange, repeats
 from tugline.gateway.rendering import Rendering
-from tugline.gateway.sessions import LiveSession, Sessions
+from tugline.gateway.sessions import LiveSession, Sessions, Terms
 from tugline.gateway.upstream import ModelCard, Upstream
 from tugline.serving import serve
-from tugline.types import Boundary, Call, Failure, Session, Task
+from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 
-MAX_BODY = 64 << 20
-"""Bytes of one request."""
 KEEP_ALIVE_S = 15.0
 HEADERS_BY_S = 2.0
 """How long a stream's headers may wait for the first token, so that early faults get a status."""
+_REMEMBERED = 8
+"""Calls of a session that a repeated request may be about."""
 _RETRY = "x-stainless-retry-count"
+_PATH = re.compile(
+    r"(?:/s/(?P<session>[^/]+))?(?:/(?P<version>v1(?:alpha|beta)?\d*))?(?P<rest>/.*)"
+)
 
 _log = log.get("gateway")
 
-
-class _TooLarge(RequestError):
-    status = 413
+StreamMode = Literal["live", "buffered"]
+PauseMode = Literal["wait", "abort", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +68,43 @@ class Opened:
 
 
 class Gateway:
-    """One gateway in front of one engine, on a socket of its own."""
+    """One gateway in front of one engine's replicas, on a socket of its own."""
 
     def __init__(
         self,
         upstream: Upstream,
-        rendering: Rendering,
+        rendering: Rendering | None,
         segments_dir: Path,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        stream: StreamMode = "live",
     ) -> None:
-        """Calls are kept under `segments_dir`, one file per session; port 0 takes any free one."""
-        self._upstream, self._rendering, self._folder = upstream, rendering, segments_dir
+        """Calls are kept under `segments_dir`, one file per session; port 0 takes any free one.
+
+        `rendering` makes the prompts in exact mode and is None in the other modes. With `stream`
+        ``buffered`` an answer is told when it is complete.
+        """
+        if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
+            wants = "a rendering" if rendering is None else "no rendering"
+            msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
+            raise UsageError(msg)
+        self._upstream, self._folder, self._mode = upstream, segments_dir, stream
+        self._backend = Backend(upstream, ModelCard("", 0), rendering)
+        self._backend.gate.set()
         self._host, self._port = host, port
         self._sessions = Sessions()
-        self._chat = OpenAIChat()
-        self._last: dict[str, Exchange] = {}
+        self._recent: dict[str, deque[Exchange]] = {}
         self._segments: dict[str, Path] = {}
         self._overflow: dict[str, ContextOverflow] = {}
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
-        self.card = ModelCard("", 0)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._upstream)
-            self.card = await self._upstream.model()
-            self.url = await stack.enter_async_context(serve(self.app(), self._host, self._port))
+            self._backend.card = await self._upstream.model()
+            self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
             self._stack = stack.pop_all()
         return self
 
@@ -96,19 +116,31 @@ class Gateway:
     ) -> None:
         await self._stack.aclose()
 
+    # ----------------------------------------------------------------------- for a node
+    @property
+    def card(self) -> ModelCard:
+        """What the engine serves."""
+        return self._backend.card
+
     @contextlib.asynccontextmanager
-    async def open(self, session: Session, task: Task) -> AsyncIterator[Opened]:
-        """Take the model calls of one attempt at a session while the block lasts."""
+    async def open(
+        self, session: Session, task: Task, *, spent_status: int = 400
+    ) -> AsyncIterator[Opened]:
+        """Take the model calls of one attempt at a session while the block lasts.
+
+        `spent_status` is the HTTP status of a spent budget: the one its harness stops on.
+        """
         segment = self.segment(session)
         self._segments[session.id] = segment
+        contract = policy.contract_of(task.sampling, session.sample)
         live, secret = self._sessions.open(
             session.id,
-            contract=contract_of(task.sampling, session.sample),
-            limits=task.limits,
-            conversation=Conversation(self._rendering),
+            terms=Terms(contract, task.sampling_policy, task.limits, spent_status),
+            conversation=Conversation(self._backend.rendering),
             writer=Writer(segment),
         )
-        self._last.pop(session.id, None)
+        self._recent[session.id] = deque(maxlen=_REMEMBERED)
+        self._overflow.pop(session.id, None)
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
@@ -127,134 +159,190 @@ class Gateway:
 
         A session that outgrows the window later on has answers to be judged by.
         """
-        last = self._last.get(session)
-        error = last.error if last is not None else self._overflow.get(session)
+        recent = self._recent.get(session)
+        error = recent[-1].error if recent else self._overflow.get(session)
         if isinstance(error, EngineError | ContextOverflow):
             return Failure(Boundary.ENGINE, str(error))
         return None
 
+    # ----------------------------------------------------------------------- for a trainer
+    async def pause(self, mode: PauseMode = "wait", *, within_s: float = 600.0) -> None:
+        """Hold new calls. Those in flight end first, end now with what they have, or stay.
+
+        Raises `EngineError` when they are not over in time; the gateway then stays paused.
+        """
+        self._backend.gate.clear()
+        if mode == "abort":
+            await asyncio.gather(*(draw.abort() for draw in list(self._backend.running)))
+        if mode == "keep":
+            return
+        try:
+            async with asyncio.timeout(within_s):
+                while any(draw.sending for draw in self._backend.running):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        except TimeoutError as error:
+            msg = f"model calls were still in flight {within_s:g} s after pause({mode!r})"
+            raise EngineError(msg) from error
+
+    def resume(self) -> None:
+        """Let calls go on."""
+        self._backend.gate.set()
+
+    def weights(self, version: int) -> None:
+        """Announce what the engine now serves, for engines that do not say it with each token."""
+        self._backend.version = version
+
     # ----------------------------------------------------------------------- routes
-    def app(self) -> Starlette:
+    async def app(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI application; the session comes by path prefix or by key alone."""
-        routes = [Route("/healthz", self._health, methods=["GET"])]
-        for prefix in ("/s/{session}/v1", "/s/{session}", "/v1"):
-            routes += [
-                Route(f"{prefix}/chat/completions", self._complete, methods=["POST"]),
-                Route(f"{prefix}/models", self._models, methods=["GET"]),
-            ]
-        return Starlette(routes=routes)
-
-    async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _models(self, http: Request) -> Response:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        http = Http(scope, receive, send)
+        if http.path == "/healthz":
+            await http.reply(200, b'{"status":"ok"}')
+            return
+        parts = _PATH.fullmatch(http.path)
+        rest, version = (parts["rest"], parts["version"] or "") if parts else (http.path, "")
+        incoming = Incoming(http.method, version, rest, http.query, http.headers)
+        dialect, action = _route(incoming)
         try:
-            self._find(http, self._chat)
+            await self._serve(http, dialect, action, incoming, parts["session"] if parts else None)
+        except ClientGone:
+            return
         except TuglineError as error:
-            return _refusal(self._chat, error)
-        body = self._chat.models([self.card.id], self.card.max_model_len)
-        return Response(body, media_type="application/json")
+            status, headers, body = dialect.error(error)
+            _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
+            await http.reply(status, body, headers)
 
-    async def _complete(self, http: Request) -> Response:
-        dialect: Dialect = self._chat
-        try:
-            live = self._find(http, dialect)
-            body = await _body(http)
-            exchange = self._repeated(live, http, body) or self._begin(live, dialect, body)
-        except TuglineError as error:
-            return _refusal(dialect, error)
-        except ClientDisconnect:
-            return Response(status_code=400)
-        if exchange.request.stream:
-            return await _streamed(http, dialect, exchange)
-        return await _whole(http, dialect, exchange)
+    async def _serve(
+        self,
+        http: Http,
+        dialect: Dialect,
+        action: Action | None,
+        incoming: Incoming,
+        session: str | None,
+    ) -> None:
+        live = self._sessions.find(dialect.key(http.headers, http.query), session)
+        if action is None:
+            if "upgrade" in http.headers:
+                msg = "only plain HTTP is spoken here; send a POST"
+                raise UpgradeRequired(msg)
+            msg = f"{http.method} {incoming.path} is not served here"
+            raise NotFound(msg)
+        if action is Action.MODELS or action is Action.MODEL:
+            card = self._backend.card
+            window, name = card.max_model_len, incoming.path.removeprefix("/models/")
+            many = action is Action.MODELS
+            tell = dialect.models([card.id], window, 0) if many else dialect.model(name, window, 0)
+            await http.reply(200, tell)
+            return
+        incoming = Incoming(
+            incoming.method,
+            incoming.version,
+            incoming.path,
+            incoming.query,
+            incoming.headers,
+            await http.body(),
+        )
+        request = dialect.parse(incoming, live.memory)
+        if action is Action.COUNT:
+            await http.reply(200, dialect.count(self._count(live, request)))
+            return
+        exchange = self._begin(http, live, dialect, request, incoming.body)
+        await self._answer(http, dialect, request, exchange)
 
-    def _begin(self, live: LiveSession, dialect: Dialect, body: bytes) -> Exchange:
+    def _count(self, live: LiveSession, request: Request) -> int:
+        policy.check(request, self._backend.mode, self._upstream.wire.features)
+        if self._backend.rendering is None:
+            msg = "tokens cannot be counted here: the engine renders the prompts"
+            raise Unsupported(msg)
+        return len(live.conversation.plan(request.messages, request.tools).prompt)
+
+    def _begin(
+        self, http: Http, live: LiveSession, dialect: Dialect, request: Request, body: bytes
+    ) -> Exchange:
+        """A new exchange, or the one that this request repeats."""
+        recent = self._recent[live.id]
+        fresh = Exchange(live, dialect, request, body, self._backend)
+        retry = http.headers.get(_RETRY, "0") != "0"
+        old = next((old for old in reversed(recent) if repeats(old, fresh, retry=retry)), None)
+        if old is not None and not old.broke_off:
+            return old
         try:
-            backend = Backend(self._upstream, self.card, self._rendering)
-            exchange = Exchange(live, dialect, dialect.parse(body), body, backend)
+            fresh.start(old)
         except ContextOverflow as error:
             self._overflow[live.id] = error
             raise
-        exchange.start()
-        self._last[live.id] = exchange
-        return exchange
+        recent.append(fresh)
+        return fresh
 
-    def _find(self, http: Request, dialect: Dialect) -> LiveSession:
-        return self._sessions.find(dialect.key(http.headers.raw), http.path_params.get("session"))
-
-    def _repeated(self, live: LiveSession, http: Request, body: bytes) -> Exchange | None:
-        """The answered exchange that an SDK's retry of the same body asks for again."""
-        last = self._last.get(live.id)
-        if last is None or http.headers.get(_RETRY, "0") == "0":
-            return None
-        return last if last.answer and last.body_digest == body_digest(body) else None
-
-
-# --------------------------------------------------------------------------- answering
-async def _body(http: Request) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in http.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            msg = f"the request body is larger than {MAX_BODY} bytes"
-            raise _TooLarge(msg)
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _streamed(http: Request, dialect: Dialect, exchange: Exchange) -> Response:
-    watch = asyncio.create_task(_gone(http))
-    first = asyncio.create_task(exchange.begun(HEADERS_BY_S))
-    await asyncio.wait({watch, first}, return_when=asyncio.FIRST_COMPLETED)
-    early = watch.done()
-    watch.cancel()
-    first.cancel()
-    if early:
-        exchange.leave()
-        return Response(status_code=499)
-    if exchange.error is not None:
-        return _refusal(dialect, exchange.error)
-    stream = dialect.stream(exchange.request, exchange.id, int(exchange.received))
-
-    async def events() -> AsyncGenerator[bytes]:
+    # ----------------------------------------------------------------------- answering
+    async def _answer(
+        self, http: Http, dialect: Dialect, request: Request, exchange: Exchange
+    ) -> None:
+        """Tell the exchange to this client, for as long as it listens."""
+        exchange.join()
+        watch = asyncio.create_task(http.gone())
+        telling = self._stream if request.stream else self._whole
+        work = asyncio.create_task(telling(http, dialect, request, exchange))
         try:
-            yield stream.open()
-            async for piece in exchange.follow(KEEP_ALIVE_S):
-                yield stream.keep_alive() if piece is None else stream.piece(piece)
-            if exchange.answer is not None:
-                yield stream.close(exchange.answer)
-            elif exchange.error is not None:
-                yield stream.fault(exchange.error)
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                exchange.delivered = exchange.delivered or not http.disconnected
         finally:
+            watch.cancel()
+            work.cancel()
             exchange.leave()
 
-    return StreamingResponse(
-        events(), media_type=stream.content_type, headers={"cache-control": "no-cache"}
-    )
+    async def _stream(
+        self, http: Http, dialect: Dialect, request: Request, exchange: Exchange
+    ) -> None:
+        await exchange.wait_begun(HEADERS_BY_S)
+        if exchange.error is not None:
+            raise exchange.error
+        stream = dialect.stream(request, exchange.id, int(exchange.received))
+        await http.stream(stream.content_type)
+        opened = bool(exchange.usage.prompt) and self._mode == "live"
+        if opened:
+            await http.write(stream.open(exchange.usage))
+        held: list[bytes] = []
+        async for told in exchange.follow(KEEP_ALIVE_S):
+            pieces = b"".join([stream.piece(piece, index) for index, piece in told])
+            if not told:
+                pieces = stream.keep_alive()
+            elif self._mode == "buffered":
+                held.append(pieces)
+                continue
+            elif not opened:
+                pieces, opened = stream.open(exchange.usage) + pieces, True
+            if pieces:
+                await http.write(pieces)
+        start = b"" if opened else stream.open(exchange.usage)
+        last = stream.fault(exchange.error) if exchange.error else stream.close(exchange.answers)
+        await http.end(start + b"".join(held) + last)
+
+    async def _whole(
+        self, http: Http, dialect: Dialect, request: Request, exchange: Exchange
+    ) -> None:
+        await exchange.settled_answer()
+        if exchange.error is not None:
+            raise exchange.error
+        await http.reply(200, dialect.answer(request, exchange.answers))
 
 
-async def _whole(http: Request, dialect: Dialect, exchange: Exchange) -> Response:
-    watch = asyncio.create_task(_gone(http))
-    work = asyncio.create_task(exchange.settled_answer())
-    await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
-    watch.cancel()
-    if not exchange.done:
-        exchange.leave()
-        work.cancel()
-        return Response(status_code=499)
-    if exchange.answer is None:
-        return _refusal(dialect, exchange.error or TuglineError("no answer"))
-    return Response(dialect.answer(exchange.answer), media_type="application/json")
+def _route(incoming: Incoming) -> tuple[Dialect, Action | None]:
+    for dialect in DIALECTS:
+        action = dialect.action(incoming)
+        if action is not None:
+            return dialect, action
+    return fallback(incoming), None
 
 
-async def _gone(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _refusal(dialect: Dialect, error: TuglineError) -> Response:
-    status, headers, body = dialect.error(error)
-    _log.info("refused", status=status, error=type(error).__name__)
-    return Response(body, status, headers, media_type="application/json")
+async def _lifespan(receive: Receive, send: Send) -> None:
+    for stage in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{stage}.complete"})

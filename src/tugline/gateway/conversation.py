@@ -1,157 +1,240 @@
 """Find the turn that a request extends, and its exact prompt ids (I1).
 
-A session is a tree of turns. A turn is found by a chain of digests over its conversation in
-canonical form: what a harness may rewrite without changing meaning (JSON spacing and key order of
-tool arguments, call ids, reasoning left out, blank space around text) does not enter the digest.
-The deepest turn whose digest matches is the parent, and the new prompt is the parent's exact ids
-plus the rendered tail. Anything else is a branch, with its reason.
+A session is a tree of turns. A turn is found by a chain of digests over the meaning of its
+messages (`canonical`): what a harness may rewrite without changing meaning does not enter. The
+deepest turn whose digest matches is the parent, and the new prompt is the parent's exact ids plus
+the rendered tail. Anything else is a branch, with its reason (`branching`).
 
-Recognising a turn costs one short hash per message of the request.
+Recognising costs what is new (I7): messages that are the same objects as in an earlier request of
+the session are not looked at again.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
-from tugline.capture.segments import shared_prefix
+from tugline.errors import Unsupported
+from tugline.gateway import branching
+from tugline.gateway.canonical import Mark, chained, healed, mark, places_of, tools_digest
 from tugline.gateway.rendering import Rendering
-from tugline.types import Branch, Ids, Message, Role, Tool, ToolCall
+from tugline.gateway.tokens import Tokens
+from tugline.gateway.turns import Plan, Turn
+from tugline.types import Branch, Ids, Message, Role, Tool
+
+_EMPTY = Tokens(np.empty(0, np.int32))
+_REMEMBERED = 4
+_END = 64
+"""Ids at a prompt's end that a template looks at to go on from it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A recorded call as a place to continue from."""
+@dataclass(slots=True)
+class _Chain:
+    """Digests of one request: ``chain[k]`` covers its first `k` messages."""
 
-    number: int
-    prompt: Ids
-    sampled: Ids
     tools: bytes
-    """Digest of the tools its conversation started with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a request will be answered from."""
-
-    prompt: Ids
-    parent: int | None
-    branch: Branch | None
-    added: tuple[Message, ...]
-    """The messages that are new with respect to the parent; all of them on a branch."""
-    reused: int
-    """Leading prompt ids that are the parent's own."""
-    digest: bytes
-    tools: bytes
+    messages: Sequence[Message] = ()
+    marks: list[Mark] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
 
 
 class Conversation:
     """The turns of one session."""
 
-    def __init__(self, rendering: Rendering) -> None:
+    def __init__(self, rendering: Rendering | None) -> None:
+        """Without a `rendering` prompts are the engine's business (observed mode)."""
         self._rendering = rendering
-        self._turns: dict[bytes, Turn] = {}
+        self._turns: dict[bytes, list[Turn]] = {}
+        self._all: list[Turn] = []
+        self._chains: list[_Chain] = []
+        self._tools: tuple[Sequence[Tool], bytes] = ((), tools_digest(()))
 
-    def plan(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Plan:
-        """Find the parent turn and the exact prompt for a request."""
-        tools_digest = _hash(b"", msgspec.json.encode(list(tools)))
-        chain = digests(tools_digest, messages)
-        found = self._deepest(chain, messages)
+    def plan(
+        self, messages: Sequence[Message], tools: Sequence[Tool], thread: str | None = None
+    ) -> Plan:
+        """Find the parent turn and, where we render, the exact prompt. Raises `RequestError`."""
+        links = self._link(messages, self._digest(tools))
+        found = self._deepest(links, messages)
         if found is None:
-            return self._branch(messages, tools, chain[-1], tools_digest)
+            return self._branch(links, messages, tools, thread)
         depth, turn = found
         tail = tuple(messages[depth:])
-        if not tail or any(message.role is Role.ASSISTANT for message in tail):
-            return self._branch(messages, tools, chain[-1], tools_digest, Branch.HARNESS_ASSISTANT)
-        prompt = self._rendering.bridge(turn.prompt, turn.sampled, tail, tools)
+        if any(message.role is Role.ASSISTANT for message in tail) or (not tail and turn.complete):
+            return self._branch(links, messages, tools, thread)
+        prompt = self._extended(turn, tail, tools)
         if prompt is None:
-            return self._branch(messages, tools, chain[-1], tools_digest, Branch.RENDERER_REFUSED)
-        reused = len(turn.prompt) + len(turn.sampled)
-        return Plan(prompt, turn.number, None, tail, reused, chain[-1], tools_digest)
+            return self._branch(links, messages, tools, thread, Branch.RENDERER_REFUSED)
+        return Plan(
+            prompt=prompt,
+            turn=turn,
+            parent=turn.number,
+            branch=branching.beside(self._all, turn, links.marks[depth:]),
+            healed=healed(turn.answer, messages[depth - 1]),
+            added=tail,
+            marks=tuple(links.marks[depth:]),
+            reused=len(turn.tokens),
+            digest=links.chain[-1],
+            tools=links.tools,
+            thread=thread,
+        )
 
-    def record(self, plan: Plan, number: int, sampled: Ids, answer: Message) -> None:
+    def observed(self, plan: Plan, raw: bytes) -> Plan:
+        """The same plan with the prompt that the engine says it rendered.
+
+        `raw` is its JSON array; digits that extend the parent's are compared as bytes, and only
+        the rest becomes numbers.
+        """
+        inner = raw.strip()[1:-1]
+        if plan.turn is not None and plan.branch is None:
+            known = plan.turn.tokens.json()
+            if inner.startswith(known + b","):
+                rest = inner[len(known) + 1 :]
+                prompt = plan.turn.tokens.extended(_numbers(rest), rest)
+                return replace(plan, prompt=prompt, reused=len(plan.turn.tokens))
+        ids = _numbers(inner)
+        if plan.turn is not None and plan.branch is None:
+            shared = plan.turn.tokens.shared(ids)
+            prompt = plan.turn.tokens.cut(shared).extended(ids[shared:])
+            whole = shared == len(plan.turn.tokens)
+            branch = None if whole else Branch.ENGINE_RERENDERED
+            return replace(plan, prompt=prompt, reused=shared, branch=branch)
+        shared, near = branching.nearest(self._all, ids)
+        prompt = Tokens(ids) if near is None else near.tokens.cut(shared).extended(ids[shared:])
+        return replace(plan, prompt=prompt, reused=shared)
+
+    def record(
+        self, plan: Plan, number: int, sampled: Ids, answer: Message, *, complete: bool = True
+    ) -> None:
         """Make an answered call a turn that later requests may extend."""
-        digest = _hash(plan.digest, canonical(answer, {}))
-        self._turns[digest] = Turn(number, plan.prompt, sampled, plan.tools)
+        turn = Turn(
+            number=number,
+            tokens=plan.prompt.extended(sampled),
+            prompt=len(plan.prompt),
+            answer=answer,
+            marks=plan.marks,
+            before=plan.turn if plan.branch is None else None,
+            tools=plan.tools,
+            thread=plan.thread,
+            complete=complete,
+        )
+        digest = chained(plan.digest, mark(answer, {}))
+        self._turns.setdefault(digest, []).append(turn)
+        self._all.append(turn)
 
-    def _deepest(
-        self, chain: Sequence[bytes], messages: Sequence[Message]
-    ) -> tuple[int, Turn] | None:
+    def continued(self, number: int) -> bool:
+        """Whether a later turn went on from the call `number`."""
+        return any(turn.before is not None and turn.before.number == number for turn in self._all)
+
+    # ----------------------------------------------------------------------- recognising
+    def _digest(self, tools: Sequence[Tool]) -> bytes:
+        if tools is not self._tools[0]:
+            self._tools = (tools, tools_digest(tools))
+        return self._tools[1]
+
+    def _link(self, messages: Sequence[Message], tools: bytes) -> _Chain:
+        """Digests of the request, taken over from the known one with the longest same front."""
+        best, shared = _Chain(tools), 0
+        for known in self._chains:
+            if known.tools == tools:
+                same = _same_front(known.messages, messages)
+                if same > shared:
+                    best, shared = known, same
+        marks = best.marks[:shared]
+        chain = best.chain[: shared + 1] or [tools]
+        places = next((places_of(m) for m in reversed(messages[:shared]) if m.tool_calls), {})
+        for message in messages[shared:]:
+            marks.append(mark(message, places))
+            chain.append(chained(chain[-1], marks[-1]))
+            if message.tool_calls:
+                places = places_of(message)
+        links = _Chain(tools, messages, marks, chain)
+        self._chains = [links, *(c for c in self._chains if c is not best)][:_REMEMBERED]
+        return links
+
+    def _deepest(self, links: _Chain, messages: Sequence[Message]) -> tuple[int, Turn] | None:
         for depth in range(len(messages), 0, -1):
             if messages[depth - 1].role is Role.ASSISTANT:
-                turn = self._turns.get(chain[depth])
-                if turn is not None:
-                    return depth, turn
+                turns = self._turns.get(links.chain[depth])
+                if turns:
+                    return depth, _best(turns, messages[depth - 1])
         return None
+
+    def _extended(
+        self, turn: Turn, tail: Sequence[Message], tools: Sequence[Tool]
+    ) -> Tokens | None:
+        """The turn's exact ids and the rendered tail; None if the template cannot go on so."""
+        if self._rendering is None:
+            return _EMPTY
+        if not tail:
+            return turn.tokens  # an answer that broke off is taken up where it ended
+        sampled = turn.tokens.tail(len(turn.tokens) - turn.prompt)
+        end = turn.tokens.cut(turn.prompt).tail(_END)
+        more = self._rendering.extension(end, sampled, tail, tools)
+        return None if more is None else turn.tokens.extended(more)
 
     def _branch(
         self,
+        links: _Chain,
         messages: Sequence[Message],
         tools: Sequence[Tool],
-        digest: bytes,
-        tools_digest: bytes,
+        thread: str | None,
         reason: Branch | None = None,
     ) -> Plan:
         """Render everything anew; the nearest turn by shared ids is named as the parent."""
-        prompt = self._rendering.first(messages, tools)
-        if not self._turns:
-            return Plan(prompt, None, None, tuple(messages), 0, digest, tools_digest)
-        shared, nearest = max(
-            (
-                (shared_prefix(np.concatenate((turn.prompt, turn.sampled)), prompt), turn)
-                for turn in self._turns.values()
-            ),
-            key=lambda pair: (pair[0], -pair[1].number),
+        if messages[-1].role is Role.ASSISTANT:
+            msg = (
+                f"messages[{len(messages) - 1}] is the assistant's: continuing an answer that the "
+                "model did not give cannot be honoured; end with a user or tool message"
+            )
+            raise Unsupported(msg, param="messages")
+        prompt = _EMPTY
+        ids: Ids | None = None
+        if self._rendering is not None:
+            ids = self._rendering.first(messages, tools)
+            prompt = Tokens(ids)
+        shared, near = 0, None
+        if self._all:
+            view = branching.Asked(messages, links.marks, links.tools, thread)
+            suspect, why = branching.reason(self._all, view)
+            reason = reason or why
+            if ids is not None:
+                shared, near = branching.nearest(self._all, ids)
+                if near is not None and shared:
+                    prompt = near.tokens.cut(shared).extended(ids[shared:])
+            near = near or suspect
+        return Plan(
+            prompt=prompt,
+            turn=None,
+            parent=near.number if near is not None else None,
+            branch=reason,
+            healed=(),
+            added=tuple(messages),
+            marks=tuple(links.marks),
+            reused=shared,
+            digest=links.chain[-1],
+            tools=links.tools,
+            thread=thread,
         )
-        if reason is None:
-            changed = all(turn.tools != tools_digest for turn in self._turns.values())
-            reason = Branch.TOOLS_CHANGED if changed else Branch.HISTORY_EDITED
-        return Plan(prompt, nearest.number, reason, tuple(messages), shared, digest, tools_digest)
 
 
-# --------------------------------------------------------------------------- canonical form
-def digests(tools: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """Digest of every prefix of a conversation; ``[k]`` covers the first `k` messages."""
-    chain = [tools]
-    places: dict[str, int] = {}
-    for message in messages:
-        chain.append(_hash(chain[-1], canonical(message, places)))
-        if message.tool_calls:
-            places = {call.id: i for i, call in enumerate(message.tool_calls)}
-    return chain
+def _same_front(known: Sequence[Message], messages: Sequence[Message]) -> int:
+    for index, (old, new) in enumerate(zip(known, messages, strict=False)):
+        if old is not new:
+            return index
+    return min(len(known), len(messages))
 
 
-def canonical(message: Message, places: dict[str, int]) -> bytes:
-    """What a message means, as bytes: equal for every harmless rewriting of it.
-
-    `places` maps the ids of the preceding calls to their positions, since ids may be re-issued.
-    """
-    role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
-    answers = places.get(message.tool_call_id or "", message.tool_call_id)
-    text = message.content.strip() if role is Role.ASSISTANT else message.content
-    calls = [_canonical_call(call) for call in message.tool_calls]
-    return msgspec.json.encode([role.value, text, calls, answers])
+def _best(turns: Sequence[Turn], echoed: Message) -> Turn:
+    """Of answers that mean the same, the one whose call ids are echoed; else the latest."""
+    ids = [call.id for call in echoed.tool_calls]
+    for turn in reversed(turns):
+        if ids and [call.id for call in turn.answer.tool_calls] == ids:
+            return turn
+    return turns[-1]
 
 
-def _canonical_call(call: ToolCall) -> list[str]:
-    try:
-        parsed = json.loads(call.arguments or "{}", parse_float=_whole)
-    except ValueError:
-        return [call.name, "raw", call.arguments]
-    return [call.name, "json", json.dumps(parsed, sort_keys=True, separators=(",", ":"))]
-
-
-def _whole(text: str) -> Any:
-    """JavaScript writes 1.0 back as 1."""
-    value = float(text)
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def _hash(before: bytes, data: bytes) -> bytes:
-    return hashlib.blake2b(data, key=before, digest_size=16).digest()
+def _numbers(inner: bytes) -> Ids:
+    return np.asarray(msgspec.json.decode(b"[" + inner + b"]", type=list[int]), np.int32)

@@ -1,9 +1,9 @@
-"""The whole path of one model call: recognise, sample, decode, record, tell.
+"""One model call, from request to reply: plan, draw, follow.
 
-An `Exchange` is a task of its own. It reads the engine, keeps the pieces of the answer and writes
-the `Call` to disk before anybody is told that the answer is over (I3). The client's connection only
-follows it: a slow reader slows nobody else, and one that hangs up aborts the engine's work; what
-was sampled until then is still recorded, with that outcome (I2).
+An `Exchange` owns the draws of one call (one, or `n`). The client's connection only follows it: a
+slow reader slows nobody else, and one that hangs up ends the engine's work a moment later, unless
+the same request comes again within that moment. A request that comes again after its answer broke
+off is not sampled anew: the new exchange goes on from the ids that there are.
 """
 
 from __future__ import annotations
@@ -12,80 +12,89 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from tugline.capture.recorder import Sampled
-from tugline.errors import ClientGone, ContextOverflow, EngineError, TuglineError
-from tugline.gateway.conversation import Plan
-from tugline.gateway.decoder import Decoder
-from tugline.gateway.dialects.base import Answer, Dialect, Piece, Request, Usage
-from tugline.gateway.engines.base import Draw
-from tugline.gateway.rendering import Rendering
+from tugline.errors import ContextOverflow, TuglineError, Unsupported
+from tugline.gateway import policy
+from tugline.gateway.dialects.base import Answer, ChoiceMode, Dialect, Piece, Request, Usage
+from tugline.gateway.drawing import Backend, Draw
+from tugline.gateway.engines.base import Feature
 from tugline.gateway.sessions import LiveSession
-from tugline.gateway.upstream import ModelCard, Upstream
-from tugline.types import Call, Finish, Message, Outcome, Sampling, Timings
+from tugline.gateway.turns import Plan
 
 SETTLE_S = 10.0
+GRACE_S = 0.6
+"""How long an answer goes on without a client: a retry may be on its way."""
 
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """What answers are made with: the engine, what it serves, and its template."""
-
-    upstream: Upstream
-    card: ModelCard
-    rendering: Rendering
+Told = tuple[int, Piece]
+"""Which answer a piece belongs to, and the piece."""
 
 
 class Exchange:
-    """One model call in progress: its pieces so far and, in the end, its answer or its error."""
+    """One model call in progress: its pieces so far and, in the end, its answers or its error."""
 
     def __init__(
-        self,
-        live: LiveSession,
-        dialect: Dialect,
-        request: Request,
-        body: bytes,
-        backend: Backend,
+        self, live: LiveSession, dialect: Dialect, request: Request, body: bytes, backend: Backend
     ) -> None:
         """Plan the call. Raises `RequestError` before anything is sampled."""
         self.received = time.time()
-        self.body_digest = body_digest(body)
         self.request = request
-        self.answer: Answer | None = None
         self.error: TuglineError | None = None
-        self._live, self._dialect, self._body = live, dialect, body
-        self._backend = backend
-        self.plan: Plan = live.conversation.plan(request.messages, request.tools)
-        window = backend.card.max_model_len
-        room = window - len(self.plan.prompt)
-        if room < 1:
-            msg = (
-                f"the prompt has {len(self.plan.prompt)} tokens and leaves no room to answer: "
-                f"this model's maximum context length is {window} tokens"
-            )
-            raise ContextOverflow(msg, param="messages")
-        self.number = live.admit()
-        self.id = f"chatcmpl-{live.id}-{self.number}"
-        self._sampling = enforce(request.asked, live.contract, room, self.number)
-        self._decoder = Decoder(backend.rendering, self.plan.prompt, f"{self.number}")
-        self._sampled = Sampled()
-        self._sent_at: float | None = None
-        self._pieces: list[Piece] = []
+        self._live, self._dialect, self._body, self._backend = live, dialect, body, backend
+        policy.check(request, backend.mode, backend.upstream.wire.features)
+        _check_choice(request, backend)
+        live.saw_tools = live.saw_tools or bool(request.tools)
+        self.plan: Plan = live.conversation.plan(
+            request.messages, request.tools, request.native.thread
+        )
+        self.key = _key(self.plan, request)
+        self.delivered = False
+        self.id = ""
+        self.draws: list[Draw] = []
+        self._pieces: list[Told] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._recorded = False
+        self._leaving: asyncio.TimerHandle | None = None
+        self._followers = 0
 
-    def start(self) -> None:
-        """Begin sampling."""
-        self._live.running.add(self)
+    def start(self, earlier: Exchange | None = None) -> None:
+        """Begin sampling, going on from where `earlier` broke off. Raises `RequestError`."""
+        room = self._room()
+        live, terms = self._live, self._live.terms
+        for index, number in enumerate(live.admit(self.request.n)):
+            sampling = policy.settle(
+                self.request.asked, terms.contract, terms.policy, (room, live.tokens_left), number
+            )
+            draw = Draw(number, live, self._backend, self.request, self.plan, sampling)
+            if earlier is not None and index == 0:
+                self._pieces += [(0, piece) for piece in draw.take_up(earlier.draws[0])]
+            self.draws.append(draw)
+        self.id = self.draws[0].id
+        live.running.add(self)
         self._task = asyncio.create_task(self._run(), name=self.id)
 
+    # ----------------------------------------------------------------------- what clients do
+    def join(self) -> None:
+        """A client follows."""
+        self._followers += 1
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
+
     def leave(self) -> None:
-        """The client is gone: stop sampling, keep what there is."""
+        """A client is gone; without any, sampling ends after a moment."""
+        self._followers -= 1
+        if self._followers <= 0 and not self.done and self._leaving is None:
+            loop = asyncio.get_running_loop()
+            self._leaving = loop.call_later(GRACE_S, self._abandon)
+
+    def stop(self) -> None:
+        """End sampling at once, keep what there is."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
         if self._task is not None:
             self._task.cancel()
 
@@ -94,151 +103,156 @@ class Exchange:
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=SETTLE_S)
 
+    # ----------------------------------------------------------------------- what clients see
     @property
     def done(self) -> bool:
-        """Whether the answer is complete, or failed."""
-        return self.answer is not None or self.error is not None
+        """Whether all answers are complete, or one failed."""
+        return self.error is not None or (bool(self.draws) and all(d.answer for d in self.draws))
 
-    async def follow(self, every_s: float) -> AsyncGenerator[Piece | None]:
-        """Every piece from the first on; None when `every_s` passed without one."""
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to tell."""
+        return self.done or bool(self._pieces) or any(d.sampled.length for d in self.draws)
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether the answer ended for want of a listener and can be taken up again."""
+        return len(self.draws) == 1 and self.draws[0].broke_off
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether its client hung up before the end."""
+        return not self.delivered and self._followers <= 0
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        """All of them, once done without an error."""
+        return [draw.answer for draw in self.draws if draw.answer is not None]
+
+    @property
+    def usage(self) -> Usage:
+        """What is known by now; the prompt's count is 0 until the engine tells."""
+        return self.draws[0].usage
+
+    def continued(self) -> bool:
+        """Whether the harness went on from this call's answer."""
+        return any(self._live.conversation.continued(draw.number) for draw in self.draws)
+
+    async def follow(self, every_s: float) -> AsyncGenerator[Sequence[Told]]:
+        """Every piece from the first on, as they come; nothing when `every_s` passed without."""
         index = 0
         while True:
             changed = self._changed
-            while index < len(self._pieces):
-                yield self._pieces[index]
-                index += 1
+            if index < len(self._pieces):
+                fresh = self._pieces[index:]
+                index += len(fresh)
+                yield fresh
+                continue
             if self.done:
                 return
             try:
                 async with asyncio.timeout(every_s):
                     await changed.wait()
             except TimeoutError:
-                yield None
+                yield ()
 
     async def settled_answer(self) -> None:
-        """Wait until there is an answer or an error."""
+        """Wait until there are answers or an error."""
         while not self.done:
             await self._changed.wait()
 
-    async def begun(self, within_s: float) -> None:
-        """Wait for the first piece, the end, or `within_s`, whichever is first."""
-        if not self._pieces and not self.done:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
+    async def wait_begun(self, within_s: float) -> None:
+        """Wait for the first token, the end, or `within_s`, whichever is first."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self.begun:
                     await self._changed.wait()
 
     # ----------------------------------------------------------------------- the task
     async def _run(self) -> None:
         try:
-            await self._sample()
-            await self._finish(Outcome.COMPLETE)
-        except asyncio.CancelledError:
-            self.error = ClientGone("the client hung up before the answer was complete")
-            if self._sampled.length and not self._recorded:
-                await self._record(Outcome.CLIENT_GONE)
-        except EngineError as error:
-            if self._sampled.length:
-                await self._finish(Outcome.ENGINE_LOST)
+            if len(self.draws) == 1:
+                await self._draw(0)
             else:
-                self.error = error
-        except TuglineError as error:
-            self.error = error
+                async with asyncio.TaskGroup() as group:
+                    for index in range(len(self.draws)):
+                        group.create_task(self._draw(index))
         finally:
+            self.error = next((d.error for d in self.draws if d.error is not None), None)
             self._live.running.discard(self)
-            self._publish([])
+            self._told([])
 
-    async def _sample(self) -> None:
-        backend = self._backend
-        stop_ids = backend.rendering.stop_ids
-        draw = Draw(backend.card.id, self.plan.prompt, self._sampling, stop_ids, self.id)
-        self._sent_at = time.time()
-        async with contextlib.aclosing(backend.upstream.sample(draw)) as deltas:
-            async for delta in deltas:
-                self._sampled.add(delta.ids, delta.logprobs, delta.version)
-                self._sampled.finish = delta.finish or self._sampled.finish
-                self._publish(self._decoder.feed(delta.ids))
+    async def _draw(self, index: int) -> None:
+        def publish(pieces: Sequence[Piece]) -> None:
+            self._told([(index, piece) for piece in pieces])
 
-    async def _finish(self, outcome: Outcome) -> None:
-        """Record, then let the answer be known."""
-        pieces, message = self._decoder.finish()
-        await self._record(outcome, message)
-        finish = self._sampled.finish if outcome is Outcome.COMPLETE else Finish.LENGTH
-        self.answer = Answer(
-            id=self.id,
-            model=self.request.model or self._backend.card.id,
-            created=int(self.received),
-            message=message,
-            finish=finish or Finish.LENGTH,
-            usage=Usage(len(self.plan.prompt), self._sampled.length, self.plan.reused),
-        )
-        self._publish(pieces)
+        body = self._body if index == 0 else b""
+        await self.draws[index].run(publish, self._dialect.name, body)
 
-    async def _record(self, outcome: Outcome, message: Message | None = None) -> None:
-        ids, logprobs = self._sampled.joined()
-        call = Call(
-            session=self._live.id,
-            number=self.number,
-            parent=self.plan.parent,
-            branch=self.plan.branch,
-            dialect=self._dialect.name,
-            messages=self.plan.added,
-            tools=self.request.tools,
-            sampling=self._sampling,
-            asked=self.request.asked,
-            prompt_ids=self.plan.prompt,
-            sampled_ids=ids,
-            logprobs=logprobs,
-            versions=tuple(self._sampled.versions),
-            finish=self._sampled.finish or Finish.ABORT,
-            outcome=outcome,
-            engine=self._backend.upstream.wire.name,
-            timings=Timings(
-                self.received, self._sent_at, self._sampled.first_at, self._sampled.last_at
-            ),
-            request=self._body,
-        )
-        self._recorded = True
-        await self._live.append(call)
-        if message is not None:
-            self._live.conversation.record(self.plan, self.number, ids, message)
+    def _told(self, pieces: Sequence[Told]) -> None:
+        self._pieces.extend(pieces)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
-    def _publish(self, pieces: list[Piece]) -> None:
-        if pieces or self.done:
-            self._pieces.extend(pieces)
-            changed, self._changed = self._changed, asyncio.Event()
-            changed.set()
+    def _abandon(self) -> None:
+        self._leaving = None
+        if self._followers > 0 or self.done or self._task is None:
+            return
+        if self.request.stream or len(self.draws) > 1:
+            self._task.cancel()
+        else:
+            task = asyncio.create_task(self._salvage(self._task))
+            task.add_done_callback(lambda _done: None)
+
+    async def _salvage(self, running: asyncio.Task[None]) -> None:
+        await self.draws[0].salvage()
+        running.cancel()
+
+    def _room(self) -> int | None:
+        """Tokens that the window leaves for an answer; None if the engine does not tell it."""
+        window, length = self._backend.card.max_model_len, len(self.plan.prompt)
+        if not window:
+            return None
+        if window - length < 1:
+            msg = (
+                f"the prompt has {length} tokens and leaves no room to answer: "
+                f"this model's maximum context length is {window} tokens"
+            )
+            raise ContextOverflow(msg, param="messages", prompt=length, window=window)
+        return window - length
 
 
-def body_digest(body: bytes) -> bytes:
-    """What a repeated request is recognised by."""
-    return hashlib.blake2b(body, digest_size=16).digest()
+def repeats(old: Exchange, new: Exchange, *, retry: bool) -> bool:
+    """Whether `new` asks again for what `old` was asked, rather than for another sample.
 
-
-def contract_of(sampling: Sampling, sample: int) -> Sampling:
-    """A task's contract for one of its samples: each draws from a seed of its own."""
-    if sampling.seed is None:
-        return sampling
-    return msgspec.structs.replace(sampling, seed=_mixed(sampling.seed, sample))
-
-
-def enforce(asked: Sampling, contract: Sampling, room: int, number: int) -> Sampling:
-    """The sampling that is really used: the contract where it speaks, else the client's wish.
-
-    The answer is capped to the `room` left in the window; a session's seed gives each call one of
-    its own, so that a call's tokens do not depend on what else is running.
+    The same request is a retry if its client says so, if nobody received the first answer, or if
+    a streaming client asks for the same without a stream. Two clients that wait at the same time
+    want two samples, and so does one that got its answer and asks again.
     """
-    limits = [n for n in (asked.max_tokens, contract.max_tokens, room) if n is not None]
-    return Sampling(
-        temperature=_first(contract.temperature, asked.temperature, 1.0),
-        top_p=_first(contract.top_p, asked.top_p, 1.0),
-        max_tokens=min(limits),
-        seed=asked.seed if contract.seed is None else _mixed(contract.seed, number),
-    )
+    if old.key != new.key or (old.error is not None and not old.broke_off) or old.continued():
+        return False
+    unstreamed = old.request.stream and not new.request.stream
+    return retry or old.abandoned or unstreamed
 
 
-def _mixed(seed: int, place: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=4).digest())
+def _check_choice(request: Request, backend: Backend) -> None:
+    """Raises `Unsupported` if this template or engine cannot be held to the tool choice."""
+    rendering, choice = backend.rendering, request.tool_choice
+    if rendering is None or choice.mode is ChoiceMode.AUTO or not request.tools:
+        return
+    if choice.mode is ChoiceMode.NONE:
+        if Feature.BAN in backend.upstream.wire.features and rendering.markers.call >= 0:
+            return
+        msg = "tool_choice 'none' cannot be honoured here; send the request without tools"
+        raise Unsupported(msg, param="tool_choice")
+    if rendering.forced(choice) is None:
+        msg = f"tool_choice {choice.mode.value!r} cannot be honoured with this model's template"
+        raise Unsupported(msg, param="tool_choice")
 
 
-def _first(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _key(plan: Plan, request: Request) -> bytes:
+    """What a repeated request is recognised by: its meaning and settings, not its bytes."""
+    settings = (request.asked, request.n, request.tool_choice, request.constraint, request.native)
+    return hashlib.blake2b(
+        msgspec.msgpack.encode(settings), key=plan.digest, digest_size=16
+    ).digest()

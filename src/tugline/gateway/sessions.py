@@ -11,25 +11,38 @@ import asyncio
 import hashlib
 import hmac
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tugline.capture.segments import Writer
 from tugline.errors import BudgetExhausted, Unauthorized, UsageError
 from tugline.gateway.conversation import Conversation
-from tugline.types import Call, Limits, Sampling
+from tugline.gateway.dialects.base import Memory
+from tugline.types import Call, Limits, Policy, Sampling
 
 
 class InFlight(Protocol):
     """A model call that is being answered."""
 
-    def leave(self) -> None:
-        """Stop it."""
+    def stop(self) -> None:
+        """Stop it at once."""
         ...
 
     async def settled(self) -> None:
         """Wait until it is recorded."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Under what a session's calls are answered."""
+
+    contract: Sampling
+    policy: Policy
+    limits: Limits
+    spent_status: int = 400
+    """HTTP status of a spent budget: the one on which this harness stops cleanly."""
 
 
 @dataclass(slots=True)
@@ -39,32 +52,43 @@ class LiveSession:
     id: str
     digest: bytes
     """SHA-256 of the secret."""
-    contract: Sampling
-    limits: Limits
+    terms: Terms
     conversation: Conversation
     writer: Writer
+    memory: Memory = field(default_factory=Memory)
+    opened: float = field(default_factory=time.monotonic)
     turns: int = 0
     sampled: int = 0
+    saw_tools: bool = False
+    """Whether any request declared tools."""
     running: set[InFlight] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Calls of parallel agents are written one after the other."""
 
-    def admit(self) -> int:
-        """Number of the next call. Raises `BudgetExhausted` when none may be made."""
-        limit = self.limits.max_turns
-        if limit is not None and self.turns >= limit:
-            msg = f"the session has used its {limit} model calls"
-            raise BudgetExhausted(msg)
-        tokens = self.limits.max_sampled_tokens
-        if tokens is not None and self.sampled >= tokens:
-            msg = f"the session has used its {tokens} sampled tokens"
-            raise BudgetExhausted(msg)
-        number, self.turns = self.turns, self.turns + 1
-        return number
+    def admit(self, count: int = 1) -> range:
+        """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
+        limits, spent = self.terms.limits, ""
+        if limits.max_turns is not None and self.turns + count > limits.max_turns:
+            spent = f"{limits.max_turns} model calls"
+        elif self.tokens_left is not None and self.tokens_left < 1:
+            spent = f"{limits.max_sampled_tokens} sampled tokens"
+        elif time.monotonic() - self.opened > limits.agent_s:
+            spent = f"{limits.agent_s:g} seconds"
+        if spent:
+            msg = f"the session has used its {spent}; this is the end of its budget"
+            raise BudgetExhausted(msg, status=self.terms.spent_status)
+        first, self.turns = self.turns, self.turns + count
+        return range(first, self.turns)
+
+    @property
+    def tokens_left(self) -> int | None:
+        """What may still be sampled; None without a limit."""
+        limit = self.terms.limits.max_sampled_tokens
+        return None if limit is None else limit - self.sampled
 
     async def append(self, call: Call) -> None:
         """Put a call on disk, one at a time, and whole even if the caller is cancelled."""
-        self.sampled += len(call.sampled_ids)
+        self.sampled += len(call.sampled_ids) + call.unseen
         writing = asyncio.ensure_future(self._write(call))
         try:
             await asyncio.shield(writing)
@@ -88,8 +112,7 @@ class Sessions:
         self,
         session_id: str,
         *,
-        contract: Sampling,
-        limits: Limits,
+        terms: Terms,
         conversation: Conversation,
         writer: Writer,
     ) -> tuple[LiveSession, str]:
@@ -98,7 +121,7 @@ class Sessions:
             msg = f"session {session_id!r} is live already"
             raise UsageError(msg)
         secret = f"tl-{secrets.token_urlsafe(24)}"
-        live = LiveSession(session_id, _digest(secret), contract, limits, conversation, writer)
+        live = LiveSession(session_id, _digest(secret), terms, conversation, writer)
         self._by_id[session_id] = self._by_digest[live.digest] = live
         return live, secret
 
@@ -107,7 +130,7 @@ class Sessions:
         self._by_id.pop(live.id, None)
         self._by_digest.pop(live.digest, None)
         for exchange in list(live.running):
-            exchange.leave()
+            exchange.stop()
             await exchange.settled()
         live.writer.close()
 

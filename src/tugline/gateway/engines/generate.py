@@ -139,15 +139,21 @@ class GenerateReader:
         ids = np.asarray(choice.token_ids, np.int32)
         content = choice.logprobs.content if choice.logprobs is not None else []
         _check(len(ids), len(content))
-        self._count += len(ids)
+        logprobs = np.asarray([item.logprob for item in content], np.float32)
+        before, self._count = self._count, self._count + len(ids)
+        finish = Finish(choice.finish_reason) if choice.finish_reason else None
         spans = choice.weight_versions or []
+        if not spans or spans[0].start < before:
+            told = tuple(VersionSpan(number(s.version), s.start, s.end) for s in spans)
+            return [Delta(ids=ids, logprobs=logprobs, spans=told, finish=finish)]
         return [
             Delta(
-                ids=ids,
-                logprobs=np.asarray([item.logprob for item in content], np.float32),
-                spans=tuple(VersionSpan(number(s.version), s.start, s.end) for s in spans),
-                finish=Finish(choice.finish_reason) if choice.finish_reason else None,
+                ids=ids[span.start - before : span.end - before],
+                logprobs=logprobs[span.start - before : span.end - before],
+                version=number(span.version),
+                finish=finish if span is spans[-1] else None,
             )
+            for span in spans
         ]
 
 
