@@ -123,7 +123,7 @@ def test_a_flipped_byte_names_the_file_and_the_offset(tmp_path: Path) -> None:
         read(path)
 
 
-@pytest.mark.parametrize("content", [b"not a segment at all", b"TUGSEG\x00\x02rest"])
+@pytest.mark.parametrize("content", [b"not a segment at all", b"TUGSEG\x00\x63rest"])
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
     """Another format or another version is named as such."""
     path = tmp_path / "a.seg"

@@ -2,8 +2,8 @@
 
 Layout: an 8-byte magic with the format's version, then records of ``<u32 length> <u32 crc32>
 <payload>``; a payload is a zstd frame of msgpack. A call's prompt is stored as a reference to the
-longest prefix it shares with one of the last few calls, plus the rest (I7); its raw request body
-is compressed against the one before it.
+longest prefix it shares with one of the last few calls, plus the rest (I7); so is its raw request
+body, which also shares its end.
 
 `Writer.append` returns when the record is on disk (I3). A record cut off by a crash is a torn
 tail: it is dropped when the file is opened, everything before it is intact. Any other damage is a
@@ -19,18 +19,22 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from tugline.errors import CaptureError
-from tugline.types import Call, Ids, decode, encode
+from tugline.types import Call, Ids, Tool, decode, encode
 
-MAGIC = b"TUGSEG\x00\x01"
+MAGIC = b"TUGSEG\x00\x02"
 _HEAD = struct.Struct("<II")
 _CANDIDATES = 8
+_BODIES = 3
+_SMALL = 8192
+"""New bytes of a body that are few enough to stop looking for a nearer one."""
 _LEVEL = 3
 
 
@@ -43,10 +47,16 @@ class _Record(msgspec.Struct, frozen=True):
     keep: int
     """How many of those ids."""
     same_tools: bool
+    body_base: int
+    """Number of the call whose request body this one's starts and ends like; -1 for none."""
+    front: int
+    """How many bytes of it come first."""
+    back: int
+    """How many bytes of it come last."""
 
 
-def shared_prefix(a: Ids, b: Ids) -> int:
-    """How many leading ids `a` and `b` have in common."""
+def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """How many leading items `a` and `b` have in common."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
@@ -54,59 +64,76 @@ def shared_prefix(a: Ids, b: Ids) -> int:
 
 
 class _Codec:
-    """The state both directions share: the last calls' ids, tools and body."""
+    """The state both directions share: the last calls' ids, tools and bodies."""
 
     def __init__(self) -> None:
-        self.recent: deque[tuple[int, Ids]] = deque(maxlen=_CANDIDATES)
-        self.last: Call | None = None
+        self.ids: deque[tuple[int, Ids]] = deque(maxlen=_CANDIDATES)
+        self.bodies: deque[tuple[int, bytes]] = deque(maxlen=_BODIES)
+        self.tools: tuple[Tool, ...] | None = None
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._decompressor = zstandard.ZstdDecompressor()
 
     def pack(self, call: Call) -> bytes:
-        base, keep = -1, 0
-        for number, ids in reversed(self.recent):
-            shared = shared_prefix(ids, call.prompt_ids)
-            if shared > keep:
-                base, keep = number, shared
-        same_tools = self.last is not None and self.last.tools == call.tools
+        base, keep = self._nearest(call)
+        body_base, front, back = self._nearest_body(call.request)
+        same_tools = self.tools is not None and self.tools == call.tools
         slim = msgspec.structs.replace(
             call,
             prompt_ids=np.ascontiguousarray(call.prompt_ids[keep:]),
             tools=() if same_tools else call.tools,
-            request=self._compress_body(call.request),
+            request=call.request[front : len(call.request) - back],
         )
         self._remember(call)
-        payload = encode(_Record(slim, base, keep, same_tools))
-        return zstandard.ZstdCompressor(level=_LEVEL).compress(payload)
+        record = _Record(slim, base, keep, same_tools, body_base, front, back)
+        return self._compressor.compress(encode(record))
 
     def unpack(self, payload: bytes) -> Call:
-        record = decode(zstandard.ZstdDecompressor().decompress(payload), _Record)
-        prompt = record.call.prompt_ids
+        record = decode(self._decompressor.decompress(payload), _Record)
+        prompt, body = record.call.prompt_ids, record.call.request
         if record.keep:
-            prompt = np.concatenate((dict(self.recent)[record.base][: record.keep], prompt))
+            prompt = np.concatenate((dict(self.ids)[record.base][: record.keep], prompt))
+        if record.front or record.back:
+            like = dict(self.bodies)[record.body_base]
+            body = like[: record.front] + body + like[len(like) - record.back :]
         call = msgspec.structs.replace(
             record.call,
             prompt_ids=prompt,
-            tools=self.last.tools if record.same_tools and self.last else record.call.tools,
-            request=self._expand_body(record.call.request),
+            tools=self.tools if record.same_tools and self.tools else record.call.tools,
+            request=body,
         )
         self._remember(call)
         return call
 
+    def _nearest(self, call: Call) -> tuple[int, int]:
+        """The call whose ids begin this prompt, and how many of them; its parent if it can be."""
+        base, keep = -1, 0
+        for number, ids in sorted(reversed(self.ids), key=lambda pair: pair[0] != call.parent):
+            shared = shared_prefix(ids, call.prompt_ids)
+            if shared > keep:
+                base, keep = number, shared
+            if shared == len(ids):
+                break
+        return base, keep
+
+    def _nearest_body(self, body: bytes) -> tuple[int, int, int]:
+        """The body that this one starts and ends like, and how many bytes of each."""
+        base, best, best_back = -1, 0, 0
+        mine = np.frombuffer(body, np.uint8)
+        for number, other in reversed(self.bodies):
+            theirs = np.frombuffer(other, np.uint8)
+            front = shared_prefix(theirs, mine)
+            back = shared_prefix(theirs[front:][::-1], mine[front:][::-1])
+            if front + back > best + best_back:
+                base, best, best_back = number, front, back
+            if len(body) - front - back < _SMALL:
+                break
+        return base, best, best_back
+
     def _remember(self, call: Call) -> None:
-        self.recent.append((call.number, np.concatenate((call.prompt_ids, call.sampled_ids))))
-        self.last = call
-
-    def _dictionary(self) -> zstandard.ZstdCompressionDict | None:
-        if self.last is None or len(self.last.request) < 8:
-            return None
-        return zstandard.ZstdCompressionDict(
-            self.last.request, dict_type=zstandard.DICT_TYPE_RAWCONTENT
-        )
-
-    def _compress_body(self, body: bytes) -> bytes:
-        return zstandard.ZstdCompressor(level=_LEVEL, dict_data=self._dictionary()).compress(body)
-
-    def _expand_body(self, body: bytes) -> bytes:
-        return zstandard.ZstdDecompressor(dict_data=self._dictionary()).decompress(body)
+        self.ids.append((call.number, np.concatenate((call.prompt_ids, call.sampled_ids))))
+        if call.request:
+            self.bodies.append((call.number, call.request))
+        self.tools = call.tools
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class GenerateReader:
         version: int | None = None
         for payload in payloads:
             for choice in _read(payload).choices:
-                spans = choice.weight_versions or ()
+                spans: list[_Version] = choice.weight_versions or []
                 late = bool(spans) and spans[0].start < self._count
                 now = number(spans[0].version) if spans and not late else version
                 if ids and now != version:
