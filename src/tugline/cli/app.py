@@ -11,6 +11,7 @@ from importlib.metadata import version
 import typer
 
 from tugline.cli.demo import INTERRUPTED, demo
+from tugline.cli.harness import harness
 from tugline.errors import TuglineError, UsageError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.add_typer(harness, name="harness")
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's own call

@@ -2,7 +2,8 @@
 
 Facts this file stands on: it is a native program (npm needs Node, opencode does not); an
 instruction given as an argument reaches the model in double quotes, so it goes to stdin; unless
-`title` is off it asks for a title beside the first turn.
+`title` is off it asks for a title beside the first turn. It would install a package for plug-ins
+into its settings folder at every start; a folder that looks as if it had been keeps it from npm.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ _PROVIDERS = {
     "google": ("@ai-sdk/google", "/v1beta"),
 }
 """Dialect to the provider that speaks it and what its base URL ends with."""
+_SETTINGS = ".config/opencode"
+_AS_INSTALLED = {
+    f"{_SETTINGS}/node_modules/.keep": "",
+    f"{_SETTINGS}/package-lock.json": json.dumps(
+        {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
+    ),
+}
 
 
 class Opencode:
@@ -71,7 +79,8 @@ class Opencode:
             },
             files={
                 "instruction.txt": seat.instruction,
-                ".config/opencode/opencode.json": self._config(seat),
+                f"{_SETTINGS}/opencode.json": self._config(seat),
+                **_AS_INSTALLED,
             },
         )
 

@@ -35,6 +35,8 @@ class Reply(msgspec.Struct, frozen=True):
     """As long as `ids`; None makes all of them 0."""
     delay_s: float = 0.0
     """Seconds before each token."""
+    first_s: float = 0.0
+    """Seconds before the first, on top of that."""
     status: int | None = None
     """Refuse with this HTTP status instead of answering."""
     retry_after_s: float | None = None
@@ -146,6 +148,7 @@ class ScriptedEngine:
         if reply.logprobs is not None:
             logprobs[:] = reply.logprobs[: len(ids)]
         size = reply.tokens_per_chunk if request.stream else len(ids)
+        await self._pass_time(reply.first_s, aborted)
         for start in range(0, len(ids), size):
             end = min(start + size, len(ids))
             await self._pass_time(reply.delay_s * (end - start), aborted)

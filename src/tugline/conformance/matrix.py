@@ -1,0 +1,75 @@
+"""Check cells one after the other, each in a process and a network of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tugline.conformance import sandbox
+from tugline.conformance.cells import Cell
+from tugline.conformance.checks import checks_of
+from tugline.conformance.worker import Job, Result
+from tugline.errors import HarnessError, UsageError
+from tugline.harnesses.base import Harness
+from tugline.plugins import find
+
+_LIMIT_S = 900.0
+
+
+async def check(cell: Cell, *, keep: Path | None = None, slow: bool = False) -> Result:
+    """Install the harness, run its sessions and judge them; nothing here raises for a failure.
+
+    Every file of the sessions stays in `keep`, if it is given: logs, homes, requests and answers.
+    """
+    harness: Harness = find("harness", cell.harness)(**cell.options)
+    no_sandbox = await asyncio.to_thread(sandbox.unavailable)
+    try:
+        await harness.install()
+        with tempfile.TemporaryDirectory(prefix="tugline-check-") as temporary:
+            folder = _folder(keep or Path(temporary), cell)
+            return await _work(Job(cell, str(folder), no_sandbox, slow))
+    except (HarnessError, UsageError) as error:
+        failed = dict.fromkeys(checks_of(slow=slow), f"fail: {error}")
+        return Result(cell.harness, harness.version, cell.dialect, 0, 0, failed)
+
+
+def _folder(root: Path, cell: Cell) -> Path:
+    folder = root.absolute() / f"{cell.harness}-{cell.dialect}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        msg = f"cannot make {folder}: {error.strerror}; choose another --keep"
+        raise UsageError(msg) from error
+    return folder
+
+
+async def _work(job: Job) -> Result:
+    worker = [sys.executable, "-m", "tugline.conformance.worker"]
+    argv: Sequence[str] = worker if job.no_sandbox else [*sandbox.UNSHARE, *worker]
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            _, errors = await process.communicate(msgspec.json.encode(job))
+    except TimeoutError:
+        errors = f"not done after {_LIMIT_S:.0f} s".encode()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    try:
+        told = (Path(job.folder) / "result.json").read_bytes()
+        return msgspec.json.decode(told, type=Result)
+    except OSError as error:
+        last = " | ".join(errors.decode(errors="replace").strip().splitlines()[-3:])
+        msg = f"the check itself failed: {last}"
+        raise HarnessError(msg) from error

@@ -1,0 +1,178 @@
+"""One session of the real program: harness, gateway and scripted engine on one machine.
+
+Nothing here judges. A `Rehearsal` holds what is needed to do so: how the program ended, the calls
+that the gateway recorded, what went over the wire and when, what the program wrote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tugline.conformance.cells import Cell
+from tugline.conformance.script import END, Hitch, Player, Script, tokenizer
+from tugline.gateway.app import Gateway
+from tugline.gateway.asgi import Message, Receive, Send
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.rendering import Rendering
+from tugline.gateway.upstream import Upstream
+from tugline.harnesses.base import Harness, Seat
+from tugline.inference.scripted import ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.plugins import find
+from tugline.runtimes.base import Exit
+from tugline.runtimes.local import Local
+from tugline.serving import serve
+from tugline.types import Call, Limits, Part, Session, Task
+
+MODEL = "tugline-policy"
+WINDOW = 131_072
+_LONGEST_FILE = 8 << 20
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request as it went over the wire."""
+
+    path: str
+    at: float
+    request: bytes = b""
+    status: int = 0
+    chunks: list[tuple[float, bytes]] = field(default_factory=list)
+    """Unix seconds and bytes of each part of the answer's body."""
+
+    @property
+    def response(self) -> bytes:
+        """The whole body of the answer."""
+        return b"".join(data for _, data in self.chunks)
+
+
+class Tapped(Gateway):
+    """A gateway that notes what passes, and loses the answers to the requests in `broken`."""
+
+    def __init__(self, upstream: Upstream, rendering: Rendering, folder: Path) -> None:
+        super().__init__(upstream, rendering, folder)
+        self.seen: list[Seen] = []
+        self.broken: frozenset[int] = frozenset()
+
+    async def app(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass everything on as it comes, but an answer that gets lost: that one becomes a 502."""
+        if scope["type"] != "http":
+            await super().app(scope, receive, send)
+            return
+        seen = Seen(scope["path"], time.time())
+        lost = len(self.seen) in self.broken
+        self.seen.append(seen)
+
+        async def taking() -> Message:
+            message = await receive()
+            seen.request += message.get("body", b"")
+            return message
+
+        async def giving(message: Message) -> None:
+            if lost:
+                return
+            if message["type"] == "http.response.start":
+                seen.status = message["status"]
+            elif message.get("body"):
+                seen.chunks.append((time.time(), message["body"]))
+            await send(message)
+
+        await super().app(scope, taking, giving)
+        if lost:
+            seen.status = 502
+            await send({"type": "http.response.start", "status": 502, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What one session left."""
+
+    exit: Exit
+    calls: tuple[Call, ...]
+    seen: tuple[Seen, ...]
+    files: dict[str, str]
+    """The workdir afterwards."""
+    log: str
+    """What the program wrote to stdout and stderr."""
+    told: str
+    """The same and the files in its home."""
+    sampled: int
+    """Tokens that left the engine."""
+    owed: int
+    """Tokens of the answers that were asked for, each counted once."""
+    side_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a session is given."""
+
+    scripts: Mapping[str, Script]
+    """The instruction is the first marker."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    hitches: Mapping[int, Hitch] = field(default_factory=dict)
+    broken: frozenset[int] = frozenset()
+    max_turns: int | None = None
+    timeout_s: float = 120.0
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+async def rehearse(cell: Cell, stage: Stage, folder: Path) -> Rehearsal:
+    """Run the program once in `folder`, which must be empty and stays."""
+    options = {**cell.options, **stage.options}
+    harness: Harness = find("harness", cell.harness)(**options)
+    await harness.install()
+    words = tokenizer()
+    player = Player(words, stage.scripts, stage.hitches)
+    engine = ScriptedEngine(
+        player.reply, vocab_size=words.size, max_model_len=WINDOW, eos_ids=[END]
+    )
+    task = Task(
+        id="check",
+        instruction=next(iter(stage.scripts)),
+        harness=Part(cell.harness, options),
+        evaluator=Part("tests"),
+        limits=Limits(max_turns=stage.max_turns),
+    )
+    session = Session(id="check-0", task="check", sample=0)
+    rendering = Rendering(words, "qwen3", thinking_retention="all")
+    async with serve(create_app(engine, model_name="scripted")) as url:
+        gateway = Tapped(Upstream(url, Embedded()), rendering, folder / "segments")
+        gateway.broken = stage.broken
+        async with gateway, Local().open(folder, stage.files) as box:
+            async with gateway.open(session, task) as opened:
+                seat = Seat(
+                    instruction=task.instruction,
+                    workdir=str(box.workdir),
+                    home=str(box.home),
+                    base_url=opened.base_url,
+                    key=opened.key,
+                    model=MODEL,
+                )
+                launch = harness.launch(seat)
+                await box.write(box.home, launch.files)
+                end = await box.run(launch.argv, env=launch.env, timeout_s=stage.timeout_s)
+            return Rehearsal(
+                exit=end,
+                calls=gateway.calls(session.id),
+                seen=tuple(gateway.seen),
+                files=_texts(box.workdir),
+                log="\n".join(_texts(box.logs).values()),
+                told="\n".join([*_texts(box.logs).values(), *_texts(box.home).values()]),
+                sampled=engine.stats().sampled_tokens,
+                owed=player.owed,
+                side_calls=player.side_calls,
+            )
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8", errors="replace")
+        for path in files
+        if path.stat().st_size < _LONGEST_FILE
+    }

@@ -1,0 +1,100 @@
+"""A network of one's own: loopback and nothing else, and a name server that only takes notes.
+
+The worker is started by ``unshare`` in fresh user, network and mount namespaces. There it brings
+the loopback interface up and puts a resolver of its own in place of the machine's, which answers
+that no name exists and keeps the names that were asked for. So a harness that would have reached a
+foreign host is caught by name, and reaches nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import socket
+import struct
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from tugline.errors import RuntimeFault
+
+UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
+_RESOLVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
+_OWN = ("localhost",)
+
+
+def unavailable() -> str | None:
+    """Why there can be no sandbox here; None if there can."""
+    try:
+        done = subprocess.run(
+            [*UNSHARE, "mount", "--bind", "/proc/self/status", "/etc/resolv.conf"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no sandbox: {error}"
+    return None if done.returncode == 0 else f"no sandbox: {' '.join(done.stderr.split())}"
+
+
+@contextlib.asynccontextmanager
+async def entered(folder: Path) -> AsyncIterator[list[str]]:
+    """Set up the namespaces that this process was started in; yields the names asked for."""
+    _bring_loopback_up()
+    resolver = folder / "resolv.conf"
+    await asyncio.to_thread(resolver.write_text, _RESOLVER)
+    await asyncio.to_thread(_mount, resolver)
+    names: list[str] = []
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.create_datagram_endpoint(
+        lambda: _Recorder(names), local_addr=("127.0.0.1", 53)
+    )
+    try:
+        yield names
+    finally:
+        transport.close()
+
+
+def _bring_loopback_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        asked = struct.pack("16sh14x", b"lo", 0)
+        _, flags = struct.unpack("16sh14x", fcntl.ioctl(sock, _GET_FLAGS, asked))
+        fcntl.ioctl(sock, _SET_FLAGS, struct.pack("16sh14x", b"lo", flags | _UP))
+
+
+def _mount(resolver: Path) -> None:
+    command = ["mount", "--bind", str(resolver), "/etc/resolv.conf"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode != 0:
+        msg = f"cannot put a name server in place: {' '.join(done.stderr.split())}"
+        raise RuntimeFault(msg)
+
+
+class _Recorder(asyncio.DatagramProtocol):
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        name, end = _question(data)
+        if name not in _OWN and name not in self._names:
+            self._names.append(name)
+        flags = b"\x81\x83"  # a response: no such name
+        answer = data[:2] + flags + b"\0\1\0\0\0\0\0\0" + data[12:end]
+        if isinstance(self._transport, asyncio.DatagramTransport):
+            self._transport.sendto(answer, addr)
+
+
+def _question(data: bytes) -> tuple[str, int]:
+    """The name that a DNS query asks for, and where its question ends."""
+    labels: list[str] = []
+    at = 12
+    while at < len(data) and data[at]:
+        labels.append(data[at + 1 : at + 1 + data[at]].decode("latin-1"))
+        at += 1 + data[at]
+    return ".".join(labels), at + 5

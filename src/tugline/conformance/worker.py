@@ -1,0 +1,117 @@
+"""Checks one cell, in a process of its own that ``unshare`` starts.
+
+Reads a `Job` from stdin and writes a `Result` to the file that the job names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from tugline import log
+from tugline.conformance import checks, sandbox
+from tugline.conformance.cells import Cell, judged
+from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
+from tugline.errors import TuglineError
+from tugline.plugins import find
+from tugline.types import Call
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One cell, and where to work."""
+
+    cell: Cell
+    folder: str
+    no_sandbox: str | None = None
+    """Why this process has the machine's own network; None in a sandbox."""
+    slow: bool = False
+    """Whether the minutes-long session is run as well."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What is told about a cell."""
+
+    harness: str
+    version: str | None
+    dialect: str
+    turns: int
+    exact_turns: int
+    checks: dict[str, str]
+
+
+async def check(job: Job) -> Result:
+    """Run the sessions and judge them."""
+    folder, cell = Path(job.folder), job.cell
+    verdicts: dict[str, str | None] = {}
+    calls: list[Call] = []
+    async with _network(job) as names:
+        for name, part in checks.SESSIONS.items():
+            if name == "slow" and not job.slow:
+                continue
+            ran = await _rehearsed(cell, part.stage(cell), folder / name)
+            for check_name, judge in part.judges.items():
+                verdicts[check_name] = ran if isinstance(ran, str) else judge(cell, ran)
+            if name == "plain" and not isinstance(ran, str):
+                calls = checks.main_calls(ran.calls)
+    foreign = f"asked for {', '.join(names)}" if names else None
+    verdicts["no_foreign_host"] = job.no_sandbox or foreign
+    return Result(
+        harness=cell.harness,
+        version=find("harness", cell.harness)(**cell.options).version,
+        dialect=cell.dialect,
+        turns=len(calls),
+        exact_turns=sum(call.branch is None for call in calls),
+        checks={name: judged(cell, name, why) for name, why in verdicts.items()},
+    )
+
+
+async def _rehearsed(cell: Cell, stage: Stage, folder: Path) -> Rehearsal | str:
+    try:
+        ran = await rehearse(cell, stage, folder)
+    except TuglineError as error:
+        return str(error)
+    await asyncio.to_thread(_keep, ran, folder)
+    return ran
+
+
+def _keep(ran: Rehearsal, folder: Path) -> None:
+    """For whoever wants to know why: each request and its answer, and a line per call."""
+    wire = folder / "wire"
+    wire.mkdir()
+    for number, seen in enumerate(ran.seen):
+        (wire / f"{number:02}-request").write_bytes(seen.request)
+        (wire / f"{number:02}-response-{seen.status}").write_bytes(seen.response)
+    calls = [
+        f"{call.number} parent={call.parent} branch={call.branch} kind={call.kind} "
+        f"outcome={call.outcome} prompt={len(call.prompt_ids)} sampled={len(call.sampled_ids)}"
+        for call in ran.calls
+    ]
+    paths = [f"{time.ctime(seen.at)} {seen.status} {seen.path}" for seen in ran.seen]
+    (wire / "summary").write_text("\n".join([*calls, *paths, f"{ran.exit}", ""]))
+
+
+@contextlib.asynccontextmanager
+async def _network(job: Job) -> AsyncIterator[list[str]]:
+    if job.no_sandbox is not None:
+        yield []
+        return
+    async with sandbox.entered(Path(job.folder)) as names:
+        yield names
+
+
+def main() -> None:
+    """Do the job on stdin."""
+    log.configure(level="error")
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    result = asyncio.run(check(job))
+    (Path(job.folder) / "result.json").write_bytes(msgspec.json.encode(result))
+
+
+if __name__ == "__main__":
+    main()
