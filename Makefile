@@ -52,8 +52,9 @@ e2e: $(STAMP) ## tests with the real pi harness
 test-chaos: $(STAMP) ## the long tests: the demo killed with kill -9 and resumed, again and again
 	@$(BIN)/pytest -m slow $(ARGS)
 
-bench: $(STAMP) ## the embedded engine against transformers' continuous batching
-	@$(BIN)/python benchmarks/engine/load.py $(ARGS)
+bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against transformers
+	@$(BIN)/tugline bench gateway $(ARGS)
+	@$(BIN)/python benchmarks/engine/load.py
 
 clean: ## remove the environment and every cache in this folder
 	@rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

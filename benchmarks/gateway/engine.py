@@ -8,6 +8,7 @@ visible token of each stream was written (seconds of the monotonic clock).
     python engine.py REPLIES_FILE
 """
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import asyncio
@@ -123,9 +124,8 @@ class _Paced:
             self._loop.call_at(self._began + due * SPACING_S, self.step)
 
 
-async def main(file: Path) -> None:
+async def main(replies: dict[str, Replies]) -> None:
     """Serve until the standard input closes."""
-    replies = msgspec.msgpack.decode(file.read_bytes(), type=dict[str, Replies])
     times: list[float] = []
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Engine(replies, times), "127.0.0.1", 0)
@@ -135,4 +135,5 @@ async def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(Path(sys.argv[1])))
+    stored = Path(sys.argv[1]).read_bytes()
+    uvloop.run(main(msgspec.msgpack.decode(stored, type=dict[str, Replies])))

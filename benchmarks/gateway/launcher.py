@@ -7,6 +7,7 @@ input closes.
     python launcher.py exact|observed ENGINE_URL TOKENIZER_FOLDER SEGMENTS_FOLDER
 """
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import asyncio

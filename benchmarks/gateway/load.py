@@ -1,10 +1,11 @@
 """The load generator: keep-alive connections that play prebuilt sessions against one target.
 
-Where a connection is still busy when its next call is due, latency is counted from when it was due,
-so a slow answer is not forgiven the calls that wait behind it. Every answer is checked for its status and its
-number of sampled tokens.
+Where a connection is still busy when its next call is due, latency is counted from that moment, so
+a slow answer is not forgiven the calls that wait behind it. Every answer is checked for its status
+and its number of sampled tokens.
 """
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +25,7 @@ _CONTENT = re.compile(rb'"(?:reasoning_content|reasoning|content)": ?"[^"]|"toke
 _COUNT = re.compile(rb'"completion_tokens": ?%d\b' % SAMPLED)
 
 
-class WrongAnswer(Exception):  # noqa: N818 - named for what happened
+class WrongAnswer(Exception):
     """A target answered something else than was asked for."""
 
 

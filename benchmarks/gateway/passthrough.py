@@ -6,6 +6,7 @@ Prints ``{"port": N}`` when it is up.
     python passthrough.py ENGINE_URL
 """
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,6 @@
-"""Programs beside the load generator: started, asked by lines of JSON, and looked at from outside."""
+"""Programs beside the load generator: started, asked by lines of JSON, watched from outside."""
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import json
@@ -15,7 +16,7 @@ DEADLINE_S = 60.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Refused(Exception):  # noqa: N818 - named for what happened
+class Refused(Exception):
     """A program ended instead of answering."""
 
 
@@ -23,6 +24,7 @@ class Child:
     """One Python program of this folder; its first line tells its port."""
 
     def __init__(self, file: Path, *arguments: str) -> None:
+        self._name = file.name
         self._process = subprocess.Popen(
             [sys.executable, str(file), *arguments],
             stdin=subprocess.PIPE,
@@ -64,7 +66,7 @@ class Child:
             part = out.read(1 << 16) if ready else None
             if not part:
                 self._process.kill()
-                msg = f"{self._process.args} did not answer within {DEADLINE_S:.0f} s or ended"
+                msg = f"{self._name} ended, or did not answer within {DEADLINE_S:.0f} s"
                 raise Refused(msg)
             text += part
         return json.loads(text)

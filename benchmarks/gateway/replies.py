@@ -5,6 +5,7 @@ sampled ids and logprobs. Streamed answers are one event a token, a usage event 
 514 events, each an HTTP chunk of its own.
 """
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import json
@@ -51,7 +52,9 @@ def write(script: Script) -> dict[str, Replies]:
 
 def _whole(body: dict[str, Any]) -> bytes:
     data = compact(body)
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
     return head.encode() + data
 
 
@@ -118,7 +121,12 @@ def _generated_choice(said: Said, start: int, end: int) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- chat route
 def _head(turn: int, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{turn:032x}", "object": kind, "created": 1_760_000_000, "model": "stub"}
+    return {
+        "id": f"chatcmpl-{turn:032x}",
+        "object": kind,
+        "created": 1_760_000_000,
+        "model": "stub",
+    }
 
 
 def _logprobs(script: Script, said: Said, start: int, end: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ machine disturbs both alike. `docs/benchmarks.md` says what each figure means.
     python benchmarks/gateway/run.py [--json] [--quick]
 """
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import argparse
@@ -165,18 +166,13 @@ async def learn(rig: Rig, gateway: Gateway, mode: Mode) -> None:
     gateway.open(2)
     for _ in range(2):
         before, gateway.call_ids = gateway.call_ids, [""] * TURNS
-        seat: Seat | None = None
-        place = gateway.fresh()
+        (seat,) = rig.seats(mode, "gateway", 1)
+        await seat.connect()
         for turn in range(TURNS):
-            target = rig.target("learning", mode, gateway.child.port)
-            if seat is None:
-                seat = Seat(target, 0, lambda: place)
-                await seat.connect()
-            seat.target = target
             answer = await seat.call()
             gateway.call_ids[turn] = _call_id(answer.data, rig.script, turn)
-        if seat is not None:
-            seat.close()
+            seat.target = rig.target("gateway", mode, gateway.child.port)
+        seat.close()
         if before and before != gateway.call_ids:
             fail("call ids differ between sessions; prebuilt bodies would not be what clients send")
     gateway.close()
@@ -186,7 +182,11 @@ def _call_id(data: bytes, story: Script, turn: int) -> str:
     said = story.answers[turn]
     message = json.loads(data[data.index(b"\r\n\r\n") + 4 :])["choices"][0]["message"]
     (call,) = message["tool_calls"]
-    told = (message["content"], message["reasoning_content"], json.loads(call["function"]["arguments"]))
+    told = (
+        message["content"],
+        message["reasoning_content"],
+        json.loads(call["function"]["arguments"]),
+    )
     if told != (said.text, said.reasoning, said.arguments):
         fail(f"turn {turn} was answered with {message!r:.600}")
     return str(call["id"])
@@ -243,9 +243,7 @@ def _close(seats: Sequence[Seat]) -> None:
         seat.close()
 
 
-async def latency(
-    rig: Rig, mode: Mode, count: int, size: Size
-) -> dict[str, tuple[float, float]]:
+async def latency(rig: Rig, mode: Mode, count: int, size: Size) -> dict[str, tuple[float, float]]:
     """Median and 99th percentile, ms, of direct, pass-through and gateway calls."""
     gateway = rig.gateways[mode.gateway]
     gateway.open(2 * count + size.calls // TURNS + 1)
@@ -282,7 +280,7 @@ async def first_byte(rig: Rig, mode: Mode) -> float:
     written = await asyncio.to_thread(_fetch, url)
     seat.close()
     waits = [answer.first - at for answer, at in zip(answers, written, strict=True)]
-    return statistics.median(waits) * 1000
+    return float(statistics.median(waits)) * 1000
 
 
 def _fetch(url: str) -> Any:
@@ -372,7 +370,7 @@ async def run(size: Size, *, quick: bool, only: Sequence[str]) -> dict[str, Any]
         try:
             told: dict[str, Any] = {mode.name: None for mode in MODES}
             noise: dict[str, float] = {}
-            kept: dict[str, int] = {}
+            kept: dict[str, float] = {}
             for mode in MODES:
                 gateway = rig.gateways.get(mode.gateway)
                 if gateway is None or mode.name not in only:
@@ -381,8 +379,7 @@ async def run(size: Size, *, quick: bool, only: Sequence[str]) -> dict[str, Any]
                     await learn(rig, gateway, replace(mode, stream=False, paced=False))
                     gc.freeze()
                 told[mode.name], floor, kept[mode.name] = await measure(rig, mode, size)
-                low, middle, high = statistics.quantiles(floor, n=4)
-                noise[mode.name] = round((high - low) / middle, 3)
+                noise[mode.name] = _spread(floor)
             told["kept_bytes_per_call"] = round(kept.get("exact", 0))
             told["kept_bytes_per_call_by_mode"] = {name: round(n) for name, n in kept.items()}
             growth = await memory(rig, MODES[0], size.memory_calls)
@@ -404,6 +401,12 @@ async def run(size: Size, *, quick: bool, only: Sequence[str]) -> dict[str, Any]
         "seconds": round(time.time() - began),
     }
     return told
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Interquartile range over median."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return round((high - low) / middle, 3)
 
 
 def table(told: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ tokenizer is trained on it, and ids are spread over a vocabulary as large as Qwe
 JSON escapes and bodies have realistic sizes. Everything is made before anything is measured.
 """
 
+# ruff: noqa: INP001 - programs, not a package
 from __future__ import annotations
 
 import argparse as _argparse
@@ -27,7 +28,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tugline.gateway.rendering import Rendering
 from tugline.tokenizer import Tokenizer
-from tugline.types import Ids, Logprobs, Message, Role, Tool, ToolCall
+from tugline.types import Ids, Logprobs, Message, Role, Tool
 
 TURNS = 40
 SAMPLED = 512
@@ -35,6 +36,10 @@ MEAN_PROMPT = 16_384
 THOUGHT = 120
 """Tokens of reasoning in an answer."""
 RESULT_CHARS = 240
+TAIL = (
+    "\n<|im_start|>user\n<tool_response>\n%s\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
+"""What Qwen3's template writes between an answer's end and the next one."""
 _VOCABULARY = 8192
 _SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
@@ -56,11 +61,6 @@ class Said:
     arguments: dict[str, str]
     result: str
     """What the client's tool then says."""
-
-    def message(self, call_id: str) -> Message:
-        """The answer as the gateway should tell it."""
-        call = ToolCall(call_id, self.name, json.dumps(self.arguments))
-        return Message(Role.ASSISTANT, self.text, (call,), reasoning=self.reasoning)
 
 
 @dataclass(frozen=True)
@@ -119,27 +119,19 @@ def write() -> Script:
     answers = tuple(_answer(tokenizer, text, turn) for turn in range(TURNS))
     tools = tuple(_tool(text, index) for index in range(8))
     user = "Mend the failing tests of this repository.\n" + _slice(text, 0, 400)
-    tails = [(Message(Role.TOOL, said.result, tool_call_id=str(i)),) for i, said in _numbered(answers)]
+    tails = [np.array(tokenizer.encode(TAIL % said.result), np.int32) for said in answers]
 
     def prompts(system: str) -> list[Ids]:
         start = (Message(Role.SYSTEM, system), Message(Role.USER, user))
         ids = [rendering.first(start, tools)]
         for said, tail in zip(answers[:-1], tails, strict=False):
-            bridged = rendering.bridge(ids[-1], said.ids, tail, tools)
-            if bridged is None:
-                msg = "the scripted conversation cannot be continued exactly"
-                raise RuntimeError(msg)
-            ids.append(bridged)
+            ids.append(np.concatenate((ids[-1], said.ids, tail)))
         return ids
 
     bare = sum(map(len, prompts(""))) / TURNS
     filler = tokenizer.encode(_slice(text, 300_000, 60_000))[: round(MEAN_PROMPT - bare)]
     system = tokenizer.decode(filler)
     return Script(tokenizer, system, user, tools, answers, tuple(prompts(system)))
-
-
-def _numbered(answers: Sequence[Said]) -> list[tuple[int, Said]]:
-    return list(enumerate(answers))
 
 
 def _corpus() -> str:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import typer
 
+from tugline.cli.bench import bench
 from tugline.cli.demo import INTERRUPTED, demo
 from tugline.cli.harness import harness
 from tugline.errors import TuglineError, UsageError
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(bench)
 app.command()(demo)
 app.add_typer(harness, name="harness")
 
