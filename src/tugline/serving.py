@@ -1,4 +1,7 @@
-"""Run an ASGI app on a socket inside this process, up when entered and down when left."""
+"""Run an ASGI app on a socket inside this process, up when entered and down when left.
+
+Connections are guarded: whoever sends headers slowly or without end is let go (I6).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,73 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tugline.errors import UsageError
 
 STOP_S = 5.0
 """How long open answers may take to finish when a server goes down."""
+HEADERS_S = 10.0
+"""How long the headers of a request may take to arrive."""
+MAX_HEADERS = 64 << 10
+"""Bytes of request line and headers."""
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays: agents run tools between their calls."""
+
+
+class _Guarded(HttpToolsProtocol):
+    """HTTP/1.1 with a deadline and a bound for the headers."""
+
+    _late: asyncio.TimerHandle | None = None
+    _awaited = 0
+    """Bytes that have come without completing a request's headers."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._late = self.loop.call_later(HEADERS_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._in_time()
+        self._late = self.loop.call_later(HEADERS_S, self.transport.close)
+        self._awaited = 1
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_time()
+        self._awaited = 0
+        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADERS:
+            self._refuse()
+        else:
+            super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._awaited += len(data) if self._awaited else 0
+        if self._awaited > MAX_HEADERS:
+            self._refuse()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The app answers it."""
+
+    def _refuse(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"connection: close\r\ncontent-length: 0\r\n\r\n"
+)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -36,9 +101,15 @@ async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
     sock = listen(host, port)
     config = uvicorn.Config(
         app,
+        interface="asgi3",  # a bound method would be taken for the old protocol
         lifespan="on",
         access_log=False,
         log_level="warning",
+        http=_Guarded,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        date_header=False,
+        server_header=False,
         timeout_graceful_shutdown=int(STOP_S),
     )
     server = uvicorn.Server(config)
