@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import rendering
-from tugline.gateway.conversation import Conversation, Plan
-from tugline.types import Branch, Ids, Message, Role, Tool, ToolCall
+from tugline.errors import Unsupported
+from tugline.gateway.conversation import Conversation
+from tugline.gateway.tokens import Tokens
+from tugline.gateway.turns import Plan
+from tugline.types import Branch, Heal, Ids, Message, Role, Tool, ToolCall
 
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)
 START = (Message(Role.SYSTEM, "You help."), Message(Role.USER, "Mend it."))
@@ -57,24 +60,25 @@ def test_a_rewritten_echo_continues_exactly(arguments: str, call_id: str) -> Non
     """Spacing, key order, number form and ids of tool calls do not break the sequence."""
     conversation, first, ids = answered()
     plan = conversation.plan(echo(arguments, call_id), TOOLS)
-    before = np.concatenate((first.prompt, ids))
+    before = np.concatenate((first.prompt.array(), ids))
     assert (plan.parent, plan.branch) == (0, None)
     assert plan.reused == len(before)
-    assert np.array_equal(plan.prompt[: len(before)], before)
+    assert np.array_equal(plan.prompt.array()[: len(before)], before)
     assert [message.role for message in plan.added] == [Role.TOOL]
 
 
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        (echo('{"path": "b.py", "line": 1.0}'), Branch.HISTORY_EDITED),
+        (echo('{"path": "b.py", "line": 1.0}'), Branch.CALL_REPAIRED),
+        ((*START, Message(Role.USER, "That call was wrong.")), Branch.TURN_DELETED),
         ((START[0], Message(Role.USER, "Other."), *echo(ARGUMENTS)[2:]), Branch.HISTORY_EDITED),
         (
             (*echo(ARGUMENTS), Message(Role.ASSISTANT, "Made up."), Message(Role.USER, "Go on.")),
             Branch.HARNESS_ASSISTANT,
         ),
     ],
-    ids=["other arguments", "other question", "a turn we did not sample"],
+    ids=["other arguments", "a deleted turn", "other question", "a turn we did not sample"],
 )
 def test_a_real_edit_branches_with_its_reason(
     messages: tuple[Message, ...], reason: Branch
@@ -97,15 +101,134 @@ def test_unparsable_arguments_keep_their_bytes() -> None:
     """Broken JSON matches only itself."""
     conversation, _, _ = answered('{"path": ')
     assert conversation.plan(echo('{"path": '), TOOLS).branch is None
-    assert conversation.plan(echo('{"path":'), TOOLS).branch is Branch.HISTORY_EDITED
+    assert conversation.plan(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
 def test_the_same_question_again_starts_anew() -> None:
     """A repeated first request is a twin, not a continuation."""
     conversation, first, _ = answered()
     plan = conversation.plan(START, TOOLS)
-    assert np.array_equal(plan.prompt, first.prompt)
-    assert plan.branch is Branch.HISTORY_EDITED
+    assert np.array_equal(plan.prompt.array(), first.prompt.array())
+    assert (plan.branch, plan.turn) == (None, None)
+
+
+def longer(answers: int) -> tuple[Conversation, tuple[Message, ...]]:
+    """A conversation of several turns with two calls each, and its history."""
+    conversation, messages = Conversation(RENDERING), START
+    for number in range(answers):
+        plan = conversation.plan(messages, TOOLS)
+        calls = tuple(ToolCall(f"call_{number}_{i}", "read", f'{{"path":"{i}"}}') for i in (0, 1))
+        answer = Message(Role.ASSISTANT, f"Turn {number}.", calls, reasoning="Hm.")
+        conversation.record(plan, number, sampled(f"turn {number}"), answer)
+        results = (Message(Role.TOOL, f"{call.id} read", tool_call_id=call.id) for call in calls)
+        messages = (*messages, answer, *results)
+    return conversation, messages
+
+
+def test_results_in_another_order_branch() -> None:
+    """Parallel results that change places later on change what the model saw."""
+    conversation, messages = longer(1)
+    conversation.record(
+        conversation.plan(messages, TOOLS), 1, sampled("ok"), Message(Role.ASSISTANT, "ok")
+    )
+    *front, first, second = messages
+    swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
+    assert conversation.plan(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
+
+
+def test_a_history_replaced_by_a_summary_is_a_compaction() -> None:
+    """The task stays, the answers are gone, a summary stands in their place."""
+    conversation, _ = longer(3)
+    summary = Message(Role.USER, "So far: three files read.")
+    plan = conversation.plan((*START, summary), TOOLS)
+    assert (plan.branch, plan.turn) == (Branch.COMPACTED, None)
+    assert plan.parent is not None
+
+
+def test_another_thread_of_the_session_is_named_as_such() -> None:
+    """A sub-agent's first request has nothing in common but the session."""
+    conversation, _ = longer(2)
+    other = (Message(Role.SYSTEM, "You search."), Message(Role.USER, "Find it."))
+    assert conversation.plan(other, TOOLS, "thread-2").branch is Branch.NEW_THREAD
+    assert conversation.plan(other, TOOLS).branch is Branch.NEW_THREAD
+
+
+def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
+    """The parent is extended exactly; the answer that the harness dropped stays a branch of it."""
+    conversation, messages = longer(2)
+    plan = conversation.plan(messages, TOOLS)
+    conversation.record(plan, 2, sampled("garbled"), Message(Role.ASSISTANT, "garbled"))
+    again = conversation.plan((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
+    assert (again.parent, again.branch) == (1, Branch.TURN_DELETED)
+    assert again.reused == len(plan.turn.tokens if plan.turn else ())
+
+
+@pytest.mark.parametrize(
+    ("echoed", "heals"),
+    [
+        (Message(Role.ASSISTANT, "Hi.", reasoning="Hm."), ()),
+        (Message(Role.ASSISTANT, "Hi."), (Heal.REASONING,)),
+        (Message(Role.ASSISTANT, "Hi.\n", reasoning="Hm."), (Heal.TEXT,)),
+    ],
+    ids=["verbatim", "thoughts dropped", "blank space"],
+)
+def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[Heal, ...]) -> None:
+    """A harmless change continues exactly, and is told."""
+    conversation = Conversation(RENDERING)
+    plan = conversation.plan(START, TOOLS)
+    conversation.record(plan, 0, sampled("x"), Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
+    after = conversation.plan((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
+    assert (after.branch, after.parent, after.healed) == (None, 0, heals)
+
+
+def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
+    """Two samples of one prompt that say the same are continued each from its own ids."""
+    conversation = Conversation(RENDERING)
+    for number in (0, 1):
+        plan = conversation.plan(START, TOOLS)
+        call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
+        conversation.record(
+            plan, number, sampled(f"{number}"), Message(Role.ASSISTANT, "", (call,))
+        )
+    for number in (0, 1):
+        assert conversation.plan(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
+
+
+def test_an_answer_that_broke_off_is_taken_up_where_it_ended() -> None:
+    """A history that ends with the part that was told is continued id for id."""
+    conversation = Conversation(RENDERING)
+    plan = conversation.plan(START, TOOLS)
+    ids = np.asarray(RENDERING.tokenizer.encode("Half an ans"), np.int32)
+    part = Message(Role.ASSISTANT, "Half an ans")
+    conversation.record(plan, 0, ids, part, complete=False)
+    after = conversation.plan((*START, part), TOOLS)
+    assert np.array_equal(after.prompt.array(), np.concatenate((plan.prompt.array(), ids)))
+    resumed = conversation.plan((*START, part, Message(Role.USER, "You were cut off.")), TOOLS)
+    assert (resumed.parent, resumed.branch) == (0, None)
+
+
+def test_a_prefill_is_refused_by_name() -> None:
+    """An assistant message at the end that the model did not give cannot be continued."""
+    with pytest.raises(Unsupported, match=r"messages\[2\] is the assistant's"):
+        Conversation(RENDERING).plan((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
+
+
+def raw(tokens: Tokens) -> bytes:
+    """The ids as an engine writes them."""
+    return b"[" + tokens.json() + b"]"
+
+
+def test_observed_ids_that_extend_the_parent_are_exact() -> None:
+    """Without a rendering the engine's prompt decides; a changed one is a branch with its place."""
+    conversation = Conversation(None)
+    plan = conversation.observed(conversation.plan(START, TOOLS), b"[1, 2, 3]")
+    conversation.record(plan, 0, np.array([4, 5], np.int32), Message(Role.ASSISTANT, "Hi."))
+    history = (*START, Message(Role.ASSISTANT, "Hi."), Message(Role.USER, "Go on."))
+    same = conversation.observed(conversation.plan(history, TOOLS), b"[1,2,3,4,5,6,7]")
+    assert (same.branch, same.reused, len(same.prompt)) == (None, 5, 7)
+    other = conversation.observed(conversation.plan(history, TOOLS), b"[1,2,3,9,5,6,7]")
+    assert (other.branch, other.reused) == (Branch.ENGINE_RERENDERED, 3)
+    assert raw(other.prompt) == b"[1,2,3,9,5,6,7]"
 
 
 JSON = st.recursive(
