@@ -57,7 +57,9 @@ class StubGateway:
             yield self
 
     @contextlib.asynccontextmanager
-    async def open(self, session: Session, task: Task) -> AsyncIterator[Door]:
+    async def open(
+        self, session: Session, task: Task, *, spent_status: int = 400
+    ) -> AsyncIterator[Door]:
         """Take this session's calls until left."""
         self.open_now.add(session.id)
         try:

@@ -94,6 +94,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_turns: int | None = None
     """Model calls a session may make."""
     max_sampled_tokens: int | None = None
+    calls_s: float | None = None
+    """Seconds after which model calls are refused: a soft end, before that of `agent_s`."""
 
 
 class Sampling(msgspec.Struct, frozen=True):

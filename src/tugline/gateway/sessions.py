@@ -72,8 +72,8 @@ class LiveSession:
             spent = f"{limits.max_turns} model calls"
         elif self.tokens_left is not None and self.tokens_left < 1:
             spent = f"{limits.max_sampled_tokens} sampled tokens"
-        elif time.monotonic() - self.opened > limits.agent_s:
-            spent = f"{limits.agent_s:g} seconds"
+        elif limits.calls_s is not None and time.monotonic() - self.opened > limits.calls_s:
+            spent = f"{limits.calls_s:g} seconds"
         if spent:
             msg = f"the session has used its {spent}; this is the end of its budget"
             raise BudgetExhausted(msg, status=self.terms.spent_status)

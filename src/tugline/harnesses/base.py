@@ -60,6 +60,15 @@ class Harness(Protocol):
         ...
 
 
+def spent_status(harness: Harness) -> int:
+    """The HTTP status on which a harness stops cleanly; its own ``spent_status``, else 400.
+
+    Many programs try again after most statuses; 400 is what most of them give up on at once.
+    """
+    status: int = getattr(harness, "spent_status", 400)
+    return status
+
+
 def chosen(harness: str, option: str, value: str, known: Mapping[str, T]) -> T:
     """What stands for `value`. Raises `ConfigError` that lists what is known."""
     if value not in known:

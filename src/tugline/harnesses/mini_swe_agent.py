@@ -24,6 +24,8 @@ class MiniSweAgent:
     """`args` are further options of its command line; ``-c`` names its prompts and limits."""
 
     name = "mini_swe_agent"
+    spent_status = 401
+    """It tries again ten times after a 400."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from tugline.errors import (
 )
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.patch import Patch, compare
-from tugline.harnesses.base import Seat
+from tugline.harnesses.base import Seat, spent_status
 from tugline.node.parts import Parts
 from tugline.runtimes.base import Box, Exit
 from tugline.types import (
@@ -74,8 +74,13 @@ class Endpoint(Protocol):
 class Gateway(Protocol):
     """What a rollout needs of the gateway."""
 
-    def open(self, session: Session, task: Task) -> AbstractAsyncContextManager[Endpoint]:
-        """Take calls of this session; when left, no further call is taken and none is in flight."""
+    def open(
+        self, session: Session, task: Task, *, spent_status: int = 400
+    ) -> AbstractAsyncContextManager[Endpoint]:
+        """Take calls of this session; when left, no further call is taken and none is in flight.
+
+        `spent_status` is the HTTP status that tells its harness of a spent budget.
+        """
         ...
 
     def calls(self, session: str) -> Sequence[Call]:
@@ -165,7 +170,9 @@ class _Rollout:
                         self.runtime.open(self.directory / "agent", self.task.files)
                     )
                     endpoint = await stack.enter_async_context(
-                        self.gateway.open(self.session, self.task)
+                        self.gateway.open(
+                            self.session, self.task, spent_status=spent_status(self.harness)
+                        )
                     )
                     launch = self.harness.launch(self._seat(box, endpoint))
                     await box.write(box.home, launch.files)
