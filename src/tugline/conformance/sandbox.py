@@ -16,6 +16,7 @@ import struct
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 from tugline.errors import RuntimeFault
 
@@ -78,7 +79,7 @@ class _Recorder(asyncio.DatagramProtocol):
         self._names = names
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport = cast("asyncio.DatagramTransport", transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         name, end = _question(data)
@@ -86,8 +87,7 @@ class _Recorder(asyncio.DatagramProtocol):
             self._names.append(name)
         flags = b"\x81\x83"  # a response: no such name
         answer = data[:2] + flags + b"\0\1\0\0\0\0\0\0" + data[12:end]
-        if isinstance(self._transport, asyncio.DatagramTransport):
-            self._transport.sendto(answer, addr)
+        self._transport.sendto(answer, addr)
 
 
 def _question(data: bytes) -> tuple[str, int]:

@@ -1,0 +1,275 @@
+"""The scripted model, and the judge of what harnesses do with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tugline.conformance import checks, sandbox
+from tugline.conformance.cells import CELLS, cells_of, judged
+from tugline.conformance.rehearsal import Rehearsal, Seen
+from tugline.conformance.script import Hitch, Player, Turn, tokenizer
+from tugline.errors import UsageError
+from tugline.gateway.rendering import Rendering
+from tugline.runtimes.base import Exit
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Ids,
+    Message,
+    Outcome,
+    Role,
+    Sampling,
+    Timings,
+    TraceKind,
+    VersionSpan,
+)
+
+WORDS = tokenizer()
+RENDERING = Rendering(WORDS, "qwen3", thinking_retention="all")
+CELL = cells_of("pi")[0]
+SCRIPT = (Turn("First.", "I think.", (("bash", {"command": "ls"}),)), Turn("Second."))
+
+
+def prompt(*messages: tuple[Role, str]) -> Ids:
+    """As the gateway renders it."""
+    return RENDERING.first([Message(role=role, content=text) for role, text in messages], [])
+
+
+# --------------------------------------------------------------------------- the player
+def test_turns_are_counted_in_the_prompt() -> None:
+    """The same prompt gets the same answer, a longer conversation the next one."""
+    player = Player(WORDS, {"Do it": SCRIPT})
+    first = prompt((Role.USER, "Do it"))
+    second = prompt((Role.USER, "Do it"), (Role.ASSISTANT, "First."), (Role.USER, "More"))
+    answers = [WORDS.decode(player.reply(ids, "").ids) for ids in (first, second, first)]
+    assert answers == [SCRIPT[0].written(), "Second.<|im_end|>", SCRIPT[0].written()]
+    assert player.owed == sum(len(WORDS.encode(turn.written())) for turn in SCRIPT)
+
+
+def test_an_answer_that_was_cut_is_gone_on_with() -> None:
+    """A prompt that ends inside an answer is answered by the rest of it, without the fault."""
+    player = Player(WORDS, {"Do it": SCRIPT}, {0: Hitch(cut_after=3)})
+    first = prompt((Role.USER, "Do it"))
+    whole = WORDS.encode(SCRIPT[0].written())
+    assert player.reply(first, "").cut_after == 3
+    rest = player.reply(np.concatenate((first, np.array(whole[:3], np.int32))), "")
+    assert (rest.ids, rest.cut_after) == (whole[3:], None)
+    assert player.owed == len(whole)
+
+
+def test_a_fault_strikes_once() -> None:
+    """The retry is answered."""
+    player = Player(WORDS, {"Do it": SCRIPT}, {0: Hitch(refuse=503)})
+    first = prompt((Role.USER, "Do it"))
+    assert [player.reply(first, "").status for _ in range(2)] == [503, None]
+
+
+def test_what_belongs_to_no_script_is_a_side_call() -> None:
+    """A title request is answered and owes the script nothing."""
+    player = Player(WORDS, {"Do it": SCRIPT})
+    answer = player.reply(prompt((Role.USER, "Give a title")), "")
+    assert "title" in WORDS.decode(answer.ids)
+    assert (player.side_calls, player.owed) == (1, 0)
+
+
+def test_an_answer_is_what_the_renderer_reads_back() -> None:
+    """Reasoning, text and parallel calls of the script survive the template's own parser."""
+    turn = checks.script(CELL)[0]
+    parsed = RENDERING.parse(WORDS.encode(turn.written()))
+    assert (parsed.reasoning, parsed.content) == (turn.reasoning, turn.text)
+    assert [(name, json.loads(told)) for name, told in parsed.calls] == list(turn.calls)
+
+
+# --------------------------------------------------------------------------- the judge
+def call(number: int, before: Call | None = None, **changes: Any) -> Call:
+    """The next exact turn."""
+    ids = np.arange(5 if before is None else len(before.prompt_ids) + 7, dtype=np.int32)
+    told = {
+        "session": "s",
+        "number": number,
+        "dialect": "openai_chat",
+        "messages": (Message(role=Role.TOOL, content="walrus heron"),),
+        "sampling": Sampling(),
+        "prompt_ids": ids,
+        "sampled_ids": np.arange(len(ids), len(ids) + 3, dtype=np.int32),
+        "logprobs": np.zeros(3, np.float32),
+        "versions": (VersionSpan(0, 0, 3),),
+        "finish": Finish.STOP,
+        "engine": "embedded",
+        "timings": Timings(0.0, last_token=10.0),
+        "request": b"%d" % number,
+    }
+    return Call(**{**told, **changes})
+
+
+def session(**changes: Any) -> Rehearsal:
+    """Four turns in which everything went well."""
+    calls = [call(0)]
+    for number in range(1, 4):
+        calls.append(call(number, calls[-1]))
+    told: dict[str, Any] = {
+        "exit": Exit(0, timed_out=False, seconds=1.0),
+        "calls": tuple(calls),
+        "seen": tuple(
+            Seen("/", 0.0, b"%d" % i, 200, [(float(at), b"x") for at in range(8)]) for i in range(4)
+        ),
+        "files": {"both.txt": "walrus\nheron\n"},
+        "log": "",
+        "told": '{"input": 12, "output": 3}',
+        "sampled": 12,
+        "owed": 12,
+        "side_calls": 0,
+    }
+    return Rehearsal(**{**told, **changes})
+
+
+def verdicts(ran: Rehearsal) -> dict[str, str | None]:
+    """What every judge says about the same session."""
+    parts = checks.SESSIONS.values()
+    return {name: judge(CELL, ran) for part in parts for name, judge in part.judges.items()}
+
+
+def test_a_good_session_passes() -> None:
+    """No judge objects, but for the budget that this session did not have."""
+    told = verdicts(session())
+    assert told.pop("budget_stop_survived") == "4 calls with a budget of 2"
+    assert set(told.values()) == {None}
+
+
+def edited(**changes: Any) -> tuple[Call, ...]:
+    """The third turn is not what it should be."""
+    calls = list(session().calls)
+    calls[2] = msgspec.structs.replace(calls[2], **changes)
+    return tuple(calls)
+
+
+@pytest.mark.parametrize(
+    ("check", "ran", "why"),
+    [
+        ("completes", session(exit=Exit(0, timed_out=True, seconds=9)), "still running after 9 s"),
+        ("completes", session(calls=session().calls[:2]), "2 turns instead of 4"),
+        ("completes", session(exit=Exit(3, timed_out=False, seconds=9)), "exit code 3"),
+        ("tool_call_executed", session(files={}), "both.txt holds None"),
+        ("tool_call_executed", session(calls=(call(0), call(1, messages=()))), "lacks the results"),
+        ("streaming", session(seen=(Seen("/", 0.0, b"1", 200, [(1.0, b"x")]),)), "came whole"),
+        (
+            "streaming",
+            session(seen=(Seen("/", 0.0, b"1", 200, [(11.0, b"x")] * 9),)),
+            "0 of 9 parts",
+        ),
+        ("history_exact", session(calls=edited(branch=Branch.HISTORY_EDITED)), "turn 2: history_"),
+        ("prefix_kept", session(calls=edited(prompt_ids=np.zeros(40, np.int32))), "turn 2 does"),
+        ("usage_seen", session(told="112 1.12 12.5"), "none of"),
+        ("retry_safe", session(sampled=15), "15 tokens sampled for answers of 12"),
+        ("retry_safe", session(calls=(*session().calls, call(4))), "5 turns instead of 4"),
+        (
+            "retry_safe",
+            session(calls=(*session().calls, call(4, outcome=Outcome.CLIENT_GONE))),
+            "15 tokens counted of 12",
+        ),
+        (
+            "budget_stop_survived",
+            session(exit=Exit(-9, timed_out=True, seconds=90)),
+            "still running",
+        ),
+        ("budget_stop_survived", session(seen=session().seen * 9), "36 requests"),
+    ],
+)
+def test_what_is_wrong_is_named(check: str, ran: Rehearsal, why: str) -> None:
+    """Each check can fail, and says how."""
+    found = verdicts(ran)[check]
+    assert found is not None
+    assert why in found
+
+
+def test_side_calls_are_not_turns() -> None:
+    """A title request neither counts as a turn nor breaks the history."""
+    side = call(0, kind=TraceKind.SIDE)
+    assert verdicts(session(calls=(side, *session().calls)))["history_exact"] is None
+
+
+def test_a_reason_in_the_harness_excuses_only_its_own_failure() -> None:
+    """Another failure of the same check of the same harness is still ours."""
+    mini = cells_of("mini_swe_agent")[0]
+    assert judged(mini, "streaming", "the answer came whole").startswith("cli: ")
+    assert judged(mini, "streaming", "only 0 turns") == "fail: only 0 turns"
+    assert judged(CELL, "streaming", "the answer came whole").startswith("fail: ")
+    assert judged(CELL, "streaming", None) == "pass"
+
+
+def test_every_harness_of_the_matrix_has_its_dialects() -> None:
+    """What the acceptance asks for, once each; another name lists what can be checked."""
+    cells = [(cell.harness, cell.dialect) for cell in CELLS]
+    assert len(cells) == len(set(cells)) == 15
+    assert sum(harness == "pi" for harness, _ in cells) == 4
+    assert sum(harness == "opencode" for harness, _ in cells) == 4
+    with pytest.raises(UsageError, match="'shell' cannot be checked; these can: codex, claude"):
+        cells_of("shell")
+
+
+# --------------------------------------------------------------------------- the sandbox
+ASK = """
+import asyncio, pathlib, socket, sys
+from tugline.conformance import sandbox
+async def main():
+    async with sandbox.entered(pathlib.Path(sys.argv[1])) as names:
+        loop = asyncio.get_running_loop()
+        for name in ("telemetry.example.com", "localhost"):
+            try:
+                await loop.getaddrinfo(name, 80)
+            except socket.gaierror as error:
+                print(error.errno == socket.EAI_NONAME)
+        try:
+            socket.create_connection(("192.0.2.1", 80), timeout=5)
+        except OSError as error:
+            print(error.errno)
+        print(names)
+asyncio.run(main())
+"""
+
+
+def test_a_sandbox_reaches_nobody_and_notes_who_was_asked_for(tmp_path: Path) -> None:
+    """No name exists there, the one that was asked for is kept, and no address can be reached."""
+    assert sandbox.unavailable() is None
+    done = subprocess.run(
+        [*sandbox.UNSHARE, sys.executable, "-c", ASK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["True", "101", "['telemetry.example.com']"], done.stderr
+
+
+async def test_the_name_server_answers_any_question() -> None:
+    """A query that is cut short is answered, too, and nothing is raised in the server."""
+    names: list[str] = []
+    loop = asyncio.get_running_loop()
+    server, _ = await loop.create_datagram_endpoint(
+        lambda: sandbox._Recorder(names), local_addr=("127.0.0.1", 0)
+    )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        client.setblocking(False)
+        client.connect(server.get_extra_info("sockname"))
+        for query in (
+            b"\x12\x34\x01\0\0\1" + bytes(6) + b"\3abc\2de\0\0\1\0\1",
+            b"\x12\x34\1",
+            b"",
+        ):
+            client.send(query)
+        first = await asyncio.wait_for(loop.sock_recv(client, 512), 5)
+        await asyncio.sleep(0.05)
+    server.close()
+    assert names[0] == "abc.de"
+    assert (first[:2], first[3] & 15) == (b"\x12\x34", 3)
