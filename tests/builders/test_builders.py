@@ -19,6 +19,7 @@ from tugline.errors import CaptureError, ConfigError
 from tugline.types import (
     Call,
     Finish,
+    Mode,
     Outcome,
     Reason,
     Sampling,
@@ -137,12 +138,33 @@ def test_echo_proves_that_the_answer_was_seen(builder: type[PerRequest]) -> None
 
 
 @pytest.mark.parametrize("builder", BOTH)
-@pytest.mark.parametrize("how", [{"finish": Finish.ABORT}, {"outcome": Outcome.ENGINE_LOST}])
-def test_aborted_answer_is_context_only(builder: type[PerRequest], how: dict[str, object]) -> None:
-    """An answer that the engine broke off is not trained, even where the harness went on."""
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [({"finish": Finish.ABORT}, Reason.ABORTED), ({"kind": TraceKind.SIDE}, Reason.SIDE_CALL)],
+)
+def test_an_answer_told_to_stop_and_a_side_call_are_context_only(
+    builder: type[PerRequest], how: dict[str, object], reason: Reason
+) -> None:
+    """An answer that was aborted, or is beside the task, is not trained."""
     built = builder().build([call(0, [1], [2, 3], **how), call(1, [1, 2, 3, 9], [5], parent=0)])
-    assert built.ledger.masked == {Reason.ABORTED: 2}
+    assert built.ledger.masked == {reason: 2}
     assert built.ledger.trained == 1
+
+
+@pytest.mark.parametrize("builder", BOTH)
+def test_an_answer_is_trained_as_far_as_its_lost_engine_got(builder: type[PerRequest]) -> None:
+    """What was sampled before the last replica died was sampled on policy."""
+    lost = call(0, [1], [2, 3], outcome=Outcome.ENGINE_LOST, finish=Finish.ABORT)
+    assert builder().build([lost]).ledger.trained == 2
+
+
+@pytest.mark.parametrize("builder", BOTH)
+def test_tokens_that_nobody_saw_are_in_the_ledger(builder: type[PerRequest]) -> None:
+    """An engine that tells only text gives no trace, and a reason for every token."""
+    text = call(0, [], [], mode=Mode.TEXT, unseen=7)
+    built = builder().build([text, call(1, [1], [2])])
+    assert built.ledger.dropped == {Reason.NO_TOKEN_IDS: 7}
+    assert (built.ledger.sampled, built.ledger.trained, len(built.traces)) == (8, 1, 1)
 
 
 def test_versions_within_one_answer_stay_apart() -> None:
@@ -267,7 +289,7 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
 
 @given(sessions())
 def test_only_untrained_tokens_have_a_reason(calls: list[Call]) -> None:
-    """Without a limit: a token is trained unless its call was aborted, lost, or never seen."""
+    """Without a limit: a token is trained unless its call was aborted or never heard."""
     built = PrefixMerging().build(calls)
     masked = {span.call for trace in built.traces for span in trace.spans if span.masked}
     for one in calls:
@@ -276,12 +298,12 @@ def test_only_untrained_tokens_have_a_reason(calls: list[Call]) -> None:
             later.number > one.number and later.prompt_ids.tolist()[: len(whole)] == whole
             for later in calls
         )
+        aborted = one.outcome is Outcome.COMPLETE and one.finish is Finish.ABORT
         if one.number in masked:
-            assert one.outcome is not Outcome.COMPLETE or one.finish is Finish.ABORT
+            assert aborted or one.outcome is Outcome.CLIENT_GONE
         elif len(one.sampled_ids):
-            assert one.outcome is not Outcome.ENGINE_LOST
-            assert one.outcome is Outcome.COMPLETE or echoed
-            assert one.finish is not Finish.ABORT or echoed
+            assert not aborted
+            assert one.outcome is not Outcome.CLIENT_GONE or echoed
 
 
 @given(sessions(), st.randoms())

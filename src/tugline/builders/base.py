@@ -25,6 +25,7 @@ from tugline.types import (
     Finish,
     Ids,
     Ledger,
+    Mode,
     Outcome,
     Reason,
     Span,
@@ -107,11 +108,14 @@ class Chain:
         """Why the answer of `call`, a member of this chain, is not trained; None when it is.
 
         An answer whose client went away is masked, unless a later prompt carries it on token for
-        token: then the harness had it after all.
+        token: then the harness had it after all. One whose engine was lost is trained as far as it
+        got, like any answer that was cut for length.
         """
+        if call.kind is TraceKind.SIDE:
+            return Reason.SIDE_CALL
         if call.outcome is Outcome.CLIENT_GONE:
             return Reason.CLIENT_GONE if call is self.calls[-1] else None
-        if call.outcome is Outcome.ENGINE_LOST or call.finish is Finish.ABORT:
+        if call.outcome is Outcome.COMPLETE and call.finish is Finish.ABORT:
             return Reason.ABORTED
         return None
 
@@ -127,6 +131,8 @@ def chains(calls: Iterable[Call]) -> list[Chain]:
     owner: dict[int, Chain] = {}
     afresh: dict[bytes, int] = {}
     for call in sorted(calls, key=lambda call: call.number):
+        if call.mode is Mode.TEXT:
+            continue  # there is nothing to make a trace of; `balance` counts what was sampled
         _check(call)
         chain = _chain_for(call, found, owner)
         if chain is None:
@@ -200,6 +206,7 @@ def trace(chain: Chain, calls: Sequence[Call], *, parent: int | None, limit: int
 
 def balance(calls: Sequence[Call], traces: Iterable[Trace]) -> Ledger:
     """Account for every sampled token: what no span covers was cut off as over length."""
+    unseen = sum(call.unseen for call in calls)
     sampled = sum(len(call.sampled_ids) for call in calls)
     kept: Counter[Reason | None] = Counter()
     for one in traces:
@@ -209,4 +216,6 @@ def balance(calls: Sequence[Call], traces: Iterable[Trace]) -> Ledger:
     trained = kept.pop(None, 0)
     masked = {reason: count for reason, count in kept.items() if reason is not None}
     dropped = {Reason.OVER_LENGTH: cut} if cut else {}
-    return Ledger(sampled=sampled, trained=trained, masked=masked, dropped=dropped)
+    if unseen:
+        dropped[Reason.NO_TOKEN_IDS] = unseen
+    return Ledger(sampled=sampled + unseen, trained=trained, masked=masked, dropped=dropped)
