@@ -21,7 +21,9 @@ from urllib.parse import urlsplit
 import uvloop
 
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.engines.base import EngineFormat
+from tugline.gateway.engines.chat import Chat
+from tugline.gateway.engines.generate import Generate
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
 from tugline.tokenizer import Tokenizer
@@ -44,11 +46,10 @@ def say(value: object) -> None:
 
 async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     """Serve until the standard input closes."""
-    if mode != "exact":
-        sys.exit(f"this gateway has no {mode} mode yet")
-    rendering = Rendering(Tokenizer.load(tokenizer), "qwen3", thinking_retention="all")
     numbers = itertools.count()
-    async with Gateway(Upstream(engine, Embedded()), rendering, folder) as gateway:
+    wire: EngineFormat = Generate("vllm") if mode == "exact" else Chat("vllm")
+    rendering = Rendering(Tokenizer.load(tokenizer), "qwen3") if mode == "exact" else None
+    async with Gateway(Upstream(engine, wire), rendering, folder) as gateway:
         say({"port": urlsplit(gateway.url).port})
         async with contextlib.AsyncExitStack() as opened:
             while line := await asyncio.to_thread(sys.stdin.readline):

@@ -115,7 +115,7 @@ def _generated_choice(said: Said, start: int, end: int) -> dict[str, Any]:
         "finish_reason": "stop" if last else None,
         "stop_reason": ids[-1] if last else None,
         "token_ids": ids,
-        "weight_versions": [{"version": "1", "start": start, "end": end}],
+        "weight_versions": [{"version": "1", "start": 0, "end": SAMPLED}] if last else None,
     }
 
 

@@ -4,7 +4,7 @@ Engine, pass-through, gateway and load generator (this program) are one process 
 Blocks of calls alternate between gateway and pass-through, and ratios are of medians, so a busy
 machine disturbs both alike. `docs/benchmarks.md` says what each figure means.
 
-    python benchmarks/gateway/run.py [--json] [--quick]
+    python benchmarks/gateway/run.py [--json] [--quick] [--only MODE...]
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -22,9 +22,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.request import urlopen
 
 import msgspec
@@ -33,13 +34,12 @@ import replies
 import script
 import uvloop
 from engine import SPACING_S
-from load import Place, Seat, Target, closed_loop, open_loop
+from load import Place, Seat, Target, WrongAnswer, closed_loop, open_loop
 from processes import Child, Refused
 from script import TURNS, Script
 
 from tugline.capture import segments
 
-CONNECTIONS = (1, 16, 64)
 SLICES = 3
 PACED_STREAMS = 16
 WAVE = 16
@@ -57,10 +57,15 @@ class Size:
     rate: float
     """Calls a second in all, for latency; streams get a third."""
     memory_calls: int
+    connections: tuple[int, ...] = (1, 16, 64)
 
 
-FULL = Size(rounds=12, calls=1200, rate=90, memory_calls=20_000)
-QUICK = Size(rounds=3, calls=180, rate=90, memory_calls=1_920)
+SIZES = {
+    "full": Size(rounds=12, calls=1200, rate=90, memory_calls=20_000),
+    "quick": Size(rounds=3, calls=180, rate=90, memory_calls=1_920),
+    "smoke": Size(rounds=2, calls=36, rate=60, memory_calls=1_280, connections=(1, 4)),
+}
+"""``smoke`` shows that all of it runs; its figures mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,6 @@ class Rig:
     """All processes, and the conversation they play."""
 
     script: Script
-    folder: Path
     engine: Child
     floor: Child
     gateways: dict[str, Gateway]
@@ -142,23 +146,26 @@ class Rig:
         ]
 
 
-def launch(story: Script, folder: Path) -> Rig:
+def launch(story: Script, folder: Path, modes: Sequence[Mode], stack: ExitStack) -> Rig:
     """Start engine, pass-through and, in each of its modes, the gateway."""
     here = Path(__file__).parent
     file = folder / "replies.msgpack"
     file.write_bytes(msgspec.msgpack.encode(replies.write(story)))
     story.tokenizer.save(folder)
-    engine = Child(here / "engine.py", str(file))
+
+    def start(program: str, *arguments: str) -> Child:
+        child = Child(here / program, *arguments)
+        stack.callback(child.stop)
+        return child
+
+    engine = start("engine.py", str(file))
     url = f"http://127.0.0.1:{engine.port}"
-    floor = Child(here / "passthrough.py", url)
-    gateways = {}
-    for name in dict.fromkeys(mode.gateway for mode in MODES):
-        arguments = (name, url, str(folder), str(folder / name))
-        try:
-            gateways[name] = Gateway(Child(here / "launcher.py", *arguments))
-        except Refused as error:
-            note(f"{name}: not measured ({error})")
-    return Rig(story, folder, engine, floor, gateways)
+    floor = start("passthrough.py", url)
+    gateways = {
+        name: Gateway(start("launcher.py", name, url, str(folder), str(folder / name)))
+        for name in dict.fromkeys(mode.gateway for mode in modes)
+    }
+    return Rig(story, engine, floor, gateways)
 
 
 async def learn(rig: Rig, gateway: Gateway, mode: Mode) -> None:
@@ -321,7 +328,7 @@ async def memory(rig: Rig, mode: Mode, calls: int) -> float:
         if len(seen) % 8 == 0:
             note(f"memory: {made} calls, {seen[-1][1] / 1e6:.1f} MB")
     late = np.array(seen[len(seen) // 10 :], dtype=float)
-    return float(np.polyfit(late[:, 0], late[:, 1], 1)[0])
+    return round(float(np.polyfit(late[:, 0], late[:, 1], 1)[0]), 1)
 
 
 # --------------------------------------------------------------------------- the whole run
@@ -344,7 +351,7 @@ async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], lis
         told["first_byte_ms"] = round(await first_byte(rig, mode), 2)
         gateway.close()
     if not mode.paced:
-        for count in CONNECTIONS:
+        for count in size.connections:
             note(f"{mode.name}: latency at {count} connections")
             _add(told, str(count), await latency(rig, mode, count, size))
     return told, blocks["passthrough"], kept
@@ -360,38 +367,30 @@ def _add(told: dict[str, Any], count: str, found: dict[str, tuple[float, float]]
         told.setdefault(f"direct_{name}", {})[count] = round(direct, 2)
 
 
-async def run(size: Size, *, quick: bool, only: Sequence[str]) -> dict[str, Any]:
+async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
     """Everything, in order."""
+    size, modes = SIZES[name], [mode for mode in MODES if mode.name in only]
+    began, load = time.time(), os.getloadavg()[0]
     note("writing the conversation")
     story = script.write()
-    began, load = time.time(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder:
-        rig = launch(story, Path(folder))
-        try:
-            told: dict[str, Any] = {mode.name: None for mode in MODES}
-            noise: dict[str, float] = {}
-            kept: dict[str, float] = {}
-            for mode in MODES:
-                gateway = rig.gateways.get(mode.gateway)
-                if gateway is None or mode.name not in only:
-                    continue
-                if not gateway.call_ids:
-                    await learn(rig, gateway, replace(mode, stream=False, paced=False))
-                    gc.freeze()
-                told[mode.name], floor, kept[mode.name] = await measure(rig, mode, size)
-                noise[mode.name] = _spread(floor)
-            told["kept_bytes_per_call"] = round(kept.get("exact", 0))
-            told["kept_bytes_per_call_by_mode"] = {name: round(n) for name, n in kept.items()}
-            growth = await memory(rig, MODES[0], size.memory_calls)
-            told["rss_growth_bytes_per_call"] = round(growth, 1)
-            ids = rig.gateways["exact"].call_ids
-            told["conversation"] = story.sizes(story.bodies(ids, stream=False))
-        finally:
-            rig.engine.stop()
-            rig.floor.stop()
-            for gateway in rig.gateways.values():
-                gateway.child.stop()
-    told["method"] = {**msgspec.to_builtins(size), "quick": quick, "spacing_s": SPACING_S}
+    told: dict[str, Any] = {mode.name: None for mode in MODES}
+    noise: dict[str, float] = {}
+    kept: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder, ExitStack() as stack:
+        rig = launch(story, Path(folder), modes, stack)
+        for mode in modes:
+            gateway = rig.gateways[mode.gateway]
+            if not gateway.call_ids:
+                await learn(rig, gateway, replace(mode, stream=False, paced=False))
+                gc.freeze()
+            told[mode.name], floor, kept[mode.name] = await measure(rig, mode, size)
+            noise[mode.name] = _spread(floor)
+        told["kept_bytes_per_call"] = round(kept.get("exact", 0)) or None
+        told["kept_bytes_per_call_by_mode"] = {name: round(size) for name, size in kept.items()}
+        told["rss_growth_bytes_per_call"] = await memory(rig, modes[0], size.memory_calls)
+        ids = rig.gateways[modes[0].gateway].call_ids
+    told["conversation"] = story.sizes(story.bodies(ids, stream=False))
+    told["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}
     told["machine"] = {
         "cpus": os.cpu_count(),
         "load_before": round(load, 2),
@@ -419,7 +418,7 @@ def table(told: dict[str, Any]) -> str:
             continue
         row = f"{mode.name:<14}{one['cpu_ms']:>9.2f}{one['passthrough_cpu_ms']:>8.2f}"
         row += f"{one['ratio_to_passthrough']:>7.1f}"
-        for count in map(str, CONNECTIONS if "added_p50_ms" in one else ()):
+        for count in one.get("added_p50_ms", ()):
             p50, p99 = one["added_p50_ms"][count], one["added_p99_ms"][count]
             floor = one["passthrough_added_p50_ms"][count], one["passthrough_added_p99_ms"][count]
             row += f"   c={count}: {p50:.1f} / {p99:.1f} ({floor[0]:.1f} / {floor[1]:.1f})"
@@ -437,7 +436,7 @@ def note(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def fail(text: str) -> None:
+def fail(text: str) -> NoReturn:
     """A benchmark of a broken path is worth nothing."""
     sys.exit(f"the benchmark stopped: {text}")
 
@@ -446,11 +445,20 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="fewer calls, rougher figures")
+    parser.add_argument(
+        "--quick",
+        action="store_const",
+        const="quick",
+        dest="size",
+        help="fewer calls, rougher figures",
+    )
+    parser.add_argument("--size", choices=SIZES, default="full", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", default=[mode.name for mode in MODES], metavar="MODE")
     options = parser.parse_args()
-    size = QUICK if options.quick else FULL
-    told = uvloop.run(run(size, quick=options.quick, only=options.only))
+    try:
+        told = uvloop.run(run(options.size, options.only))
+    except (WrongAnswer, Refused) as error:
+        fail(str(error))
     sys.stdout.write((json.dumps(told) if options.json else table(told)) + "\n")
 
 
