@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from tugline.gateway.engines.chat import Chat
 from tugline.gateway.engines.generate import Generate
 
 
 class Embedded(Generate):
     """Exact mode; each reply says its weight versions."""
+
+    def __init__(self) -> None:
+        super().__init__("embedded")
+
+
+class EmbeddedChat(Chat):
+    """Observed mode; the engine renders with the same library as the gateway."""
 
     def __init__(self) -> None:
         super().__init__("embedded")

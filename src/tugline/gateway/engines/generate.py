@@ -6,6 +6,7 @@ the logprob of each, and the weight versions they were drawn under.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -15,6 +16,12 @@ from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.gateway.dialects.base import Constraint, ConstraintKind
 from tugline.gateway.engines.base import Ask, Delta, Feature, Post
 from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
+
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
+"""Said aloud, because a model's own defaults stand in for what a request leaves out."""
+
+_TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
+"""What every engine's refusal of a long prompt says, the window's size behind it."""
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -121,7 +128,7 @@ class GenerateReader:
                 self._count += len(choice.token_ids)
                 _more(logprobs, choice)
                 if choice.finish_reason:
-                    done.append(_delta(ids, logprobs, version, Finish(choice.finish_reason)))
+                    done.append(_delta(ids, logprobs, version, finish_of(choice.finish_reason)))
                     ids, logprobs = [], []
         if ids:
             done.append(_delta(ids, logprobs, version))
@@ -141,7 +148,7 @@ class GenerateReader:
         _check(len(ids), len(content))
         logprobs = np.asarray([item.logprob for item in content], np.float32)
         before, self._count = self._count, self._count + len(ids)
-        finish = Finish(choice.finish_reason) if choice.finish_reason else None
+        finish = finish_of(choice.finish_reason)
         spans = choice.weight_versions or []
         if not spans or spans[0].start < before:
             told = tuple(VersionSpan(number(s.version), s.start, s.end) for s in spans)
@@ -167,8 +174,7 @@ def sampling_params(ask: Ask) -> dict[str, Any]:
         "stop_token_ids": ask.stop_ids,
         "logprobs": 0,
     }
-    if sampling.top_k:
-        params["top_k"] = sampling.top_k
+    params |= NEUTRAL | {"top_k": sampling.top_k or 0}
     if sampling.seed is not None:
         params["seed"] = sampling.seed
     if ask.banned:
@@ -188,15 +194,32 @@ def structured(constraint: Constraint) -> dict[str, Any]:
 
 
 def engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
-    """What an OpenAI-shaped error body says; a prompt beyond the window is `ContextOverflow`."""
-    try:
-        text = str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        text = body[:200].decode("utf-8", "replace")
-    if status == 400 and "maximum context length" in text:
-        return ContextOverflow(text)
+    """What an engine's error body says; a prompt beyond the window is `ContextOverflow`."""
+    text = _words(body)
+    too_long = _TOO_LONG.search(text)
+    if status in {400, 413, 422} and too_long:
+        counts = [int(count) for count in re.findall(r"\d+", text)]
+        window = int(too_long[1]) if too_long[1] else None
+        return ContextOverflow(text, prompt=max(counts, default=None), window=window)
     wait = seconds(retry_after)
     return EngineError(f"the engine answered {status}: {text}", status=status, retry_after=wait)
+
+
+def _words(body: bytes) -> str:
+    """The message in ``{"error": {...}}``, in a flat body or a `detail`; else the body's start."""
+    try:
+        told = msgspec.json.decode(body)
+        told = told.get("error") or told
+        return str(told.get("message") or told.get("detail") or told)
+    except (msgspec.DecodeError, AttributeError):
+        return body[:200].decode("utf-8", "replace")
+
+
+def finish_of(reason: str | None) -> Finish | None:
+    """``length`` and ``abort`` are told apart; every other reason is the model's own stop."""
+    if not reason:
+        return None
+    return {"length": Finish.LENGTH, "abort": Finish.ABORT}.get(reason, Finish.STOP)
 
 
 def seconds(retry_after: str | None) -> float | None:
