@@ -8,6 +8,7 @@ continue them without touching them (I1). Nothing here but `first` costs more th
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from renderers import create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
@@ -27,6 +29,8 @@ from tugline.types import Ids, Message, Role, Tool, ToolCall
 END = 64
 """How many ids of a prompt's end say all that matters for going on from it."""
 
+_SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
+_PLACE = re.compile(r"call_.*_(\d+)")
 RETENTIONS = ("all", "tool_cycle", "template")
 _RENDERS = 8
 _ACCEPTED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
@@ -70,8 +74,6 @@ class Rendering:
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.markers: Markers = self.template.markers(tokenizer)
         self._tools: tuple[Sequence[Tool], list[Plain] | None] = ((), None)
-        prompt = self._render((Message(Role.USER, ""),), ())
-        self._closing = "\n\n</think>\n\n" if self.thinks(prompt) else "<think>\n\n</think>\n\n"
         self._renders: OrderedDict[bytes, Ids] = OrderedDict()
 
     @classmethod
@@ -87,7 +89,7 @@ class Rendering:
     @property
     def incremental(self) -> bool:
         """Whether an answer can be told while it is sampled; else it is held until its end."""
-        return self.tokenizer.spellings is not None and self.template.incremental(self.markers)
+        return self.tokenizer.spellings is not None and self.template.followed
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """Ids of the whole conversation, ready for the model's next turn.
@@ -114,21 +116,18 @@ class Rendering:
 
         None if the template would change the ids that are there.
         """
-        before = end[-END:].tolist()
-        before_and_sampled = before + sampled.tolist()
+        before: list[int] = end[-END:].tolist()
+        answer: list[int] = sampled.tolist()
         bridged = self._renderer.bridge_to_next_turn(
-            before,
-            before_and_sampled[len(before) :],
-            self._plain(tail),
-            tools=self._plain_tools(tools),
+            before, answer, self._tail(answer, tail), tools=self._plain_tools(tools)
         )
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
-        kept = len(before_and_sampled)
-        if len(ids) <= kept or ids[:kept] != before_and_sampled:
+        kept = before + answer
+        if len(ids) <= len(kept) or ids[: len(kept)] != kept:
             return None
-        return np.asarray(ids[kept:], np.int32)
+        return np.asarray(ids[len(kept) :], np.int32)
 
     def forced(self, choice: ToolChoice) -> Ids | None:
         """Ids that, appended to the prompt, make the model call a tool; None if that is unknown.
@@ -136,15 +135,20 @@ class Rendering:
         They close the reasoning first, and go as far as the name (`ChoiceMode.REQUIRED`) or as the
         arguments (`ChoiceMode.NAMED`). Of several names that may be called none can be forced.
         """
-        if self.template.forced is None or len(choice.names) > 1:
+        force = self.template.force
+        if force is None or choice.mode not in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
             return None
-        if choice.mode not in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
+        if len(choice.names) > 1 or (choice.names and force.after is None):
             return None
-        opening, after = self.template.forced
+        text = force.opening
         if choice.names:
-            opening += choice.names[0] + after
-        ids = self.tokenizer.encode(self._closing + opening)
-        return np.asarray(ids, np.int32)
+            text += choice.names[0] + (force.after or "")
+        generation = self.first((Message(Role.USER, "x"),), ())[-END:]
+        if self.thinks(generation):
+            text = force.closing + text
+        elif self.markers.think_end not in generation:
+            text = force.skipping + text
+        return np.asarray(self.tokenizer.encode(text), np.int32)
 
     def parse(
         self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
@@ -152,9 +156,7 @@ class Rendering:
         """What the library's parser makes of a whole answer, and every text it leaves out."""
         ids = list(sampled)
         prompt = None if end is None else end[-END:].tolist()
-        parsed = self._renderer.parse_response(
-            ids, tools=self._plain_tools(tools), prompt_ids=prompt
-        )
+        parsed = self._parsed(ids, prompt, tools)
         calls: list[tuple[str, str]] = []
         texts = [str(parsed.content).strip()]
         for call in parsed.tool_calls:
@@ -168,18 +170,26 @@ class Rendering:
 
     def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
-        parsed = self._renderer.parse_response(
-            [*self.markers.lead, *block], tools=self._plain_tools(tools)
-        )
+        parsed = self._parsed([*self.markers.lead, *block], None, tools)
         if not all(_accepted(call) for call in parsed.tool_calls):
             return ()
         return tuple((call.name, _arguments(call.arguments)) for call in parsed.tool_calls)
 
     def thinks(self, end: Ids) -> bool:
         """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
-        probe = self.tokenizer.encode("x")
-        parsed = self._renderer.parse_response(probe, prompt_ids=end[-END:].tolist())
+        ids: list[int] = end[-END:].tolist()
+        for token in reversed(ids):
+            if token == self.markers.think_end:
+                return False
+            if token in (self.markers.think, *self.stop_ids):
+                break
+        parsed = self._renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=ids)
         return parsed.reasoning_content is not None
+
+    def _parsed(
+        self, ids: list[int], prompt: list[int] | None = None, tools: Sequence[Tool] = ()
+    ) -> Any:
+        return self._renderer.parse_response(ids, tools=self._plain_tools(tools), prompt_ids=prompt)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         try:
@@ -189,10 +199,65 @@ class Rendering:
         except (ValueError, TypeError) as error:
             msg = f"the template of {self.name} cannot render these messages: {error}"
             raise Unsupported(msg, param="messages") from error
-        return np.asarray(ids, np.int32)
+        rendered = np.asarray(ids, np.int32)
+        rendered.flags.writeable = False  # it is handed to many
+        return rendered
 
     def _plain(self, messages: Sequence[Message]) -> list[Plain]:
-        return [_plain(message) for message in messages]
+        """A whole conversation as the library takes it, with results tied to their calls."""
+        made: dict[str, tuple[str, str]] = {}
+        plain: list[Plain] = []
+        for message in self._placed(messages):
+            one = _plain(message)
+            for call, plain_call in zip(
+                message.tool_calls, one.get("tool_calls", ()), strict=False
+            ):
+                known = f"functions.{call.name}:{len(made)}" if self.template.numbered else call.id
+                made[call.id] = (call.name, known)
+                plain_call["id"] = known
+            if message.tool_call_id in made:
+                self._tie(one, made[message.tool_call_id])
+            plain.append(one)
+        return plain
+
+    def _tail(self, sampled: list[int], tail: Sequence[Message]) -> list[Plain]:
+        """What follows an answer as the library takes it; results are tied to what it called."""
+        plain = [_plain(message) for message in self._placed(tail, leading=False)]
+        results = [one for one in plain if one["role"] == "tool"]
+        if results and (self.template.names or self.template.numbered):
+            calls = [one for one in self._parsed(sampled).tool_calls if _accepted(one)]
+            places = [_place(str(one.get("tool_call_id"))) for one in results]
+            if sorted(places) != list(range(len(calls))):
+                places = list(range(len(results)))
+            for one, place in zip(results, places, strict=True):
+                if place < len(calls):
+                    self._tie(one, (calls[place].name, calls[place].id))
+        return plain
+
+    def _tie(self, result: Plain, call: tuple[str, str | None]) -> None:
+        name, known = call
+        if self.template.names:
+            result["name"] = name
+        if self.template.numbered and known:
+            result["tool_call_id"] = known
+
+    def _placed(self, messages: Sequence[Message], *, leading: bool = True) -> Sequence[Message]:
+        """System messages where the template has a place for them.
+
+        Where it has one only, at the beginning, those that lead are joined there and later ones
+        are a user's: they keep their place, and nothing is left out.
+        """
+        if self.template.late:
+            return messages
+        front = 0
+        while leading and front < len(messages) and messages[front].role in _SYSTEM:
+            front += 1
+        joined = "\n\n".join(message.content for message in messages[:front])
+        placed = [Message(Role.SYSTEM, joined)] if front else []
+        for message in messages[front:]:
+            late = message.role in _SYSTEM
+            placed.append(structs.replace(message, role=Role.USER) if late else message)
+        return placed
 
     def _plain_tools(self, tools: Sequence[Tool]) -> list[Plain] | None:
         """The tools as the OpenAI API writes them; made once while they stay the same object."""
@@ -205,9 +270,15 @@ def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
     keep = None if retention == "template" else retention
     try:
         return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, RuntimeError) as error:
         msg = f"renderer={renderer!r} does not fit the tokenizer {tokenizer.name_or_path}: {error}"
         raise ConfigError(msg) from error
+
+
+def _place(call_id: str) -> int:
+    """Which call of an answer the gateway's own id names; -1 for another's id."""
+    found = _PLACE.fullmatch(call_id)
+    return int(found[1]) if found else -1
 
 
 def _accepted(call: Any) -> bool:

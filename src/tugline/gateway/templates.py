@@ -8,7 +8,7 @@ while it is sampled, and the words that open a tool call, so that one can be for
 # ruff: noqa: RUF001  # DeepSeek writes its special tokens with these characters
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, get_args
 
 from renderers import configs
@@ -31,6 +31,16 @@ CONFIGS: dict[str, Any] = _configs()
 
 
 @dataclass(frozen=True, slots=True)
+class Channels:
+    """Ids around messages that each say in a header what they are (harmony)."""
+
+    start: int
+    message: int
+    end: int
+    channel: int
+
+
+@dataclass(frozen=True, slots=True)
 class Markers:
     """Ids that open and close the parts of an answer; -1 where the vocabulary has none."""
 
@@ -45,6 +55,14 @@ class Markers:
     section: int
     section_end: int
     """Open and close a section of calls."""
+    guarded: int = -1
+    """From here on only the whole answer can be read."""
+    channels: Channels | None = None
+
+    @property
+    def reasons(self) -> bool:
+        """Whether single ids open and close reasoning."""
+        return min(self.think, self.think_end) >= 0 or self.channels is not None
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -54,10 +72,24 @@ class Markers:
     @property
     def ids(self) -> frozenset[int]:
         """All of them."""
-        sections = (self.section, self.section_end)
-        return frozenset(
-            (self.think, self.think_end, self.call, self.call_end, self.block, *sections)
-        )
+        if self.channels is not None:
+            return frozenset(astuple(self.channels))
+        calls = (self.call, self.call_end, self.block, self.section, self.section_end)
+        return frozenset((self.think, self.think_end, *calls, self.guarded))
+
+
+@dataclass(frozen=True, slots=True)
+class Force:
+    """What to append to a prompt so that the answer is a tool call."""
+
+    opening: str
+    """Up to the tool's name."""
+    after: str | None = None
+    """From the name to its arguments; None where the name's end cannot be written."""
+    closing: str = ""
+    """Before it all, where the prompt opened reasoning."""
+    skipping: str = ""
+    """Before it all, where the model would open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +110,21 @@ class Template:
     """Reasoning may open anywhere, not only at the beginning."""
     followed: bool = True
     """Whether its special tokens tell the parts of an answer apart."""
-    forced: tuple[str, str] | None = None
-    """What opens a call up to the name, and what stands between the name and the arguments."""
+    held: str = ""
+    """An answer that begins so can only be read as a whole, unless it is a special token."""
+    guard: str = ""
+    guarded: str = ""
+    """Text, and the special token behind it, from which on the rest is read as a whole."""
+    preface: str = ""
+    """What the template itself writes at the beginning of reasoning."""
+    channels: bool = False
+    names: bool = False
+    """A tool's result names the tool."""
+    numbered: bool = False
+    """Calls are known as ``functions.name:number``."""
+    late: bool = True
+    """Whether a system message may stand anywhere."""
+    force: Force | None = None
 
     def markers(self, tokenizer: Tokenizer) -> Markers:
         """The ids of the marks in one vocabulary."""
@@ -88,66 +133,91 @@ class Template:
             token = tokenizer.convert_tokens_to_ids(text) if text else None
             return -1 if token is None else token
 
-        block, section = found(self.call), found(self.section)
+        block, section, guarded = found(self.call), found(self.section), found(self.guarded)
+        harmony = ("<|start|>", "<|message|>", "<|end|>", "<|channel|>")
         return Markers(
             think=found(self.think),
             think_end=found(self.think_end),
-            call=section if self.section and self.strict else block,
+            call=guarded if self.guarded else section if self.section and self.strict else block,
             call_end=found(self.call_end),
             block=block,
             section=section,
             section_end=found(self.section_end),
+            guarded=guarded,
+            channels=Channels(*map(found, harmony)) if self.channels else None,
         )
 
-    def incremental(self, markers: Markers) -> bool:
-        """Whether a vocabulary with these ids allows to follow an answer as it is sampled."""
-        return self.followed and min(markers.think, markers.think_end, markers.call_end) >= 0
 
-
-_HERMES = Template(forced=('<tool_call>\n{"name": "', '", "arguments": '))
-_XML = Template(forced=("<tool_call>\n<function=", ">\n"))
-_GLM = Template(again=True, forced=("<tool_call>", ""))
-_LAGUNA = Template(closes=False)
+_QWEN3 = Template(
+    force=Force('<tool_call>\n{"name": "', '", "arguments": ', skipping="<think>\n\n</think>\n\n")
+)
+_QWEN35 = Template(
+    late=False, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n\n")
+)
+_NEMOTRON = replace(_QWEN35, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n"))
+_GLM45 = Template(again=True, force=Force("<tool_call>", "\n", closing="\n<think></think>\n"))
+_GLM5 = Template(again=True, force=Force("<tool_call>", closing="</think>"))
+_LAGUNA = Template(closes=False, force=Force("<tool_call>", "\n"))
+_LAGUNA2 = Template(closes=False, force=Force("<tool_call>", closing="</think>"))
 _DEEPSEEK = Template(
     call="<｜tool▁call▁begin｜>",
     call_end="<｜tool▁call▁end｜>",
     section="<｜tool▁calls▁begin｜>",
     section_end="<｜tool▁calls▁end｜>",
     closes=False,
+    held="<think>",
+    late=False,
+    force=Force(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "\n```json\n",
+        closing="\n</think>\n\n",
+    ),
 )
 _KIMI = Template(
     call="<|tool_call_begin|>",
     call_end="<|tool_call_end|>",
     section="<|tool_calls_section_begin|>",
     section_end="<|tool_calls_section_end|>",
+    held="<think>",
+    numbered=True,
+    force=Force("<|tool_calls_section_begin|><|tool_call_begin|>functions.", closing="</think>"),
 )
-_WHOLE = Template("", "", "", "", followed=False)
+_PLAIN = Template(think="", think_end="", call="", call_end="")
 
 _TEMPLATES: dict[str, Template] = {
-    "qwen3": _HERMES,
-    "qwen3-vl": _HERMES,
-    "prime-qwen3": _XML,
-    "qwen3.5": _XML,
-    "qwen3.6": _XML,
-    "qwen3.8": _XML,
-    "nemotron-3": _XML,
-    "nemotron-3-ultra": _XML,
-    "nemotron-3.5": _XML,
-    "glm-4.5": _GLM,
-    "glm-5": _GLM,
-    "glm-5.1": _GLM,
-    "glm-5.3": _GLM,
+    "qwen3": _QWEN3,
+    "qwen3-vl": Template(late=False, force=Force('<tool_call>\n{"name": "', '", "arguments": ')),
+    "prime-qwen3": Template(force=Force("<tool_call>\n<function=", ">\n")),
+    "qwen3.5": _QWEN35,
+    "qwen3.6": _QWEN35,
+    "qwen3.8": _QWEN35,
+    "nemotron-3": _NEMOTRON,
+    "nemotron-3-ultra": _NEMOTRON,
+    "nemotron-3.5": _NEMOTRON,
+    "glm-4.5": _GLM45,
+    "glm-5": _GLM5,
+    "glm-5.1": _GLM5,
+    "glm-5.3": _GLM5,
     "minimax-m2": Template(
         call="<minimax:tool_call>",
         call_end="</minimax:tool_call>",
-        forced=('<minimax:tool_call>\n<invoke name="', '">\n'),
+        late=False,
+        force=Force('<minimax:tool_call>\n<invoke name="', '">\n', closing="\n</think>\n\n"),
     ),
     "laguna-xs.2": _LAGUNA,
     "laguna-m.1": _LAGUNA,
-    "laguna-xs-2.1": _LAGUNA,
-    "laguna-s-2.1": _LAGUNA,
+    "laguna-xs-2.1": _LAGUNA2,
+    "laguna-s-2.1": _LAGUNA2,
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
+    "deepseek-v4": Template(
+        call="",
+        call_end="",
+        again=True,
+        guard="<",
+        guarded="｜DSML｜",
+        force=Force('\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="', '">\n', closing="</think>"),
+    ),
     "kimi-k2": _KIMI,
     "kimi-k2.5": _KIMI,
     "hy3": Template(
@@ -159,10 +229,37 @@ _TEMPLATES: dict[str, Template] = {
         section_end="</tool_calls:opensource>",
         closes=False,
         strict=False,
+        late=False,
+        force=Force(
+            "<tool_calls:opensource>\n<tool_call:opensource>",
+            "<tool_sep:opensource>\n",
+            closing="</think:opensource>",
+        ),
     ),
+    "llama-3": replace(_PLAIN, held="{", force=Force('{"name": "', '", "parameters": ')),
+    "gemma4": Template(
+        think="<|channel>",
+        think_end="<channel|>",
+        call="<|tool_call>",
+        call_end="<tool_call|>",
+        preface="thought\n",
+        names=True,
+        force=Force("<|tool_call>call:", "{"),
+    ),
+    "gpt-oss": replace(
+        _PLAIN,
+        call_end="<|call|>",
+        channels=True,
+        names=True,
+        force=Force(
+            "<|end|><|start|>assistant<|channel|>commentary to=functions.",
+            " <|constrain|>json<|message|>",
+        ),
+    ),
+    "inkling": replace(_PLAIN, followed=False, names=True),
 }
 
 
 def template(name: str) -> Template:
-    """What is known of the template `name`; one that is not listed is told only when it is over."""
-    return _TEMPLATES.get(name, _WHOLE)
+    """What is known of the template `name`; one that is not listed is read when it is over."""
+    return _TEMPLATES.get(name, replace(_PLAIN, followed=False))
