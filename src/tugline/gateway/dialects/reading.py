@@ -21,30 +21,33 @@ _STEPS = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _NAMES = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
 
 
-def decode(data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], where: str) -> T:
-    """What `data` holds. `where` names the whole; a wrong field is named by its path in it."""
+def decode(
+    data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], where: str, prefix: str = ""
+) -> T:
+    """What `data` holds. `where` names the whole; a field is named by `prefix` and its path."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise _named(str(error), data, where) from error
+        raise _named(str(error), data, where, prefix) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         msg = f"{where} is not valid JSON: {error}"
         raise RequestError(msg) from error
 
 
-def _named(text: str, data: bytes | msgspec.Raw, where: str) -> RequestError:
+def _named(text: str, data: bytes | msgspec.Raw, where: str, prefix: str) -> RequestError:
     found = _PLACE.search(text)
     if found is None:
         missing = re.search(r"missing required field `(.+)`", text)
         return RequestError(f"{where}: {text}", param=missing[1] if missing else None)
+    place, right = prefix + found[1], text[: found.start()]
     value: Any = None
     try:
         value = msgspec.json.decode(data)
         for name, index in _STEPS.findall(found[1]):
             value = value[int(index)] if index else value[name]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return RequestError(f"{found[1]}: {text[: found.start()]}", param=found[1])
-    return RequestError(f"{found[1]}={value!r:.60}: {text[: found.start()]}", param=found[1])
+        return RequestError(f"{place}: {right}", param=place)
+    return RequestError(f"{place}={value!r:.60}: {right}", param=place)
 
 
 def need(item: Any, field: str, kind: type[T], where: str) -> T:
@@ -84,7 +87,7 @@ class Prose:
         self.text += text
         self.empty = False
 
-    def picture(self, url: str) -> None:
+    def picture(self, url: str, detail: str | None = None) -> None:
         """Put a picture after the text so far."""
-        self.images.append(Image(url, len(self.text)))
+        self.images.append(Image(url, len(self.text), detail))
         self.empty = False

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from tugline.gateway.dialects.anthropic import Anthropic
 from tugline.gateway.dialects.base import Dialect, Incoming
+from tugline.gateway.dialects.google import Google
 from tugline.gateway.dialects.openai_chat import OpenAIChat
 
-DIALECTS: tuple[Dialect, ...] = (OpenAIChat(),)
+DIALECTS: tuple[Dialect, ...] = (Anthropic(), Google(), OpenAIChat())
 """OpenAI Chat comes last: it takes ``/models`` from whoever shows no other sign."""
 
 
 def fallback(incoming: Incoming) -> Dialect:
-    """Whose error shape an unknown route is answered in."""
-    for dialect in DIALECTS:
-        if incoming.path.startswith(f"/{dialect.name}"):
-            return dialect
-    return DIALECTS[-1]
+    """Whose error shape an unknown route is answered in: the dialect whose headers or version."""
+    anthropic = "anthropic-version" in incoming.headers
+    google = incoming.version.startswith("v1beta") or "x-goog-api-key" in incoming.headers
+    wanted = "anthropic" if anthropic else "google" if google else ""
+    return next((dialect for dialect in DIALECTS if dialect.name == wanted), DIALECTS[-1])
