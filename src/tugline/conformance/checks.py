@@ -62,8 +62,8 @@ def plain(cell: Cell) -> Stage:
 
 
 def faulty(cell: Cell) -> Stage:
-    """The engine refuses, then dies within an answer; then an answer is lost after the gateway."""
-    hitches = {0: Hitch(refuse=503), 1: Hitch(cut_after=12)}
+    """The engine refuses, then dies within an answer; then the line to the client breaks in one."""
+    hitches = {0: Hitch(refuse=503), 1: Hitch(cut_after=12), 2: Hitch(token_s=_TOKEN_S)}
     return Stage({INSTRUCTION: script(cell)}, FILES, hitches, broken=frozenset({2}))
 
 

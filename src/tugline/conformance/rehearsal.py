@@ -6,6 +6,7 @@ that the gateway recorded, what went over the wire and when, what the program wr
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from tugline.types import Call, Limits, Part, Session, Task
 MODEL = "tugline-policy"
 WINDOW = 131_072
 _LONGEST_FILE = 8 << 20
+_LEAVES_AFTER_S = 0.3
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Seen:
 
 
 class Tapped(Gateway):
-    """A gateway that notes what passes, and loses the answers to the requests in `broken`."""
+    """A gateway that notes what passes, and loses the clients of the requests in `broken`."""
 
     def __init__(self, upstream: Upstream, rendering: Rendering, folder: Path) -> None:
         super().__init__(upstream, rendering, folder)
@@ -58,7 +60,7 @@ class Tapped(Gateway):
         self.broken: frozenset[int] = frozenset()
 
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass everything on as it comes, but an answer that gets lost: that one becomes a 502."""
+        """Pass everything on as it comes."""
         if scope["type"] != "http":
             await super().app(scope, receive, send)
             return
@@ -72,19 +74,33 @@ class Tapped(Gateway):
             return message
 
         async def giving(message: Message) -> None:
-            if lost:
-                return
             if message["type"] == "http.response.start":
                 seen.status = message["status"]
             elif message.get("body"):
                 seen.chunks.append((time.time(), message["body"]))
             await send(message)
 
-        await super().app(scope, taking, giving)
-        if lost:
-            seen.status = 502
-            await send({"type": "http.response.start", "status": 502, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+        await (self._lose(taking, giving, scope) if lost else super().app(scope, taking, giving))
+
+    async def _lose(self, taking: Receive, giving: Send, scope: Message) -> None:
+        """As when the line breaks behind a proxy: nobody listens any more, the client gets 502."""
+        whole = asyncio.Event()
+
+        async def leaving() -> Message:
+            if whole.is_set():
+                await asyncio.sleep(_LEAVES_AFTER_S)
+                return {"type": "http.disconnect"}
+            message = await taking()
+            if not message.get("more_body"):
+                whole.set()
+            return message
+
+        async def unheard(_: Message) -> None:
+            return
+
+        await super().app(scope, leaving, unheard)
+        await giving({"type": "http.response.start", "status": 502, "headers": []})
+        await giving({"type": "http.response.body", "body": b""})
 
 
 @dataclass(frozen=True, slots=True)
