@@ -1,103 +1,158 @@
 """OpenAI Chat Completions, as pi, qwen-code, opencode, mini-swe-agent and the SDKs speak it.
 
-Unknown fields are kept with the raw request and change nothing; fields that would change what is
-sampled and that exact mode cannot honour are refused by name.
+Fields that change nothing of what is sampled are kept with the raw request; fields that do and
+cannot be honoured are refused by name. Messages keep their order and their roles, and an answer
+that a client echoes, in whichever of the forms clients use, reads as the message it was (I1, I4).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
-from tugline.errors import BudgetExhausted, ContextOverflow, EngineError, RequestError, TuglineError
+from tugline.errors import RequestError, TuglineError, Unsupported
+from tugline.gateway.dialects import openai
 from tugline.gateway.dialects.base import (
+    Action,
     Answer,
+    Incoming,
+    Memory,
+    Native,
     Piece,
     ReasoningDelta,
     Request,
     TextDelta,
+    Usage,
 )
-from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall
+from tugline.gateway.dialects.reading import Prose, bearer, decode, need
+from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall, ToolKind, TraceKind
 
-_BAD_GATEWAY = 502
-_OVERLOADED = 503
-
-_MUST_BE: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stop": ([], ""),
+_HARMLESS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
     "logit_bias": ({},),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
     "audio": (),
     "prediction": (),
+    "web_search_options": (),
 }
-"""Fields that change what is sampled, and the values that ask for nothing unusual."""
+"""Fields that change what is sampled or told, and the values that ask for nothing unusual."""
+
+_REASONING = ("reasoning_content", "reasoning", "reasoning_text")
+"""Where clients put the reasoning of an answer they echo."""
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Body(msgspec.Struct):
+    """What is read of a request."""
+
+    messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+    model: str = ""
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=4)] | None = None
+    response_format: openai.Format | None = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    min_p: Any = None
+    logit_bias: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+_encode = msgspec.json.Encoder().encode
 
 
 class OpenAIChat:
-    """``POST /v1/chat/completions``."""
+    """``POST /chat/completions``, and ``GET /models`` for whoever shows no other sign."""
 
     name = "openai_chat"
 
-    def key(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-        """The bearer token."""
-        for name, value in headers:
-            if name == b"authorization" and value[:7].lower() == b"bearer ":
-                return value[7:].decode("latin-1").strip()
-        return None
+    def action(self, incoming: Incoming) -> Action | None:
+        """See `Dialect.action`."""
+        if incoming.method == "POST" and incoming.path == "/chat/completions":
+            return Action.ANSWER
+        if incoming.method != "GET":
+            return None
+        if incoming.path == "/models":
+            return Action.MODELS
+        return Action.MODEL if incoming.path.startswith("/models/") else None
 
-    def parse(self, body: bytes) -> Request:
-        """The neutral request; see `Dialect.parse`."""
-        try:
-            raw = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            msg = f"the request body is not valid JSON: {error}"
-            raise RequestError(msg) from error
-        if not isinstance(raw, dict):
-            msg = f"the request body must be a JSON object, not {type(raw).__name__}"
-            raise RequestError(msg)
-        _refuse(raw)
-        messages = _list(raw, "messages")
-        if not messages:
-            msg = "messages must hold at least one message"
-            raise RequestError(msg, param="messages")
-        stream_options = raw.get("stream_options") or {}
+    def key(self, headers: Mapping[str, str], query: str) -> str | None:
+        """The bearer token."""
+        return bearer(headers)
+
+    def parse(self, incoming: Incoming, memory: Memory) -> Request:
+        """See `Dialect.parse`."""
+        body = decode(incoming.body, _decoder, "the request body")
+        openai.refuse(body, _HARMLESS)
+        tools = memory.tools(body.tools, _tools)
         return Request(
-            model=_typed(raw, "model", str, ""),
-            messages=tuple(_message(item, i) for i, item in enumerate(messages)),
-            tools=tuple(_tool(item, i) for i, item in enumerate(_list(raw, "tools"))),
-            asked=_sampling(raw),
-            stream=_typed(raw, "stream", bool, default=False),
-            usage_in_stream=bool(
-                isinstance(stream_options, dict) and stream_options.get("include_usage")
-            ),
+            model=body.model,
+            messages=memory.messages(body.messages, _step),
+            tools=tools,
+            asked=_sampling(body),
+            stream=bool(body.stream),
+            usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
+            n=body.n or 1,
+            tool_choice=openai.tool_choice(body.tool_choice, tools),
+            parallel=body.parallel_tool_calls is not False,
+            constraint=openai.constraint(body.response_format, "response_format"),
+            native=_native(incoming.headers),
         )
 
-    def answer(self, answer: Answer) -> bytes:
-        """A ``chat.completion`` object."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.message.content or None}
-        if answer.message.reasoning:
-            message["reasoning_content"] = answer.message.reasoning
-        if answer.message.tool_calls:
-            message["tool_calls"] = [_call(call) for call in answer.message.tool_calls]
-        choice = {"index": 0, "message": message, "finish_reason": _finish(answer)}
-        return msgspec.json.encode(
+    def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
+        """A ``chat.completion`` object with one choice for each answer."""
+        first = answers[0]
+        customs = _customs(request.tools)
+        choices = [
             {
-                "id": answer.id,
+                "index": index,
+                "message": _told(answer.message, customs),
+                "logprobs": None,
+                "finish_reason": _finish(answer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return _encode(
+            {
+                "id": f"chatcmpl-{first.id}",
                 "object": "chat.completion",
-                "created": answer.created,
-                "model": answer.model,
-                "choices": [choice],
-                "usage": _usage(answer),
+                "created": first.created,
+                "model": first.model,
+                "choices": choices,
+                "usage": _usage(answers),
             }
         )
 
@@ -105,84 +160,102 @@ class OpenAIChat:
         """Server-sent ``chat.completion.chunk`` events."""
         return _ChatStream(request, answer_id, created)
 
-    def error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
-        """OpenAI's error object; engine faults become 502 or 503 with Retry-After."""
-        status, headers = 500, {}
-        if isinstance(error, RequestError):
-            status = error.status
-            if isinstance(error, BudgetExhausted | ContextOverflow):
-                headers["x-should-retry"] = "false"
-        elif isinstance(error, EngineError):
-            status = _OVERLOADED if error.retry_after is not None else _BAD_GATEWAY
-            if error.retry_after is not None:
-                headers["retry-after"] = f"{error.retry_after:.0f}"
-        return status, headers, msgspec.json.encode(_error(error))
+    def count(self, tokens: int) -> bytes:
+        """Chat has no route that counts; this is never asked for."""
+        return _encode({"input_tokens": tokens})
 
-    def models(self, names: Sequence[str], window: int) -> bytes:
-        """The body of ``GET /v1/models``."""
-        created = int(time.time())
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": created,
-                "owned_by": "tugline",
-                "max_model_len": window,
-            }
-            for name in names
-        ]
-        return msgspec.json.encode({"object": "list", "data": data})
+    def models(self, names: Sequence[str], window: int, created: int) -> bytes:
+        """See `Dialect.models`."""
+        return openai.models(names, window, created)
+
+    def model(self, name: str, window: int, created: int) -> bytes:
+        """See `Dialect.model`."""
+        return openai.model(name, window, created)
+
+    def error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+        """See `Dialect.error`."""
+        return openai.failure(error)
 
 
 class _ChatStream:
-    """One answer as server-sent events."""
+    """Answers as server-sent events; what all events share is encoded once."""
 
-    content_type = "text/event-stream"
+    content_type = openai.EVENT_STREAM
 
     def __init__(self, request: Request, answer_id: str, created: int) -> None:
-        self._head = {
-            "id": answer_id,
+        head = {
+            "id": f"chatcmpl-{answer_id}",
             "object": "chat.completion.chunk",
             "created": created,
             "model": request.model,
         }
+        self._head = b"data: " + _encode(head)[:-1]
+        self._tail = b',"usage":null}\n\n' if request.usage_in_stream else b"}\n\n"
         self._usage = request.usage_in_stream
-        self._calls = 0
+        self._customs = _customs(request.tools)
+        self._calls = [0] * request.n
 
-    def open(self) -> bytes:
-        return self._delta({"role": "assistant", "content": ""})
+    def open(self, usage: Usage) -> bytes:
+        start = b'{"role":"assistant","content":""}'
+        return b"".join(self._delta(start, index) for index in range(len(self._calls)))
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: Piece, index: int = 0) -> bytes:
         if isinstance(piece, TextDelta):
-            return self._delta({"content": piece.text})
+            return self._delta(b'{"content":' + _encode(piece.text) + b"}", index)
         if isinstance(piece, ReasoningDelta):
-            return self._delta({"reasoning_content": piece.text})
-        index, self._calls = self._calls, self._calls + 1
-        return self._delta({"tool_calls": [{"index": index, **_call(piece)}]})
+            return self._delta(b'{"reasoning_content":' + _encode(piece.text) + b"}", index)
+        place = self._calls[index]
+        self._calls[index] += 1
+        whole = _call(piece, self._customs)
+        kind = whole["type"]
+        field = "input" if kind == "custom" else "arguments"
+        text = whole[kind][field]
+        start = {"index": place, **whole, kind: {**whole[kind], field: ""}}
+        rest = {"index": place, kind: {field: text}}
+        return self._delta(_encode({"tool_calls": [start]}), index) + self._delta(
+            _encode({"tool_calls": [rest]}), index
+        )
 
-    def close(self, answer: Answer) -> bytes:
-        end = self._delta({}, _finish(answer))
+    def close(self, answers: Sequence[Answer]) -> bytes:
+        end = b"".join(self._delta(b"{}", i, _finish(answer)) for i, answer in enumerate(answers))
         if self._usage:
-            end += _event({**self._head, "choices": [], "usage": _usage(answer)})
+            end += self._head + b',"choices":[],"usage":' + _encode(_usage(answers)) + b"}\n\n"
         return end + b"data: [DONE]\n\n"
 
     def fault(self, error: TuglineError) -> bytes:
-        return _event(_error(error))
+        return b"data: " + _encode({"error": openai.error_object(error)}) + b"\n\n"
 
     def keep_alive(self) -> bytes:
-        return b": keep-alive\n\n"
+        return openai.KEEP_ALIVE
 
-    def _delta(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        return _event({**self._head, "choices": [choice]})
+    def _delta(self, delta: bytes, index: int, finish: str | None = None) -> bytes:
+        reason = b"null" if finish is None else b'"%b"' % finish.encode()
+        choice = b',"choices":[{"index":%d,"delta":%b,"finish_reason":%b}]' % (index, delta, reason)
+        return self._head + choice + self._tail
 
 
 # --------------------------------------------------------------------------- telling
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def _customs(tools: Sequence[Tool]) -> frozenset[str]:
+    return frozenset(tool.name for tool in tools if tool.kind is ToolKind.CUSTOM)
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _told(message: Message, customs: frozenset[str]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "role": "assistant",
+        "content": message.content or (None if message.tool_calls else ""),
+        "refusal": None,
+    }
+    if message.reasoning:
+        told["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        told["tool_calls"] = [_call(call, customs) for call in message.tool_calls]
+    return told
+
+
+def _call(call: ToolCall, customs: frozenset[str]) -> dict[str, Any]:
+    text = openai.free_text(call) if call.name in customs else None
+    if text is not None:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -193,135 +266,138 @@ def _finish(answer: Answer) -> str:
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
-    usage = answer.usage
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    prompt = answers[0].usage.prompt
+    sampled = sum(answer.usage.sampled for answer in answers)
     return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.sampled,
-        "total_tokens": usage.prompt + usage.sampled,
-        "prompt_tokens_details": {"cached_tokens": usage.reused},
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": answers[0].usage.reused},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(answer.usage.reasoning for answer in answers)
+        },
     }
 
 
-def _error(error: TuglineError) -> dict[str, Any]:
-    body = {"message": str(error), "type": "server_error", "param": None, "code": "engine_error"}
-    if isinstance(error, RequestError):
-        body |= {"type": "invalid_request_error", "param": error.param, "code": error.code}
-    return {"error": body}
-
-
 # --------------------------------------------------------------------------- reading
-def _refuse(raw: dict[str, Any]) -> None:
-    for field, harmless in _MUST_BE.items():
-        value = raw.get(field)
-        if value is not None and value not in harmless:
-            right = " or ".join(repr(value) for value in harmless) or "left out"
-            msg = f"{field}={value!r} cannot be honoured here; it must be {right}"
-            raise RequestError(msg, param=field)
+def _native(headers: Mapping[str, str]) -> Native:
+    """What opencode says: its session and, in a sub-agent, the one that waits for it."""
+    thread = headers.get("x-session-id") or headers.get("x-session-affinity")
+    parent = headers.get("x-parent-session-id")
+    if not parent or parent == thread:
+        return Native(thread)
+    return Native(thread, parent, TraceKind.SUBAGENT)
 
 
-def _typed(raw: dict[str, Any], field: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    value = raw.get(field)
-    if value is None:
-        return default
-    wrong_bool = isinstance(value, bool) and kind is not bool
-    if wrong_bool or not isinstance(value, kind):
-        names = kind.__name__ if isinstance(kind, type) else "number"
-        msg = f"{field} must be {names}, not {value!r:.60}"
-        raise RequestError(msg, param=field)
-    return value
-
-
-def _list(raw: dict[str, Any], field: str) -> list[Any]:
-    value: list[Any] = _typed(raw, field, list, [])
-    return value
-
-
-def _sampling(raw: dict[str, Any]) -> Sampling:
-    limit = _typed(raw, "max_completion_tokens", int, None)
-    limit = limit if limit is not None else _typed(raw, "max_tokens", int, None)
-    temperature = _typed(raw, "temperature", (int, float), None)
-    top_p = _typed(raw, "top_p", (int, float), None)
-    _within("max_tokens", limit, lambda v: v >= 1, "at least 1")
-    _within("temperature", temperature, lambda v: v >= 0, "0 or more")
-    _within("top_p", top_p, lambda v: 0 < v <= 1, "above 0 and at most 1")
-    seed = _typed(raw, "seed", int, None)
-    return Sampling(temperature=temperature, top_p=top_p, max_tokens=limit, seed=seed)
-
-
-def _within(field: str, value: Any, holds: Callable[[Any], bool], right: str) -> None:
-    if value is not None and not holds(value):
-        msg = f"{field}={value} must be {right}"
-        raise RequestError(msg, param=field)
-
-
-def _message(item: Any, index: int) -> Message:
-    where = f"messages[{index}]"
-    if not isinstance(item, dict):
-        msg = f"{where} must be an object"
-        raise RequestError(msg, param=where)
-    try:
-        role = Role(str(item.get("role")))
-    except ValueError as error:
-        msg = f"{where}.role={item.get('role')!r} must be one of {', '.join(Role)}"
-        raise RequestError(msg, param=f"{where}.role") from error
-    tool_call_id = item.get("tool_call_id")
-    if role is Role.TOOL and not isinstance(tool_call_id, str):
-        msg = f"{where}.tool_call_id must name the call this result answers"
-        raise RequestError(msg, param=f"{where}.tool_call_id")
-    reasoning = item.get("reasoning_content") or item.get("reasoning")
-    return Message(
-        role=role,
-        content=_text(item.get("content"), f"{where}.content"),
-        tool_calls=tuple(
-            _tool_call(call, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(item.get("tool_calls") or [])
-        ),
-        tool_call_id=tool_call_id if role is Role.TOOL else None,
-        reasoning=reasoning if isinstance(reasoning, str) else None,
+def _sampling(body: _Body) -> Sampling:
+    limit = body.max_completion_tokens
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        max_tokens=body.max_tokens if limit is None else limit,
+        seed=body.seed,
+        stop=openai.stops(body.stop),
     )
 
 
-def _text(content: Any, where: str) -> str:
+def _step(messages: list[Message], item: Any, index: int) -> None:
+    where = f"messages[{index}]"
+    name = need(item, "role", str, where)
+    try:
+        role = Role(name)
+    except ValueError as error:
+        msg = f"{where}.role={name!r:.60} must be one of {', '.join(Role)}"
+        raise RequestError(msg, param=f"{where}.role") from error
+    for field in ("function_call", "audio"):
+        if item.get(field) is not None:
+            msg = f"{where}.{field} is not supported here; use text and tool_calls"
+            raise Unsupported(msg, param=f"{where}.{field}")
+    prose = _content(item.get("content"), f"{where}.content")
+    calls = item.get("tool_calls") or ()
+    if calls:
+        calls = need(item, "tool_calls", list, where)
+    messages.append(
+        Message(
+            role=role,
+            content=prose.text,
+            tool_calls=tuple(
+                _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+            ),
+            tool_call_id=need(item, "tool_call_id", str, where) if role is Role.TOOL else None,
+            reasoning=_reasoning(item) if role is Role.ASSISTANT else None,
+            images=tuple(prose.images),
+        )
+    )
+
+
+def _reasoning(item: Any) -> str | None:
+    found = (item.get(field) for field in _REASONING)
+    return next((text for text in found if isinstance(text, str) and text), None)
+
+
+def _content(content: Any, where: str) -> Prose:
+    prose = Prose()
     if content is None:
-        return ""
+        return prose
     if isinstance(content, str):
-        return content
+        prose.add(content)
+        return prose
     if not isinstance(content, list):
-        msg = f"{where} must be text or a list of parts, not {type(content).__name__}"
+        msg = f"{where}={content!r:.60} must be text or a list of parts"
         raise RequestError(msg, param=where)
-    parts: list[str] = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        text = part.get(kind) if kind in {"text", "refusal"} else None
-        if not isinstance(text, str):
-            msg = f"{where}[{i}] is a part of type {kind!r}; only text is supported"
-            raise RequestError(msg, param=f"{where}[{i}]")
-        parts.append(text)
-    return "".join(parts)
+        _part(part, prose, f"{where}[{i}]")
+    return prose
+
+
+def _part(part: Any, prose: Prose, where: str) -> None:
+    kind = need(part, "type", str, where)
+    if kind in {"text", "refusal"}:
+        prose.add(need(part, kind, str, where))
+    elif kind == "image_url":
+        image = part.get("image_url")
+        if isinstance(image, str):
+            image = {"url": image}
+        detail = image.get("detail") if isinstance(image, dict) else None
+        url = need(image, "url", str, f"{where}.image_url")
+        prose.picture(url, detail if isinstance(detail, str) else None)
+    else:
+        msg = f"{where}.type={kind!r:.60} cannot be honoured here; it must be text or image_url"
+        raise Unsupported(msg, param=f"{where}.type")
 
 
 def _tool_call(call: Any, where: str) -> ToolCall:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        msg = f"{where} must be a function call with function.name and function.arguments"
-        raise RequestError(msg, param=where)
-    arguments = function.get("arguments") or ""
-    if not isinstance(arguments, str):
-        msg = f"{where}.function.arguments must be JSON text, not {type(arguments).__name__}"
-        raise RequestError(msg, param=where)
-    return ToolCall(str(call.get("id") or ""), function["name"], arguments)
+    kind = call.get("type") or "function" if isinstance(call, dict) else "function"
+    if kind not in {"function", "custom"}:
+        msg = f"{where}.type={kind!r:.60} must be function or custom"
+        raise RequestError(msg, param=f"{where}.type")
+    inner = need(call, kind, dict, where)
+    name = need(inner, "name", str, f"{where}.{kind}")
+    if kind == "custom":
+        arguments = openai.freeform(need(inner, "input", str, f"{where}.custom"))
+    elif inner.get("arguments") is None:
+        arguments = ""
+    else:
+        arguments = need(inner, "arguments", str, f"{where}.function")
+    return ToolCall(str(call.get("id") or ""), name, arguments)
 
 
-def _tool(item: Any, index: int) -> Tool:
-    where = f"tools[{index}]"
-    function = item.get("function") if isinstance(item, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        msg = f"{where} must be a function tool with function.name"
-        raise RequestError(msg, param=where)
-    if function.get("strict"):
-        msg = f"{where}.function.strict cannot be honoured here; leave it out"
-        raise RequestError(msg, param=f"{where}.function.strict")
-    return Tool(
-        function["name"], function.get("description") or "", function.get("parameters") or {}
-    )
+def _tools(items: Any) -> tuple[Tool, ...]:
+    if items is None:
+        return ()
+    if not isinstance(items, list):
+        msg = f"tools={items!r:.60} must be a list"
+        raise RequestError(msg, param="tools")
+    return tuple(_tool(item, f"tools[{i}]") for i, item in enumerate(items))
+
+
+def _tool(item: Any, where: str) -> Tool:
+    kind = need(item, "type", str, where)
+    if kind == "function":
+        return openai.function_tool(need(item, kind, dict, where), f"{where}.function")
+    if kind == "custom":
+        return openai.custom_tool(need(item, kind, dict, where), f"{where}.custom")
+    msg = f"{where}.type={kind!r:.60} cannot be honoured here; it must be function or custom"
+    raise Unsupported(msg, param=f"{where}.type")
