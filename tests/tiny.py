@@ -65,8 +65,7 @@ SPECIALS: dict[str, str] = {
     ),
     "kimi-k2": _KIMI,
     "kimi-k2.5": (
-        f"{_KIMI} <think> </think>"
-        " <|media_begin|> <|media_content|> <|media_pad|> <|media_end|>"
+        f"{_KIMI} <think> </think> <|media_begin|> <|media_content|> <|media_pad|> <|media_end|>"
     ),
     "minimax-m2": "]~!b[ ]~b] [e~[ <think> </think> <minimax:tool_call> </minimax:tool_call>",
     "hy3": _HY3,
@@ -80,8 +79,7 @@ SPECIALS: dict[str, str] = {
     ),
     "inkling": _INKLING,
     "gpt-oss": (
-        "<|start|> <|end|> <|return|> <|call|> <|channel|> <|message|> <|constrain|>"
-        " <|endoftext|>"
+        "<|start|> <|end|> <|return|> <|call|> <|channel|> <|message|> <|constrain|> <|endoftext|>"
     ),
 }
 """The special tokens that each template is made of."""
@@ -103,6 +101,4 @@ def tokenizer(specials: Sequence[str] = tuple(_CHATML.split())) -> Tokenizer:
 @functools.cache
 def rendering(name: str = "qwen3", thinking_retention: str = "all") -> Rendering:
     """A template over the byte-level tokenizer with the special tokens it needs."""
-    return Rendering(
-        tokenizer(SPECIALS[name].split()), name, thinking_retention=thinking_retention
-    )
+    return Rendering(tokenizer(SPECIALS[name].split()), name, thinking_retention=thinking_retention)
