@@ -102,7 +102,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | None = None
     """Observed and text mode: the stop string that matched."""
     unseen: int = 0
-    """Text mode: sampled tokens by the engine's own count."""
+    """Sampled tokens whose ids are not told (yet), by the engine's own count; negative where an
+    earlier count was too high or the ids came after all."""
     prompt_count: int = 0
     """Text mode: prompt tokens by the engine's own count."""
 

@@ -149,22 +149,25 @@ class Reading:
 
     def events(self, payloads: list[bytes]) -> list[Delta]:
         """One `Delta`, or more where text and calls took turns within one read."""
+        return self._deltas([read(payload) for payload in payloads])
+
+    def whole(self, body: bytes) -> list[Delta]:
+        """The first choice. Raises `EngineError` where there is none."""
+        reply = read(body)
+        if not reply.choices:
+            msg = "the engine answered without a choice"
+            raise EngineError(msg)
+        return self._deltas([reply])
+
+    def _deltas(self, replies: list[Reply]) -> list[Delta]:
         done: list[Gathered] = [Gathered()]
-        for payload in payloads:
-            reply = read(payload)
+        for reply in replies:
             for choice in reply.choices[:1]:
                 said = choice.delta or choice.message
                 if said is not None and done[-1].full(said):
                     done.append(Gathered())
             self.take(reply, done[-1])
         return [gathered.delta() for gathered in done if gathered != _NOTHING]
-
-    def whole(self, body: bytes) -> list[Delta]:
-        """The first choice. Raises `EngineError` where there is none."""
-        if not read(body).choices:
-            msg = "the engine answered without a choice"
-            raise EngineError(msg)
-        return self.events([body])
 
     def take(self, reply: Reply, to: Gathered) -> None:
         """Add what an event brings. Raises `EngineError` where ids are missing."""
