@@ -147,7 +147,7 @@ class ScriptedEngine:
         logprobs = np.zeros(len(ids), np.float32)
         if reply.logprobs is not None:
             logprobs[:] = reply.logprobs[: len(ids)]
-        size = reply.tokens_per_chunk if request.stream else len(ids)
+        size = reply.tokens_per_chunk
         await self._pass_time(reply.first_s, aborted)
         for start in range(0, len(ids), size):
             end = min(start + size, len(ids))
