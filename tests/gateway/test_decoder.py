@@ -28,7 +28,7 @@ WORDS = st.text(st.sampled_from('ab \n<>{}"é界🙂'), max_size=12)
 THOUGHTS = st.text(st.sampled_from("mn \né界🙂"), max_size=12)
 CHUNKS = st.lists(st.integers(0, 10_000), max_size=30)
 TOLD = [name for name in OFFLINE if rendering(name).incremental]
-TAGGED = [name for name in TOLD if rendering(name).markers.call_end >= 0]
+TAGGED = [name for name in TOLD if name != "llama-3"]
 
 
 def prompt(name: str) -> Ids:
@@ -149,7 +149,7 @@ def test_no_text_is_lost(name: str, parts: list[str], cuts: list[int], *, broken
     made = rendering(name)
     call = written(name, ["a.txt"])
     text = "".join("zz" if part == "word" else call for part in parts)
-    if broken:
+    if broken and made.template.call_end:
         text += call.replace("read", "z")[: call.index(made.template.call_end)]
     ids = made.tokenizer.encode(answered(name, None, "", text))
     pieces, message, _ = played(name, ids, cuts)

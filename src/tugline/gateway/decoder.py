@@ -336,7 +336,9 @@ class Decoder:
     def _read(self, ids: list[int]) -> None:
         """Tell what was held, as the library reads it."""
         parsed = self._rendering.parse(ids, self._end, self._tools)
-        self._emit(ReasoningDelta, self._reasoning.write(parsed.reasoning or ""))
+        if parsed.reasoning:
+            self.reasoning_tokens += len(self._rendering.tokenizer.encode(parsed.reasoning))
+            self._emit(ReasoningDelta, self._reasoning.write(parsed.reasoning))
         self._emit(TextDelta, self._text.write(self._text.watch(parsed.content)))
         self.stopped = stop = self._text.stopped
         if stop is None:

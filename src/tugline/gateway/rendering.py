@@ -5,6 +5,7 @@ there, from the end of the prompt and the sampled ids, and answers None when the
 continue them without touching them (I1). Nothing here but `first` costs more than what is new (I7).
 """
 
+# ruff: noqa: RUF001  # DeepSeek writes its special tokens with these characters
 from __future__ import annotations
 
 import hashlib
@@ -118,16 +119,23 @@ class Rendering:
         """
         before: list[int] = end[-END:].tolist()
         answer: list[int] = sampled.tolist()
-        bridged = self._renderer.bridge_to_next_turn(
-            before, answer, self._tail(answer, tail), tools=self._plain_tools(tools)
-        )
+        plain = self._tail(before, answer, tail)
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                before, answer, plain, tools=self._plain_tools(tools)
+            )
+        except (ValueError, TypeError):  # a full render says what is wrong with the messages
+            return None
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
         kept = before + answer
         if len(ids) <= len(kept) or ids[: len(kept)] != kept:
             return None
-        return np.asarray(ids[len(kept) :], np.int32)
+        more = ids[len(kept) :]
+        if self.template.gap and answer and answer[-1] in self.stop_ids:
+            more = self.tokenizer.encode(self.template.gap) + more
+        return np.asarray(more, np.int32)
 
     def forced(self, choice: ToolChoice) -> Ids | None:
         """Ids that, appended to the prompt, make the model call a tool; None if that is unknown.
@@ -153,20 +161,31 @@ class Rendering:
     def parse(
         self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
     ) -> Parsed:
-        """What the library's parser makes of a whole answer, and every text it leaves out."""
+        """What the library's parser makes of a whole answer, and the text that it leaves out."""
         ids = list(sampled)
         prompt = None if end is None else end[-END:].tolist()
         parsed = self._parsed(ids, prompt, tools)
+        over = next((i for i, token in enumerate(ids) if token in self.stop_ids), len(ids))
+        texts = [str(parsed.content)]
         calls: list[tuple[str, str]] = []
-        texts = [str(parsed.content).strip()]
+        at = over
         for call in parsed.tool_calls:
+            start, stop = call.token_span
+            if self.template.guarded and start > at:
+                texts.append(self._between(ids[at:start]))
+            at = stop
             if _accepted(call):
                 calls.append((call.name, _arguments(call.arguments)))
             else:
-                start, stop = call.token_span
-                texts.append(self.tokenizer.decode(ids[start:stop]).strip())
-        reasoning = (parsed.reasoning_content or "").strip() or None
-        return Parsed("\n".join(text for text in texts if text), reasoning, tuple(calls))
+                texts.append(self.tokenizer.decode(ids[start:stop]))
+        if self.template.guarded:
+            texts.append(self._between(ids[at:over]))
+        content = "\n".join(text.strip() for text in texts if text.strip())
+        return Parsed(content, (parsed.reasoning_content or "").strip() or None, tuple(calls))
+
+    def _between(self, ids: list[int]) -> str:
+        """Text around calls without the marks of their sections."""
+        return re.sub(r"</?｜DSML｜[a-z_]+>", "", self.tokenizer.decode(ids))
 
     def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
@@ -220,12 +239,12 @@ class Rendering:
             plain.append(one)
         return plain
 
-    def _tail(self, sampled: list[int], tail: Sequence[Message]) -> list[Plain]:
+    def _tail(self, end: list[int], sampled: list[int], tail: Sequence[Message]) -> list[Plain]:
         """What follows an answer as the library takes it; results are tied to what it called."""
         plain = [_plain(message) for message in self._placed(tail, leading=False)]
         results = [one for one in plain if one["role"] == "tool"]
         if results and (self.template.names or self.template.numbered):
-            calls = [one for one in self._parsed(sampled).tool_calls if _accepted(one)]
+            calls = [one for one in self._parsed(sampled, end).tool_calls if _accepted(one)]
             places = [_place(str(one.get("tool_call_id"))) for one in results]
             if sorted(places) != list(range(len(calls))):
                 places = list(range(len(results)))
@@ -271,7 +290,8 @@ def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
     try:
         return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
     except (AssertionError, ValueError, RuntimeError) as error:
-        msg = f"renderer={renderer!r} does not fit the tokenizer {tokenizer.name_or_path}: {error}"
+        made_for = f"the tokenizer {tokenizer.name_or_path}"
+        msg = f"renderer={renderer!r} cannot be made for {made_for}: {error}"
         raise ConfigError(msg) from error
 
 

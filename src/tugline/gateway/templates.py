@@ -122,6 +122,8 @@ class Template:
     """A tool's result names the tool."""
     numbered: bool = False
     """Calls are known as ``functions.name:number``."""
+    gap: str = ""
+    """What stands behind a sampled turn and the library's bridge forgets."""
     late: bool = True
     """Whether a system message may stand anywhere."""
     force: Force | None = None
@@ -157,7 +159,7 @@ _QWEN35 = Template(
 _NEMOTRON = replace(_QWEN35, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n"))
 _GLM45 = Template(again=True, force=Force("<tool_call>", "\n", closing="\n<think></think>\n"))
 _GLM5 = Template(again=True, force=Force("<tool_call>", closing="</think>"))
-_LAGUNA = Template(closes=False, force=Force("<tool_call>", "\n"))
+_LAGUNA = Template(closes=False, gap="\n", force=Force("<tool_call>", "\n"))
 _LAGUNA2 = Template(closes=False, force=Force("<tool_call>", closing="</think>"))
 _DEEPSEEK = Template(
     call="<｜tool▁call▁begin｜>",
@@ -256,7 +258,7 @@ _TEMPLATES: dict[str, Template] = {
             " <|constrain|>json<|message|>",
         ),
     ),
-    "inkling": replace(_PLAIN, followed=False, names=True),
+    "inkling": replace(_PLAIN, call="<|content_invoke_tool_json|>", followed=False, names=True),
 }
 
 

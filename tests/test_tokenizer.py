@@ -1,0 +1,47 @@
+"""Ids are spelled one by one only where that is what the tokenizer decodes."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from tugline.tokenizer import Tokenizer
+
+TEXTS = ["a b", " a  b\n", "é界🙂 <tool>", "\t\n<0x41>"]
+
+
+def byte_level() -> Tokenizer:
+    """As Qwen, Llama 3, GLM and DeepSeek have it, with a merge and special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {char: i for i, char in enumerate([*alphabet, "Ġa", "Ã©"])}
+    backend = Backend(models.BPE(vocabulary, [("Ġ", "a"), ("Ã", "©")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<tool>", "<｜User｜>"])  # noqa: RUF001
+    return Tokenizer(backend, "byte-level")
+
+
+def pieces(*, stripping: bool) -> Tokenizer:
+    """As Gemma has it: whole words, bytes for the rest; Llama 2 also strips the first space."""
+    words = ["▁", "a", "b", "c", "é", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    backend = Backend(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if stripping else parts)
+    return Tokenizer(backend, "pieces")
+
+
+@pytest.mark.parametrize("made", [byte_level(), pieces(stripping=False)])
+@pytest.mark.parametrize("text", TEXTS)
+def test_spellings_join_to_the_decoded_text(made: Tokenizer, text: str) -> None:
+    """The bytes of the ids, joined, are the text."""
+    ids = made.encode(text)
+    assert made.spellings is not None
+    assert b"".join(made.spellings[one] for one in ids).decode() == made.decode(ids)
+
+
+def test_a_tokenizer_whose_ids_depend_on_each_other_has_no_spellings() -> None:
+    """Where the first word loses its space, ids cannot be decoded one by one."""
+    assert pieces(stripping=True).spellings is None
