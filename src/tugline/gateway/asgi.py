@@ -46,6 +46,8 @@ class Http:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         self.disconnected = False
+        """Whether the client left before its reply was handed over whole."""
+        self._whole = False
         self._receive, self._send = receive, send
 
     async def body(self) -> bytes:
@@ -65,6 +67,7 @@ class Http:
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """A whole JSON reply."""
         await self._start(status, {"content-length": str(len(body)), **(headers or {})})
+        self._whole = True
         await self._send({"type": "http.response.body", "body": body})
 
     async def stream(self, content_type: str) -> None:
@@ -78,13 +81,14 @@ class Http:
 
     async def end(self, data: bytes) -> None:
         """The last of a stream."""
+        self._whole = True
         await self._send({"type": "http.response.body", "body": data})
 
     async def gone(self) -> None:
         """Wait until the client hangs up."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.disconnected = True
+        self.disconnected = not self._whole  # the server says the same after a whole reply
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         named = {"content-type": "application/json", **headers}

@@ -111,7 +111,7 @@ class Draw:
         self._used: list[str] = []
         self._received = time.time()
         self._sent_at: float | None = None
-        self._recorded = False
+        self._recorded = self._unheard = False
         self._publish: Callable[[list[Piece]], None] = lambda _pieces: None
         self._record_of: tuple[str, bytes] = ("", b"")
 
@@ -159,12 +159,12 @@ class Draw:
         try:
             await self._open_gate()
             await self._sample()
-            await self._finish(Outcome.COMPLETE)
+            if self._unheard:
+                await self._break_off()
+            else:
+                await self._finish(Outcome.COMPLETE)
         except asyncio.CancelledError:
-            self.error = ClientGone("the client hung up before the answer was complete")
-            if not self._recorded:
-                await self._record(Outcome.CLIENT_GONE)
-                self._remember_parts()
+            await self._break_off()
         except EngineError as error:
             if self.sampled.length:
                 await self._finish(Outcome.ENGINE_LOST)
@@ -187,6 +187,7 @@ class Draw:
         """Let the engine hand over the part of an unstreamed answer that nobody waits for."""
         if self._request.stream or self.done:
             return
+        self._unheard = True
         replica = self._backend.upstream.choose(self._live.id)
         await self._backend.upstream.abort(self._request_id(len(self._used)), replica.url)
         with contextlib.suppress(TimeoutError):
@@ -301,6 +302,14 @@ class Draw:
             stop=self.sampled.stop,
         )
         self._publish(pieces)
+
+    async def _break_off(self) -> None:
+        """Keep what there is of an answer that nobody waits for."""
+        if not self._recorded:
+            await self._record(Outcome.CLIENT_GONE)
+            self._remember_parts()
+        if self.answer is None:
+            self.error = ClientGone("the client hung up before the answer was complete")
 
     async def _record(self, outcome: Outcome, message: Message | None = None) -> None:
         ids, logprobs = self.sampled.joined()

@@ -1,0 +1,148 @@
+"""Engines, gateway and an open session for tests, spoken to in raw HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tiny import rendering
+from tugline.gateway.app import Gateway, StreamMode
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.upstream import Upstream
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.serving import serve
+from tugline.types import Call, Ids, Limits, Part, Policy, Sampling, Session, Task
+
+RENDERING = rendering()
+TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
+ASK = [{"role": "user", "content": "Mend it."}]
+Play = Callable[[Ids, str], Reply]
+
+
+def ids(text: str, *, end: bool = True) -> list[int]:
+    """An answer's ids; with its end-of-turn id unless it is to be cut for length."""
+    return RENDERING.tokenizer.encode(f"{text}<|im_end|>" if end else text)
+
+
+def says(text: str, **how: Any) -> Play:
+    """An engine that always gives this answer, whatever the prompt already holds of it."""
+
+    def reply(prompt: Ids, _request: str) -> Reply:
+        whole = ids(text)
+        held = prompt.tolist()
+        start = next(n for n in range(len(whole), -1, -1) if held[len(held) - n :] == whole[:n])
+        return Reply(whole[start:], **how)
+
+    return reply
+
+
+def cut_once(text: str, after: int) -> Play:
+    """An engine that drops its first connection after so many tokens."""
+    times = iter((True,))
+
+    def reply(prompt: Ids, request: str) -> Reply:
+        cut = after if next(times, False) else None
+        return says(text, cut_after=cut)(prompt, request)
+
+    return reply
+
+
+@dataclass
+class Rig:
+    """One open session on a gateway, and the engines behind it."""
+
+    engines: list[ScriptedEngine]
+    gateway: Gateway
+    url: str
+    key: str
+    http: aiohttp.ClientSession
+
+    def body(self, messages: Sequence[Any] = ASK, **fields: Any) -> dict[str, Any]:
+        """An Anthropic request."""
+        return {
+            "model": "m",
+            "max_tokens": 4000,
+            "messages": list(messages),
+            "tools": TOOLS,
+            **fields,
+        }
+
+    def post(self, body: dict[str, Any], **headers: str) -> Any:
+        """Send it to ``/v1/messages``."""
+        return self.http.post(f"{self.url}/v1/messages", json=body, headers=headers)
+
+    async def ask(self, messages: Sequence[Any] = ASK, **fields: Any) -> dict[str, Any]:
+        """The whole reply."""
+        async with self.post(self.body(messages, **fields)) as response:
+            reply: dict[str, Any] = await response.json()
+            return {"status": response.status, **reply}
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """What is on disk."""
+        return self.gateway.calls("s1")
+
+    @property
+    def running(self) -> int:
+        """Requests that the engines are working on."""
+        return sum(engine.stats().running for engine in self.engines)
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    folder: Path,
+    *plays: Play,
+    window: int = 20_000,
+    limits: Limits | None = None,
+    sampling: Sampling | None = None,
+    policy: Policy = Policy.ENFORCE,
+    stream: StreamMode = "live",
+    spent_status: int = 400,
+) -> AsyncIterator[Rig]:
+    """One engine replica per play, a gateway and one session, up while the block lasts."""
+    engines = [
+        ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
+        for play in plays
+    ]
+    task = Task(
+        id="t",
+        instruction="",
+        harness=Part("shell"),
+        evaluator=Part("tests"),
+        limits=limits or Limits(),
+        sampling=sampling or Sampling(),
+        sampling_policy=policy,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [
+            await stack.enter_async_context(serve(create_app(engine, model_name="scripted")))
+            for engine in engines
+        ]
+        upstream = Upstream(urls, Embedded())
+        gateway = await stack.enter_async_context(
+            Gateway(upstream, RENDERING, folder, stream=stream)
+        )
+        opened = await stack.enter_async_context(
+            gateway.open(Session(id="s1", task="t", sample=0), task, spent_status=spent_status)
+        )
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(
+                headers={"x-api-key": opened.key, "anthropic-version": "2023-06-01"},
+                timeout=aiohttp.ClientTimeout(total=30),
+                connector=aiohttp.TCPConnector(limit=0),
+            )
+        )
+        yield Rig(engines, gateway, opened.base_url, opened.key, http)
+
+
+def text_of(stream: str) -> str:
+    """All text deltas of an Anthropic stream."""
+    events = [json.loads(line[5:]) for line in stream.splitlines() if line.startswith("data:")]
+    return "".join(event.get("delta", {}).get("text", "") for event in events)
