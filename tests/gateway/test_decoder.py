@@ -255,6 +255,10 @@ def test_channels_are_told_as_what_they_are(harmony: Rendering) -> None:
     parsed = harmony.parse(ids, end)
     assert (parsed.reasoning, parsed.content) == ("I think", "Now")
     assert parsed.calls == (("read", '{"path":"a"}'),)
+    forced = harmony.forced(ToolChoice(ChoiceMode.NAMED, ("read",)))
+    decoder = Decoder(harmony, end, "0", forced=forced)
+    decoder.feed(np.asarray(harmony.tokenizer.encode('{"path":"a"}<|call|>'), np.int32))
+    assert decoder.finish()[1].tool_calls == message.tool_calls
     bare = Decoder(harmony, end[:10], "0")
     bare.feed(np.asarray(harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>")))
     assert bare.finish()[1].content == "Hi"

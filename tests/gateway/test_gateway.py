@@ -386,7 +386,7 @@ async def test_a_malformed_tool_call_is_shown_as_text(tmp_path: Path) -> None:
     async with bench(tmp_path, says("Look.\n<tool_call>\n{oops}\n</tool_call>")) as it:
         choice = (await it.ask()).choices[0]
         assert choice.message.tool_calls is None
-        assert choice.message.content == "Look.\n<tool_call>\n{oops}"
+        assert choice.message.content == "Look.\n<tool_call>\n{oops}\n</tool_call>"
         assert choice.finish_reason == "stop"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from tiny import OFFLINE, SPECIALS, rendering, tokenizer
 from tugline.errors import ConfigError, Unsupported
 from tugline.gateway.dialects.base import ChoiceMode, ToolChoice
 from tugline.gateway.rendering import Rendering
-from tugline.gateway.templates import CONFIGS
+from tugline.gateway.templates import CONFIGS, template
 from tugline.tokenizer import Tokenizer
 from tugline.types import Ids, Image, Message, Role, Tool, ToolCall
 
@@ -240,3 +241,27 @@ def test_arguments_are_read_by_their_schema() -> None:
     block = made.tokenizer.encode(text + "</function>\n</tool_call>")
     [(name, arguments)] = made.calls(block, (tool,))
     assert (name, json.loads(arguments)) == ("t", {"s": "5", "n": 5})
+
+
+def test_the_documented_table_is_true() -> None:
+    """Each row of the page on templates says what its template does here."""
+    page = Path(__file__).parents[2] / "docs" / "templates.md"
+    rows = {
+        cells[0].strip("`"): cells[1:]
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `") and (cells := [cell.strip() for cell in line[1:-1].split("|")])
+    }
+    assert set(rows) == set(CONFIGS)
+    for name, row in rows.items():
+        what, vocabulary = template(name), tokenizer(SPECIALS[name].split())
+        marks = what.markers(vocabulary)
+        held = what.guarded or ("" if marks.reasons else what.held)
+        told = f"yes, but not after `{held}`" if held else "yes" if what.followed else "no"
+        forced = "any or one" if what.force and what.force.after is not None else "any"
+        assert row == [
+            told,
+            forced if what.force else "no",
+            "in its place" if what.late else "a user's",
+            "yes" if marks.call >= 0 else "no",
+            "yes" if marks.call_end >= 0 else "no",
+        ], name

@@ -151,11 +151,12 @@ class Rendering:
         text = force.opening
         if choice.names:
             text += choice.names[0] + (force.after or "")
-        generation = self.first((Message(Role.USER, "x"),), ())[-END:]
-        if self.thinks(generation):
-            text = force.closing + text
-        elif self.markers.think_end not in generation:
-            text = force.skipping + text
+        if force.closing or force.skipping:
+            generation = self.first((Message(Role.USER, "x"),), ())[-END:]
+            if self.thinks(generation):
+                text = force.closing + text
+            elif self.markers.think_end not in generation:
+                text = force.skipping + text
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
     def parse(
