@@ -24,7 +24,7 @@ from tugline.errors import UsageError
 from tugline.plugins import find, known
 
 harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
-_SIGNS = {"pass": "[green]pass[/]", "cli:": "[yellow]cli[/]", "fail:": "[red]fail[/]"}
+_SIGNS = {"pass": "[green]pass[/]", "cli:": "[yellow]cli[/]", "fail:": "[red]fail[/]", "-": ""}
 
 
 @harness.command("list")
@@ -94,9 +94,10 @@ async def _check(cells: Sequence[Cell], *, keep: Path | None, slow: bool) -> lis
 
 def _show(results: Sequence[Result]) -> None:
     console = Console()
-    table = Table("", *(name.replace("_", "\n") for name in results[0].checks))
+    names = list(dict.fromkeys(name for result in results for name in result.checks))
+    table = Table("", *(name.replace("_", "\n") for name in names))
     for result in results:
-        signs = [_SIGNS[verdict.split()[0]] for verdict in result.checks.values()]
+        signs = [_SIGNS[result.checks.get(name, "-").split()[0]] for name in names]
         table.add_row(f"{result.harness}\n{result.dialect}", *signs)
     console.print(table)
     for result in results:

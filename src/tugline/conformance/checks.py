@@ -1,84 +1,27 @@
-"""What is asked of a harness, and the sessions that show it. Judging is pure.
+"""What is asked of a harness, judged from what its sessions left. Pure.
 
-Three sessions: a plain one of four turns, the same with faults at every turn, and one whose budget
-ends in the middle; a fourth, slow one on demand. The first answer has reasoning, text and two tool
-calls at once, which is what breaks histories.
+Every judge returns None where all is well, else what is wrong.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
 from tugline.conformance.cells import Cell
-from tugline.conformance.rehearsal import Rehearsal, Stage
-from tugline.conformance.script import Hitch, Turn
-from tugline.types import Call, Outcome, TraceKind
+from tugline.conformance.rehearsal import Rehearsal
+from tugline.conformance.sessions import BUDGET, FILES, LAST_WORDS, SLOW, script
+from tugline.types import Branch, Call, Outcome, TraceKind
 
-INSTRUCTION = "Read one.txt and two.txt, then write both into both.txt."
-FILES = {"one.txt": "walrus\n", "two.txt": "heron\n"}
-SLOW = 1
-"""The turn whose first words must leave before its last are sampled."""
 _EARLY = 5
 """Parts of an answer that are more than its opening."""
-_TOKEN_S = 0.03
-_BUDGET = 2
-_BUDGET_S = 90.0
 _MOST_ASKED = 30
 """Requests after which a harness that got a budget's refusal counts as one that never stops."""
 
 
-def script(cell: Cell) -> tuple[Turn, ...]:
-    """Four turns, in the words of this harness's shell tool."""
-
-    def run(command: str) -> tuple[str, dict[str, object]]:
-        return cell.tool, {cell.argument: command, **cell.arguments}
-
-    last = Turn("All done: both.txt holds both words.")
-    if cell.ends_by_command:
-        last = Turn("All done.", calls=(run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),))
-    return (
-        Turn(
-            "First I read both files.",
-            reasoning="They may be long. I look at each.",
-            calls=(run("cat one.txt"), run("cat two.txt")),
-        ),
-        Turn(
-            "Both files are short, so I write them into a third one, in the order I was given.",
-            calls=(run("cat one.txt two.txt > both.txt"),),
-        ),
-        Turn(reasoning="I make sure.", calls=(run("cat both.txt"),)),
-        last,
-    )
-
-
-def plain(cell: Cell) -> Stage:
-    """Everything goes well; one turn is slow."""
-    return Stage({INSTRUCTION: script(cell)}, FILES, {SLOW: Hitch(token_s=_TOKEN_S)})
-
-
-def faulty(cell: Cell) -> Stage:
-    """The engine refuses, then dies within an answer; then the line to the client breaks in one."""
-    hitches = {0: Hitch(refuse=503), 1: Hitch(cut_after=12), 2: Hitch(token_s=_TOKEN_S)}
-    return Stage({INSTRUCTION: script(cell)}, FILES, hitches, broken=frozenset({2}))
-
-
-def short(cell: Cell) -> Stage:
-    """The budget ends after two of four turns."""
-    return Stage({INSTRUCTION: script(cell)}, FILES, max_turns=_BUDGET, timeout_s=_BUDGET_S)
-
-
-def patient(cell: Cell) -> Stage:
-    """The first token comes after 70 s, which is longer than some wait; then 30 s of answer."""
-    hitches = {0: Hitch(first_s=70.0), 1: Hitch(token_s=0.5)}
-    return Stage({INSTRUCTION: script(cell)}, FILES, hitches, timeout_s=240.0)
-
-
-# --------------------------------------------------------------------------- judging
 def main_calls(calls: Sequence[Call]) -> list[Call]:
     """The conversation itself, without side calls and abandoned answers."""
     return [
@@ -168,7 +111,7 @@ def budget_stop_survived(_: Cell, ran: Rehearsal) -> str | None:
     if len(ran.seen) > _MOST_ASKED:
         return f"{len(ran.seen)} requests before it gave up"
     asked = len(ran.calls)
-    return None if asked == _BUDGET else f"{asked} calls with a budget of {_BUDGET}"
+    return None if asked == BUDGET else f"{asked} calls with a budget of {BUDGET}"
 
 
 def _ending(ran: Rehearsal) -> str:
@@ -177,32 +120,27 @@ def _ending(ran: Rehearsal) -> str:
     return f"{how}; statuses {statuses}; {' '.join(ran.log.split())[-300:]!r}"
 
 
-class Part(NamedTuple):
-    """A session, and what it shows."""
-
-    stage: Callable[[Cell], Stage]
-    judges: Mapping[str, Callable[[Cell, Rehearsal], str | None]]
+def text_shown(_: Cell, ran: Rehearsal) -> str | None:
+    """What the model says in the end reaches whoever started the program."""
+    return None if LAST_WORDS in ran.log else f"{LAST_WORDS!r} is not in its output"
 
 
-SESSIONS: dict[str, Part] = {
-    "plain": Part(
-        plain,
-        {
-            "completes": completes,
-            "tool_call_executed": tool_call_executed,
-            "streaming": streaming,
-            "history_exact": history_exact,
-            "prefix_kept": prefix_kept,
-            "usage_seen": usage_seen,
-        },
-    ),
-    "faulty": Part(faulty, {"retry_safe": retry_safe}),
-    "budget": Part(short, {"budget_stop_survived": budget_stop_survived}),
-    "slow": Part(patient, {"slow_start_survived": retry_safe}),
-}
+def sub_agents_linked(_: Cell, ran: Rehearsal) -> str | None:
+    """A sub-agent's calls have a thread of their own, and name the one that started it."""
+    main = {call.thread for call in ran.calls if call.kind is TraceKind.MAIN}
+    subs = [call for call in ran.calls if call.kind is TraceKind.SUBAGENT]
+    if not subs:
+        return f"no call of a sub-agent, {_ending(ran)}"
+    wrong = [c.number for c in subs if c.thread in main or c.parent_thread not in main]
+    if wrong:
+        return f"calls {wrong} name no thread of their own, or not the main one as its parent"
+    forked = [call.number for call in ran.calls if call.branch not in {None, Branch.NEW_THREAD}]
+    return f"calls {forked} do not continue their threads" if forked else None
 
 
-def checks_of(*, slow: bool) -> list[str]:
-    """The names of what is checked."""
-    sessions = [part for name, part in SESSIONS.items() if slow or name != "slow"]
-    return [*(name for part in sessions for name in part.judges), "no_foreign_host"]
+def title_is_side_call(cell: Cell, ran: Rehearsal) -> str | None:
+    """The request for a title is beside the task and does not fork the conversation."""
+    sides = [call for call in ran.calls if call.kind is TraceKind.SIDE]
+    if not ran.side_calls or len(sides) != ran.side_calls:
+        return f"{len(sides)} side calls recorded, {ran.side_calls} made"
+    return completes(cell, ran) or history_exact(cell, ran)

@@ -12,8 +12,7 @@ import msgspec
 
 from tugline.conformance import sandbox
 from tugline.conformance.cells import Cell
-from tugline.conformance.checks import checks_of
-from tugline.conformance.worker import Job, Result
+from tugline.conformance.worker import Job, Result, checks_of
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
@@ -34,7 +33,7 @@ async def check(cell: Cell, *, keep: Path | None = None, slow: bool = False) -> 
             folder = _folder(keep or Path(temporary), cell)
             return await _work(Job(cell, str(folder), no_sandbox, slow))
     except (HarnessError, UsageError) as error:
-        failed = dict.fromkeys(checks_of(slow=slow), f"fail: {error}")
+        failed = dict.fromkeys(checks_of(cell, slow=slow), f"fail: {error}")
         return Result(cell.harness, harness.version, cell.dialect, 0, 0, failed)
 
 

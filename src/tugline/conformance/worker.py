@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from tugline import log
-from tugline.conformance import checks, sandbox
+from tugline.conformance import checks, sandbox, sessions
 from tugline.conformance.cells import Cell, judged
 from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
 from tugline.errors import TuglineError
@@ -45,15 +46,60 @@ class Result(msgspec.Struct, frozen=True):
     checks: dict[str, str]
 
 
+class Part(NamedTuple):
+    """A session and what it shows; `harnesses` are those that have it, all if empty."""
+
+    stage: Callable[[Cell], Stage]
+    judges: Mapping[str, Callable[[Cell, Rehearsal], str | None]]
+    harnesses: tuple[str, ...] = ()
+    slow: bool = False
+
+
+_PARTS: dict[str, Part] = {
+    "plain": Part(
+        sessions.plain,
+        {
+            "completes": checks.completes,
+            "tool_call_executed": checks.tool_call_executed,
+            "streaming": checks.streaming,
+            "history_exact": checks.history_exact,
+            "prefix_kept": checks.prefix_kept,
+            "usage_seen": checks.usage_seen,
+            "text_shown": checks.text_shown,
+        },
+    ),
+    "faulty": Part(sessions.faulty, {"retry_safe": checks.retry_safe}),
+    "budget": Part(sessions.short, {"budget_stop_survived": checks.budget_stop_survived}),
+    "team": Part(sessions.team, {"sub_agents_linked": checks.sub_agents_linked}, ("codex",)),
+    "title": Part(
+        sessions.titled, {"title_is_side_call": checks.title_is_side_call}, ("opencode",)
+    ),
+    "slow": Part(sessions.patient, {"slow_start_survived": checks.retry_safe}, slow=True),
+}
+
+
+def parts_of(cell: Cell, *, slow: bool) -> dict[str, Part]:
+    """The sessions of a cell by name; with `slow` also the one that takes minutes."""
+    return {
+        name: part
+        for name, part in _PARTS.items()
+        if (slow or not part.slow) and (not part.harnesses or cell.harness in part.harnesses)
+    }
+
+
+def checks_of(cell: Cell, *, slow: bool) -> list[str]:
+    """The names of what is checked."""
+    names = [name for part in parts_of(cell, slow=slow).values() for name in part.judges]
+    return [*names, "no_foreign_host"]
+
+
 async def check(job: Job) -> Result:
     """Run the sessions and judge them."""
     folder, cell = Path(job.folder), job.cell
     verdicts: dict[str, str | None] = {}
     calls: list[Call] = []
     async with _network(job) as names:
-        for name, part in checks.SESSIONS.items():
-            if name == "slow" and not job.slow:
-                continue
+        for name, part in parts_of(cell, slow=job.slow).items():
             ran = await _rehearsed(cell, part.stage(cell), folder / name)
             for check_name, judge in part.judges.items():
                 verdicts[check_name] = ran if isinstance(ran, str) else judge(cell, ran)
