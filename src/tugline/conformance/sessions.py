@@ -1,0 +1,89 @@
+"""The sessions that a harness goes through: what the model says, and what goes wrong.
+
+A plain one of four turns, the same with faults at every turn, and one whose budget ends in the
+middle; some harnesses have one more for what only they do. The first answer has reasoning, text and
+two tool calls at once, which is what breaks histories.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tugline.conformance.cells import Cell
+from tugline.conformance.rehearsal import Stage
+from tugline.conformance.script import Hitch, Turn
+
+INSTRUCTION = "Read one.txt and two.txt, then write both into both.txt."
+FILES = {"one.txt": "walrus\n", "two.txt": "heron\n"}
+SLOW = 1
+"""The turn whose first words must leave before its last are sampled."""
+BUDGET = 2
+LAST_WORDS = "All done, both words are in."
+_TOKEN_S = 0.03
+_BUDGET_S = 90.0
+_TEAM = "Have one agent of yours look at one.txt, then say what it found."
+_SUB_TASK = "Agent: look at one.txt."
+
+
+def script(cell: Cell) -> tuple[Turn, ...]:
+    """Four turns, in the words of this harness's shell tool."""
+
+    def run(command: str) -> tuple[str, dict[str, object]]:
+        return cell.tool, {cell.argument: command, **cell.arguments}
+
+    last = Turn(LAST_WORDS)
+    if cell.ends_by_command:
+        last = Turn(LAST_WORDS, calls=(run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),))
+    return (
+        Turn(
+            "First I read both files.",
+            reasoning="They may be long. I look at each.",
+            calls=(run("cat one.txt"), run("cat two.txt")),
+        ),
+        Turn(
+            "Both files are short, so I write them into a third one, in the order I was given.",
+            calls=(run("cat one.txt two.txt > both.txt"),),
+        ),
+        Turn(reasoning="I make sure.", calls=(run("cat both.txt"),)),
+        last,
+    )
+
+
+def plain(cell: Cell) -> Stage:
+    """Everything goes well; one turn is slow."""
+    return Stage({INSTRUCTION: script(cell)}, FILES, {SLOW: Hitch(token_s=_TOKEN_S)})
+
+
+def faulty(cell: Cell) -> Stage:
+    """The engine refuses, then dies within an answer; then the line to the client breaks in one."""
+    hitches = {0: Hitch(refuse=503), 1: Hitch(cut_after=12), 2: Hitch(token_s=_TOKEN_S)}
+    return Stage({INSTRUCTION: script(cell)}, FILES, hitches, broken=frozenset({2}))
+
+
+def short(cell: Cell) -> Stage:
+    """The budget ends after two of four turns."""
+    return Stage({INSTRUCTION: script(cell)}, FILES, max_turns=BUDGET, timeout_s=_BUDGET_S)
+
+
+def patient(cell: Cell) -> Stage:
+    """The first token comes after 70 s, which is longer than some wait; then 30 s of answer."""
+    hitches = {0: Hitch(first_s=70.0), 1: Hitch(token_s=0.5)}
+    return Stage({INSTRUCTION: script(cell)}, FILES, hitches, timeout_s=240.0)
+
+
+def team(cell: Cell) -> Stage:
+    """Codex starts an agent of its own and waits for it."""
+
+    def wait(prompt: str) -> Turn:
+        agents = re.findall(r'"agent_id":\s*"([^"]+)"', prompt)
+        return Turn(calls=(("multi_agent_v1__wait_agent", {"targets": agents[-1:]}),))
+
+    start = ("multi_agent_v1__spawn_agent", {"message": _SUB_TASK})
+    sub = (Turn(calls=((cell.tool, {cell.argument: "cat one.txt"}),)), Turn("A walrus."))
+    scripts = {_TEAM: (Turn("I ask.", calls=(start,)), wait, Turn(LAST_WORDS)), _SUB_TASK: sub}
+    return Stage(scripts, FILES, options={"sub_agents": True})
+
+
+def titled(cell: Cell) -> Stage:
+    """The harness asks for a title, too."""
+    return Stage({INSTRUCTION: script(cell)}, FILES, options={"title": True})
