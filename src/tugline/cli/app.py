@@ -12,6 +12,7 @@ import typer
 
 from tugline.cli.bench import bench
 from tugline.cli.demo import INTERRUPTED, demo
+from tugline.cli.doctor import doctor
 from tugline.cli.harness import harness
 from tugline.errors import TuglineError, UsageError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(bench)
 app.command()(demo)
+app.command()(doctor)
 app.add_typer(harness, name="harness")
 
 

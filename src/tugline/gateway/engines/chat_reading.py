@@ -7,14 +7,13 @@ them, `TextReader` does without. Decoding is typed, so fields that nobody needs 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from tugline.errors import EngineError
 from tugline.gateway.engines.base import CallDelta, Delta
-from tugline.gateway.engines.generate import finish_of
+from tugline.gateway.engines.generate import Fault, finish_of, inner_error
 from tugline.types import Finish, VersionSpan
 
 
@@ -85,7 +84,7 @@ class Reply(msgspec.Struct):
     usage: _Usage | None = None
     sglext: _Ids | None = None
     metadata: _Metadata | None = None
-    error: Any = None
+    error: Fault | None = None
 
 
 _decoder = msgspec.json.Decoder(Reply)
@@ -242,7 +241,5 @@ def read(payload: bytes) -> Reply:
         msg = f"the engine sent a reply that cannot be read: {error}"
         raise EngineError(msg) from error
     if reply.error is not None:
-        told = reply.error.get("message") if isinstance(reply.error, dict) else None
-        msg = f"the engine failed: {told or reply.error}"
-        raise EngineError(msg)
+        raise inner_error(payload, reply.error)
     return reply

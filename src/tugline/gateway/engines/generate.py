@@ -45,9 +45,15 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Version] | None = None
 
 
+class Fault(msgspec.Struct):
+    """An error inside a reply whose status was 200: streams begin before prompts are looked at."""
+
+    code: int | str | None = None
+
+
 class _Reply(msgspec.Struct):
     choices: list[_Choice] = []
-    error: dict[str, Any] | None = None
+    error: Fault | None = None
 
 
 _decoder = msgspec.json.Decoder(_Reply)
@@ -205,6 +211,11 @@ def engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineEr
     return EngineError(f"the engine answered {status}: {text}", status=status, retry_after=wait)
 
 
+def inner_error(payload: bytes, fault: Fault) -> TuglineError:
+    """The same for an error in the middle of a stream."""
+    return engine_error(fault.code if isinstance(fault.code, int) else 500, payload, None)
+
+
 def _words(body: bytes) -> str:
     """The message in ``{"error": {...}}``, in a flat body or a `detail`; else the body's start."""
     try:
@@ -243,8 +254,7 @@ def _read(payload: bytes) -> _Reply:
         msg = f"the engine sent a reply that cannot be read: {error}"
         raise EngineError(msg) from error
     if reply.error is not None:
-        msg = f"the engine failed: {reply.error.get('message', reply.error)}"
-        raise EngineError(msg)
+        raise inner_error(payload, reply.error)
     return reply
 
 

@@ -26,7 +26,14 @@ from tugline.gateway.engines.chat_reading import (
     raw,
     told_by,
 )
-from tugline.gateway.engines.generate import NEUTRAL, engine_error, finish_of, number
+from tugline.gateway.engines.generate import (
+    NEUTRAL,
+    Fault,
+    engine_error,
+    finish_of,
+    inner_error,
+    number,
+)
 from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
 
 
@@ -123,13 +130,9 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Version] | None = None
 
 
-class _Fault(msgspec.Struct):
-    code: int | None = None
-
-
 class _Event(msgspec.Struct):
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    error: _Fault | None = None
+    error: Fault | None = None
 
 
 _decoder = msgspec.json.Decoder(_Event)
@@ -185,7 +188,7 @@ def _read(payload: bytes) -> _Meta:
         msg = f"the engine sent a reply that cannot be read: {error}"
         raise EngineError(msg) from error
     if event.error is not None:
-        raise engine_error(event.error.code or 500, payload, None)
+        raise inner_error(payload, event.error)
     return event.meta_info
 
 

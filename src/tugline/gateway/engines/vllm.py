@@ -15,9 +15,11 @@ from tugline.errors import EngineError, TuglineError
 from tugline.gateway.engines.base import Ask, Delta, Feature, Post, Reader
 from tugline.gateway.engines.chat import Chat
 from tugline.gateway.engines.generate import (
+    Fault,
     Generate,
     engine_error,
     finish_of,
+    inner_error,
     sampling_params,
 )
 from tugline.types import LogprobMeaning, Mode
@@ -94,13 +96,9 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
 class _Reply(msgspec.Struct):
     choices: list[_Choice] = []
-    error: _Error | None = None
+    error: Fault | None = None
 
 
 _decoder = msgspec.json.Decoder(_Reply)
@@ -148,6 +146,5 @@ def _read(payload: bytes) -> _Reply:
         msg = f"the engine sent a reply that cannot be read: {error}"
         raise EngineError(msg) from error
     if reply.error is not None:
-        msg = f"the engine failed: {reply.error.message}"
-        raise EngineError(msg)
+        raise inner_error(payload, reply.error)
     return reply

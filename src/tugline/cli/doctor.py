@@ -1,0 +1,63 @@
+"""``tugline doctor``: what a running inference engine can do, and what to change before training.
+
+Exit code 0 if the wanted mode is sound, 1 if it is not or nothing answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tugline.errors import UsageError
+from tugline.gateway.diagnosis import Outcome, Report
+from tugline.gateway.doctor import probe
+from tugline.types import Mode
+
+_COLOUR = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNKNOWN: "yellow"}
+
+
+def doctor(
+    *,
+    engine: Annotated[str, typer.Option(help="Address, such as http://127.0.0.1:8000.")],
+    model: Annotated[str | None, typer.Option(help="Served name; the first if not given.")] = None,
+    mode: Annotated[
+        Mode | None, typer.Option(help="What you want to run; the best for training if not given.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as one JSON object.")
+    ] = False,
+) -> None:
+    """Ask a running engine what it can do: which mode is sound, and which flags to add."""
+    report = asyncio.run(probe(engine, model))
+    refusal = ""
+    try:
+        report.wire(mode)
+    except UsageError as error:
+        refusal = str(error)
+    if as_json:
+        typer.echo(msgspec.json.encode(report.told() | {"refused": refusal or None}))
+    else:
+        _show(report, refusal)
+    if refusal:
+        raise typer.Exit(1)
+
+
+def _show(report: Report, refusal: str) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]{report.engine} {report.version}[/] at {report.url}: {report.model}")
+    table = Table("check", "", "what was seen")
+    for check in report.checks:
+        colour = _COLOUR[check.outcome]
+        table.add_row(check.name, f"[{colour}]{check.outcome}[/]", check.detail)
+    console.print(table)
+    for advice in report.advice:
+        console.print(f"[yellow]change[/] {advice}")
+    for name, found in report.routes.items():
+        console.print(f"[green]sound[/]  {found} mode, by {name}")
+    if refusal:
+        console.print(f"[red]refused[/] {refusal}")
