@@ -91,7 +91,7 @@ def adds_up(pieces: list[Piece], message: Message) -> None:
 
 
 @pytest.mark.parametrize("name", OFFLINE)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), cuts=CHUNKS)
 def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list[int]) -> None:
     """Any ids in any chunks: the stream equals the message, and chunks do not change it."""

@@ -158,24 +158,22 @@ class Decoder:
             if part is _Part.BLANK:
                 self._begin()
 
-    def _begin(self, *, last: bool = False) -> bool:
-        """Whether still nothing but blank space was sampled; if not, text has begun."""
-        if self._part is not _Part.BLANK:
-            return False
+    def _begin(self, *, last: bool = False) -> None:
+        """See whether text has begun, or what can only be read as a whole."""
+        if self._part is not _Part.BLANK or not self._draft:
+            return
         text = self._rendering.tokenizer.decode(self._draft).lstrip()
         if not last:
             text = text.rstrip("\ufffd")
         held = "" if self._marks.reasons else self._template.held
-        if text and held.startswith(text) and not last:
-            return False
-        if text and held and text.startswith(held):
+        if held and text.startswith(held):
             self._part = _Part.HELD
-        elif text:
+        elif text and (last or not held.startswith(text)):
             self._replay()
-        return not text
 
     def _control(self, token: int) -> None:
         """Take an id that may open or close a part."""
+        self._begin(last=True)
         part, marks = self._part, self._marks
         if part is _Part.HELD:
             self._draft.append(token)
@@ -220,13 +218,13 @@ class Decoder:
     def _in_draft(self, token: int) -> None:
         self._draft.append(token)
         if token == self._marks.think_end:
-            self._think(self._draft[:-1])
+            self._think([one for one in self._draft[:-1] if one != self._marks.think])
             self._draft = []
             self._close()
 
     def _in_text(self, token: int) -> None:
         marks, template = self._marks, self._template
-        if token == marks.think and (template.again or self._begin(last=True)):
+        if token == marks.think and (template.again or self._part is _Part.BLANK):
             self._draft = []
             self._close()
             self._reasoning.skip(template.preface)

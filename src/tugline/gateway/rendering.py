@@ -33,7 +33,7 @@ END = 64
 _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 _PLACE = re.compile(r"call_.*_(\d+)")
 RETENTIONS = ("all", "tool_cycle", "template")
-_RENDERS = 8
+_RENDERS = 64
 _ACCEPTED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
 
 Plain = dict[str, Any]
