@@ -53,7 +53,7 @@ class Sampled:
 
     def reversion(self, spans: Iterable[VersionSpan]) -> None:
         """The versions of the current reply, told late; counted from its first token."""
-        shift = self.reply_start
+        shift, before = self.reply_start, self.versions
         self._trim_versions(shift)
         for span in spans:
             end = min(span.end + shift, self.length)
@@ -61,6 +61,7 @@ class Sampled:
                 self._span(VersionSpan(span.version, span.start + shift, end))
         covered = self.versions[-1].end if self.versions else 0
         if covered != self.length:
+            self.versions = before
             msg = f"the engine's weight_versions cover {covered} of {self.length} sampled tokens"
             raise EngineError(msg)
 

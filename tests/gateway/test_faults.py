@@ -1,0 +1,577 @@
+"""The fault table: what goes wrong, and the status, error shape and ledger entry that follow.
+
+Every row is tried in every dialect, over real sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rig import RENDERING, ids
+from tugline.builders.prefix_merging import PrefixMerging
+from tugline.gateway import asgi
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.upstream import Upstream
+from tugline.serving import serve
+from tugline.types import Limits, Outcome, Part, Reason, Session, Task
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one of the four is spoken to, and how it says that something is wrong."""
+
+    name: str
+    path: str
+    key: str
+    """Name of the header that carries the secret."""
+    body: Callable[[str], dict[str, Any]]
+    problem: Callable[[Any], tuple[str, str]]
+    """Kind and message of an error body."""
+    end: str
+    """What a stream that was cut short holds before it ends properly."""
+
+
+DIALECTS = [
+    Dialect(
+        "anthropic",
+        "/v1/messages",
+        "x-api-key",
+        lambda text: {
+            "model": "m",
+            "max_tokens": 500,
+            "messages": [{"role": "user", "content": text}],
+        },
+        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
+        '"stop_reason":"max_tokens"',
+    ),
+    Dialect(
+        "chat",
+        "/v1/chat/completions",
+        "authorization",
+        lambda text: {"model": "m", "messages": [{"role": "user", "content": text}]},
+        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
+        '"finish_reason":"length"',
+    ),
+    Dialect(
+        "responses",
+        "/v1/responses",
+        "authorization",
+        lambda text: {"model": "m", "input": text},
+        lambda reply: (reply["error"]["type"], reply["error"]["message"]),
+        '"reason":"max_output_tokens"',
+    ),
+    Dialect(
+        "google",
+        "/v1beta/models/m:generateContent",
+        "x-goog-api-key",
+        lambda text: {"contents": [{"role": "user", "parts": [{"text": text}]}]},
+        lambda reply: (reply["error"]["status"], reply["error"]["message"]),
+        '"finishReason":"MAX_TOKENS"',
+    ),
+]
+each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+
+
+# --------------------------------------------------------------------------- an engine that fails
+@dataclass
+class Faulty:
+    """An engine that answers as `answer` says, and counts."""
+
+    answer: Callable[[Request], Any]
+    asked: int = 0
+
+    async def models(self, _: Request) -> Response:
+        """One model with a small window."""
+        return JSONResponse({"data": [{"id": "m", "max_model_len": 4000}]})
+
+    async def generate(self, request: Request) -> Response:
+        """The fault."""
+        self.asked += 1
+        response: Response = await self.answer(request)
+        return response
+
+    @property
+    def app(self) -> Starlette:
+        """To be served."""
+        return Starlette(
+            routes=[
+                Route("/v1/models", self.models),
+                Route("/inference/v1/generate", self.generate, methods=["POST"]),
+            ]
+        )
+
+
+def status(code: int, **headers: str) -> Callable[[Request], Any]:
+    """Refuses everything."""
+
+    async def answer(_: Request) -> Response:
+        error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
+        return JSONResponse(
+            error, code, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
+
+    return answer
+
+
+def chunk(tokens: list[int], finish: str | None = None, at: int = 0) -> bytes:
+    """One event of a generation, whose first token is the answer's token `at`."""
+    content = [{"logprob": -0.5} for _ in tokens]
+    spans = [{"version": "0", "start": at, "end": at + len(tokens)}]
+    choice = {
+        "index": 0,
+        "token_ids": tokens,
+        "logprobs": {"content": content},
+        "finish_reason": finish,
+        "weight_versions": spans if tokens else None,
+    }
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+async def whole(request: Request) -> Response:
+    """A good answer, streamed or not."""
+    tokens = ids("Done.")
+    if json.loads(await request.body())["stream"]:
+        return Response(chunk(tokens, "stop") + b"data: [DONE]\n\n", media_type="text/event-stream")
+    return Response(chunk(tokens, "stop")[6:].strip(), media_type="application/json")
+
+
+async def garbage(_: Request) -> Response:
+    """Not JSON."""
+    return Response(b"<html>busy</html>", media_type="text/html")
+
+
+async def cut(request: Request) -> Response:
+    """Ten tokens, and then nothing but the end of the connection."""
+
+    async def body() -> AsyncIterator[bytes]:
+        yield chunk(ids("Half an answer")[:10])
+
+    if not json.loads(await request.body())["stream"]:
+        return Response(chunk(ids("Half an answer")[:10])[6:-20], media_type="application/json")
+    return StreamingResponse(body(), media_type="text/event-stream")
+
+
+# --------------------------------------------------------------------------- the rig
+@dataclass
+class Door:
+    """An open session and the ways to knock."""
+
+    gateway: Gateway
+    engine: Faulty
+    url: str
+    key: str
+    http: aiohttp.ClientSession
+
+    def headers(self, dialect: Dialect, key: str | None = None) -> dict[str, str]:
+        """The secret where this dialect's clients put it."""
+        secret = self.key if key is None else key
+        value = f"Bearer {secret}" if dialect.key == "authorization" else secret
+        more = {"anthropic-version": "2023-06-01"} if dialect.name == "anthropic" else {}
+        return {dialect.key: value, "content-type": "application/json", **more}
+
+    async def send(
+        self, dialect: Dialect, body: bytes | None = None, key: str | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and JSON of the reply."""
+        data = json.dumps(dialect.body("Mend it.")).encode() if body is None else body
+        head = {
+            **self.headers(dialect, key),
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
+        async with self.http.post(self.url + dialect.path, data=data, headers=head) as response:
+            return response.status, dict(response.headers), await response.json()
+
+    async def stream(self, dialect: Dialect) -> tuple[int, str]:
+        """Status and text of a streamed reply."""
+        body, path = dialect.body("Mend it."), dialect.path
+        if dialect.name == "google":
+            path = path.replace("generateContent", "streamGenerateContent") + "?alt=sse"
+        else:
+            body["stream"] = True
+        async with self.http.post(
+            self.url + path, json=body, headers=self.headers(dialect)
+        ) as response:
+            return response.status, await response.text()
+
+
+@contextlib.asynccontextmanager
+async def door(
+    folder: Path,
+    answer: Callable[[Request], Any] = whole,
+    *,
+    limits: Limits | None = None,
+    idle_s: float = 300.0,
+) -> AsyncIterator[Door]:
+    """A session in front of a faulty engine."""
+    engine = Faulty(answer)
+    task = Task(
+        id="t",
+        instruction="",
+        harness=Part("shell"),
+        evaluator=Part("tests"),
+        limits=limits or Limits(),
+    )
+    async with (
+        serve(engine.app) as url,
+        Gateway(Upstream(url, Embedded(), idle_s=idle_s), RENDERING, folder) as gateway,
+        gateway.open(Session(id="s1", task="t", sample=0), task) as opened,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
+    ):
+        yield Door(gateway, engine, opened.base_url, opened.key, http)
+
+
+KINDS = {
+    400: {"invalid_request_error", "INVALID_ARGUMENT"},
+    401: {"authentication_error", "invalid_request_error", "UNAUTHENTICATED"},
+    404: {"not_found_error", "invalid_request_error", "NOT_FOUND"},
+    408: {"invalid_request_error", "timeout_error", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"},
+    413: {"request_too_large", "invalid_request_error", "INVALID_ARGUMENT"},
+    415: {"invalid_request_error", "INVALID_ARGUMENT"},
+    429: {"rate_limit_error", "RESOURCE_EXHAUSTED", "rate_limit_exceeded"},
+    500: {"api_error", "server_error", "INTERNAL"},
+    502: {"api_error", "server_error", "INTERNAL", "UNAVAILABLE"},
+    503: {"overloaded_error", "server_error", "UNAVAILABLE", "service_unavailable_error"},
+    529: {"overloaded_error"},
+}
+
+
+def check(dialect: Dialect, code: int, reply: Any, words: str) -> None:
+    """The dialect's own shape, a kind that goes with the status, and a message that helps."""
+    kind, message = dialect.problem(reply)
+    assert kind in KINDS[code], f"{dialect.name}: {kind} with {code}"
+    assert words in message
+
+
+# --------------------------------------------------------------------------- the client's faults
+@each_dialect
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "JSON"),
+        (b"[]", ""),
+        (b"", ""),
+        (b'{"model": 7}', "model"),
+        (b'{"model": "m", "messages": 3, "input": 3, "contents": 3}', "3"),
+        (b'{"model": "m\xff"}', ""),
+        (b"\x00\x00", "JSON"),
+        (b"[" * 100_000, ""),
+    ],
+    ids=["open", "list", "empty", "model", "messages", "bad utf-8", "raw NUL", "deep"],
+)
+async def test_a_malformed_body_is_400(
+    tmp_path: Path, dialect: Dialect, body: bytes, words: str
+) -> None:
+    """In the dialect's error shape, naming what is wrong; nothing is asked of the engine."""
+    if dialect.name == "google" and body == b'{"model": 7}':
+        words = ""  # the model stands in the path there
+    async with door(tmp_path) as it:
+        code, _, reply = await it.send(dialect, body)
+        assert code == 400
+        check(dialect, 400, reply, words)
+        assert it.engine.asked == 0
+
+
+@each_dialect
+@pytest.mark.parametrize("key", ["wrong", "", "tl-ü"], ids=["unknown", "none", "not ascii"])
+async def test_an_unknown_key_is_401(tmp_path: Path, dialect: Dialect, key: str) -> None:
+    """Whatever the path says, a secret that opens nothing is refused."""
+    async with door(tmp_path) as it:
+        code, _, reply = await it.send(dialect, key=key)
+        assert code == 401
+        check(dialect, 401, reply, "key")
+
+
+@each_dialect
+async def test_a_closed_sessions_key_is_401(tmp_path: Path, dialect: Dialect) -> None:
+    """A secret is dead when its session is over."""
+    async with door(tmp_path) as it:
+        live = it.gateway._sessions.find(it.key, "s1")
+        await it.gateway._sessions.close(live)
+        code, _, reply = await it.send(dialect)
+        assert code == 401
+        check(dialect, 401, reply, "key")
+
+
+@each_dialect
+async def test_another_sessions_path_is_401(tmp_path: Path, dialect: Dialect) -> None:
+    """A secret opens the calls of its own session only."""
+    async with door(tmp_path) as it:
+        it.url = it.url.replace("/s/s1", "/s/s2")
+        code, _, _ = await it.send(dialect)
+        assert code == 401
+
+
+@each_dialect
+async def test_the_session_may_come_by_its_key_alone(tmp_path: Path, dialect: Dialect) -> None:
+    """Without the path prefix the secret says which session it is."""
+    async with door(tmp_path) as it:
+        it.url = it.url.replace("/s/s1", "")
+        code, _, _ = await it.send(dialect)
+        assert code == 200
+
+
+@each_dialect
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [("gzip", gzip.compress), ("deflate", zlib.compress)],
+    ids=["gzip", "deflate"],
+)
+async def test_compressed_bodies_are_read_and_bombs_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dialect: Dialect,
+    encoding: str,
+    pack: Callable[[bytes], bytes],
+) -> None:
+    """The bound holds for what comes out of the compression, too."""
+    monkeypatch.setattr(asgi, "MAX_BODY", 100_000)
+    async with door(tmp_path) as it:
+        good = pack(json.dumps(dialect.body("Mend it.")).encode())
+        assert (await it.send(dialect, good, content_encoding=encoding))[0] == 200
+        code, _, reply = await it.send(dialect, pack(b" " * 5_000_000), content_encoding=encoding)
+        assert code == 413
+        check(dialect, 413, reply, "100000")
+        code, _, reply = await it.send(dialect, good[:-6], content_encoding=encoding)
+        assert code == 400
+        code, _, reply = await it.send(dialect, good, content_encoding="rot13")
+        assert code == 415
+        check(dialect, 415, reply, "rot13")
+
+
+@each_dialect
+async def test_an_oversized_body_is_413(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+) -> None:
+    """Announced or not."""
+    monkeypatch.setattr(asgi, "MAX_BODY", 1000)
+    async with door(tmp_path) as it:
+        code, _, reply = await it.send(dialect, b'{"a": "' + b"x" * 2000 + b'"}')
+        assert code == 413
+        check(dialect, 413, reply, "1000")
+
+
+@each_dialect
+async def test_a_body_that_never_ends_is_408(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+) -> None:
+    """Every wait has a deadline, also that for a slow client."""
+    monkeypatch.setattr(asgi, "BODY_S", 0.3)
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(3)
+
+    async with (
+        door(tmp_path) as it,
+        it.http.post(it.url + dialect.path, data=slowly(), headers=it.headers(dialect)) as response,
+    ):
+        assert response.status == 408
+        check(dialect, 408, await response.json(), "did not arrive")
+
+
+@each_dialect
+async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
+    tmp_path: Path, dialect: Dialect
+) -> None:
+    """An escaped NUL is text; a prompt beyond the window is the dialect's overflow error."""
+    async with door(tmp_path) as it:
+        code, _, _ = await it.send(dialect, json.dumps(dialect.body("a\0b")).encode())
+        assert code == 200
+        code, _, reply = await it.send(dialect, json.dumps(dialect.body("x" * 1_000_000)).encode())
+        assert code == 400
+        check(dialect, 400, reply, "4000")
+        failure = it.gateway.failure("s1")
+    assert failure is None, "an earlier call was answered"
+
+
+@each_dialect
+async def test_a_spent_budget_is_400(tmp_path: Path, dialect: Dialect) -> None:
+    """The clean end of a session, in every dialect."""
+    async with door(tmp_path, limits=Limits(max_turns=1)) as it:
+        assert (await it.send(dialect))[0] == 200
+        code, headers, reply = await it.send(dialect, json.dumps(dialect.body("More.")).encode())
+        assert code == 400
+        check(dialect, 400, reply, "1 model calls")
+        assert headers.get("x-should-retry", "false") == "false"
+
+
+@each_dialect
+async def test_an_unknown_route_is_404(tmp_path: Path, dialect: Dialect) -> None:
+    """In the shape of the dialect that the client seems to speak."""
+    async with door(tmp_path) as it:
+        url = f"{it.url}{dialect.path.split('/models')[0]}/nonsense"
+        async with it.http.post(url, json={}, headers=it.headers(dialect)) as response:
+            assert response.status == 404
+            check(dialect, 404, await response.json(), "nonsense")
+
+
+async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
+    """Codex falls back to plain HTTP at once on it."""
+    async with door(tmp_path) as it:
+        headers = {
+            "authorization": f"Bearer {it.key}",
+            "connection": "Upgrade",
+            "upgrade": "websocket",
+            "sec-websocket-version": "13",
+            "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+        }
+        async with it.http.get(f"{it.url}/v1/responses", headers=headers) as response:
+            assert response.status == 426
+
+
+# --------------------------------------------------------------------------- the engine's faults
+@each_dialect
+@pytest.mark.parametrize(
+    ("answer", "codes"),
+    [
+        (status(500), {502, 529}),
+        (status(503), {502, 503, 529}),
+        (status(503, retry_after="60"), {503, 529}),
+        (status(429, retry_after="60"), {429, 503, 529}),
+        (status(429), {429, 502, 503, 529}),
+        (garbage, {500, 502, 529}),
+    ],
+    ids=["500", "503", "503 with Retry-After", "429 with Retry-After", "429", "garbage"],
+)
+async def test_an_engine_that_only_fails_is_told_in_the_dialects_words(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dialect: Dialect,
+    answer: Callable[[Request], Any],
+    codes: set[int],
+) -> None:
+    """After a bounded number of tries; nothing is in the ledger, and the engine is to blame."""
+    monkeypatch.setattr("tugline.gateway.upstream._BACKOFF_S", 0.01)
+    async with door(tmp_path, answer) as it:
+        code, headers, reply = await it.send(dialect)
+        assert code in codes
+        check(dialect, code, reply, "engine")
+        if "retry_after" in repr(answer.__closure__):
+            assert headers["retry-after"] == "60"
+        assert 1 <= it.engine.asked <= 5
+        assert (await it.stream(dialect))[0] == code, "an early fault has a status in streams, too"
+        failure = it.gateway.failure("s1")
+        assert failure is not None
+        assert failure.boundary == "engine"
+        assert it.gateway.calls("s1") == ()
+
+
+@each_dialect
+async def test_an_engine_that_is_down_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+) -> None:
+    """The address is named; the harness's own retry may find it up again."""
+    monkeypatch.setattr("tugline.gateway.upstream._BACKOFF_S", 0.01)
+    async with door(tmp_path) as it:
+        replica = it.gateway._upstream.replicas[0]
+        right, replica.url = replica.url, "http://127.0.0.1:9"
+        code, _, reply = await it.send(dialect)
+        assert code in {502, 529}
+        check(dialect, code, reply, "127.0.0.1:9")
+        replica.url = right
+        assert (await it.send(dialect))[0] == 200
+
+
+@each_dialect
+async def test_a_busy_engine_is_asked_again_when_it_says(tmp_path: Path, dialect: Dialect) -> None:
+    """A short Retry-After is waited for, and the client sees nothing of it."""
+    refused = iter((status(429, retry_after="1"),))
+
+    async def answer(request: Request) -> Response:
+        response: Response = await next(refused, whole)(request)
+        return response
+
+    async with door(tmp_path, answer) as it:
+        assert (await it.send(dialect))[0] == 200
+        assert it.engine.asked == 2
+
+
+@each_dialect
+async def test_a_stream_that_loses_its_engine_ends_properly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+) -> None:
+    """The answer ends as truncated; what was sampled is trained, and says what happened."""
+    monkeypatch.setattr("tugline.gateway.drawing._CONTINUATIONS", 0)
+    async with door(tmp_path, cut) as it:
+        code, text = await it.stream(dialect)
+        call = it.gateway.calls("s1")[0]
+    assert code == 200
+    assert dialect.end in text.replace(" ", "")
+    assert call.outcome is Outcome.ENGINE_LOST
+    ledger = PrefixMerging().build([call]).ledger
+    assert (ledger.sampled, ledger.trained) == (10, 10)
+
+
+@each_dialect
+async def test_an_engine_slower_than_its_deadline_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+) -> None:
+    """A reply that stalls is given up, tried again, and then told."""
+    monkeypatch.setattr("tugline.gateway.upstream._BACKOFF_S", 0.01)
+    monkeypatch.setattr("tugline.gateway.upstream._TRIES", 2)
+
+    async def stall(_: Request) -> Response:
+        await asyncio.sleep(1.0)
+        return await whole(_)
+
+    async with door(tmp_path, stall, idle_s=0.2) as it:
+        code, _, reply = await it.send(dialect)
+        assert code in {502, 529}
+        check(dialect, code, reply, "lost")
+
+
+@each_dialect
+async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialect: Dialect) -> None:
+    """A huge answer is told whole and recorded whole."""
+    argument = "x" * 1_000_000
+    text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{argument}"}}}}\n</tool_call>'
+    tokens = ids(text)
+
+    async def answer(_: Request) -> Response:
+        return Response(chunk(tokens, "stop")[6:].strip(), media_type="application/json")
+
+    async with door(tmp_path, answer) as it:
+        code, _, reply = await it.send(dialect)
+        assert code == 200
+        assert argument in json.dumps(reply)
+        assert len(it.gateway.calls("s1")[0].sampled_ids) == len(tokens)
+
+
+@each_dialect
+async def test_a_client_that_leaves_is_in_the_ledger(tmp_path: Path, dialect: Dialect) -> None:
+    """What nobody heard is masked, with that reason."""
+
+    async def slow(_: Request) -> Response:
+        async def body() -> AsyncIterator[bytes]:
+            for place, token in enumerate(ids("A slow answer")):
+                yield chunk([token], at=place)
+                await asyncio.sleep(0.1)
+
+        return StreamingResponse(body(), media_type="text/event-stream")
+
+    async with door(tmp_path, slow) as it:
+        leaving = asyncio.create_task(it.stream(dialect))
+        await asyncio.sleep(0.6)
+        leaving.cancel()
+        async with asyncio.timeout(5):
+            while not it.gateway.calls("s1"):  # noqa: ASYNC110 - bounded just above
+                await asyncio.sleep(0.05)
+        ledger = PrefixMerging().build(it.gateway.calls("s1")).ledger
+    assert set(ledger.masked) == {Reason.CLIENT_GONE}
+    assert ledger.trained == 0
