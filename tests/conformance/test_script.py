@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tugline.conformance import checks, sandbox
+from tugline.conformance import sandbox, sessions
 from tugline.conformance.cells import CELLS, cells_of, judged
 from tugline.conformance.rehearsal import Rehearsal, Seen
 from tugline.conformance.script import Hitch, Player, Turn, tokenizer
+from tugline.conformance.worker import parts_of
 from tugline.errors import UsageError
 from tugline.gateway.rendering import Rendering
 from tugline.runtimes.base import Exit
@@ -31,6 +32,7 @@ from tugline.types import (
     Role,
     Sampling,
     Timings,
+    Tool,
     TraceKind,
     VersionSpan,
 )
@@ -41,9 +43,10 @@ CELL = cells_of("pi")[0]
 SCRIPT = (Turn("First.", "I think.", (("bash", {"command": "ls"}),)), Turn("Second."))
 
 
-def prompt(*messages: tuple[Role, str]) -> Ids:
+def prompt(*messages: tuple[Role, str], tools: bool = True) -> Ids:
     """As the gateway renders it."""
-    return RENDERING.first([Message(role=role, content=text) for role, text in messages], [])
+    messages_ = [Message(role=role, content=text) for role, text in messages]
+    return RENDERING.first(messages_, [Tool("bash", "Run", {})] if tools else [])
 
 
 # --------------------------------------------------------------------------- the player
@@ -78,14 +81,15 @@ def test_a_fault_strikes_once() -> None:
 def test_what_belongs_to_no_script_is_a_side_call() -> None:
     """A title request is answered and owes the script nothing."""
     player = Player(WORDS, {"Do it": SCRIPT})
-    answer = player.reply(prompt((Role.USER, "Give a title")), "")
-    assert "title" in WORDS.decode(answer.ids)
-    assert (player.side_calls, player.owed) == (1, 0)
+    for asked, tools in (("Give a title", True), ("Give a title for: Do it", False)):
+        answer = player.reply(prompt((Role.USER, asked), tools=tools), "")
+        assert "title" in WORDS.decode(answer.ids)
+    assert (player.side_calls, player.owed) == (2, 0)
 
 
 def test_an_answer_is_what_the_renderer_reads_back() -> None:
     """Reasoning, text and parallel calls of the script survive the template's own parser."""
-    turn = checks.script(CELL)[0]
+    turn = sessions.script(CELL)[0]
     parsed = RENDERING.parse(WORDS.encode(turn.written()))
     assert (parsed.reasoning, parsed.content) == (turn.reasoning, turn.text)
     assert [(name, json.loads(told)) for name, told in parsed.calls] == list(turn.calls)
@@ -125,7 +129,7 @@ def session(**changes: Any) -> Rehearsal:
             Seen("/", 0.0, b"%d" % i, 200, [(float(at), b"x") for at in range(8)]) for i in range(4)
         ),
         "files": {"both.txt": "walrus\nheron\n"},
-        "log": "",
+        "log": f"He said: {sessions.LAST_WORDS}",
         "told": '{"input": 12, "output": 3}',
         "sampled": 12,
         "owed": 12,
@@ -136,7 +140,7 @@ def session(**changes: Any) -> Rehearsal:
 
 def verdicts(ran: Rehearsal) -> dict[str, str | None]:
     """What every judge says about the same session."""
-    parts = checks.SESSIONS.values()
+    parts = parts_of(CELL, slow=True).values()
     return {name: judge(CELL, ran) for part in parts for name, judge in part.judges.items()}
 
 

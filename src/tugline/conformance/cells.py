@@ -62,6 +62,7 @@ CELLS: tuple[Cell, ...] = (
             tool="bash",
             options={"dialect": dialect},
             ends_by_command=True,
+            streams=False,
         )
         for dialect in _FOUR[:3]
     ),

@@ -2,7 +2,7 @@
 
 The script knows where a conversation is by counting the answers in the prompt, so it holds for any
 retry: the same prompt is answered the same, and a prompt that ends inside an answer is answered by
-the rest of it. A prompt without the script's marker is a side call (a title, say).
+the rest of it. A prompt without a script's marker, or without tools, is a side call (a title, say).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _SPECIAL = (
     "</tool_call>", "<tool_response>", "</tool_response>",
 )  # fmt: skip
 _OPENING = "<|im_start|>assistant\n"
+_TOOLS = "<tools>"
 END = 2
 """The id that ends an answer."""
 
@@ -93,6 +94,7 @@ class Player:
         """What the engine answers."""
         text = self._tokenizer.decode(prompt.tolist())
         marker = next((marker for marker in self._scripts if marker in text), "")
+        marker = marker if _TOOLS in text else ""
         turn = text.count(_OPENING) - 1
         ids = self._tokenizer.encode(self._turn(marker, turn, text).written())
         done = self._said(prompt)

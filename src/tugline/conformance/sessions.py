@@ -18,6 +18,8 @@ FILES = {"one.txt": "walrus\n", "two.txt": "heron\n"}
 SLOW = 1
 """The turn whose first words must leave before its last are sampled."""
 BUDGET = 2
+CUT = 12
+"""Tokens after which the engine dies."""
 LAST_WORDS = "All done, both words are in."
 _TOKEN_S = 0.03
 _BUDGET_S = 90.0
@@ -38,7 +40,7 @@ def script(cell: Cell) -> tuple[Turn, ...]:
         Turn(
             "First I read both files.",
             reasoning="They may be long. I look at each.",
-            calls=(run("cat one.txt"), run("cat two.txt")),
+            calls=(run("cat one.txt; sleep 0.2"), run("cat two.txt; sleep 0.2")),
         ),
         Turn(
             "Both files are short, so I write them into a third one, in the order I was given.",
@@ -56,7 +58,7 @@ def plain(cell: Cell) -> Stage:
 
 def faulty(cell: Cell) -> Stage:
     """The engine refuses, then dies within an answer; then the line to the client breaks in one."""
-    hitches = {0: Hitch(refuse=503), 1: Hitch(cut_after=12), 2: Hitch(token_s=_TOKEN_S)}
+    hitches = {0: Hitch(refuse=503), 1: Hitch(cut_after=CUT), 2: Hitch(token_s=_TOKEN_S)}
     return Stage({INSTRUCTION: script(cell)}, FILES, hitches, broken=frozenset({2}))
 
 
