@@ -7,7 +7,8 @@ with the arguments as written, so that nothing of an answer is lost on its way o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,10 +23,11 @@ from tugline.gateway.dialects.base import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
+    Native,
     ToolChoice,
 )
 from tugline.gateway.dialects.reading import need
-from tugline.types import Tool, ToolCall, ToolKind
+from tugline.types import Tool, ToolCall, ToolKind, TraceKind
 
 CUSTOM_INPUT: dict[str, Any] = {
     "type": "object",
@@ -33,6 +35,9 @@ CUSTOM_INPUT: dict[str, Any] = {
     "required": ["input"],
 }
 """Parameters of a custom tool as the model sees it."""
+
+_THREADS = ("session-id", "session_id", "x-session-id", "x-session-affinity")
+_PARENTS = ("x-codex-parent-thread-id", "x-parent-session-id")
 
 KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_STREAM = "text/event-stream"
@@ -61,8 +66,13 @@ def _model(name: str, window: int, created: int) -> dict[str, Any]:
     }
 
 
-def failure(error: TuglineError) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body: engine faults may be tried again, refusals may not."""
+def failure(
+    error: TuglineError, names: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body: engine faults may be tried again, refusals may not.
+
+    `names` says what the neutral fields are called in this API.
+    """
     headers: dict[str, str] = {}
     status = 500
     if isinstance(error, RequestError):
@@ -74,7 +84,7 @@ def failure(error: TuglineError) -> tuple[int, dict[str, str], bytes]:
             headers["retry-after"] = f"{error.retry_after:.0f}"
         if error.status is not None and 400 <= error.status < 429:
             headers["x-should-retry"] = "false"
-    return status, headers, _encode({"error": error_object(error)})
+    return status, headers, _encode({"error": error_object(error, names)})
 
 
 def _engine_status(error: EngineError) -> int:
@@ -83,17 +93,51 @@ def _engine_status(error: EngineError) -> int:
     return 503 if error.status == 503 or error.retry_after is not None else 502
 
 
-def error_object(error: TuglineError) -> dict[str, Any]:
+def error_object(
+    error: TuglineError, names: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """What stands under ``error``."""
     kind, param, code = "server_error", None, "server_error"
     if isinstance(error, RequestError):
         kind, param, code = "invalid_request_error", error.param, error.code
+        param = names.get(param, param) if param else None
     elif isinstance(error, EngineError) and error.status == 429:
         kind, code = "rate_limit_error", "rate_limit_exceeded"
     return {"message": str(error), "type": kind, "param": param, "code": code}
 
 
 # --------------------------------------------------------------------------- reading
+def native(headers: Mapping[str, str]) -> Native:
+    """What codex, opencode and pi say in headers: the thread, and the one that waits for it."""
+    about = _turn_metadata(headers)
+    thread = headers.get("thread-id") or about.get("thread_id") or _first(headers, _THREADS)
+    parent = about.get("parent_thread_id") or _first(headers, _PARENTS)
+    subagent = headers.get("x-openai-subagent") or about.get("subagent_kind")
+    kind = None
+    if "compact" in f"{subagent} {about.get('request_kind')}":
+        kind = TraceKind.COMPACTION
+    elif subagent or (parent and parent != thread):
+        kind = TraceKind.SUBAGENT
+    return Native(thread, parent if parent != thread else None, kind)
+
+
+def _first(headers: Mapping[str, str], names: Sequence[str]) -> str | None:
+    return next((headers[name] for name in names if headers.get(name)), None)
+
+
+def _turn_metadata(headers: Mapping[str, str]) -> dict[str, str]:
+    raw = headers.get("x-codex-turn-metadata")
+    if raw is None:
+        return {}
+    try:
+        about = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return {}
+    if not isinstance(about, dict):
+        return {}
+    return {name: value for name, value in about.items() if isinstance(value, str) and value}
+
+
 def refuse(body: msgspec.Struct, harmless: dict[str, tuple[Any, ...]]) -> None:
     """Raises `Unsupported` for a field that asks for anything but what changes nothing."""
     for field, values in harmless.items():

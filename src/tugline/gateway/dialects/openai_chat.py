@@ -19,7 +19,6 @@ from tugline.gateway.dialects.base import (
     Answer,
     Incoming,
     Memory,
-    Native,
     Piece,
     ReasoningDelta,
     Request,
@@ -27,7 +26,7 @@ from tugline.gateway.dialects.base import (
     Usage,
 )
 from tugline.gateway.dialects.reading import Prose, bearer, decode, need
-from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall, ToolKind, TraceKind
+from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall, ToolKind
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
@@ -129,7 +128,7 @@ class OpenAIChat:
             tool_choice=openai.tool_choice(body.tool_choice, tools),
             parallel=body.parallel_tool_calls is not False,
             constraint=openai.constraint(body.response_format, "response_format"),
-            native=_native(incoming.headers),
+            native=openai.native(incoming.headers),
         )
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
@@ -281,15 +280,6 @@ def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- reading
-def _native(headers: Mapping[str, str]) -> Native:
-    """What opencode says: its session and, in a sub-agent, the one that waits for it."""
-    thread = headers.get("x-session-id") or headers.get("x-session-affinity")
-    parent = headers.get("x-parent-session-id")
-    if not parent or parent == thread:
-        return Native(thread)
-    return Native(thread, parent, TraceKind.SUBAGENT)
-
-
 def _sampling(body: _Body) -> Sampling:
     limit = body.max_completion_tokens
     return Sampling(

@@ -6,13 +6,14 @@ from tugline.gateway.dialects.anthropic import Anthropic
 from tugline.gateway.dialects.base import Dialect, Incoming
 from tugline.gateway.dialects.google import Google
 from tugline.gateway.dialects.openai_chat import OpenAIChat
+from tugline.gateway.dialects.openai_responses import OpenAIResponses
 
-DIALECTS: tuple[Dialect, ...] = (Anthropic(), Google(), OpenAIChat())
+DIALECTS: tuple[Dialect, ...] = (Anthropic(), Google(), OpenAIResponses(), OpenAIChat())
 """OpenAI Chat comes last: it takes ``/models`` from whoever shows no other sign."""
 
 
 def fallback(incoming: Incoming) -> Dialect:
-    """Whose error shape an unknown route is answered in: the dialect whose headers or version."""
+    """Whose error shape an unknown route is answered in, by the headers and the version."""
     anthropic = "anthropic-version" in incoming.headers
     google = incoming.version.startswith("v1beta") or "x-goog-api-key" in incoming.headers
     wanted = "anthropic" if anthropic else "google" if google else ""
