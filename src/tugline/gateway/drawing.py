@@ -103,7 +103,12 @@ class Draw:
         if backend.rendering is not None:
             end = plan.prompt.tail(64)
             self._decoder = Decoder(
-                backend.rendering, end, f"{number}", stops=sampling.stop, forced=self._prefix
+                backend.rendering,
+                end,
+                f"{number}",
+                stops=sampling.stop,
+                forced=self._prefix,
+                tools=request.tools,
             )
         else:
             self._assembler = Assembler(f"{number}")
