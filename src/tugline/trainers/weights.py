@@ -1,0 +1,147 @@
+"""Put new weights into a running engine: pause, load, resume.
+
+Running answers are kept, ended with what they have, or waited for. A kept one goes on under the new
+weights over a context that is computed anew, and its tokens carry both versions: a later forward
+pass finds the same numbers (I1). No engine forgets cached context by itself; here it is always
+told to, because an answer over another policy's cache is off by nats. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import aiohttp
+import msgspec
+
+from tugline.errors import EngineError
+
+Running = Literal["keep", "abort", "wait"]
+"""What becomes of answers that are being sampled."""
+_PATIENCE_S = 600.0
+
+
+class Weights(Protocol):
+    """The weights of one engine, as a trainer changes them."""
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Hold new requests; returns once nothing is sampled any more."""
+        ...
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Serve the model in `folder`, which the engine can read, as `version`."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+
+class _Remote:
+    """Control routes of an engine behind HTTP; use it in an ``async with``."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._client: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PATIENCE_S))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _post(self, path: str, body: object = None) -> dict[str, Any]:
+        """What a route answers. Raises `EngineError` unless it says that it worked."""
+        if self._client is None:
+            msg = "the engine's connection is not open; enter it with `async with`"
+            raise EngineError(msg)
+        data = msgspec.json.encode({} if body is None else body)
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._client.post(self.url + path, data=data, headers=headers) as response:
+                status, text = response.status, await response.read()
+            told = msgspec.json.decode(text) if text.startswith(b"{") else {}
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            msg = f"the engine at {self.url} did not answer {path}: {error or type(error).__name__}"
+            raise EngineError(msg) from error
+        if status != 200 or told.get("success") is False:
+            words = text[:200].decode("utf-8", "replace")
+            msg = f"the engine at {self.url} answered {path} with {status}: {words}"
+            raise EngineError(msg, status=status)
+        return dict(told)
+
+
+class VllmWeights(_Remote):
+    """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``."""
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Hold new requests; running ones freeze, end or finish."""
+        await self._post(f"/pause?mode={running}")
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Reload, recompute what is running, and name the version."""
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._post("/collective_rpc", reload)
+        await self._post("/reset_prefix_cache?reset_running_requests=true")
+        await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._post("/resume")
+
+
+class SglangWeights(_Remote):
+    """An SGLang server."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._waits = False
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Hold new requests; running ones go back to the queue, or end.
+
+        To ``wait`` is the way of `load` here: it comes in when nothing runs.
+        """
+        self._waits = running == "wait"
+        if not self._waits:
+            mode = "retract" if running == "keep" else "abort"
+            await self._post("/pause_generation", {"mode": mode})
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Reload, forget every cached context, and name the version."""
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        await self._post("/update_weights_from_disk", body)
+
+    async def resume(self) -> None:
+        """Go on."""
+        if not self._waits:
+            await self._post("/continue_generation")
+
+
+class EmbeddedWeights:
+    """The embedded engine, which lives in the trainer's own process."""
+
+    def __init__(self, swap: Callable[[Path, int, Running], Awaitable[None]]) -> None:
+        """`swap` reads a folder and hands it to `Engine.swap`, which pauses and resumes itself."""
+        self._swap = swap
+        self._running: Running = "keep"
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Remember it for `load`: the engine stops between two steps, no earlier."""
+        self._running = running
+
+    async def load(self, folder: Path, version: int) -> None:
+        """New weights between two steps; nothing of an older context is offered again."""
+        await self._swap(folder, version, self._running)
+
+    async def resume(self) -> None:
+        """Nothing was held."""
