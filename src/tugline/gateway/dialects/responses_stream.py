@@ -77,14 +77,15 @@ class ResponseStream:
         return start + self._delta(piece.text)
 
     def close(self, answers: Sequence[Answer]) -> bytes:
-        """What is open ends, then the whole response; an answer without any item has an empty one."""
+        """The end of what is open, then the whole response; there is a message or a call in it."""
         answer = answers[0]
         last = b""
         talks = self._open is not None and self._open.kind is TextDelta
         if not talks and all(item["type"] == "reasoning" for item in self._output):
             last = self._end("completed") + self._begin(TextDelta)
         last += self._end(final(answer))
-        whole = response({**outcome(answer, self._output), **self._head}, self._fields)
+        head = {**outcome(answer, self._output), "created_at": self._head["created_at"]}
+        whole = response(head, self._fields)
         return last + self._event(f"response.{final(answer)}", response=whole)
 
     def fault(self, error: TuglineError) -> bytes:
