@@ -139,6 +139,24 @@ def test_an_answer_says_what_the_parser_says(
         assert decoder.reasoning_tokens - inside in (0, len(made.template.preface))
 
 
+@pytest.mark.parametrize("name", TOLD)
+def test_an_answer_is_told_while_it_is_sampled(name: str) -> None:
+    """Every word is out with its last id, a call with its close; nothing waits for the end."""
+    made = rendering(name)
+    thought = "deep" if made.markers.reasons else None
+    decoder = Decoder(made, prompt(name)[-64:], "0", tools=TOOLS)
+
+    def told(text: str) -> list[Piece]:
+        return decoder.feed(np.asarray(made.tokenizer.encode(text), np.int32))
+
+    pieces = told(answered(name, thought, "Look", ""))
+    assert pieces == [ReasoningDelta("deep")] * (thought is not None) + [TextDelta("Look")]
+    assert told(" out") == [TextDelta(" out")]
+    if made.template.call_end:
+        assert [type(one) for one in told(written(name, ["a", "b"]))] == [ToolCall, ToolCall]
+        assert decoder.finish()[0] == []
+
+
 @pytest.mark.parametrize("name", TAGGED)
 @settings(max_examples=25, deadline=None)
 @given(
