@@ -208,7 +208,7 @@ class Conversation:
         return Plan(
             prompt=prompt,
             turn=None,
-            parent=near.number if near is not None else None,
+            parent=near.number if near is not None and reason is not None else None,
             branch=reason,
             healed=(),
             added=tuple(messages),
