@@ -243,6 +243,30 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     assert (message.content, message.reasoning, decoder.cut) == ("", None, len(ids))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ('{"n": 123456789012345678901234567890}', True),
+        ('{"s": "\\ud800"}', True),
+        ('{"n": NaN}', True),
+        (f'{{"n": {"9" * 5000}}}', False),
+        ("[" * 100_000, False),
+        ('{}, "name": "\\ud800"', False),
+        ('{}, "name": 5', False),
+        ('{}, "name": ""', False),
+    ],
+    ids=["big", "surrogate", "nan", "monster", "deep", "unprintable", "number", "nameless"],
+)
+def test_no_arguments_break_the_decoder(arguments: str, *, call: bool) -> None:
+    """Whatever a model writes as arguments is a call or a text, never an exception."""
+    text = f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>'
+    pieces, message, _ = played("qwen3", rendering().tokenizer.encode(text), [])
+    adds_up(pieces, message)
+    assert (len(message.tool_calls), message.content) == ((1, "") if call else (0, text))
+    for one in message.tool_calls:
+        one.arguments.encode()
+
+
 @pytest.fixture
 def harmony(monkeypatch: pytest.MonkeyPatch) -> Rendering:
     """Channels, without the vocabulary that the library would ask the internet for."""

@@ -9,10 +9,12 @@ continue them without touching them (I1). Nothing here but `first` costs more th
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Self
 
 import msgspec
@@ -34,6 +36,8 @@ _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 _PLACE = re.compile(r"call_.*_(\d+)")
 RETENTIONS = ("all", "tool_cycle", "template")
 _RENDERS = 64
+_FAULTS = (ValueError, TypeError, RecursionError)
+"""What the library raises for messages it has no place for, and JSON for a monstrous number."""
 _ACCEPTED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
 
 Plain = dict[str, Any]
@@ -124,7 +128,7 @@ class Rendering:
             bridged = self._renderer.bridge_to_next_turn(
                 before, answer, plain, tools=self._plain_tools(tools)
             )
-        except (ValueError, TypeError):  # a full render says what is wrong with the messages
+        except _FAULTS:  # a full render says what is wrong with the messages
             return None
         if bridged is None:
             return None
@@ -167,6 +171,8 @@ class Rendering:
         prompt = None if end is None else end[-END:].tolist()
         parsed = self._parsed(ids, prompt, tools)
         over = next((i for i, token in enumerate(ids) if token in self.stop_ids), len(ids))
+        if parsed is None:
+            return Parsed(self.tokenizer.decode(ids[:over]).strip(), None, ())
         texts = [str(parsed.content)]
         calls: list[tuple[str, str]] = []
         at = over
@@ -191,7 +197,7 @@ class Rendering:
     def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
         parsed = self._parsed([*self.markers.lead, *block], None, tools)
-        if not all(_accepted(call) for call in parsed.tool_calls):
+        if parsed is None or not all(_accepted(call) for call in parsed.tool_calls):
             return ()
         return tuple((call.name, _arguments(call.arguments)) for call in parsed.tool_calls)
 
@@ -209,14 +215,20 @@ class Rendering:
     def _parsed(
         self, ids: list[int], prompt: list[int] | None = None, tools: Sequence[Tool] = ()
     ) -> Any:
-        return self._renderer.parse_response(ids, tools=self._plain_tools(tools), prompt_ids=prompt)
+        """The library's reading; None where it fails, which nothing that is sampled may cause."""
+        try:
+            return self._renderer.parse_response(
+                ids, tools=self._plain_tools(tools), prompt_ids=prompt
+            )
+        except _FAULTS:
+            return None
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         try:
             ids = self._renderer.render_ids(
                 self._plain(messages), tools=self._plain_tools(tools), add_generation_prompt=True
             )
-        except (ValueError, TypeError) as error:
+        except _FAULTS as error:
             msg = f"the template of {self.name} cannot render these messages: {error}"
             raise Unsupported(msg, param="messages") from error
         rendered = np.asarray(ids, np.int32)
@@ -226,13 +238,15 @@ class Rendering:
     def _plain(self, messages: Sequence[Message]) -> list[Plain]:
         """A whole conversation as the library takes it, with results tied to their calls."""
         made: dict[str, tuple[str, str]] = {}
+        number = count()
         plain: list[Plain] = []
         for message in self._placed(messages):
             one = _plain(message)
             for call, plain_call in zip(
                 message.tool_calls, one.get("tool_calls", ()), strict=False
             ):
-                known = f"functions.{call.name}:{len(made)}" if self.template.numbered else call.id
+                own = f"functions.{call.name}:{next(number)}"
+                known = own if self.template.numbered else call.id
                 made[call.id] = (call.name, known)
                 plain_call["id"] = known
             if message.tool_call_id in made:
@@ -245,7 +259,8 @@ class Rendering:
         plain = [_plain(message) for message in self._placed(tail, leading=False)]
         results = [one for one in plain if one["role"] == "tool"]
         if results and (self.template.names or self.template.numbered):
-            calls = [one for one in self._parsed(sampled, end).tool_calls if _accepted(one)]
+            parsed = self._parsed(sampled, end)
+            calls = [one for one in parsed.tool_calls if _accepted(one)] if parsed else []
             places = [_place(str(one.get("tool_call_id"))) for one in results]
             if sorted(places) != list(range(len(calls))):
                 places = list(range(len(results)))
@@ -304,13 +319,19 @@ def _place(call_id: str) -> int:
 
 def _accepted(call: Any) -> bool:
     """Well-formed, or with an argument that its schema did not expect (the harness says so)."""
-    if call.status not in _ACCEPTED or not isinstance(call.name, str) or not call.name:
+    named = isinstance(call.name, str) and call.name != "" and call.name.isprintable()
+    if call.status not in _ACCEPTED or not named:
         return False
     return call.status is ToolCallParseStatus.OK or isinstance(call.arguments, dict)
 
 
 def _arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    if isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.encode(arguments).decode()
+    except (ValueError, OverflowError):  # halves of characters, and numbers beyond 64 bits
+        return json.dumps(arguments)
 
 
 def _plain(message: Message) -> Plain:
