@@ -284,6 +284,7 @@ class Memory:
 
     def tools(self, raw: bytes, parse: Callable[[Any], tuple[Tool, ...]]) -> tuple[Tool, ...]:
         """The tools that `raw` JSON declares; the same object while the bytes stay the same."""
+        raw = bytes(raw)  # a `msgspec.Raw` equals no bytes
         if raw != self._tools[0]:
-            self._tools = (bytes(raw), parse(decode(raw, _ANY, "the list of tools")))
+            self._tools = (raw, parse(decode(raw, _ANY, "the list of tools")))
         return self._tools[1]
