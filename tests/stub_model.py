@@ -58,7 +58,12 @@ class StubGateway:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, session: Session, task: Task, *, spent_status: int = 400
+        self,
+        session: Session,
+        task: Task,
+        *,
+        spent_status: int = 400,
+        offers_tools: bool = False,
     ) -> AsyncIterator[Door]:
         """Take this session's calls until left."""
         self.open_now.add(session.id)

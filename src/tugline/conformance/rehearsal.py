@@ -19,7 +19,7 @@ from tugline.gateway.asgi import Message, Receive, Send
 from tugline.gateway.engines.embedded import Embedded
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
-from tugline.harnesses.base import Harness, Seat
+from tugline.harnesses.base import Harness, Seat, offers_tools, spent_status
 from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.plugins import find
@@ -160,7 +160,12 @@ async def rehearse(cell: Cell, stage: Stage, folder: Path) -> Rehearsal:
         gateway = Tapped(Upstream(url, Embedded()), rendering, folder / "segments")
         gateway.broken = stage.broken
         async with gateway, Local().open(folder, stage.files) as box:
-            async with gateway.open(session, task) as opened:
+            async with gateway.open(
+                session,
+                task,
+                spent_status=spent_status(harness),
+                offers_tools=offers_tools(harness),
+            ) as opened:
                 seat = Seat(
                     instruction=task.instruction,
                     workdir=str(box.workdir),

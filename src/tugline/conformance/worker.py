@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -138,7 +137,7 @@ def _keep(ran: Rehearsal, folder: Path) -> None:
         f"outcome={call.outcome} prompt={len(call.prompt_ids)} sampled={len(call.sampled_ids)}"
         for call in ran.calls
     ]
-    paths = [f"{time.ctime(seen.at)} {seen.status} {seen.path}" for seen in ran.seen]
+    paths = [f"{seen.at % 1000:.3f} {seen.status} {seen.path}" for seen in ran.seen]
     (wire / "summary").write_text("\n".join([*calls, *paths, f"{ran.exit}", ""]))
 
 

@@ -97,6 +97,8 @@ class Gateway:
         self._recent: dict[str, deque[Exchange]] = {}
         self._segments: dict[str, Path] = {}
         self._overflow: dict[str, ContextOverflow] = {}
+        self._faults: dict[str, TuglineError | None] = {}
+        """How the last call of a session that is over ended."""
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
 
@@ -124,11 +126,17 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, session: Session, task: Task, *, spent_status: int = 400
+        self,
+        session: Session,
+        task: Task,
+        *,
+        spent_status: int = 400,
+        offers_tools: bool = False,
     ) -> AsyncIterator[Opened]:
         """Take the model calls of one attempt at a session while the block lasts.
 
         `spent_status` is the HTTP status of a spent budget: the one its harness stops on.
+        `offers_tools` says that its calls declare tools, so that one without is beside the task.
         """
         segment = self.segment(session)
         self._segments[session.id] = segment
@@ -139,12 +147,16 @@ class Gateway:
             conversation=Conversation(self._backend.rendering),
             writer=Writer(segment),
         )
+        live.saw_tools = offers_tools
         self._recent[session.id] = deque(maxlen=_REMEMBERED)
-        self._overflow.pop(session.id, None)
+        self._faults.pop(session.id, None)
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
             await asyncio.shield(self._sessions.close(live))
+            recent = self._recent.pop(session.id)
+            overflow = self._overflow.pop(session.id, None)
+            self._faults[session.id] = recent[-1].error if recent else overflow
 
     def segment(self, session: Session) -> Path:
         """Where an attempt's calls are kept."""
@@ -160,7 +172,9 @@ class Gateway:
         A session that outgrows the window later on has answers to be judged by.
         """
         recent = self._recent.get(session)
-        error = recent[-1].error if recent else self._overflow.get(session)
+        error = self._overflow.get(session) or self._faults.get(session)
+        if recent:
+            error = recent[-1].error
         if isinstance(error, EngineError | ContextOverflow):
             return Failure(Boundary.ENGINE, str(error))
         return None

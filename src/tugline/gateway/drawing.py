@@ -320,13 +320,14 @@ class Draw:
         ids, logprobs = self.sampled.joined()
         dialect, body = self._record_of
         backend, native = self._backend, self._request.native
+        kind = kind_of(self._request, toolless_is_aside=self._live.saw_tools)
         call = Call(
             session=self._live.id,
             number=self.number,
             parent=self.plan.parent,
             branch=self.plan.branch,
             healed=self.plan.healed,
-            kind=kind_of(self._request, toolless_is_aside=self._live.saw_tools),
+            kind=kind,
             thread=native.thread,
             parent_thread=native.parent_thread,
             dialect=dialect,
@@ -354,7 +355,7 @@ class Draw:
         )
         self._recorded = True
         await self._live.append(call)
-        if message is not None:
+        if message is not None and kind is not TraceKind.SIDE:
             self._live.conversation.record(self.plan, self.number, self._whole(ids), message)
 
     def _remember_parts(self) -> None:

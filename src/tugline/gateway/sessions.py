@@ -60,7 +60,7 @@ class LiveSession:
     turns: int = 0
     sampled: int = 0
     saw_tools: bool = False
-    """Whether any request declared tools."""
+    """Whether any request declared tools, or is known to."""
     running: set[InFlight] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Calls of parallel agents are written one after the other."""

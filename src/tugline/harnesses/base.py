@@ -69,6 +69,12 @@ def spent_status(harness: Harness) -> int:
     return status
 
 
+def offers_tools(harness: Harness) -> bool:
+    """Whether every call of a harness's task declares tools; its own ``offers_tools``, else no."""
+    offers: bool = getattr(harness, "offers_tools", False)
+    return offers
+
+
 def chosen(harness: str, option: str, value: str, known: Mapping[str, T]) -> T:
     """What stands for `value`. Raises `ConfigError` that lists what is known."""
     if value not in known:

@@ -38,6 +38,7 @@ class Opencode:
     """
 
     name = "opencode"
+    offers_tools = True
 
     def __init__(
         self,

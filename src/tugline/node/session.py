@@ -32,7 +32,7 @@ from tugline.errors import (
 )
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.patch import Patch, compare
-from tugline.harnesses.base import Seat, spent_status
+from tugline.harnesses.base import Seat, offers_tools, spent_status
 from tugline.node.parts import Parts
 from tugline.runtimes.base import Box, Exit
 from tugline.types import (
@@ -75,11 +75,17 @@ class Gateway(Protocol):
     """What a rollout needs of the gateway."""
 
     def open(
-        self, session: Session, task: Task, *, spent_status: int = 400
+        self,
+        session: Session,
+        task: Task,
+        *,
+        spent_status: int = 400,
+        offers_tools: bool = False,
     ) -> AbstractAsyncContextManager[Endpoint]:
         """Take calls of this session; when left, no further call is taken and none is in flight.
 
-        `spent_status` is the HTTP status that tells its harness of a spent budget.
+        `spent_status` is the HTTP status that tells its harness of a spent budget, `offers_tools`
+        whether a call of it without tools is beside the task.
         """
         ...
 
@@ -171,7 +177,10 @@ class _Rollout:
                     )
                     endpoint = await stack.enter_async_context(
                         self.gateway.open(
-                            self.session, self.task, spent_status=spent_status(self.harness)
+                            self.session,
+                            self.task,
+                            spent_status=spent_status(self.harness),
+                            offers_tools=offers_tools(self.harness),
                         )
                     )
                     launch = self.harness.launch(self._seat(box, endpoint))
