@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from msgspec.structs import replace
 
 from tiny import rendering
 from tugline.gateway.app import Gateway, StreamMode
+from tugline.gateway.dialects.base import Constraint
+from tugline.gateway.engines.base import Ask, EngineFormat, Feature, Post
 from tugline.gateway.engines.embedded import Embedded
 from tugline.gateway.upstream import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
@@ -43,6 +46,16 @@ def says(text: str, **how: Any) -> Play:
     return reply
 
 
+def in_turn(*texts: str) -> Play:
+    """An engine that gives these answers one after the other, then the last one for ever."""
+    rest = list(texts)
+
+    def reply(prompt: Ids, request: str) -> Reply:
+        return says(rest.pop(0) if len(rest) > 1 else rest[0])(prompt, request)
+
+    return reply
+
+
 def cut_once(text: str, after: int) -> Play:
     """An engine that drops its first connection after so many tokens."""
     times = iter((True,))
@@ -52,6 +65,20 @@ def cut_once(text: str, after: int) -> Play:
         return says(text, cut_after=cut)(prompt, request)
 
     return reply
+
+
+class Constrained(Embedded):
+    """An engine format with constrained decoding; keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = frozenset({Feature.STRUCTURED})
+        self.asked: list[Constraint | None] = []
+
+    def post(self, ask: Ask) -> Post:
+        """The request without its constraint, which the scripted engine would refuse."""
+        self.asked.append(ask.constraint)
+        return super().post(replace(ask, constraint=None))
 
 
 @dataclass
@@ -105,6 +132,7 @@ async def rig(
     policy: Policy = Policy.ENFORCE,
     stream: StreamMode = "live",
     spent_status: int = 400,
+    wire: EngineFormat | None = None,
 ) -> AsyncIterator[Rig]:
     """One engine replica per play, a gateway and one session, up while the block lasts."""
     engines = [
@@ -125,7 +153,7 @@ async def rig(
             await stack.enter_async_context(serve(create_app(engine, model_name="scripted")))
             for engine in engines
         ]
-        upstream = Upstream(urls, Embedded())
+        upstream = Upstream(urls, wire or Embedded())
         gateway = await stack.enter_async_context(
             Gateway(upstream, RENDERING, folder, stream=stream)
         )

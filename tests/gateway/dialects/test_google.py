@@ -428,16 +428,6 @@ def test_counting_takes_both_forms(*, wrapped: bool) -> None:
             "toolConfig.functionCallingConfig.mode",
             "'SOME'",
         ),
-        (
-            {"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}},
-            "toolConfig.functionCallingConfig.mode",
-            "functionDeclarations",
-        ),
-        (
-            {"toolConfig": {"functionCallingConfig": {"allowedFunctionNames": ["x"]}}},
-            "toolConfig.functionCallingConfig.allowedFunctionNames",
-            "'x'",
-        ),
         *(
             ({"generationConfig": {name: value}}, f"generationConfig.{name}", words)
             for name, value, words in [

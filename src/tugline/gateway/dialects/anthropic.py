@@ -150,7 +150,7 @@ class Anthropic:
             ),
             stream=bool(body.stream),
             usage_in_stream=True,
-            tool_choice=_choice(choice, tools),
+            tool_choice=_choice(choice),
             parallel=not choice.disable_parallel_tool_use,
             constraint=_constraint(body),
             native=_native(incoming.headers),
@@ -259,17 +259,10 @@ def _constraint(body: _Body) -> Constraint | None:
     return Constraint(ConstraintKind.JSON_SCHEMA, bytes(wanted.schema).decode())
 
 
-def _choice(choice: _Choice, tools: Sequence[Tool]) -> ToolChoice:
-    if choice.type not in _CHOICES:
+def _choice(choice: _Choice) -> ToolChoice:
+    mode = _CHOICES.get(choice.type)
+    if mode is None:
         msg = f"tool_choice.type={choice.type!r} must be one of {', '.join(_CHOICES)}"
-        raise RequestError(msg, param="tool_choice.type")
-    mode = _CHOICES[choice.type]
-    known = [tool.name for tool in tools]
-    if mode is ChoiceMode.NAMED and choice.name not in known:
-        msg = f"tool_choice.name={choice.name!r} must name one of the tools: {', '.join(known)}"
-        raise RequestError(msg, param="tool_choice.name")
-    if mode is ChoiceMode.REQUIRED and not known:
-        msg = "tool_choice.type='any' needs tools to choose from"
         raise RequestError(msg, param="tool_choice.type")
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 

@@ -134,7 +134,7 @@ class Google:
             stream=method == "streamGenerateContent",
             usage_in_stream=True,
             n=wanted.candidate_count or 1,
-            tool_choice=tool_choice(_given(body.tool_config, body.choice_snake), declared),
+            tool_choice=tool_choice(_given(body.tool_config, body.choice_snake)),
             constraint=constraint(wanted),
             native=_native(incoming.headers),
             echo=_SSE if sse else b"",

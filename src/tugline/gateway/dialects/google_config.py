@@ -7,7 +7,6 @@ text); templates and grammars want the common one, so it is rewritten where it c
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -178,7 +177,7 @@ def _deep(value: Any) -> Any:
     return _common(value) if isinstance(value, dict) else value
 
 
-def tool_choice(raw: Raw, known: Sequence[Tool]) -> ToolChoice:
+def tool_choice(raw: Raw) -> ToolChoice:
     """``toolConfig.functionCallingConfig``; VALIDATED is what AUTO means here."""
     where = "toolConfig.functionCallingConfig"
     given = decode(raw, _ANY, "toolConfig")
@@ -194,14 +193,5 @@ def tool_choice(raw: Raw, known: Sequence[Tool]) -> ToolChoice:
         msg = f"{where}.mode={calling.get('mode')!r} must be one of {', '.join(_MODES)}"
         raise RequestError(msg, param=f"{where}.mode")
     names = tuple(calling.get("allowedFunctionNames") or ())
-    declared = [tool.name for tool in known]
-    for name in names:
-        if name not in declared:
-            right = f"must name declared functions: {', '.join(declared)}"
-            msg = f"{where}.allowedFunctionNames has {name!r:.60}; it {right}"
-            raise RequestError(msg, param=f"{where}.allowedFunctionNames")
-    if mode is ChoiceMode.REQUIRED and not known:
-        msg = f"{where}.mode='ANY' needs functionDeclarations to choose from"
-        raise RequestError(msg, param=f"{where}.mode")
     named = mode is ChoiceMode.REQUIRED and len(names) == 1
     return ToolChoice(ChoiceMode.NAMED if named else mode, names)
