@@ -26,10 +26,10 @@ HELLO = Message(Role.USER, "hello " * 30)
 RESULT = Message(Role.TOOL, "It says: 界", tool_call_id="call_0_0")
 
 
-def called(reasoning: str | None = "Let me see.") -> Message:
-    """An answer with one call."""
-    call = ToolCall("call_0_0", "read", '{"path": "a.txt"}')
-    return Message(Role.ASSISTANT, tool_calls=(call,), reasoning=reasoning)
+def called(count: int = 1, turn: int = 0) -> Message:
+    """An answer with calls."""
+    calls = (ToolCall(f"call_{turn}_{i}", "read", '{"path": "a.txt"}') for i in range(count))
+    return Message(Role.ASSISTANT, tool_calls=tuple(calls), reasoning="Let me see. " * 20)
 
 
 def text_of(made: Rendering, ids: Ids) -> str:
@@ -79,7 +79,8 @@ def test_the_end_of_a_prompt_says_all(name: str, data: st.DataObject) -> None:
     prompt = made.first(history, TOOLS)
     special = st.sampled_from(SPECIALS[name].split())
     marks = st.sampled_from([made.template.think or "a", made.template.think_end or "b"])
-    parts = data.draw(st.lists(st.sampled_from(["ab", "\n"]) | special | marks, max_size=5))
+    words = st.sampled_from(["ab", "\n", "word " * 40])
+    parts = data.draw(st.lists(words | special | marks, max_size=8))
     stop = data.draw(st.sampled_from([[], *([one] for one in made.stop_ids)]))
     sampled = np.asarray([*made.tokenizer.encode("".join(parts)), *stop], np.int32)
     tail = data.draw(st.sampled_from([(RESULT,), (HELLO,), (RESULT, HELLO)]))
@@ -95,22 +96,30 @@ def test_the_end_of_a_prompt_says_all(name: str, data: st.DataObject) -> None:
         assert extension is None
     else:
         assert extension is not None
-        gap = made.tokenizer.encode(made.template.gap) if stop else []
+        closed = bool(len(sampled)) and sampled[-1] in made.stop_ids
+        gap = made.tokenizer.encode(made.template.gap) if closed else []
         assert extension.tolist() == gap + whole.token_ids[len(kept) :]
 
 
 @pytest.mark.parametrize("name", OFFLINE)
-def test_an_extension_is_what_a_render_of_all_would_say(name: str) -> None:
-    """A tool's result continues an answer as the template itself would have put it."""
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -> None:
+    """The results of an answer's calls continue it as the template itself would have put them."""
+    if name == "llama-3" and calls > 1:
+        pytest.skip("its template knows single calls only")
     made = rendering(name)
+    answer = called(calls)
+    results = [
+        Message(Role.TOOL, f"Result {one.id}: 界", tool_call_id=one.id) for one in answer.tool_calls
+    ]
     prompt = made.first((HELLO,), TOOLS)
-    whole = made.first((HELLO, called(), RESULT), TOOLS).tolist()
+    whole = made.first((HELLO, answer, *results), TOOLS).tolist()
     shared = next(i for i, token in enumerate([*prompt.tolist(), -1]) if token != whole[i])
-    ends = [i for i in range(shared, len(whole)) if whole[i] in made.stop_ids]
-    sampled = np.asarray(whole[shared : ends[0] + 1], np.int32)
-    extension = made.extension(np.asarray(whole[:shared]), sampled, (RESULT,), TOOLS)
+    end = next(i for i in range(shared, len(whole)) if whole[i] in made.stop_ids) + 1
+    sampled = np.asarray(whole[shared:end], np.int32)
+    extension = made.extension(np.asarray(whole[:shared]), sampled, results, TOOLS)
     assert extension is not None
-    assert [*whole[: ends[0] + 1], *extension.tolist()] == whole
+    assert [*whole[:end], *extension.tolist()] == whole
 
 
 @pytest.mark.parametrize("name", OFFLINE)
@@ -173,7 +182,8 @@ def test_images_are_refused_by_name(name: str) -> None:
 def test_kimi_knows_its_calls_by_number(name: str) -> None:
     """Ids of other dialects become the template's own, as the model writes them."""
     made = rendering(name)
-    text = text_of(made, made.first((HELLO, called(), RESULT, called(), RESULT), ()))
+    again = msgspec.structs.replace(RESULT, tool_call_id="call_1_0")
+    text = text_of(made, made.first((HELLO, called(), RESULT, called(1, 1), again), ()))
     assert text.count("functions.read:0") == 2
     assert text.count("functions.read:1") == 2
     prompt = made.first((HELLO,), ())

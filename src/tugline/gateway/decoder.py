@@ -17,8 +17,9 @@ from enum import Enum, auto
 
 import numpy as np
 
+from tugline.gateway import dsml
 from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.rendering import Rendering, written
 from tugline.gateway.templates import Channels
 from tugline.gateway.voice import Voice
 from tugline.types import Ids, Message, Role, Tool, ToolCall
@@ -263,8 +264,6 @@ class Decoder:
     def _hold(self, token: int) -> None:
         """From a mark on that only the whole answer explains; what it begins with comes along."""
         thought = self._part is _Part.REASONING
-        if self._part is _Part.BLANK:
-            self._replay()
         taken = self._reasoning.taken() if thought else self._text.taken()
         self._close()
         self._end = np.asarray([self._marks.think], np.int32) if thought else None
@@ -333,6 +332,14 @@ class Decoder:
 
     def _read(self, ids: list[int]) -> None:
         """Tell what was held, as the library reads it."""
+        if self._end is None:
+            over = next((i for i, token in enumerate(ids) if token in self._over), len(ids))
+            for part in dsml.read(self._rendering.tokenizer.decode(ids[:over])):
+                if isinstance(part, str):
+                    self._emit(TextDelta, self._text.write(part))
+                else:
+                    self._number([(part[0], written(part[1]))])
+            return
         parsed = self._rendering.parse(ids, self._end, self._tools)
         if parsed.reasoning:
             self.reasoning_tokens += len(self._rendering.tokenizer.encode(parsed.reasoning))

@@ -5,7 +5,6 @@ there, from the end of the prompt and the sampled ids, and answers None when the
 continue them without touching them (I1). Nothing here but `first` costs more than what is new (I7).
 """
 
-# ruff: noqa: RUF001  # DeepSeek writes its special tokens with these characters
 from __future__ import annotations
 
 import hashlib
@@ -36,6 +35,8 @@ _SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
 _PLACE = re.compile(r"call_.*_(\d+)")
 RETENTIONS = ("all", "tool_cycle", "template")
 _RENDERS = 64
+_NEAR = 24
+"""Ids around a mark that a template may look at."""
 _FAULTS = (ValueError, TypeError, RecursionError)
 """What the library raises for messages it has no place for, and JSON for a monstrous number."""
 _ACCEPTED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
@@ -124,6 +125,7 @@ class Rendering:
         before: list[int] = end[-END:].tolist()
         answer: list[int] = sampled.tolist()
         plain = self._tail(before, answer, tail)
+        answer = self._outline(answer)
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 before, answer, plain, tools=self._plain_tools(tools)
@@ -166,40 +168,27 @@ class Rendering:
     def parse(
         self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
     ) -> Parsed:
-        """What the library's parser makes of a whole answer, and the text that it leaves out."""
+        """What the library's parser makes of a whole answer, and what it makes nothing of."""
         ids = list(sampled)
-        prompt = None if end is None else end[-END:].tolist()
-        parsed = self._parsed(ids, prompt, tools)
-        over = next((i for i, token in enumerate(ids) if token in self.stop_ids), len(ids))
+        parsed = self._parsed(ids, None if end is None else end[-END:].tolist(), tools)
         if parsed is None:
-            return Parsed(self.tokenizer.decode(ids[:over]).strip(), None, ())
+            return Parsed(self.tokenizer.decode(ids).strip(), None, ())
         texts = [str(parsed.content)]
         calls: list[tuple[str, str]] = []
-        at = over
         for call in parsed.tool_calls:
-            start, stop = call.token_span
-            if self.template.guarded and start > at:
-                texts.append(self._between(ids[at:start]))
-            at = stop
             if _accepted(call):
-                calls.append((call.name, _arguments(call.arguments)))
+                calls.append((call.name, written(call.arguments)))
             else:
-                texts.append(self.tokenizer.decode(ids[start:stop]))
-        if self.template.guarded:
-            texts.append(self._between(ids[at:over]))
+                texts.append(self.tokenizer.decode(ids[slice(*call.token_span)]))
         content = "\n".join(text.strip() for text in texts if text.strip())
         return Parsed(content, (parsed.reasoning_content or "").strip() or None, tuple(calls))
-
-    def _between(self, ids: list[int]) -> str:
-        """Text around calls without the marks of their sections."""
-        return re.sub(r"</?｜DSML｜[a-z_]+>", "", self.tokenizer.decode(ids))
 
     def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
         parsed = self._parsed([*self.markers.lead, *block], None, tools)
         if parsed is None or not all(_accepted(call) for call in parsed.tool_calls):
             return ()
-        return tuple((call.name, _arguments(call.arguments)) for call in parsed.tool_calls)
+        return tuple((call.name, written(call.arguments)) for call in parsed.tool_calls)
 
     def thinks(self, end: Ids) -> bool:
         """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
@@ -267,7 +256,27 @@ class Rendering:
             for one, place in zip(results, places, strict=True):
                 if place < len(calls):
                     self._tie(one, (calls[place].name, calls[place].id))
+        if self.template.joint and len(results) > 1:
+            results.sort(key=lambda one: _place(str(one.get("tool_call_id"))))
+            joined = self.template.joint.join(one["content"] for one in results)
+            others = [one for one in plain if one["role"] != "tool"]
+            plain = [{**results[0], "content": joined}, *others]
         return plain
+
+    def _outline(self, sampled: list[int]) -> list[int]:
+        """An answer as far as a bridge looks at it: its beginning, its end, and around its marks.
+
+        Not where reasoning is marked by text, nor where the answer's calls are read again.
+        """
+        if not self.markers.reasons or self.template.names:
+            return sampled
+        kept, at = sampled[:_NEAR], _NEAR
+        marks = self.markers.ids.union(self.stop_ids)
+        for place, token in enumerate(sampled):
+            if token in marks and place + _NEAR > at:
+                kept += sampled[max(at, place - _NEAR) : place + _NEAR]
+                at = place + _NEAR
+        return kept + sampled[max(at, len(sampled) - _NEAR) :]
 
     def _tie(self, result: Plain, call: tuple[str, str | None]) -> None:
         name, known = call
@@ -325,7 +334,8 @@ def _accepted(call: Any) -> bool:
     return call.status is ToolCallParseStatus.OK or isinstance(call.arguments, dict)
 
 
-def _arguments(arguments: Any) -> str:
+def written(arguments: Any) -> str:
+    """Arguments as JSON text."""
     if isinstance(arguments, str):
         return arguments
     try:

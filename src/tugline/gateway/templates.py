@@ -124,6 +124,8 @@ class Template:
     """Calls are known as ``functions.name:number``."""
     gap: str = ""
     """What stands behind a sampled turn and the library's bridge forgets."""
+    joint: str = ""
+    """What stands between the results of parallel calls; the library's bridge takes but one."""
     late: bool = True
     """Whether a system message may stand anywhere."""
     force: Force | None = None
@@ -218,6 +220,7 @@ _TEMPLATES: dict[str, Template] = {
         again=True,
         guard="<",
         guarded="｜DSML｜",
+        joint="</tool_result>\n\n<tool_result>",
         force=Force('\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="', '">\n', closing="</think>"),
     ),
     "kimi-k2": _KIMI,
