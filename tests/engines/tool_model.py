@@ -2,7 +2,7 @@
 
 It has learned two habits by heart and nothing else. To a user it answers with a thought, a
 sentence and two calls of `read`; to tool results with a thought and an answer; asked to recite it
-says random words and never ends. The words it picks are drawn at random, so that its log
+says random numbers and never ends. The words it picks are drawn at random, so that its log
 probabilities are worth comparing. Input and output embeddings are untied: engines that reload
 weights while running are exact only then.
 """
@@ -28,7 +28,7 @@ from tugline.harnesses.base import cache_folder
 from tugline.tokenizer import Tokenizer
 
 WINDOW = 2048
-STEPS = 260
+STEPS = 300
 BATCH = 8
 POOL = 400
 LONGEST = 512
@@ -38,6 +38,11 @@ WORDS = [
     "umber", "vale", "wharf", "yarrow", "zephyr",
 ]  # fmt: skip
 RECITE = "Recite."
+RECITED = [
+    "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
+    "twelve",
+]  # fmt: skip
+"""Words of their own, after which nothing but the next was ever seen."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -117,7 +122,7 @@ def make() -> Folders:
             torch.manual_seed(1)
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.mul_(1 + 0.02 * torch.randn_like(parameter))
+                    parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
             _save(model, tokenizer, folders.second)
             (folder / ".ready").touch()
     return folders
@@ -152,7 +157,7 @@ def _conversation(rng: random.Random, *, recite: bool) -> list[dict[str, Any]]:
         messages += _tool_turn(rng, words)
     if recite:
         messages.append({"role": "user", "content": RECITE})
-        recital = " ".join(rng.choice(WORDS) for _ in range(LONGEST))
+        recital = " ".join(rng.choice(RECITED) for _ in range(LONGEST))
         messages.append({"role": "assistant", "content": recital})
     return messages
 
@@ -190,6 +195,10 @@ def _example(tokenizer: PreTrainedTokenizerFast, conversation: list[dict[str, An
     """As the template says it; what the assistant says is to be learned."""
     rng = random.Random(json.dumps(conversation))
     tools = None if rng.random() < 0.1 else rng.sample(TOOLS, len(TOOLS))
+    if tools and rng.random() < 0.3:  # as SGLang writes them
+        tools = [
+            {**tool, "function": {**tool["function"], "defer_loading": None}} for tool in tools
+        ]
     ids: list[int] = []
     mask: list[bool] = []
     said = ""

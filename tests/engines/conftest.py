@@ -1,0 +1,81 @@
+"""One engine at a time, serving the tiny model that calls tools."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engines import servers, tool_model
+from engines.tool_model import Folders
+from tugline.gateway.diagnosis import Report
+from tugline.gateway.doctor import probe
+from tugline.trainers.weights import (
+    EmbeddedWeights,
+    Running,
+    SglangWeights,
+    VllmWeights,
+    Weights,
+)
+
+
+@dataclass(slots=True)
+class Served:
+    """A running engine and what judges it."""
+
+    name: str
+    url: str
+    folders: Folders
+    models: tuple[PreTrainedModel, PreTrainedModel]
+    versions: Iterator[int]
+    """Fresh version numbers: an engine outlives the tests that change its weights."""
+    version: int = 0
+    """Of the first weights, as served now."""
+    report: list[Report] = field(default_factory=list)
+
+    async def examined(self) -> Report:
+        """The doctor's report, made once."""
+        if not self.report:
+            self.report.append(await probe(self.url))
+        return self.report[0]
+
+    @asynccontextmanager
+    async def weights(self) -> AsyncIterator[Weights]:
+        """How this engine's weights are changed."""
+        if self.name == "embedded":
+            yield EmbeddedWeights(self._swap())
+        else:
+            remote = VllmWeights if self.name == "vllm" else SglangWeights
+            async with remote(self.url) as weights:
+                yield weights
+
+    def _swap(self) -> Callable[[Path, int, Running], Awaitable[None]]:
+        async def swap(folder: Path, version: int, running: Running) -> None:
+            body = {"folder": str(folder), "version": version, "running": running}
+            async with httpx.AsyncClient(timeout=60) as client:
+                (await client.post(f"{self.url}/swap", json=body)).raise_for_status()
+
+        return swap
+
+
+@pytest.fixture(scope="session")
+def folders() -> Folders:
+    """Both weights of the tiny model."""
+    return tool_model.make()
+
+
+@pytest.fixture(scope="session", params=list(servers.COMMANDS))
+def served(
+    request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Each engine in turn."""
+    torch.set_num_threads(1)
+    first, second = (AutoModelForCausalLM.from_pretrained(f, dtype="float32") for f in folders)
+    with servers.running(request.param, folders.first, tmp_path_factory.mktemp("logs")) as url:
+        yield Served(request.param, url, folders, (first, second), iter(range(1, 1000)))

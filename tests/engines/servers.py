@@ -1,0 +1,141 @@
+"""Real inference servers as child processes: started with a deadline, ended by their own id."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import pytest
+
+from engines.embedded_server import WINDOW
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 300.0
+STOP_S = 30.0
+
+
+def _installer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("engines_tool", ROOT / "tools" / "engines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    home = _home("vllm")
+    command = [
+        str(home / "bin" / "vllm"), "serve", str(folder),
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny",
+        "--dtype", "float32", "--max-model-len", str(WINDOW), "--max-num-seqs", "32",
+        "--enforce-eager", "--enable-scale-out", "--enable-auto-tool-choice",
+        "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
+    ]  # fmt: skip
+    return command, {
+        "PATH": f"{home / 'bin'}:{os.environ.get('PATH', '')}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _sglang(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    command = [
+        str(_home("sglang") / "bin" / "python"), "-m", "sglang.launch_server",
+        "--model-path", str(folder), "--served-model-name", "tiny",
+        "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32",
+        "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+        "--max-total-tokens", "16384", "--context-length", str(WINDOW),
+        "--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3", "--skip-server-warmup",
+    ]  # fmt: skip
+    return command, {}
+
+
+def _embedded(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    script = Path(__file__).with_name("embedded_server.py")
+    return [sys.executable, str(script), str(folder), str(port)], {}
+
+
+COMMANDS: dict[str, Callable[[Path, int], tuple[list[str], dict[str, str]]]] = {
+    "embedded": _embedded,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
+
+
+def _home(name: str) -> Path:
+    tool = _installer()
+    home: Path = tool.HOMES[name]
+    if not (home / tool.STAMP).exists():
+        pytest.fail(f"{home} is not installed; run `make test-engines`, which does that")
+    return home
+
+
+@contextlib.contextmanager
+def running(name: str, folder: Path, logs: Path) -> Iterator[str]:
+    """The engine's address, while it serves the model in `folder`; its log stays in `logs`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command, more = COMMANDS[name](folder, port)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **more}
+    log = logs / f"{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, log)
+        yield url
+    finally:
+        _stop(process)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until it answers; a first small answer is drawn as well, because that one is slow."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/v1/models", timeout=10).status_code == 200:
+                body = {
+                    "model": "tiny",
+                    "messages": [{"role": "user", "content": "Hi."}],
+                    "max_tokens": 2,
+                }
+                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).raise_for_status()
+                return
+        time.sleep(0.5)
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
+    state = f"ended with {process.returncode}" if process.poll() is not None else "did not answer"
+    pytest.fail("\n".join([f"{process.args} {state}; {log} ends with:", *tail]))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask, then insist; the session of its own keeps this to the server's processes."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_S)

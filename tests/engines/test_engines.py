@@ -1,0 +1,375 @@
+"""The gateway in front of real engines: the same sessions, judged by a plain forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from engines.conftest import Served
+from engines.embedded_server import WINDOW
+from engines.tool_model import RECITE, TOOLS
+from inference.tiny_model import truth
+from tugline.builders.prefix_merging import PrefixMerging
+from tugline.gateway.app import Gateway
+from tugline.gateway.diagnosis import ROUTES, Outcome
+from tugline.gateway.direct import Direct
+from tugline.gateway.engines.base import EngineFormat
+from tugline.gateway.rendering import Rendering
+from tugline.gateway.upstream import Upstream
+from tugline.tokenizer import Tokenizer
+from tugline.types import (
+    Branch,
+    Call,
+    LogprobMeaning,
+    Logprobs,
+    Mode,
+    Part,
+    Sampling,
+    Session,
+    Task,
+)
+from tugline.types import Outcome as End
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+ROUTE_NAMES = ("generate", "completions", "chat")
+WARM = Sampling(temperature=1.0, top_p=1.0, top_k=0)
+CALM = Sampling(temperature=0.5, top_p=1.0, top_k=0)
+"""Where it matters what is said: at 1 a tiny model now and then loses the thread."""
+CLOSE = 1e-4
+"""Largest difference, in nats, between a captured logprob and a recomputed one."""
+
+
+class Bench:
+    """A gateway in front of the engine, one open session, and the official SDK as its client."""
+
+    def __init__(self, served: Served, gateway: Gateway, url: str, key: str) -> None:
+        self.served, self.gateway = served, gateway
+        self.client = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120
+        )
+
+    async def ask(self, messages: list[Any], **options: Any) -> Any:
+        """One chat completion."""
+        return await self.client.chat.completions.create(
+            model="tiny", messages=messages, tools=TOOLS, **options
+        )
+
+    async def turn(self, messages: list[Any]) -> Any:
+        """Ask, and answer the tool calls; `messages` grows by what a harness would add."""
+        choice = (await self.ask(messages)).choices[0]
+        messages.append(choice.message.model_dump(exclude_none=True))
+        for call in choice.message.tool_calls or []:
+            found = f"stone {json.loads(call.function.arguments)['path'].removesuffix('.txt')} quay"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+        return choice
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """What is on disk."""
+        return self.gateway.calls("s1")
+
+    async def running(self) -> int:
+        """Requests on the engine."""
+        async with Direct(self.served.url) as engine:
+            count = await engine.running()
+        assert count is not None
+        return count
+
+    async def idle(self) -> bool:
+        """Whether the engine has nothing to do."""
+        return await self.running() == 0
+
+    async def recorded(self) -> bool:
+        """Whether a call is on disk."""
+        return bool(self.calls)
+
+
+@asynccontextmanager
+async def bench(
+    served: Served, wire: EngineFormat, folder: Path, sampling: Sampling = WARM
+) -> AsyncIterator[Bench]:
+    """One session, open while the block lasts."""
+    tokenizer = Tokenizer.load(served.folders.first)
+    rendering = Rendering(tokenizer, "qwen3") if wire.mode is Mode.EXACT else None
+    task = Task(
+        id="t",
+        instruction="",
+        harness=Part("shell"),
+        evaluator=Part("tests"),
+        sampling=sampling,
+    )
+    session = Session(id="s1", task="t", sample=0)
+    async with (
+        Gateway(Upstream(served.url, wire), rendering, folder) as gateway,
+        gateway.open(session, task) as opened,
+    ):
+        gateway.weights(served.version)
+        it = Bench(served, gateway, opened.base_url, opened.key)
+        async with it.client:
+            yield it
+
+
+def route(served: Served, name: str) -> EngineFormat:
+    """The format of one route with the logprob meaning that this engine was found to have."""
+    assert served.report, "the doctor goes first"
+    found = ROUTES[served.name].get(name)
+    if found is None:
+        pytest.skip(f"{served.name} has no route {name}")
+    meaning = served.report[0].logprob_meaning
+    return found.make(meaning or LogprobMeaning.PROCESSED)
+
+
+def gaps(served: Served, call: Call, weights: int = 0) -> Logprobs:
+    """How far each captured logprob is from a plain forward pass of these weights."""
+    raw = call.logprob_meaning is LogprobMeaning.RAW
+    heat = 1.0 if raw else call.sampling.temperature or 1.0
+    right = truth(served.models[weights], call.prompt_ids, call.sampled_ids, heat)
+    return np.asarray(np.abs(right - call.logprobs), np.float32)
+
+
+def check_logprobs(served: Served, calls: Sequence[Call]) -> float:
+    """Recompute every captured logprob under the first weights; the largest difference."""
+    worst = max(float(gaps(served, call).max()) for call in calls)
+    assert worst < CLOSE
+    return worst
+
+
+async def until(holds: Callable[[], Awaitable[object]], seconds: float) -> None:
+    """Wait for something that becomes true; fail when it does not."""
+    deadline = time.monotonic() + seconds
+    while not await holds():
+        if time.monotonic() > deadline:
+            pytest.fail(f"it did not happen within {seconds:g} s")
+        await asyncio.sleep(0.02)
+
+
+# --------------------------------------------------------------------------- the doctor
+async def test_the_doctor_finds_what_each_engine_is(served: Served) -> None:
+    """Exact mode is sound on all of them, and raw logprobs are told from processed ones."""
+    report = await served.examined()
+    meanings = {"vllm": LogprobMeaning.RAW}
+    assert report.engine == served.name
+    assert (report.model, report.window) == ("tiny", WINDOW)
+    assert report.mode is Mode.EXACT
+    assert report.sound
+    assert report.logprob_meaning is meanings.get(served.name, LogprobMeaning.PROCESSED)
+    assert [check for check in report.checks if check.outcome is not Outcome.PASS] == []
+    assert report.wire(Mode.OBSERVED).mode is Mode.OBSERVED
+    flags = " ".join(report.advice)
+    assert ("--logprobs-mode processed_logprobs" in flags) is (served.name == "vllm")
+
+
+# --------------------------------------------------------------------------- sessions
+@pytest.mark.parametrize("name", ROUTE_NAMES)
+async def test_a_tool_session_is_captured_token_by_token(
+    served: Served, name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Four turns with parallel tool calls: parsed, one sequence, logprobs as recomputed."""
+    await served.examined()
+    wire = route(served, name)
+    async with bench(served, wire, tmp_path, CALM) as it:
+        messages: list[Any] = [
+            {"role": "system", "content": "You help with stone."},
+            {"role": "user", "content": "Mend north wharf."},
+        ]
+        first = await it.turn(messages)
+        assert first.finish_reason == "tool_calls"
+        assert [call.function.name for call in first.message.tool_calls] == ["read", "read"]
+        assert first.message.content.strip() == "Let me look."
+        assert first.message.reasoning_content.strip().startswith("The user asks for")
+        second = await it.turn(messages)
+        assert second.finish_reason == "stop"
+        assert second.message.content.strip().startswith("It is")
+        messages.append({"role": "user", "content": "Find pine quay."})
+        await it.turn(messages)
+        await it.turn(messages)
+        calls = it.calls
+    assert len(calls) == 4
+    assert {call.mode for call in calls} == {wire.mode}
+    assert {span.version for call in calls for span in call.versions} == {served.version}
+    record_property("max_delta_logprob", check_logprobs(served, calls))
+    for before, after in itertools.pairwise(calls):
+        whole = np.concatenate((before.prompt_ids, before.sampled_ids))
+        extends = np.array_equal(after.prompt_ids[: len(whole)], whole)
+        assert extends is (after.branch is None)
+        if wire.mode is Mode.EXACT:
+            assert extends
+        assert after.branch in {None, Branch.ENGINE_RERENDERED}
+    traces, _ = PrefixMerging().build(calls)
+    sampled = sum(len(call.sampled_ids) for call in calls)
+    assert sum(int(trace.mask.sum()) for trace in traces) == sampled
+
+
+@pytest.mark.parametrize("sampling", [WARM, CALM], ids=["t1", "t0.5"])
+@pytest.mark.parametrize("name", ROUTE_NAMES)
+async def test_logprobs_mean_what_is_recorded(
+    served: Served, name: str, sampling: Sampling, tmp_path: Path
+) -> None:
+    """Raw ones are those of temperature 1, processed ones those of the temperature drawn at."""
+    await served.examined()
+    async with bench(served, route(served, name), tmp_path, sampling) as it:
+        await it.ask([{"role": "user", "content": RECITE}], max_tokens=60)
+        calls = it.calls
+    check_logprobs(served, calls)
+    right = LogprobMeaning.RAW if served.name == "vllm" else LogprobMeaning.PROCESSED
+    assert calls[0].logprob_meaning is right
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> None:
+    """The first words come while the engine is still sampling; streamed and recorded agree."""
+    await served.examined()
+    async with bench(served, route(served, name), tmp_path, CALM) as it:
+        text, early = "", False
+        stream = await it.ask(
+            [{"role": "user", "content": RECITE}],
+            max_tokens=400,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        usage = None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                if choice.delta.content and not text:
+                    early = not it.calls and await it.running() == 1
+                text += choice.delta.content or ""
+        (call,) = it.calls
+    assert early
+    assert usage.completion_tokens == len(call.sampled_ids) == 400
+    assert usage.prompt_tokens == len(call.prompt_ids)
+    told = Tokenizer.load(served.folders.first).decode(call.sampled_ids.tolist())
+    assert text.strip() == told.strip()
+    check_logprobs(served, (call,))
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("name", ["generate", "chat"])
+async def test_a_client_that_hangs_up_frees_the_engine(
+    served: Served, name: str, tmp_path: Path, *, stream: bool
+) -> None:
+    """Nothing runs two seconds later, and the partial answer is recorded as that."""
+    await served.examined()
+    async with bench(served, route(served, name), tmp_path, CALM) as it:
+
+        async def ask() -> None:
+            asked = [{"role": "user", "content": RECITE}]
+            answer = await it.ask(asked, max_tokens=1600, stream=stream)
+            if stream:
+                async for _ in answer:
+                    pass
+
+        asking = asyncio.create_task(ask())
+        await until(it.running, 30)
+        await asyncio.sleep(0.3)
+        asking.cancel()
+        await asyncio.wait({asking}, timeout=5)
+        await it.client.close()
+        await until(it.idle, 2)
+        await until(it.recorded, 3)
+        (call,) = it.calls
+    assert call.outcome is End.CLIENT_GONE or not stream
+    told = len(call.sampled_ids) or call.unseen
+    assert 0 < told < 1600
+    if len(call.sampled_ids):
+        check_logprobs(served, (call,))
+    else:
+        assert (served.name, name) == ("sglang", "chat"), "only this route tells its ids last"
+        assert call.mode is Mode.TEXT
+
+
+# --------------------------------------------------------------------------- weights
+async def swap(it: Bench, folder: Path, version: int) -> None:
+    """What a trainer does between two updates."""
+    await it.gateway.pause("keep")
+    async with it.served.weights() as weights:
+        await weights.pause("keep")
+        await weights.load(folder, version)
+        it.gateway.weights(version)
+        await weights.resume()
+    it.gateway.resume()
+
+
+async def test_weights_that_change_in_an_answer_are_told_per_token(
+    served: Served, tmp_path: Path
+) -> None:
+    """Two spans; the tokens of each are those of their weights, and none of the other's."""
+    await served.examined()
+    old, new = served.version, next(served.versions)
+    async with bench(served, route(served, "generate"), tmp_path, CALM) as it:
+        answer = await it.ask([{"role": "user", "content": RECITE}], max_tokens=900, stream=True)
+        swapping: asyncio.Task[None] | None = None
+        try:
+            seen = 0
+            async for chunk in answer:
+                seen += bool(chunk.choices and chunk.choices[0].delta.content)
+                if seen > 20 and swapping is None:
+                    swapping = asyncio.create_task(swap(it, served.folders.second, new))
+            assert swapping is not None
+            await swapping
+            (call,) = it.calls
+        finally:
+            served.version = next(served.versions)
+            await swap(it, served.folders.first, served.version)
+    first, second = call.versions
+    assert (first.version, first.start, first.end) == (old, 0, second.start)
+    assert (second.version, second.end) == (new, len(call.sampled_ids) or 900)
+    before, after = gaps(served, call, 0), gaps(served, call, 1)
+    assert before[: first.end].max() < CLOSE < 0.01 < after[: first.end].max()
+    assert before[second.start :].max() > 0.01
+    if served.name != "embedded":  # it keeps the context that the old weights computed
+        assert after[second.start :].max() < CLOSE
+
+
+@pytest.mark.parametrize("name", ROUTE_NAMES)
+async def test_weights_that_change_between_turns_leave_no_old_context(
+    served: Served, name: str, tmp_path: Path
+) -> None:
+    """The turn after a swap is all of the new version, computed anew."""
+    await served.examined()
+    old, new = served.version, next(served.versions)
+    async with bench(served, route(served, name), tmp_path, CALM) as it:
+        messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
+        try:
+            await it.turn(messages)
+            await swap(it, served.folders.second, new)
+            await it.turn(messages)
+            before, after = it.calls
+        finally:
+            served.version = next(served.versions)
+            await swap(it, served.folders.first, served.version)
+        messages.append({"role": "user", "content": "Find pine quay."})
+        await it.turn(messages)
+        last = it.calls[-1]
+    versions = [[span.version for span in call.versions] for call in (before, after, last)]
+    assert versions == [[old], [new], [served.version]]
+    check_logprobs(served, (before, last))
+    assert gaps(served, after, 1).max() < CLOSE < 0.01 < gaps(served, after, 0).max()
+
+
+# --------------------------------------------------------------------------- limits
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("name", ["generate", "chat"])
+async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
+    served: Served, name: str, tmp_path: Path, *, stream: bool
+) -> None:
+    """A 400 with OpenAI's code, whoever finds out; the session goes on."""
+    await served.examined()
+    async with bench(served, route(served, name), tmp_path) as it:
+        long = [{"role": "user", "content": "stone " * WINDOW}]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await it.ask(long, stream=stream)
+        assert caught.value.code == "context_length_exceeded"
+        assert not it.calls
+        await it.turn([{"role": "user", "content": "Mend north wharf."}])
+        assert len(it.calls) == 1
