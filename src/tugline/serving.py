@@ -108,6 +108,7 @@ async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
         http=_Guarded,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
+        proxy_headers=False,
         date_header=False,
         server_header=False,
         timeout_graceful_shutdown=int(STOP_S),

@@ -16,6 +16,9 @@ from tugline.errors import ConfigError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PROBE = ' a  b\n\n\t{"é": 界🙂}\u00a0c'
+_SHORT = 48
+"""Characters of a text whose ids are remembered."""
+_KNOWN = 2000
 
 
 class Spellings(dict[int, bytes]):
@@ -62,6 +65,8 @@ class Tokenizer:
         self.name_or_path = name
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = backend.token_to_id(eos)
+        self._short: dict[str, tuple[int, ...]] = {}
+        """Templates ask for the same few words again and again."""
         spellings = Spellings(backend)
         self.spellings: Spellings | None = spellings if spellings.exact() else None
         """Bytes by id, to decode ids as they come; None where ids have no spelling of their own."""
@@ -87,8 +92,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it become their ids."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        if len(text) > _SHORT or add_special_tokens:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        known = self._short.get(text)
+        if known is None:
+            known = tuple(self._backend.encode(text, add_special_tokens=False).ids)
+            if len(self._short) < _KNOWN:
+                self._short[text] = known
+        return list(known)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`; an incomplete character at the end decodes to U+FFFD."""

@@ -5,9 +5,11 @@ Layout: an 8-byte magic with the format's version, then records of ``<u32 length
 longest prefix it shares with one of the last few calls, plus the rest (I7); so is its raw request
 body, which also shares its end.
 
-`Writer.append` returns when the record is on disk (I3). A record cut off by a crash is a torn
-tail: it is dropped when the file is opened, everything before it is intact. Any other damage is a
-`CaptureError` that names file and offset.
+When `Writer.append` returns, the record is with the operating system: no death of a process loses
+it (I3). A loss of power may cost what came since the last `flush`; with ``sync`` each record is
+flushed before `append` returns. A record cut off by a crash is a torn tail: it is dropped when the
+file is opened, everything before it is intact. Any other damage is a `CaptureError` that names
+file and offset.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ class _Codec:
     def _nearest(self, call: Call) -> tuple[int, int]:
         """The call whose ids begin this prompt, and how many of them; its parent if it can be."""
         base, keep = -1, 0
-        for number, ids in sorted(reversed(self.ids), key=lambda pair: pair[0] != call.parent):
+        latest_first = reversed(self.ids)
+        for number, ids in sorted(latest_first, key=lambda pair: pair[0] != call.parent):
             shared = shared_prefix(ids, call.prompt_ids)
             if shared > keep:
                 base, keep = number, shared
@@ -189,7 +192,9 @@ class Writer:
 
     def __init__(self, path: Path, *, sync: bool = True) -> None:
         self.path = path
-        self._sync = sync
+        self.sync = sync
+        self.dirty = False
+        """Whether something was written since the last flush."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -204,7 +209,7 @@ class Writer:
             self._write(MAGIC)
 
     def append(self, call: Call) -> int:
-        """Write one call durably; returns the bytes it took."""
+        """Write one call; returns the bytes it took."""
         if self._fd < 0:
             msg = f"segment {self.path} is closed"
             raise CaptureError(msg)
@@ -219,19 +224,38 @@ class Writer:
             done = 0
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], self._end + done)
-            if self._sync:
-                os.fdatasync(self._fd)
             self._end += len(data)
+            self.dirty = True
         except OSError as error:
-            self.close()  # what was written of this record is a torn tail
-            msg = f"cannot write segment {self.path}: {error.strerror}; free some space and resume"
-            raise CaptureError(msg) from error
+            raise self._failed(error) from error
+        if self.sync:
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until everything written is safe from a loss of power, too."""
+        if not self.dirty or self._fd < 0:
+            return
+        self.dirty = False
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
-        """Release the file; may be called twice."""
+        """Flush and release the file; may be called twice."""
+        self.flush()
+        self._release()
+
+    def _release(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _failed(self, error: OSError) -> CaptureError:
+        self._release()  # what was written of the last record is a torn tail
+        why = error.strerror
+        msg = f"cannot write segment {self.path}: {why}; free some space and resume"
+        return CaptureError(msg)
 
     def __enter__(self) -> Self:
         return self

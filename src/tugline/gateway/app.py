@@ -70,7 +70,7 @@ class Opened:
 class Gateway:
     """One gateway in front of one engine's replicas, on a socket of its own."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
         upstream: Upstream,
         rendering: Rendering | None,
@@ -79,17 +79,21 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         stream: StreamMode = "live",
+        flush_s: float = 0.05,
     ) -> None:
         """Calls are kept under `segments_dir`, one file per session; port 0 takes any free one.
 
         `rendering` makes the prompts in exact mode and is None in the other modes. With `stream`
-        ``buffered`` an answer is told when it is complete.
+        ``buffered`` an answer is told when it is complete. A call that was answered survives the
+        death of any process; every `flush_s` it becomes safe from a loss of power as well, and with
+        0 before its answer ends.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise UsageError(msg)
         self._upstream, self._folder, self._mode = upstream, segments_dir, stream
+        self._flush_s = flush_s
         self._backend = Backend(upstream, ModelCard("", 0), rendering)
         self._backend.gate.set()
         self._host, self._port = host, port
@@ -107,6 +111,9 @@ class Gateway:
             await stack.enter_async_context(self._upstream)
             self._backend.card = await self._upstream.model()
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
+            if self._flush_s:
+                flusher = asyncio.create_task(self._flush(), name="flush-segments")
+                stack.callback(flusher.cancel)
             self._stack = stack.pop_all()
         return self
 
@@ -145,7 +152,7 @@ class Gateway:
             session.id,
             terms=Terms(contract, task.sampling_policy, task.limits, spent_status),
             conversation=Conversation(self._backend.rendering),
-            writer=Writer(segment),
+            writer=Writer(segment, sync=not self._flush_s),
         )
         live.saw_tools = offers_tools
         self._recent[session.id] = deque(maxlen=_REMEMBERED)
@@ -157,6 +164,11 @@ class Gateway:
             recent = self._recent.pop(session.id)
             overflow = self._overflow.pop(session.id, None)
             self._faults[session.id] = recent[-1].error if recent else overflow
+
+    async def _flush(self) -> None:
+        while True:
+            await asyncio.sleep(self._flush_s)
+            await self._sessions.flush()
 
     def segment(self, session: Session) -> Path:
         """Where an attempt's calls are kept."""
@@ -299,17 +311,18 @@ class Gateway:
     ) -> None:
         """Tell the exchange to this client, for as long as it listens."""
         exchange.join()
-        watch = asyncio.create_task(http.gone())
         telling = self._stream if request.stream else self._whole
-        work = asyncio.create_task(telling(http, dialect, request, exchange))
+        me = asyncio.current_task()
+        watch = asyncio.create_task(http.gone())
+        watch.add_done_callback(lambda _gone: me.cancel() if me and http.disconnected else None)
         try:
-            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-                exchange.delivered = exchange.delivered or not http.disconnected
+            await telling(http, dialect, request, exchange)
+            exchange.delivered = exchange.delivered or not http.disconnected
+        except asyncio.CancelledError:
+            if not http.disconnected:
+                raise
         finally:
             watch.cancel()
-            work.cancel()
             exchange.leave()
 
     async def _stream(

@@ -15,11 +15,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tugline import log
 from tugline.capture.segments import Writer
-from tugline.errors import BudgetExhausted, Unauthorized, UsageError
+from tugline.errors import BudgetExhausted, CaptureError, Unauthorized, UsageError
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Memory
 from tugline.types import Call, Limits, Policy, Sampling
+
+_log = log.get("gateway.sessions")
 
 
 class InFlight(Protocol):
@@ -87,8 +90,14 @@ class LiveSession:
         return None if limit is None else limit - self.sampled
 
     async def append(self, call: Call) -> None:
-        """Put a call on disk, one at a time, and whole even if the caller is cancelled."""
+        """Write a call down; flushed before this returns if the writer says so, even if cancelled.
+
+        Without that it is a copy into the page cache, which is quicker than asking a thread.
+        """
         self.sampled += len(call.sampled_ids) + call.unseen
+        if not self.writer.sync:
+            self.writer.append(call)
+            return
         writing = asyncio.ensure_future(self._write(call))
         try:
             await asyncio.shield(writing)
@@ -132,7 +141,13 @@ class Sessions:
         for exchange in list(live.running):
             exchange.stop()
             await exchange.settled()
-        live.writer.close()
+        await asyncio.to_thread(live.writer.close)
+
+    async def flush(self) -> None:
+        """Make what was written safe from a loss of power."""
+        dirty = [live.writer for live in self._by_id.values() if live.writer.dirty]
+        if dirty:
+            await asyncio.to_thread(_flush, dirty)
 
     def find(self, secret: str | None, session_id: str | None) -> LiveSession:
         """The session that `secret` opens. Raises `Unauthorized`."""
@@ -147,3 +162,11 @@ class Sessions:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
+
+
+def _flush(writers: list[Writer]) -> None:
+    for writer in writers:
+        try:
+            writer.flush()
+        except CaptureError as error:  # the session's next call says so to its harness
+            _log.error("flush failed", path=str(writer.path), error=str(error))
