@@ -209,9 +209,9 @@ class Exchange:
         running.cancel()
 
     def _room(self) -> int | None:
-        """Tokens that the window leaves for an answer; None if the engine does not tell it."""
+        """Tokens that the window leaves for an answer; None where only the engine knows."""
         window, length = self._backend.card.max_model_len, len(self.plan.prompt)
-        if not window:
+        if not window or self._backend.rendering is None:
             return None
         if window - length < 1:
             msg = (
