@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -427,6 +429,55 @@ def test_malformed_bodies_are_the_clients_fault(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         ANTHROPIC.parse(incoming(body), Memory())
     assert ANTHROPIC.error(caught.value)[0] == 400
+
+
+FULL = {
+    "model": "m",
+    "max_tokens": 5,
+    "system": [block("Help.", **CACHE)],
+    "messages": [
+        user([block("Hi"), PIXEL]),
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "AA=="},
+                {"type": "tool_use", "id": "a", "name": "read", "input": {"a": 1}},
+            ],
+        },
+        user([{"type": "tool_result", "tool_use_id": "a", "content": [block("x")]}]),
+    ],
+    "tools": [{**READ, "type": "custom"}],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"format": {"type": "json_schema", "schema": {}}},
+}
+"""A request with a little of everything."""
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value inside `value`."""
+    if not isinstance(value, dict | list):
+        return [path]
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    return [path, *(way for key, each in inner for way in places(each, (*path, key)))]
+
+
+def test_any_field_may_be_anything() -> None:
+    """Each value in turn replaced by each kind of JSON: read or refused, never a crash."""
+    for path in places(FULL):
+        for wrong in (None, True, 3, -1.5, "", "x", [], ["x"], [None], {}, {"type": "x"}, [{}]):
+            body: Any = json.loads(json.dumps(FULL))
+            at = body
+            for key in path[:-1]:
+                at = at[key]
+            if path:
+                at[path[-1]] = wrong
+            else:
+                body = wrong
+            with contextlib.suppress(RequestError):
+                request = ANTHROPIC.parse(incoming(body), Memory())
+                assert msgspec.convert(msgspec.to_builtins(request), Request) == request
 
 
 # --------------------------------------------------------------------------- what is told

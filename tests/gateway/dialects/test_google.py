@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -486,6 +488,45 @@ def test_malformed_bodies_are_the_clients_fault(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         GOOGLE.parse(incoming(body), Memory())
     assert GOOGLE.error(caught.value)[0] == 400
+
+
+FULL = {
+    "systemInstruction": {"parts": [{"text": "Help."}]},
+    "contents": [
+        user("Hi", PIXEL),
+        model({"text": "Hm.", "thought": True}, call("read", {"a": 1}, id="a")),
+        user(gave("read", {"output": "x"}, id="a", parts=[PIXEL])),
+    ],
+    "tools": [{"functionDeclarations": [READ, {"name": "f", "parameters": {"type": "OBJECT"}}]}],
+    "toolConfig": {"functionCallingConfig": {"mode": "AUTO", "allowedFunctionNames": ["read"]}},
+    "generationConfig": {"topP": 1, "responseModalities": ["TEXT"], "responseSchema": None},
+}
+"""A request with a little of everything."""
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value inside `value`."""
+    if not isinstance(value, dict | list):
+        return [path]
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    return [path, *(way for key, each in inner for way in places(each, (*path, key)))]
+
+
+def test_any_field_may_be_anything() -> None:
+    """Each value in turn replaced by each kind of JSON: read or refused, never a crash."""
+    for path in places(FULL):
+        for wrong in (None, True, 3, -1.5, "", "x", [], ["x"], [None], {}, {"type": "x"}, [{}]):
+            body: Any = json.loads(json.dumps(FULL))
+            at = body
+            for key in path[:-1]:
+                at = at[key]
+            if path:
+                at[path[-1]] = wrong
+            else:
+                body = wrong
+            with contextlib.suppress(RequestError):
+                request = GOOGLE.parse(incoming(body), Memory())
+                assert msgspec.convert(msgspec.to_builtins(request), Request) == request
 
 
 # --------------------------------------------------------------------------- what is told

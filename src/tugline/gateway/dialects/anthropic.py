@@ -279,7 +279,7 @@ def _tools(items: Any) -> tuple[Tool, ...]:
 def _tool(item: Any, where: str) -> Tool:
     name = need(item, "name", str, where)
     kind = item.get("type")
-    if kind not in {None, "custom"}:
+    if kind is not None and kind != "custom":
         msg = (
             f"{where} ({name}) is of type {kind!r}, which only Anthropic's own servers define; "
             "declare a custom tool with an input_schema"

@@ -15,7 +15,7 @@ from msgspec import Meta, Raw
 from tugline.errors import RequestError
 from tugline.gateway.dialects.base import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.gateway.dialects.google_parts import camel
-from tugline.gateway.dialects.reading import decode, need
+from tugline.gateway.dialects.reading import decode, items, need
 from tugline.types import Sampling, Tool
 
 _ANY = msgspec.json.Decoder()
@@ -113,20 +113,21 @@ def constraint(config: Config) -> Constraint | None:
 
 
 # --------------------------------------------------------------------------- tools
-def tools(items: Any) -> tuple[Tool, ...]:
+def tools(given: Any) -> tuple[Tool, ...]:
     """The declared functions; tools that run on Google's servers are refused by name."""
     found: list[Tool] = []
-    if items is not None and not isinstance(items, list):
-        msg = f"tools={items!r:.60} must be a list"
-        raise RequestError(msg, param="tools")
-    for i, item in enumerate(items or []):
+    for i, item in enumerate(items({"tools": given}, "tools", "")):
         where = f"tools[{i}]"
         if not isinstance(item, dict):
             msg = f"{where}={item!r:.60} must be an object"
             raise RequestError(msg, param=where)
         named = camel(item)
-        declared = named.pop("functionDeclarations", None) or []
-        hosted = sorted(name for name, value in named.items() if value is not None)
+        declared = items(named, "functionDeclarations", where)
+        hosted = sorted(
+            name
+            for name, value in named.items()
+            if value is not None and name != "functionDeclarations"
+        )
         if hosted:
             msg = (
                 f"{where}.{hosted[0]} runs on Google's own servers and cannot be honoured here; "
@@ -192,6 +193,10 @@ def tool_choice(raw: Raw) -> ToolChoice:
     if mode is None:
         msg = f"{where}.mode={calling.get('mode')!r} must be one of {', '.join(_MODES)}"
         raise RequestError(msg, param=f"{where}.mode")
-    names = tuple(calling.get("allowedFunctionNames") or ())
+    names = tuple(items(calling, "allowedFunctionNames", where))
+    for name in names:
+        if not isinstance(name, str):
+            msg = f"{where}.allowedFunctionNames has {name!r:.60}; it must hold names"
+            raise RequestError(msg, param=f"{where}.allowedFunctionNames")
     named = mode is ChoiceMode.REQUIRED and len(names) == 1
     return ToolChoice(ChoiceMode.NAMED if named else mode, names)

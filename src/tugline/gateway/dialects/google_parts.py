@@ -76,7 +76,7 @@ def step(messages: list[Message], item: Any, index: int) -> None:
         return
     where = f"contents[{index - 1}]"
     role = item.get("role") or "user" if isinstance(item, dict) else None
-    if role not in {"user", "model", "function"}:
+    if role not in ("user", "model", "function"):  # it may be a list, which has no hash
         msg = f"{where}.role={role!r} must be user, model or function"
         raise RequestError(msg, param=f"{where}.role")
     parts = [
@@ -91,6 +91,13 @@ def step(messages: list[Message], item: Any, index: int) -> None:
 
 _Part = tuple[str, dict[str, Any], str]
 """The field that holds a part's content, the part, and where it stands."""
+
+
+def _parts(item: Any, where: str) -> list[_Part]:
+    """The parts of a content; one alone may stand without a list around it."""
+    alone = isinstance(item, dict) and isinstance(item.get("parts"), dict)
+    given = [item["parts"]] if alone else need(item, "parts", list, where)
+    return [_kind(part, f"{where}.parts[{i}]") for i, part in enumerate(given)]
 
 
 def _kind(part: Any, where: str) -> _Part:
@@ -108,16 +115,12 @@ def _kind(part: Any, where: str) -> _Part:
 
 
 def _instructions(item: Any) -> str:
-    """A system prompt: text, or a content whose parts are text."""
-    where = "systemInstruction"
+    """A system prompt: text, one part, or a content whose parts are text."""
     if isinstance(item, str):
         return item
-    given = item.get("parts") if isinstance(item, dict) else None
-    if isinstance(item, dict) and isinstance(item.get("text"), str):
-        given = [item]
     prose = Prose()
-    for i, part in enumerate([given] if isinstance(given, dict) else given or []):
-        kind, named, place = _kind(part, f"{where}.parts[{i}]")
+    part = isinstance(item, dict) and "text" in item
+    for kind, named, place in _parts({"parts": item} if part else item, "systemInstruction"):
         if kind != "text":
             raise _unknown(kind, place, "only text stands in a system prompt")
         prose.add(need(named, "text", str, place))
@@ -167,8 +170,8 @@ def _result(messages: Sequence[Message], value: Any, where: str) -> Message:
     text, failed = _told(need(value, "response", dict, where) if response is not None else {})
     prose = Prose()
     prose.add(text)
-    for i, part in enumerate(value.get("parts") or []):
-        _read(prose, *_kind(part, f"{where}.parts[{i}]"))
+    for kind, part, place in _parts(value, where) if value.get("parts") is not None else ():
+        _read(prose, kind, part, place)
     return Message(
         Role.TOOL,
         prose.text,

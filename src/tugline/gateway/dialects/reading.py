@@ -55,11 +55,17 @@ def need(item: Any, field: str, kind: type[T], where: str) -> T:
     found = item.get(field) if isinstance(item, dict) else None
     if isinstance(found, kind) and (not isinstance(found, bool) or kind is bool):
         return found
-    place = f"{where}.{field}" if isinstance(item, dict) else where
+    place = f"{where}.{field}".lstrip(".") if isinstance(item, dict) else where
     value = found if isinstance(item, dict) else item
     wanted = _NAMES.get(kind, kind.__name__) if isinstance(item, dict) else "an object"
     msg = f"{place}={value!r:.60} must be {wanted}"
     raise RequestError(msg, param=place)
+
+
+def items(item: Mapping[str, Any], field: str, where: str) -> list[Any]:
+    """The list ``item[field]``; an empty one where it is left out."""
+    found = item.get(field)
+    return [] if found is None else need(item, field, list, where)
 
 
 def bearer(headers: Mapping[str, str]) -> str | None:
