@@ -362,6 +362,23 @@ def test_a_banned_id_is_never_drawn() -> None:
         assert body.get("sampling_params", body)["logit_bias"] == {"3": -100.0}
 
 
+def test_an_abort_names_the_request_as_its_route_does() -> None:
+    """VLLM knows a request by its id with the route's own words around it."""
+    named = {
+        type(wire): msgspec.json.decode(post.body)
+        for wire in (*FORMATS.values(), Embedded())
+        if (post := wire.abort("r-1")) is not None
+    }
+    assert named == {
+        VllmGenerate: {"request_ids": ["generate-tokens-r-1"]},
+        VllmCompletions: {"request_ids": ["cmpl-r-1-0"]},
+        VllmChat: {"request_ids": ["chatcmpl-r-1"]},
+        SglangGenerate: {"rid": "r-1"},
+        SglangChat: {"rid": "r-1"},
+        Embedded: {"request_ids": ["r-1"]},
+    }
+
+
 # --------------------------------------------------------------------------- cost
 def test_reading_is_quick() -> None:
     """512 tokens of a token-in reply, and 16,000 prompt ids that nobody looks at one by one."""

@@ -28,6 +28,11 @@ _EXACT = frozenset({Feature.STRUCTURED, Feature.BAN})
 _CHAT = frozenset({Feature.STRUCTURED, Feature.IMAGES, Feature.TOOL_CHOICE})
 
 
+def _abort(path: str, name: str) -> Post:
+    """Each route puts something of its own around the id that a request came with."""
+    return Post(path, msgspec.json.encode({"request_ids": [name]}))
+
+
 class VllmGenerate(Generate):
     """Exact mode with weight versions; the server needs ``--enable-scale-out``."""
 
@@ -36,8 +41,7 @@ class VllmGenerate(Generate):
 
     def abort(self, request_id: str) -> Post | None:
         """Ends the request; its reply then comes with what was sampled."""
-        body = msgspec.json.encode({"request_ids": [request_id]})
-        return Post("/inference/v1/abort_requests", body)
+        return _abort("/inference/v1/abort_requests", f"generate-tokens-{request_id}")
 
 
 class VllmChat(Chat):
@@ -45,6 +49,10 @@ class VllmChat(Chat):
 
     def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
         super().__init__("vllm", logprob_meaning=logprob_meaning, features=_CHAT)
+
+    def abort(self, request_id: str) -> Post | None:
+        """Ends the request where the server has its development routes."""
+        return _abort("/abort_requests", f"chatcmpl-{request_id}")
 
 
 class VllmCompletions:
@@ -79,7 +87,7 @@ class VllmCompletions:
 
     def abort(self, request_id: str) -> Post | None:
         """Ends the request where the server has its development routes."""
-        return Post("/abort_requests", msgspec.json.encode({"request_ids": [request_id]}))
+        return _abort("/abort_requests", f"cmpl-{request_id}-0")
 
     def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
         """The message inside ``{"error": {...}}``, or the start of whatever came."""
