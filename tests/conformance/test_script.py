@@ -175,7 +175,7 @@ def edited(**changes: Any) -> tuple[Call, ...]:
         ("history_exact", session(calls=edited(branch=Branch.HISTORY_EDITED)), "turn 2: history_"),
         ("prefix_kept", session(calls=edited(prompt_ids=np.zeros(40, np.int32))), "turn 2 does"),
         ("usage_seen", session(told="112 1.12 12.5"), "none of"),
-        ("retry_safe", session(sampled=15), "15 tokens sampled for answers of 12"),
+        ("retry_safe", session(sampled=16), "16 tokens sampled for answers of 12"),
         ("retry_safe", session(calls=(*session().calls, call(4))), "5 turns instead of 4"),
         (
             "retry_safe",

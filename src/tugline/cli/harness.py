@@ -87,7 +87,8 @@ async def _check(cells: Sequence[Cell], *, keep: Path | None, slow: bool) -> lis
         console.print(
             f"{cell.harness} {result.version} ({cell.dialect}): {passed} of {len(result.checks)} "
             f"passed, {result.exact_turns} of {result.turns} turns exact, "
-            f"{time.monotonic() - began:.0f} s"
+            f"{time.monotonic() - began:.0f} s",
+            soft_wrap=True,
         )
     return results
 
@@ -104,4 +105,5 @@ def _show(results: Sequence[Result]) -> None:
         for name, verdict in result.checks.items():
             if verdict != "pass":
                 who = f"{result.harness} ({result.dialect})"
-                console.print(f"{who}, {name}: {verdict}", markup=False, highlight=False)
+                line = f"{who}, {name}: {verdict}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -18,6 +18,8 @@ from tugline.types import Branch, Call, Outcome, TraceKind
 
 _EARLY = 5
 """Parts of an answer that are more than its opening."""
+_IN_FLIGHT = 3
+"""Tokens that may be on their way from the engine when a line is cut."""
 _MOST_ASKED = 30
 """Requests after which a harness that got a budget's refusal counts as one that never stops."""
 
@@ -99,8 +101,8 @@ def retry_safe(cell: Cell, ran: Rehearsal) -> str | None:
     if turns != len(script(cell)) or ran.exit.timed_out:
         return f"{turns} turns instead of {len(script(cell))}, {_ending(ran)}"
     # An answer that is not streamed is gone with the engine that died over it.
-    gone = 0 if cell.streams else CUT
-    if ran.sampled not in {ran.owed, ran.owed + gone}:
+    most = ran.owed + _IN_FLIGHT + (0 if cell.streams else CUT)
+    if not ran.owed <= ran.sampled <= most:
         return f"{ran.sampled} tokens sampled for answers of {ran.owed}"
     counted = sum(len(call.sampled_ids) for call in ran.calls)
     return None if counted == ran.owed else f"{counted} tokens counted of {ran.owed} sampled"
