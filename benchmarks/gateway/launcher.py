@@ -26,6 +26,7 @@ from tugline.gateway.engines.chat import Chat
 from tugline.gateway.engines.generate import Generate
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
+from tugline.serving import settle
 from tugline.tokenizer import Tokenizer
 from tugline.types import Part, Sampling, Session, Task
 
@@ -50,6 +51,7 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     wire: EngineFormat = Generate("vllm") if mode == "exact" else Chat("vllm")
     rendering = Rendering(Tokenizer.load(tokenizer), "qwen3") if mode == "exact" else None
     async with Gateway(Upstream(engine, wire), rendering, folder) as gateway:
+        settle()
         say({"port": urlsplit(gateway.url).port})
         async with contextlib.AsyncExitStack() as opened:
             while line := await asyncio.to_thread(sys.stdin.readline):

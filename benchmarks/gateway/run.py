@@ -36,7 +36,7 @@ import uvloop
 from engine import SPACING_S
 from load import Place, Seat, Target, WrongAnswer, closed_loop, open_loop
 from processes import Child, Refused
-from script import TURNS, Script
+from script import TURNS, Script, Told
 
 from tugline.capture import segments
 
@@ -92,10 +92,10 @@ MODES = (
 # --------------------------------------------------------------------------- what is up
 @dataclass
 class Gateway:
-    """A launched gateway, its open sessions, and the call ids that its answers carry."""
+    """A launched gateway, its open sessions, and how it tells the answers."""
 
     child: Child
-    call_ids: list[str] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
     waiting: deque[tuple[Place, Path]] = field(default_factory=deque)
     segments: list[Path] = field(default_factory=list)
     """Of sessions that were begun since the last `close`."""
@@ -130,8 +130,7 @@ class Rig:
 
     def target(self, name: str, mode: Mode, port: int) -> Target:
         """What is asked of one of them."""
-        ids = self.gateways[mode.gateway].call_ids
-        bodies = self.script.bodies(ids, stream=mode.stream)
+        bodies = self.script.bodies(self.gateways[mode.gateway].told, stream=mode.stream)
         return Target(name, port, bodies, mode.stream, mode.paced)
 
     def seats(self, mode: Mode, kind: str, count: int) -> list[Seat]:
@@ -169,34 +168,31 @@ def launch(story: Script, folder: Path, modes: Sequence[Mode], stack: ExitStack)
 
 
 async def learn(rig: Rig, gateway: Gateway, mode: Mode) -> None:
-    """Play two sessions as a client would, to learn the call ids that the answers carry."""
+    """Play two sessions as a client would, to learn what prebuilt bodies must repeat."""
     gateway.open(2)
     for _ in range(2):
-        before, gateway.call_ids = gateway.call_ids, [""] * TURNS
+        before, gateway.told = gateway.told, []
         (seat,) = rig.seats(mode, "gateway", 1)
         await seat.connect()
         for turn in range(TURNS):
             answer = await seat.call()
-            gateway.call_ids[turn] = _call_id(answer.data, rig.script, turn)
+            gateway.told.append(_told(answer.data, rig.script, turn))
             seat.target = rig.target("gateway", mode, gateway.child.port)
         seat.close()
-        if before and before != gateway.call_ids:
-            fail("call ids differ between sessions; prebuilt bodies would not be what clients send")
+        if before and before != gateway.told:
+            fail("answers differ between sessions; prebuilt bodies are not what clients would send")
     gateway.close()
 
 
-def _call_id(data: bytes, story: Script, turn: int) -> str:
+def _told(data: bytes, story: Script, turn: int) -> Told:
     said = story.answers[turn]
     message = json.loads(data[data.index(b"\r\n\r\n") + 4 :])["choices"][0]["message"]
     (call,) = message["tool_calls"]
-    told = (
-        message["content"],
-        message["reasoning_content"],
-        json.loads(call["function"]["arguments"]),
-    )
-    if told != (said.text, said.reasoning, said.arguments):
+    text, reasoning = message["content"], message["reasoning_content"]
+    arguments = json.loads(call["function"]["arguments"])
+    if (text.strip(), reasoning.strip(), arguments) != (said.text, said.reasoning, said.arguments):
         fail(f"turn {turn} was answered with {message!r:.600}")
-    return str(call["id"])
+    return Told(text, reasoning, str(call["id"]))
 
 
 # --------------------------------------------------------------------------- measuring
@@ -380,7 +376,7 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
         rig = launch(story, Path(folder), modes, stack)
         for mode in modes:
             gateway = rig.gateways[mode.gateway]
-            if not gateway.call_ids:
+            if not gateway.told:
                 await learn(rig, gateway, replace(mode, stream=False, paced=False))
                 gc.freeze()
             told[mode.name], floor, kept[mode.name] = await measure(rig, mode, size)
@@ -388,8 +384,8 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
         told["kept_bytes_per_call"] = round(kept.get("exact", 0)) or None
         told["kept_bytes_per_call_by_mode"] = {name: round(size) for name, size in kept.items()}
         told["rss_growth_bytes_per_call"] = await memory(rig, modes[0], size.memory_calls)
-        ids = rig.gateways[modes[0].gateway].call_ids
-    told["conversation"] = story.sizes(story.bodies(ids, stream=False))
+        repeated = rig.gateways[modes[0].gateway].told
+    told["conversation"] = story.sizes(story.bodies(repeated, stream=False))
     told["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}
     told["machine"] = {
         "cpus": os.cpu_count(),

@@ -64,6 +64,15 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Told:
+    """An answer in the words of the gateway, which a client repeats."""
+
+    text: str
+    reasoning: str
+    call_id: str
+
+
+@dataclass(frozen=True)
 class Script:
     """The whole conversation."""
 
@@ -75,8 +84,11 @@ class Script:
     prompts: tuple[Ids, ...]
     """Exact prompt ids of each turn."""
 
-    def bodies(self, call_ids: Sequence[str], *, stream: bool) -> list[tuple[bytes, bytes]]:
-        """Each turn's request body, in two parts around its ``max_completion_tokens``."""
+    def bodies(self, told: Sequence[Told], *, stream: bool) -> list[tuple[bytes, bytes]]:
+        """Each turn's request body, in two parts around its ``max_completion_tokens``.
+
+        One more than answers were told so far, at most one for each turn.
+        """
         messages: list[dict[str, Any]] = [
             {"role": "system", "content": self.system},
             {"role": "user", "content": self.user},
@@ -87,10 +99,11 @@ class Script:
         tools = [{"type": "function", "function": _function(tool)} for tool in self.tools]
         end = b"," + compact({"tools": tools})[1:]
         bodies = []
-        for answer, call_id in zip(self.answers, call_ids, strict=True):
+        for turn in range(min(len(told) + 1, TURNS)):
+            if turn:
+                messages += _echo(self.answers[turn - 1], told[turn - 1])
             start = compact({"model": "stub", "messages": messages, **options})[:-1]
             bodies.append((start + b',"max_completion_tokens":', end))
-            messages += _echo(answer, call_id)
         return bodies
 
     def sizes(self, bodies: Sequence[tuple[bytes, bytes]]) -> dict[str, int]:
@@ -206,15 +219,15 @@ def _function(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
-def _echo(said: Said, call_id: str) -> list[dict[str, Any]]:
+def _echo(said: Said, told: Told) -> list[dict[str, Any]]:
     """An answer as a client repeats it (arguments written compactly), and its tool's result."""
     function = {"name": said.name, "arguments": compact(said.arguments).decode()}
     return [
         {
             "role": "assistant",
-            "content": said.text,
-            "reasoning_content": said.reasoning,
-            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+            "content": told.text,
+            "reasoning_content": told.reasoning,
+            "tool_calls": [{"id": told.call_id, "type": "function", "function": function}],
         },
-        {"role": "tool", "tool_call_id": call_id, "content": said.result},
+        {"role": "tool", "tool_call_id": told.call_id, "content": said.result},
     ]
