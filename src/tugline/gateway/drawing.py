@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,7 @@ class Draw:
     ) -> None:
         self.number, self.plan = number, plan
         self.id = f"{live.id}-{number}"
+        self._nonce = secrets.token_hex(4)
         self.answer: Answer | None = None
         self.error: TuglineError | None = None
         self.sampled = Sampled()
@@ -180,6 +182,7 @@ class Draw:
         finally:
             self._backend.running.discard(self)
             publish([])
+            self._publish = lambda _pieces: None  # it leads back here: no work for the collector
 
     async def abort(self) -> None:
         """Ask the engine to end this answer where it is; it is then told as truncated."""
@@ -295,6 +298,8 @@ class Draw:
         """Record, then let the answer be known."""
         part = self._decoder or self._assembler
         pieces, message = part.finish() if part is not None else ([], Message(Role.ASSISTANT))
+        if self._decoder is not None and self._decoder.stopped is not None:
+            self._stop(self._decoder)
         await self._record(outcome, message)
         finish = self.sampled.finish if outcome is Outcome.COMPLETE else Finish.LENGTH
         self.answer = Answer(
@@ -399,7 +404,9 @@ class Draw:
         return (1 << 30 if limit is None else limit) - self.sampled.length
 
     def _request_id(self, attempt: int) -> str:
-        return self.id if not attempt else f"{self.id}-r{attempt}"
+        """Never given twice: SGLang ends a lost request by its id, but two seconds later."""
+        again = f"-r{attempt}" if attempt else ""
+        return f"{self._nonce}-{self.id}{again}"
 
 
 def kind_of(request: Request, *, toolless_is_aside: bool) -> TraceKind:
