@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tugline.conformance.cells import cells_of
+from tugline.conformance.matrix import check, reached
+from tugline.conformance.models import WINDOW
+from tugline.conformance.script import END, Hitch, Player, tokenizer
+from tugline.conformance.sessions import INSTRUCTION, script
 from tugline.conformance.worker import checks_of
-from tugline.conformance.matrix import check
+from tugline.inference.scripted import ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.serving import serve
 
 
 @pytest.mark.pi
@@ -17,3 +23,19 @@ async def test_pi_works_in_every_dialect(dialect: str) -> None:
     result = await check(cell)
     assert result.checks == dict.fromkeys(checks_of(cell, slow=False), "pass")
     assert (result.turns, result.exact_turns) == (4, 4)
+
+
+@pytest.mark.pi
+async def test_an_engine_outside_answers_through_the_only_door() -> None:
+    """The sandbox reaches the engine that it was given, and still nobody else."""
+    words, cell = tokenizer(), cells_of("pi")[0]
+    player = Player(words, {INSTRUCTION: script(cell)}, {1: Hitch(token_s=0.02)})
+    scripted = ScriptedEngine(
+        player.reply, vocab_size=words.size, max_model_len=WINDOW, eos_ids=[END]
+    )
+    app = create_app(scripted, model_name="m", tokenizer=words)
+    async with serve(app) as url, reached(url) as engine:
+        result = await check(cell, engine=engine)
+    assert result.turns == 4
+    for name in ("completes", "streaming", "usage_seen", "no_foreign_host"):
+        assert result.checks[name] == "pass"

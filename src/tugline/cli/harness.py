@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tugline.conformance.cells import Cell, cells_of
 from tugline.conformance.matrix import check as check_cell
+from tugline.conformance.matrix import reached
 from tugline.conformance.worker import Result
 from tugline.errors import UsageError
 from tugline.plugins import find, known
@@ -52,6 +53,9 @@ def check(
     name: Annotated[str | None, typer.Argument(help="Harness to check.")] = None,
     *,
     every: Annotated[bool, typer.Option("--all", help="Check every harness.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="Let this engine answer, such as http://127.0.0.1:8000.")
+    ] = None,
     slow: Annotated[
         bool, typer.Option("--slow", help="Also a first token after 70 s, two minutes a cell.")
     ] = False,
@@ -66,7 +70,7 @@ def check(
     if every == (name is not None):
         msg = "give the name of one harness, or --all"
         raise UsageError(msg)
-    results = asyncio.run(_check(cells_of(name), keep=keep, slow=slow))
+    results = asyncio.run(_check(cells_of(name), engine, keep=keep, slow=slow))
     if as_json:
         typer.echo(msgspec.json.encode({"results": results}))
     else:
@@ -75,22 +79,27 @@ def check(
         raise typer.Exit(1)
 
 
-async def _check(cells: Sequence[Cell], *, keep: Path | None, slow: bool) -> list[Result]:
+async def _check(
+    cells: Sequence[Cell], url: str | None, *, keep: Path | None, slow: bool
+) -> list[Result]:
     console = Console(stderr=True, highlight=False)
     results = []
-    for number, cell in enumerate(cells):
-        began = time.monotonic()
-        with console.status(f"{number + 1}/{len(cells)} {cell.harness} ({cell.dialect})"):
-            result = await check_cell(cell, keep=keep, slow=slow)
-        results.append(result)
-        passed = sum(one == "pass" for one in result.checks.values())
-        console.print(
-            f"{cell.harness} {result.version} ({cell.dialect}): {passed} of {len(result.checks)} "
-            f"passed, {result.exact_turns} of {result.turns} turns exact, "
-            f"{time.monotonic() - began:.0f} s",
-            soft_wrap=True,
-        )
+    async with reached(url) as engine:
+        for number, cell in enumerate(cells):
+            began = time.monotonic()
+            with console.status(f"{number + 1}/{len(cells)} {cell.harness} ({cell.dialect})"):
+                results.append(await check_cell(cell, keep=keep, slow=slow, engine=engine))
+            _say(console, results[-1], time.monotonic() - began)
     return results
+
+
+def _say(console: Console, result: Result, seconds: float) -> None:
+    passed = sum(one == "pass" for one in result.checks.values())
+    console.print(
+        f"{result.harness} {result.version} ({result.dialect}): {passed} of {len(result.checks)} "
+        f"passed, {result.exact_turns} of {result.turns} turns exact, {seconds:.0f} s",
+        soft_wrap=True,
+    )
 
 
 def _show(results: Sequence[Result]) -> None:

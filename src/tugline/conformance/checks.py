@@ -56,7 +56,10 @@ def streaming(_: Cell, ran: Rehearsal) -> str | None:
     """The slow turn's answer went out while it was sampled, not only its headers."""
     if len(ran.calls) <= SLOW:
         return f"only {len(ran.calls)} turns"
-    call = ran.calls[SLOW]
+    return _streamed(ran, ran.calls[SLOW])
+
+
+def _streamed(ran: Rehearsal, call: Call) -> str | None:
     last = call.timings.last_token or 0.0
     parts = next((seen.chunks for seen in ran.seen if seen.request == call.request), [])
     if len(parts) == 1:
@@ -70,9 +73,13 @@ def streaming(_: Cell, ran: Rehearsal) -> str | None:
 def history_exact(_: Cell, ran: Rehearsal) -> str | None:
     """Every turn but the first continues the one before."""
     calls = main_calls(ran.calls)
+    return f"only {len(calls)} turns" if len(calls) < 3 else continues(_, ran)
+
+
+def continues(_: Cell, ran: Rehearsal) -> str | None:
+    """No turn forks, however many there are."""
+    calls = main_calls(ran.calls)
     broken = [f"turn {call.number}: {call.branch}" for call in calls if call.branch is not None]
-    if len(calls) < 3:
-        return f"only {len(calls)} turns"
     return ", ".join(broken) or None
 
 
@@ -148,3 +155,17 @@ def title_is_side_call(cell: Cell, ran: Rehearsal) -> str | None:
     if not ran.side_calls or len(sides) != ran.side_calls:
         return f"{len(sides)} side calls recorded, {ran.side_calls} made"
     return completes(cell, ran) or history_exact(cell, ran)
+
+
+# --------------------------------------------------------------------------- any model
+def ends(_: Cell, ran: Rehearsal) -> str | None:
+    """Whatever the model said, the program talked to it and ended by itself."""
+    if ran.exit.timed_out or not main_calls(ran.calls):
+        return f"{len(main_calls(ran.calls))} answers, {_ending(ran)}"
+    return None
+
+
+def any_streamed(_: Cell, ran: Rehearsal) -> str | None:
+    """At least one answer went out while it was sampled; few words and tool calls cannot."""
+    verdicts = [_streamed(ran, call) for call in ran.calls]
+    return None if None in verdicts else "; ".join(filter(None, verdicts)) or "no answer"

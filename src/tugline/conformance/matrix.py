@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tugline.conformance import sandbox
 from tugline.conformance.cells import Cell
+from tugline.conformance.models import Engine, outside
 from tugline.conformance.worker import Job, Result, checks_of
 from tugline.errors import HarnessError, UsageError
+from tugline.gateway.doctor import probe
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
+from tugline.types import Mode
 
 _LIMIT_S = 900.0
 
 
-async def check(cell: Cell, *, keep: Path | None = None, slow: bool = False) -> Result:
-    """Install the harness, run its sessions and judge them; nothing here raises for a failure.
+@contextlib.asynccontextmanager
+async def reached(url: str | None) -> AsyncIterator[Engine | None]:
+    """A way for sandboxes to the engine at `url`. Raises `UsageError` if it tells no token ids."""
+    if url is None:
+        yield None
+        return
+    report = await probe(url)
+    report.wire(Mode.OBSERVED)
+    with tempfile.TemporaryDirectory(prefix="tugline-") as folder:
+        engine = Engine(report, f"{folder}/engine")
+        async with outside(url, engine.socket):
+            yield engine
+
+
+async def check(
+    cell: Cell, *, keep: Path | None = None, slow: bool = False, engine: Engine | None = None
+) -> Result:
+    """Install the harness, run its sessions and judge them; a failure is a verdict, no exception.
 
     Every file of the sessions stays in `keep`, if it is given: logs, homes, requests and answers.
     """
@@ -31,7 +51,7 @@ async def check(cell: Cell, *, keep: Path | None = None, slow: bool = False) -> 
         await harness.install()
         with tempfile.TemporaryDirectory(prefix="tugline-check-") as temporary:
             folder = _folder(keep or Path(temporary), cell)
-            return await _work(Job(cell, str(folder), no_sandbox, slow))
+            return await _work(Job(cell, str(folder), no_sandbox, slow, engine))
     except (HarnessError, UsageError) as error:
         failed = dict.fromkeys(checks_of(cell, slow=slow), f"fail: {error}")
         return Result(cell.harness, harness.version, cell.dialect, 0, 0, failed)

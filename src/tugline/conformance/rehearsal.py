@@ -1,4 +1,4 @@
-"""One session of the real program: harness, gateway and scripted engine on one machine.
+"""One session of the real program: harness, gateway and engine on one machine.
 
 Nothing here judges. A `Rehearsal` holds what is needed to do so: how the program ended, the calls
 that the gateway recorded, what went over the wire and when, what the program wrote.
@@ -13,23 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tugline.conformance.cells import Cell
-from tugline.conformance.script import END, Hitch, Player, Script, tokenizer
+from tugline.conformance.models import Engine, scripted, served
+from tugline.conformance.script import Hitch, Script
 from tugline.gateway.app import Gateway
 from tugline.gateway.asgi import Message, Receive, Send
-from tugline.gateway.engines.embedded import Embedded
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
 from tugline.harnesses.base import Harness, Seat, offers_tools, spent_status
-from tugline.inference.scripted import ScriptedEngine
-from tugline.inference.server import create_app
 from tugline.plugins import find
-from tugline.runtimes.base import Exit
+from tugline.runtimes.base import Box, Exit
 from tugline.runtimes.local import Local
-from tugline.serving import serve
 from tugline.types import Call, Limits, Part, Session, Task
 
-MODEL = "tugline-policy"
-WINDOW = 131_072
+_MODEL = "tugline-policy"
+_SESSION = Session(id="check-0", task="check", sample=0)
 _LONGEST_FILE = 8 << 20
 _LEAVES_AFTER_S = 0.3
 
@@ -54,7 +51,7 @@ class Seen:
 class Tapped(Gateway):
     """A gateway that notes what passes, and loses the clients of the requests in `broken`."""
 
-    def __init__(self, upstream: Upstream, rendering: Rendering, folder: Path) -> None:
+    def __init__(self, upstream: Upstream, rendering: Rendering | None, folder: Path) -> None:
         super().__init__(upstream, rendering, folder)
         self.seen: list[Seen] = []
         self.broken: frozenset[int] = frozenset()
@@ -137,57 +134,54 @@ class Stage:
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-async def rehearse(cell: Cell, stage: Stage, folder: Path) -> Rehearsal:
+async def rehearse(
+    cell: Cell, stage: Stage, folder: Path, engine: Engine | None = None
+) -> Rehearsal:
     """Run the program once in `folder`, which must be empty and stays."""
+    answering = served(engine) if engine else scripted(stage.scripts, stage.hitches)
+    async with answering as model, Local().open(folder, stage.files) as box:
+        gateway = Tapped(model.upstream, model.rendering, folder / "segments")
+        gateway.broken = stage.broken
+        async with gateway:
+            end = await _session(cell, stage, gateway, box)
+        return Rehearsal(
+            exit=end,
+            calls=gateway.calls(_SESSION.id),
+            seen=tuple(gateway.seen),
+            files=_texts(box.workdir),
+            log="\n".join(_texts(box.logs).values()),
+            told="\n".join([*_texts(box.logs).values(), *_texts(box.home).values()]),
+            sampled=model.engine.stats().sampled_tokens if model.engine else 0,
+            owed=model.player.owed if model.player else 0,
+            side_calls=model.player.side_calls if model.player else 0,
+        )
+
+
+async def _session(cell: Cell, stage: Stage, gateway: Gateway, box: Box) -> Exit:
     options = {**cell.options, **stage.options}
     harness: Harness = find("harness", cell.harness)(**options)
     await harness.install()
-    words = tokenizer()
-    player = Player(words, stage.scripts, stage.hitches)
-    engine = ScriptedEngine(
-        player.reply, vocab_size=words.size, max_model_len=WINDOW, eos_ids=[END]
-    )
     task = Task(
-        id="check",
+        id=_SESSION.task,
         instruction=next(iter(stage.scripts)),
         harness=Part(cell.harness, options),
         evaluator=Part("tests"),
         limits=Limits(max_turns=stage.max_turns),
     )
-    session = Session(id="check-0", task="check", sample=0)
-    rendering = Rendering(words, "qwen3", thinking_retention="all")
-    async with serve(create_app(engine, model_name="scripted")) as url:
-        gateway = Tapped(Upstream(url, Embedded()), rendering, folder / "segments")
-        gateway.broken = stage.broken
-        async with gateway, Local().open(folder, stage.files) as box:
-            async with gateway.open(
-                session,
-                task,
-                spent_status=spent_status(harness),
-                offers_tools=offers_tools(harness),
-            ) as opened:
-                seat = Seat(
-                    instruction=task.instruction,
-                    workdir=str(box.workdir),
-                    home=str(box.home),
-                    base_url=opened.base_url,
-                    key=opened.key,
-                    model=MODEL,
-                )
-                launch = harness.launch(seat)
-                await box.write(box.home, launch.files)
-                end = await box.run(launch.argv, env=launch.env, timeout_s=stage.timeout_s)
-            return Rehearsal(
-                exit=end,
-                calls=gateway.calls(session.id),
-                seen=tuple(gateway.seen),
-                files=_texts(box.workdir),
-                log="\n".join(_texts(box.logs).values()),
-                told="\n".join([*_texts(box.logs).values(), *_texts(box.home).values()]),
-                sampled=engine.stats().sampled_tokens,
-                owed=player.owed,
-                side_calls=player.side_calls,
-            )
+    async with gateway.open(
+        _SESSION, task, spent_status=spent_status(harness), offers_tools=offers_tools(harness)
+    ) as opened:
+        seat = Seat(
+            instruction=task.instruction,
+            workdir=str(box.workdir),
+            home=str(box.home),
+            base_url=opened.base_url,
+            key=opened.key,
+            model=_MODEL,
+        )
+        launch = harness.launch(seat)
+        await box.write(box.home, launch.files)
+        return await box.run(launch.argv, env=launch.env, timeout_s=stage.timeout_s)
 
 
 def _texts(folder: Path) -> dict[str, str]:

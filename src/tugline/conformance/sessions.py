@@ -89,3 +89,8 @@ def team(cell: Cell) -> Stage:
 def titled(cell: Cell) -> Stage:
     """The harness asks for a title, too."""
     return Stage({INSTRUCTION: script(cell)}, FILES, options={"title": True})
+
+
+def free(_: Cell) -> Stage:
+    """For a model of its own mind: it may take a dozen turns."""
+    return Stage({INSTRUCTION: ()}, FILES, max_turns=12, timeout_s=400.0)

@@ -17,6 +17,7 @@ import msgspec
 from tugline import log
 from tugline.conformance import checks, sandbox, sessions
 from tugline.conformance.cells import Cell, judged
+from tugline.conformance.models import Engine
 from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
 from tugline.errors import TuglineError
 from tugline.plugins import find
@@ -32,6 +33,8 @@ class Job(msgspec.Struct, frozen=True):
     """Why this process has the machine's own network; None in a sandbox."""
     slow: bool = False
     """Whether the minutes-long session is run as well."""
+    engine: Engine | None = None
+    """What answers; None for the scripted model."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -77,6 +80,21 @@ _PARTS: dict[str, Part] = {
 }
 
 
+_ANY_MODEL: dict[str, Part] = {
+    "free": Part(
+        sessions.free,
+        {
+            "completes": checks.ends,
+            "streaming": checks.any_streamed,
+            "history_exact": checks.continues,
+            "prefix_kept": checks.prefix_kept,
+            "usage_seen": checks.usage_seen,
+        },
+    ),
+}
+"""What can be said whatever the model answers."""
+
+
 def parts_of(cell: Cell, *, slow: bool) -> dict[str, Part]:
     """The sessions of a cell by name; with `slow` also the one that takes minutes."""
     return {
@@ -98,11 +116,11 @@ async def check(job: Job) -> Result:
     verdicts: dict[str, str | None] = {}
     calls: list[Call] = []
     async with _network(job) as names:
-        for name, part in parts_of(cell, slow=job.slow).items():
-            ran = await _rehearsed(cell, part.stage(cell), folder / name)
+        for name, part in _parts(job).items():
+            ran = await _rehearsed(job, part.stage(cell), folder / name)
             for check_name, judge in part.judges.items():
                 verdicts[check_name] = ran if isinstance(ran, str) else judge(cell, ran)
-            if name == "plain" and not isinstance(ran, str):
+            if name in {"plain", "free"} and not isinstance(ran, str):
                 calls = checks.main_calls(ran.calls)
     foreign = f"asked for {', '.join(names)}" if names else None
     verdicts["no_foreign_host"] = job.no_sandbox or foreign
@@ -116,9 +134,13 @@ async def check(job: Job) -> Result:
     )
 
 
-async def _rehearsed(cell: Cell, stage: Stage, folder: Path) -> Rehearsal | str:
+def _parts(job: Job) -> dict[str, Part]:
+    return _ANY_MODEL if job.engine else parts_of(job.cell, slow=job.slow)
+
+
+async def _rehearsed(job: Job, stage: Stage, folder: Path) -> Rehearsal | str:
     try:
-        ran = await rehearse(cell, stage, folder)
+        ran = await rehearse(job.cell, stage, folder, job.engine)
     except TuglineError as error:
         return str(error)
     await asyncio.to_thread(_keep, ran, folder)
