@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -26,6 +27,37 @@ KEEP_ALIVE_S = 75
 """How long an idle connection stays: agents run tools between their calls."""
 
 
+class _Joined:
+    """A transport that sends what is written in one turn of the event loop at once.
+
+    The server writes headers and body apart, and each write wakes the client.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        """Send soon, together with what else is written until then."""
+        if not self._parts:
+            self._loop.call_soon(self._send)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """Send what there is and close."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._parts:
+            data = b"".join(self._parts)
+            self._parts.clear()
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class _Guarded(HttpToolsProtocol):
     """HTTP/1.1 with a deadline and a bound for the headers."""
 
@@ -34,7 +66,8 @@ class _Guarded(HttpToolsProtocol):
     """Bytes that have come without completing a request's headers."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
+        joined = _Joined(transport, self.loop)  # type: ignore[arg-type]
+        super().connection_made(joined)  # type: ignore[arg-type]
         self._late = self.loop.call_later(HEADERS_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -79,6 +112,16 @@ _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"connection: close\r\ncontent-length: 0\r\n\r\n"
 )
+
+
+def settle() -> None:
+    """Call once when a serving process has started: its collections then cost what is new.
+
+    What was made until now (modules, templates, vocabularies) is never looked at again; without
+    this a full collection stops every stream for some 80 ms.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -37,7 +37,7 @@ _CANDIDATES = 8
 _BODIES = 3
 _SMALL = 8192
 """New bytes of a body that are few enough to stop looking for a nearer one."""
-_LEVEL = 3
+_LEVEL = 1
 
 
 class _Record(msgspec.Struct, frozen=True):

@@ -81,6 +81,7 @@ class Rendering:
         self.markers: Markers = self.template.markers(tokenizer)
         self._tools: tuple[Sequence[Tool], list[Plain] | None] = ((), None)
         self._renders: OrderedDict[bytes, Ids] = OrderedDict()
+        self._openings: dict[tuple[int, ...], bool] = {}
 
     @classmethod
     def for_model(
@@ -185,6 +186,10 @@ class Rendering:
 
     def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
+        if self.template.plain_json:
+            call = _plain_call_in(self.tokenizer.decode(block[1:-1]))
+            if call is not None:
+                return (call,)
         parsed = self._parsed([*self.markers.lead, *block], None, tools)
         if parsed is None or not all(_accepted(call) for call in parsed.tool_calls):
             return ()
@@ -193,13 +198,20 @@ class Rendering:
     def thinks(self, end: Ids) -> bool:
         """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
         ids: list[int] = end[-END:].tolist()
+        place = len(ids)
         for token in reversed(ids):
             if token == self.markers.think_end:
                 return False
             if token in (self.markers.think, *self.stop_ids):
                 break
-        parsed = self._renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=ids)
-        return parsed.reasoning_content is not None
+            place -= 1
+        opening = tuple(ids[max(place - 1, 0) :])
+        if opening not in self._openings:
+            parsed = self._renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=ids)
+            if len(self._openings) >= _RENDERS:
+                self._openings.clear()
+            self._openings[opening] = parsed.reasoning_content is not None
+        return self._openings[opening]
 
     def _parsed(
         self, ids: list[int], prompt: list[int] | None = None, tools: Sequence[Tool] = ()
@@ -332,6 +344,28 @@ def _accepted(call: Any) -> bool:
     if call.status not in _ACCEPTED or not named:
         return False
     return call.status is ToolCallParseStatus.OK or isinstance(call.arguments, dict)
+
+
+class _JsonCall(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: dict[str, Any]
+
+
+_JSON_CALL = msgspec.json.Decoder(_JsonCall)
+_LONG_NUMBER = re.compile(r"\d{16}")
+"""Digits that the library's parser reads in more precision than this one."""
+
+
+def _plain_call_in(text: str) -> tuple[str, str] | None:
+    """The one call that a block of plain JSON holds; None leaves it to the library's parser."""
+    if _LONG_NUMBER.search(text):
+        return None
+    try:
+        call = _JSON_CALL.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    named = call.name != "" and call.name.isprintable()
+    return (call.name, written(call.arguments)) if named else None
 
 
 def written(arguments: Any) -> str:

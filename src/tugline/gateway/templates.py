@@ -128,6 +128,8 @@ class Template:
     """What stands between the results of parallel calls; the library's bridge takes but one."""
     late: bool = True
     """Whether a system message may stand anywhere."""
+    plain_json: bool = False
+    """A call is one JSON object with ``name`` and ``arguments``."""
     force: Force | None = None
 
     def markers(self, tokenizer: Tokenizer) -> Markers:
@@ -153,7 +155,8 @@ class Template:
 
 
 _QWEN3 = Template(
-    force=Force('<tool_call>\n{"name": "', '", "arguments": ', skipping="<think>\n\n</think>\n\n")
+    plain_json=True,
+    force=Force('<tool_call>\n{"name": "', '", "arguments": ', skipping="<think>\n\n</think>\n\n"),
 )
 _QWEN35 = Template(
     late=False, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n\n")

@@ -20,7 +20,7 @@ from tugline.types import Finish, ToolCall
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
-def usage_of(usage: Usage) -> dict[str, int]:
+def usage_of(usage: Usage) -> dict[str, Any]:
     """Counts whose sum is the true prompt: what was reused counts as input, not as a cache read.
 
     Clients add the three up, so nothing is gained by telling our reuse as Anthropic's cache.
@@ -30,6 +30,7 @@ def usage_of(usage: Usage) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
         "output_tokens": usage.sampled,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
     }
 
 
