@@ -587,6 +587,7 @@ def test_a_stream_has_every_event_in_order() -> None:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
         "output_tokens": 7,
+        "output_tokens_details": {"thinking_tokens": 2},
     }
     assert rebuilt(told) == whole["content"]
 
@@ -687,3 +688,24 @@ def test_an_echoed_answer_means_the_same(
         content = content[0]["text"]
     back = parse([user("Hi"), {"role": "assistant", "content": content}, user("Go on.")])
     assert meaning(back.messages[1]) == meaning(message)
+
+
+TURNS = st.sampled_from(
+    [
+        user("Hi"),
+        user([block("Hi")]),
+        {"role": "assistant", "content": "So."},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, block("Yes.")]},
+        {"role": "system", "content": "It is Monday."},
+    ]
+)
+
+
+@given(histories=st.lists(st.lists(TURNS, min_size=1, max_size=6), max_size=8))
+def test_memory_changes_nothing(histories: list[list[Any]]) -> None:
+    """Whatever was asked before in a session, a request is read as if it were the first."""
+    memory = Memory()
+    for history in histories:
+        body = {"model": "m", "messages": history}
+        counted = incoming(body, "/messages/count_tokens")
+        assert ANTHROPIC.parse(counted, memory) == ANTHROPIC.parse(counted, Memory())

@@ -726,3 +726,23 @@ def test_an_echoed_answer_means_the_same(
     numbers = {one.id: str(i) for i, one in enumerate(back[1].tool_calls)}
     assert sorted(numbers.values()) == sorted(result.content for result in back[2:-1])
     assert all(numbers[str(r.tool_call_id)] == r.content for r in back[2:-1])
+
+
+TURNS = st.sampled_from(
+    [
+        user("Hi"),
+        model("So."),
+        model({"text": "Hm.", "thought": True}, call("read")),
+        model(call("read", id="a")),
+        model(call("read"), call("read", {"path": "x"})),
+    ]
+)
+
+
+@given(histories=st.lists(st.lists(TURNS, min_size=1, max_size=6), max_size=8))
+def test_memory_changes_nothing(histories: list[list[Any]]) -> None:
+    """Whatever was asked before in a session, a request is read as if it were the first."""
+    memory = Memory()
+    for history in histories:
+        counted = incoming({"contents": history}, "/models/m:countTokens", "")
+        assert GOOGLE.parse(counted, memory) == GOOGLE.parse(counted, Memory())
