@@ -537,7 +537,7 @@ def test_any_field_may_be_anything() -> None:
         (BudgetExhausted("spent"), 400, "INVALID_ARGUMENT"),
         (Unauthorized("who"), 401, "UNAUTHENTICATED"),
         (EngineError("gone"), 503, "UNAVAILABLE"),
-        (EngineError("nonsense", status=200), 500, "INTERNAL"),
+        (EngineError("refused", status=422), 500, "INTERNAL"),
         (TuglineError("bug"), 500, "INTERNAL"),
     ],
 )
@@ -553,6 +553,9 @@ def test_error_details() -> None:
     body = GOOGLE.error(RequestError("wrong", param="contents[0]"))[2]
     (detail,) = json.loads(body)["error"]["details"]
     assert detail["fieldViolations"] == [{"field": "contents[0]", "description": "wrong"}]
+    body = GOOGLE.error(RequestError("wrong", param="top_p"))[2]
+    (detail,) = json.loads(body)["error"]["details"]
+    assert detail["fieldViolations"][0]["field"] == "generationConfig.topP"
     _, headers, body = GOOGLE.error(EngineError("busy", status=503, retry_after=2.0))
     (detail,) = json.loads(body)["error"]["details"]
     assert (headers["retry-after"], detail["retryDelay"]) == ("2", "2.000s")

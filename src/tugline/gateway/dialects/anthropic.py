@@ -56,7 +56,7 @@ _ERRORS = {
     529: "overloaded_error",
 }
 _OVERLOADED = 529
-_NONSENSE = 500
+_FAILED = 500
 
 
 class _Choice(msgspec.Struct):
@@ -196,11 +196,13 @@ class Anthropic:
         """The ``error`` object. Claude Code starts compaction on the words "prompt is too long"."""
         request_id, text = f"req_{uuid.uuid4().hex}", str(error)
         headers = {"request-id": request_id}
-        status = _NONSENSE
+        status = _FAILED
         if isinstance(error, RequestError):
             status = error.status
             headers["x-should-retry"] = "false"
-        elif isinstance(error, EngineError) and error.status != 200:
+        elif isinstance(error, EngineError) and 400 <= (error.status or 0) < 429:
+            headers["x-should-retry"] = "false"  # it would refuse the same prompt again
+        elif isinstance(error, EngineError):
             status = _OVERLOADED
             if error.retry_after is not None:
                 headers["retry-after"] = f"{error.retry_after:.0f}"

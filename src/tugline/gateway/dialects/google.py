@@ -48,6 +48,15 @@ _STATUS = {
     500: "INTERNAL",
     503: "UNAVAILABLE",
 }
+_FIELDS = {
+    "messages": "contents",
+    "tool_choice": "toolConfig.functionCallingConfig",
+    "response_format": "generationConfig.responseMimeType",
+    "temperature": "generationConfig.temperature",
+    "top_p": "generationConfig.topP",
+    "top_k": "generationConfig.topK",
+}
+"""What the neutral fields are called here."""
 _UNAVAILABLE = 503
 _INTERNAL = 500
 
@@ -265,7 +274,7 @@ def _model(name: str, window: int) -> dict[str, Any]:
 def _status(error: TuglineError) -> tuple[int, dict[str, str]]:
     if isinstance(error, RequestError):
         return error.status, {}
-    if not isinstance(error, EngineError) or error.status == 200:
+    if not isinstance(error, EngineError) or 400 <= (error.status or 0) < 429:
         return _INTERNAL, {}
     if error.retry_after is None:
         return _UNAVAILABLE, {}
@@ -281,7 +290,7 @@ def _failure(error: TuglineError) -> dict[str, Any]:
             f"allowed ({error.window})."
         )
     if isinstance(error, RequestError) and error.param:
-        violation = {"field": error.param, "description": text}
+        violation = {"field": _FIELDS.get(error.param, error.param), "description": text}
         kind = "type.googleapis.com/google.rpc.BadRequest"
         details.append({"@type": kind, "fieldViolations": [violation]})
     if isinstance(error, EngineError) and error.retry_after is not None:
