@@ -42,8 +42,11 @@ def list_() -> None:
 @harness.command()
 def install(name: str) -> None:
     """Install the pinned version of a harness into the cache."""
-    cells_of(name)
-    program = find("harness", name)()
+    try:
+        program = find("harness", name)()
+    except TypeError as error:
+        msg = f"harness {name!r} is told by its options what to run; there is nothing to install"
+        raise UsageError(msg) from error
     asyncio.run(program.install())
     typer.echo(f"{name} {program.version} is installed")
 
@@ -70,13 +73,24 @@ def check(
     if every == (name is not None):
         msg = "give the name of one harness, or --all"
         raise UsageError(msg)
-    results = asyncio.run(_check(cells_of(name), engine, keep=keep, slow=slow))
+    cells = cells_of(name)
+    if keep is not None:
+        _make(keep)
+    results = asyncio.run(_check(cells, engine, keep=keep, slow=slow))
     if as_json:
         typer.echo(msgspec.json.encode({"results": results}))
     else:
         _show(results)
     if any(one.startswith("fail") for result in results for one in result.checks.values()):
         raise typer.Exit(1)
+
+
+def _make(keep: Path) -> None:
+    try:
+        keep.mkdir(parents=True)
+    except OSError as error:
+        msg = f"cannot make {keep}: {error.strerror}; choose another --keep"
+        raise UsageError(msg) from error
 
 
 async def _check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +23,7 @@ from tugline.plugins import find
 from tugline.types import Mode
 
 _LIMIT_S = 900.0
+_END_S = 15.0
 
 
 @contextlib.asynccontextmanager
@@ -43,28 +45,19 @@ async def check(
 ) -> Result:
     """Install the harness, run its sessions and judge them; a failure is a verdict, no exception.
 
-    Every file of the sessions stays in `keep`, if it is given: logs, homes, requests and answers.
+    Every file of the sessions stays in the folder `keep`: logs, homes, requests and answers.
     """
     harness: Harness = find("harness", cell.harness)(**cell.options)
     no_sandbox = await asyncio.to_thread(sandbox.unavailable)
     try:
         await harness.install()
         with tempfile.TemporaryDirectory(prefix="tugline-check-") as temporary:
-            folder = _folder(keep or Path(temporary), cell)
+            folder = (keep or Path(temporary)).absolute() / f"{cell.harness}-{cell.dialect}"
+            await asyncio.to_thread(folder.mkdir)
             return await _work(Job(cell, str(folder), no_sandbox, slow, engine))
     except (HarnessError, UsageError) as error:
         failed = dict.fromkeys(checks_of(cell, slow=slow), f"fail: {error}")
         return Result(cell.harness, harness.version, cell.dialect, 0, 0, failed)
-
-
-def _folder(root: Path, cell: Cell) -> Path:
-    folder = root.absolute() / f"{cell.harness}-{cell.dialect}"
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        msg = f"cannot make {folder}: {error.strerror}; choose another --keep"
-        raise UsageError(msg) from error
-    return folder
 
 
 async def _work(job: Job) -> Result:
@@ -83,7 +76,11 @@ async def _work(job: Job) -> Result:
         errors = f"not done after {_LIMIT_S:.0f} s".encode()
     finally:
         if process.returncode is None:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # it ends the harness, then itself
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S)
+        if process.returncode is None:
+            process.kill()
             await process.wait()
     try:
         told = (Path(job.folder) / "result.json").read_bytes()
