@@ -28,7 +28,9 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
-ALLOWED: dict[str, str] = {}
+ALLOWED: dict[str, str] = {
+    "types.py": "every noun and every reason code on one page; a line of it is a definition",
+}
 """What may be over its budget, and why: ``gateway/proxy.py`` or ``gateway/proxy.py:call``."""
 
 
@@ -61,7 +63,9 @@ def test_everything_is_within_its_budget() -> None:
         ("lines in a function", 60, functions),
         ("lines in a docstring", 25, [(_name(path), _docstring_lines(path)) for path in SOURCES]),
         ("lines in a package face", 60, [(_name(path), _lines(path)) for path in faces]),
-        ("lines in all", 14_000, [("tugline", sum(map(_lines, SOURCES)))]),
+        # 14,000 were meant for one dialect and one template; there are four APIs, 28 templates and
+        # six engine formats now, and a file of docstrings and contracts with each.
+        ("lines in all", 22_000, [("tugline", sum(map(_lines, SOURCES)))]),
     ]
     over = [
         f"{name}: {size} {what}, the budget is {budget}"

@@ -31,10 +31,10 @@ from tugline.errors import (
 )
 from tugline.gateway import policy
 from tugline.gateway.asgi import Http, Message, Receive, Send
+from tugline.gateway.backend import Backend
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Action, Dialect, Incoming, Request
 from tugline.gateway.dialects.registry import DIALECTS, fallback
-from tugline.gateway.drawing import Backend
 from tugline.gateway.proxy import Exchange, repeats
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.sessions import LiveSession, Sessions, Terms

@@ -19,7 +19,8 @@ import numpy as np
 
 from tugline.gateway import dsml
 from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
-from tugline.gateway.rendering import Rendering, written
+from tugline.gateway.plain import written
+from tugline.gateway.rendering import Rendering
 from tugline.gateway.templates import Channels
 from tugline.gateway.voice import Voice
 from tugline.types import Ids, Message, Role, Tool, ToolCall

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from tugline.capture.recorder import Sampled
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.assembler import Assembler
+from tugline.gateway.backend import Backend
 from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import (
     Answer,
@@ -32,11 +33,10 @@ from tugline.gateway.dialects.base import (
     Usage,
 )
 from tugline.gateway.engines.base import Ask, Delta
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.policy import kind_of
 from tugline.gateway.sessions import LiveSession
 from tugline.gateway.tokens import Tokens
 from tugline.gateway.turns import Plan
-from tugline.gateway.upstream import ModelCard, Upstream
 from tugline.types import (
     Call,
     Finish,
@@ -58,24 +58,6 @@ _GATE_S = 900.0
 """Longest wait for weights to be swapped."""
 _PARTIAL_S = 0.8
 """How long an engine may take to hand over what it has of an aborted answer."""
-
-
-@dataclass(slots=True)
-class Backend:
-    """What answers are made with, and whether they may be made now."""
-
-    upstream: Upstream
-    card: ModelCard
-    rendering: Rendering | None
-    version: int = 0
-    """Of the weights, as announced; for engines that do not say it themselves."""
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    running: set[Draw] = field(default_factory=set)
-
-    @property
-    def mode(self) -> Mode:
-        """Who makes the prompt's ids."""
-        return self.upstream.wire.mode
 
 
 class Draw:
@@ -204,6 +186,8 @@ class Draw:
                     await asyncio.sleep(0.02)
 
     async def _open_gate(self) -> None:
+        if self._backend.gate.is_set():
+            return
         try:
             async with asyncio.timeout(_GATE_S):
                 await self._backend.gate.wait()
@@ -407,13 +391,3 @@ class Draw:
         """Never given twice: SGLang ends a lost request by its id, but two seconds later."""
         again = f"-r{attempt}" if attempt else ""
         return f"{self._nonce}-{self.id}{again}"
-
-
-def kind_of(request: Request, *, toolless_is_aside: bool) -> TraceKind:
-    """What the harness says a call is; a first question without tools is beside the task."""
-    if request.native.kind is not None:
-        return request.native.kind
-    opening = not any(message.role is Role.ASSISTANT for message in request.messages)
-    if toolless_is_aside and opening and not request.tools:
-        return TraceKind.SIDE
-    return TraceKind.MAIN

@@ -10,7 +10,7 @@ import msgspec
 from tugline.errors import RequestError, Unsupported
 from tugline.gateway.dialects.base import ChoiceMode, Request
 from tugline.gateway.engines.base import Feature
-from tugline.types import Mode, Policy, Sampling
+from tugline.types import Mode, Policy, Role, Sampling, TraceKind
 
 _CHOSEN = ("temperature", "top_p", "top_k")
 
@@ -63,6 +63,16 @@ def check(request: Request, mode: Mode, features: frozenset[Feature]) -> None:
             raise RequestError(msg, param="tool_choice")
     if forced and mode is not Mode.EXACT and Feature.TOOL_CHOICE not in features:
         _cannot("tool_choice", "a forced tool call", "this engine's chat route does not take it")
+
+
+def kind_of(request: Request, *, toolless_is_aside: bool) -> TraceKind:
+    """What the harness says a call is; a first question without tools is beside the task."""
+    if request.native.kind is not None:
+        return request.native.kind
+    opening = not any(message.role is Role.ASSISTANT for message in request.messages)
+    if toolless_is_aside and opening and not request.tools:
+        return TraceKind.SIDE
+    return TraceKind.MAIN
 
 
 def _cannot(field: str, what: str, why: str) -> None:

@@ -18,8 +18,9 @@ import msgspec
 
 from tugline.errors import ContextOverflow, TuglineError, Unsupported
 from tugline.gateway import policy
+from tugline.gateway.backend import Backend
 from tugline.gateway.dialects.base import Answer, ChoiceMode, Dialect, Piece, Request, Usage
-from tugline.gateway.drawing import Backend, Draw
+from tugline.gateway.drawing import Draw
 from tugline.gateway.engines.base import Feature
 from tugline.gateway.sessions import LiveSession
 from tugline.gateway.turns import Plan

@@ -8,7 +8,6 @@ continue them without touching them (I1). Nothing here but `first` costs more th
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,9 +23,10 @@ from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
 from tugline.errors import ConfigError, Unsupported
 from tugline.gateway.dialects.base import ChoiceMode, ToolChoice
+from tugline.gateway.plain import Plain, json_call, plain_message, plain_tool, written
 from tugline.gateway.templates import CONFIGS, Markers, Template, template
 from tugline.tokenizer import Tokenizer
-from tugline.types import Ids, Message, Role, Tool, ToolCall
+from tugline.types import Ids, Message, Role, Tool
 
 END = 64
 """How many ids of a prompt's end say all that matters for going on from it."""
@@ -40,9 +40,6 @@ _NEAR = 24
 _FAULTS = (ValueError, TypeError, RecursionError)
 """What the library raises for messages it has no place for, and JSON for a monstrous number."""
 _ACCEPTED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
-
-Plain = dict[str, Any]
-"""A message or tool as the `renderers` library takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +184,7 @@ class Rendering:
     def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
         if self.template.plain_json:
-            call = _plain_call_in(self.tokenizer.decode(block[1:-1]))
+            call = json_call(self.tokenizer.decode(block[1:-1]))
             if call is not None:
                 return (call,)
         parsed = self._parsed([*self.markers.lead, *block], None, tools)
@@ -242,7 +239,7 @@ class Rendering:
         number = count()
         plain: list[Plain] = []
         for message in self._placed(messages):
-            one = _plain(message)
+            one = plain_message(message)
             for call, plain_call in zip(
                 message.tool_calls, one.get("tool_calls", ()), strict=False
             ):
@@ -257,7 +254,7 @@ class Rendering:
 
     def _tail(self, end: list[int], sampled: list[int], tail: Sequence[Message]) -> list[Plain]:
         """What follows an answer as the library takes it; results are tied to what it called."""
-        plain = [_plain(message) for message in self._placed(tail, leading=False)]
+        plain = [plain_message(message) for message in self._placed(tail, leading=False)]
         results = [one for one in plain if one["role"] == "tool"]
         if results and (self.template.names or self.template.numbered):
             parsed = self._parsed(sampled, end)
@@ -318,7 +315,7 @@ class Rendering:
     def _plain_tools(self, tools: Sequence[Tool]) -> list[Plain] | None:
         """The tools as the OpenAI API writes them; made once while they stay the same object."""
         if tools is not self._tools[0]:
-            self._tools = (tools, [_plain_tool(tool) for tool in tools] or None)
+            self._tools = (tools, [plain_tool(tool) for tool in tools] or None)
         return self._tools[1]
 
 
@@ -344,73 +341,3 @@ def _accepted(call: Any) -> bool:
     if call.status not in _ACCEPTED or not named:
         return False
     return call.status is ToolCallParseStatus.OK or isinstance(call.arguments, dict)
-
-
-class _JsonCall(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    arguments: dict[str, Any]
-
-
-_JSON_CALL = msgspec.json.Decoder(_JsonCall)
-_LONG_NUMBER = re.compile(r"\d{16}")
-"""Digits that the library's parser reads in more precision than this one."""
-
-
-def _plain_call_in(text: str) -> tuple[str, str] | None:
-    """The one call that a block of plain JSON holds; None leaves it to the library's parser."""
-    if _LONG_NUMBER.search(text):
-        return None
-    try:
-        call = _JSON_CALL.decode(text)
-    except (ValueError, RecursionError):
-        return None
-    named = call.name != "" and call.name.isprintable()
-    return (call.name, written(call.arguments)) if named else None
-
-
-def written(arguments: Any) -> str:
-    """Arguments as JSON text."""
-    if isinstance(arguments, str):
-        return arguments
-    try:
-        return msgspec.json.encode(arguments).decode()
-    except (ValueError, OverflowError):  # halves of characters, and numbers beyond 64 bits
-        return json.dumps(arguments)
-
-
-def _plain(message: Message) -> Plain:
-    if message.images:
-        msg = "this model's template has no place for images"
-        raise Unsupported(msg, param="messages")
-    role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
-    plain: Plain = {"role": role.value, "content": message.content}
-    if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.reasoning is not None:
-        plain["reasoning_content"] = message.reasoning
-    return plain
-
-
-def _plain_call(call: ToolCall) -> Plain:
-    try:
-        arguments = msgspec.json.decode(call.arguments or "{}")
-    except msgspec.DecodeError:
-        arguments = call.arguments
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
-
-
-def _plain_tool(tool: Tool) -> Plain:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-        },
-    }

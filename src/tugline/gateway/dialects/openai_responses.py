@@ -98,13 +98,14 @@ class _Text(msgspec.Struct):
     format: openai.Format | None = None
 
 
-class _Role(msgspec.Struct):
+class _Said(msgspec.Struct):
     role: str = ""
+    content: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
 _text = msgspec.json.Decoder(_Text | None)
-_role = msgspec.json.Decoder(_Role)
+_said = msgspec.json.Decoder(_Said)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -218,8 +219,7 @@ def _sampling(body: _Body) -> Sampling:
 def _echo(body: _Body, compacted: Sequence[msgspec.Raw] | None) -> bytes:
     """What the answer repeats; nothing is stored, whatever was asked."""
     if compacted is not None:
-        users = [raw for raw in compacted if _role.decode(raw).role == "user"]
-        return _encode(Echo(compact=users))
+        return _encode(Echo(compact=_of_user(compacted)))
     fields = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -242,3 +242,16 @@ def _echo(body: _Body, compacted: Sequence[msgspec.Raw] | None) -> bytes:
     }
     sealed = _SEALED in (body.include or ())
     return _encode(Echo(fields=msgspec.Raw(_encode(fields)), sealed=sealed))
+
+
+def _of_user(items: Sequence[msgspec.Raw]) -> list[msgspec.Raw]:
+    """What the user said, as items in full, which is how a compaction repeats them."""
+    kept: list[msgspec.Raw] = []
+    for place, said in enumerate(map(_said.decode, items)):
+        if said.role == "user":
+            parts = said.content
+            if isinstance(parts, str):
+                parts = [{"type": "input_text", "text": parts}]
+            item = {"id": f"msg_kept_{place}", "type": "message", "status": "completed"}
+            kept.append(msgspec.Raw(_encode({**item, "role": "user", "content": parts})))
+    return kept
