@@ -17,7 +17,7 @@ from tugline.inference.load import load
 from tugline.inference.server import create_app
 from tugline.serving import serve
 
-WINDOW = 2048
+WINDOW = 8192
 
 
 async def main(folder: Path, port: int) -> None:

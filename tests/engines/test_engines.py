@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -45,6 +46,8 @@ ROUTE_NAMES = ("generate", "completions", "chat")
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=0)
 CALM = Sampling(temperature=0.5, top_p=1.0, top_k=0)
 """Where it matters what is said: at 1 a tiny model now and then loses the thread."""
+LONG = 7000
+"""Tokens of a recital that is not to end by itself."""
 CLOSE = 1e-4
 """Largest difference, in nats, between a captured logprob and a recomputed one."""
 
@@ -241,9 +244,11 @@ async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> N
         async for chunk in stream:
             usage = chunk.usage or usage
             for choice in chunk.choices:
-                if choice.delta.content and not text:
+                # engines take an answer without </think> for one long thought
+                thought = getattr(choice.delta, "reasoning_content", None)
+                if not text and (choice.delta.content or thought):
                     early = not it.calls and await it.running() == 1
-                text += choice.delta.content or ""
+                text += choice.delta.content or thought or ""
         (call,) = it.calls
     assert early
     assert usage.completion_tokens == len(call.sampled_ids) == 400
@@ -261,26 +266,29 @@ async def test_a_client_that_hangs_up_frees_the_engine(
     """Nothing runs two seconds later, and the partial answer is recorded as that."""
     await served.examined()
     async with bench(served, route(served, name), tmp_path, CALM) as it:
+        begun = asyncio.Event()
 
         async def ask() -> None:
             asked = [{"role": "user", "content": RECITE}]
-            answer = await it.ask(asked, max_tokens=1600, stream=stream)
+            answer = await it.ask(asked, max_tokens=LONG, stream=stream)
             if stream:
                 async for _ in answer:
-                    pass
+                    begun.set()
 
         asking = asyncio.create_task(ask())
-        await until(it.running, 30)
-        await asyncio.sleep(0.3)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(begun.wait(), 30 if stream else 1)
         asking.cancel()
         await asyncio.wait({asking}, timeout=5)
         await it.client.close()
-        await until(it.idle, 2)
-        await until(it.recorded, 3)
+        left = time.monotonic()
+        await until(it.recorded, 2)
+        await until(it.idle, 2 - (time.monotonic() - left))
         (call,) = it.calls
-    assert call.outcome is End.CLIENT_GONE or not stream
+    seen = (call.outcome, call.finish, len(call.sampled_ids), call.unseen)
+    assert call.outcome is End.CLIENT_GONE or not stream, seen
     told = len(call.sampled_ids) or call.unseen
-    assert 0 < told < 1600
+    assert 0 < told < LONG
     if len(call.sampled_ids):
         check_logprobs(served, (call,))
     else:
@@ -307,7 +315,7 @@ async def test_weights_that_change_in_an_answer_are_told_per_token(
     await served.examined()
     old, new = served.version, next(served.versions)
     async with bench(served, route(served, "generate"), tmp_path, CALM) as it:
-        answer = await it.ask([{"role": "user", "content": RECITE}], max_tokens=900, stream=True)
+        answer = await it.ask([{"role": "user", "content": RECITE}], max_tokens=1500, stream=True)
         swapping: asyncio.Task[None] | None = None
         try:
             seen = 0
@@ -323,7 +331,7 @@ async def test_weights_that_change_in_an_answer_are_told_per_token(
             await swap(it, served.folders.first, served.version)
     first, second = call.versions
     assert (first.version, first.start, first.end) == (old, 0, second.start)
-    assert (second.version, second.end) == (new, len(call.sampled_ids) or 900)
+    assert (second.version, second.end) == (new, len(call.sampled_ids))
     before, after = gaps(served, call, 0), gaps(served, call, 1)
     assert before[: first.end].max() < CLOSE < 0.01 < after[: first.end].max()
     assert before[second.start :].max() > 0.01

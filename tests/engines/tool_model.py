@@ -27,7 +27,7 @@ from tugline.demo.tokenizer import END_OF_TURN, PAD, train_tokenizer
 from tugline.harnesses.base import cache_folder
 from tugline.tokenizer import Tokenizer
 
-WINDOW = 2048
+WINDOW = 8192
 STEPS = 300
 BATCH = 8
 POOL = 400
