@@ -614,6 +614,19 @@ def rebuilt(told: list[tuple[str, Any]]) -> list[Any]:
     return content
 
 
+def test_thinking_is_not_told_to_who_turns_it_off() -> None:
+    """Neither whole nor streamed; the counts stay true."""
+    request = parse([user("Hi")], thinking={"type": "disabled"})
+    answer = answered(Message(Role.ASSISTANT, "Yes.", reasoning="Hm."))
+    whole = json.loads(ANTHROPIC.answer(request, [answer]))
+    assert [part["type"] for part in whole["content"]] == ["text"]
+    assert whole["usage"]["output_tokens"] == 7
+    stream = ANTHROPIC.stream(request, "s1-4", 0)
+    assert stream.piece(ReasoningDelta("Hm.")) == b""
+    told = stream.piece(TextDelta("Yes.")) + stream.close([answer])
+    assert rebuilt(events(told)) == whole["content"]
+
+
 def test_a_fault_in_a_stream_is_an_error_event() -> None:
     """After the headers an engine's failure is told in the same words as before them."""
     stream = ANTHROPIC.stream(parse([user("Hi")]), "s1-4", 0)

@@ -640,6 +640,19 @@ def test_a_stream_is_bare_data_lines() -> None:
     assert chunks(stream.fault(EngineError("gone")))[0]["error"]["status"] == "UNAVAILABLE"
 
 
+@pytest.mark.parametrize("name", ["includeThoughts", "include_thoughts"])
+def test_thoughts_are_not_told_to_who_turns_them_off(name: str) -> None:
+    """Neither whole nor streamed; the counts stay true."""
+    request = parse([user("Hi")], generationConfig={"thinkingConfig": {name: False}})
+    answer = answered(Message(Role.ASSISTANT, "Yes.", reasoning="Hm."))
+    whole = json.loads(GOOGLE.answer(request, [answer]))
+    assert whole["candidates"][0]["content"]["parts"] == [{"text": "Yes."}]
+    assert whole["usageMetadata"]["thoughtsTokenCount"] == 2
+    stream = GOOGLE.stream(request, "s1-4", 0)
+    assert stream.piece(ReasoningDelta("Hm.")) == b""
+    assert stream.piece(TextDelta("Yes.")).startswith(b"data: ")
+
+
 @pytest.mark.parametrize("fault", [True, False])
 def test_without_sse_a_stream_is_one_list(*, fault: bool) -> None:
     """It is valid JSON however it ends, also when nothing came before."""

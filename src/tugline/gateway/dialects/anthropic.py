@@ -40,6 +40,8 @@ from tugline.gateway.dialects.reading import bearer, decode, need
 from tugline.types import Role, Sampling, Tool, TraceKind
 
 _NULL = Raw(b"null")
+_QUIET = b"quiet"
+"""The client wants no thinking blocks."""
 _CHOICES = {
     "auto": ChoiceMode.AUTO,
     "any": ChoiceMode.REQUIRED,
@@ -70,6 +72,10 @@ class _Format(msgspec.Struct):
     schema: Raw = _NULL
 
 
+class _Thinking(msgspec.Struct):
+    type: str
+
+
 class _Output(msgspec.Struct):
     format: _Format | None = None
 
@@ -92,6 +98,7 @@ class _Body(msgspec.Struct):
     top_k: Annotated[int, Meta(ge=0)] | None = None
     stop_sequences: list[str] | None = None
     tool_choice: _Choice | None = None
+    thinking: _Thinking | None = None
     output_config: _Output | None = None
     output_format: _Format | None = None
     context_management: _Context | None = None
@@ -154,6 +161,7 @@ class Anthropic:
             parallel=not choice.disable_parallel_tool_use,
             constraint=_constraint(body),
             native=_native(incoming.headers),
+            echo=_QUIET if body.thinking and body.thinking.type == "disabled" else b"",
         )
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
@@ -165,7 +173,7 @@ class Anthropic:
                 "type": "message",
                 "role": "assistant",
                 "model": answer.model,
-                "content": answer_blocks(answer.message),
+                "content": answer_blocks(answer.message, thinking=request.echo != _QUIET),
                 "stop_reason": stop_reason(answer),
                 "stop_sequence": answer.stop,
                 "usage": usage_of(answer.usage),
@@ -174,7 +182,12 @@ class Anthropic:
 
     def stream(self, request: Request, answer_id: str, created: int) -> MessageStream:
         """Server-sent events from ``message_start`` to ``message_stop``."""
-        return MessageStream(request.model, answer_id, lambda error: self.error(error)[2])
+        return MessageStream(
+            request.model,
+            answer_id,
+            lambda error: self.error(error)[2],
+            thinking=request.echo != _QUIET,
+        )
 
     def count(self, tokens: int) -> bytes:
         """The reply of ``count_tokens``."""

@@ -24,10 +24,10 @@ _UNPARSED = "__unparsedToolInput"
 
 
 # --------------------------------------------------------------------------- written
-def answer_blocks(message: Message) -> list[dict[str, Any]]:
-    """The blocks of one answer: thinking, text, tool uses."""
+def answer_blocks(message: Message, *, thinking: bool) -> list[dict[str, Any]]:
+    """The blocks of one answer: thinking where it is wanted, text, tool uses."""
     blocks: list[dict[str, Any]] = []
-    if message.reasoning:
+    if message.reasoning and thinking:
         signature = signed(hashlib.blake2b(message.reasoning.encode()))
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signature})
     if message.content:

@@ -48,9 +48,17 @@ class MessageStream:
 
     content_type = "text/event-stream"
 
-    def __init__(self, model: str, answer_id: str, error: Callable[[TuglineError], bytes]) -> None:
+    def __init__(
+        self,
+        model: str,
+        answer_id: str,
+        error: Callable[[TuglineError], bytes],
+        *,
+        thinking: bool,
+    ) -> None:
         """`error` writes the body of a failure, which is also its event."""
         self._model, self._id, self._error = model, f"msg_{answer_id}", error
+        self._thinking = thinking
         self._block = -1
         self._kind: type[Piece] | None = None
         self._digest = hashlib.blake2b()
@@ -84,6 +92,8 @@ class MessageStream:
         if isinstance(piece, TextDelta):
             begin = self._begin(TextDelta, {"type": "text", "text": ""})
             return begin + self._delta({"type": "text_delta", "text": piece.text})
+        if not self._thinking:
+            return b""
         blank = {"type": "thinking", "thinking": "", "signature": ""}
         begin = self._begin(ReasoningDelta, blank)
         self._digest.update(piece.text.encode())

@@ -31,7 +31,14 @@ from tugline.gateway.dialects.base import (
     TextDelta,
     Usage,
 )
-from tugline.gateway.dialects.google_config import asked, config, constraint, tool_choice, tools
+from tugline.gateway.dialects.google_config import (
+    asked,
+    config,
+    constraint,
+    shows_thoughts,
+    tool_choice,
+    tools,
+)
 from tugline.gateway.dialects.google_parts import answer_parts, call_part, step
 from tugline.gateway.dialects.reading import bearer, decode
 from tugline.types import Finish, Role, ToolCall, TraceKind
@@ -39,6 +46,7 @@ from tugline.types import Finish, Role, ToolCall, TraceKind
 _NULL = Raw(b"null")
 _ROUTE = re.compile(r"/models/(.+):(generateContent|streamGenerateContent|countTokens)")
 _SSE = b"sse"
+_QUIET = b"quiet"
 _STATUS = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -134,7 +142,7 @@ class Google:
             raise RequestError(msg, param=place)
         declared = memory.tools(bytes(body.tools), tools)
         wanted = config(_given(body.generation_config, body.generation_snake))
-        sse = "sse" in parse_qs(incoming.query).get("alt", ())
+        sse = _SSE if "sse" in parse_qs(incoming.query).get("alt", ()) else b""
         return Request(
             model=model,
             messages=messages,
@@ -146,13 +154,14 @@ class Google:
             tool_choice=tool_choice(_given(body.tool_config, body.choice_snake)),
             constraint=constraint(wanted),
             native=_native(incoming.headers),
-            echo=_SSE if sse else b"",
+            echo=sse + (b"" if shows_thoughts(wanted) else _QUIET),
         )
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
         """A ``GenerateContentResponse``."""
+        thoughts = _QUIET not in request.echo
         candidates = [
-            _candidate(i, answer_parts(answer.message), _finish(answer))
+            _candidate(i, answer_parts(answer.message, thoughts=thoughts), _finish(answer))
             for i, answer in enumerate(answers)
         ]
         head = {"modelVersion": answers[0].model, "responseId": answers[0].id}
@@ -163,7 +172,7 @@ class Google:
     def stream(self, request: Request, answer_id: str, created: int) -> ContentStream:
         """``data:`` lines with ``alt=sse``, else one JSON list that grows."""
         head = {"modelVersion": request.model, "responseId": answer_id}
-        return ContentStream(head, sse=request.echo == _SSE)
+        return ContentStream(head, sse=_SSE in request.echo, thoughts=_QUIET not in request.echo)
 
     def count(self, tokens: int) -> bytes:
         """The reply of ``countTokens``."""
@@ -186,9 +195,9 @@ class Google:
 class ContentStream:
     """One streamed answer; every chunk is a whole response with the parts that are new."""
 
-    def __init__(self, head: dict[str, Any], *, sse: bool) -> None:
+    def __init__(self, head: dict[str, Any], *, sse: bool, thoughts: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/json"
-        self._head, self._sse = head, sse
+        self._head, self._sse, self._thoughts = head, sse, thoughts
         self._chunks = 0
         self._called: set[int] = set()
 
@@ -197,14 +206,16 @@ class ContentStream:
         return b""
 
     def piece(self, piece: Piece, index: int = 0) -> bytes:
-        """A chunk with one part."""
+        """A chunk with one part; nothing for thoughts that the client does not want."""
         if isinstance(piece, ToolCall):
             part = call_part(piece, first=index not in self._called)
             self._called.add(index)
         elif isinstance(piece, TextDelta):
             part = {"text": piece.text}
-        else:
+        elif self._thoughts:
             part = {"text": piece.text, "thought": True}
+        else:
+            return b""
         return self._chunk({"candidates": [_candidate(index, [part])], **self._head})
 
     def close(self, answers: Sequence[Answer]) -> bytes:

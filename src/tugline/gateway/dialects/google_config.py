@@ -50,6 +50,7 @@ class Config(msgspec.Struct, rename="camel"):
     frequency_penalty: float | None = None
     response_logprobs: bool | None = None
     logprobs: int | None = None
+    thinking_config: dict[str, Any] | None = None
     speech_config: Any = None
     image_config: Any = None
 
@@ -81,6 +82,11 @@ def config(raw: Raw) -> Config:
             msg = f"{where}.{name}={value!r:.60} cannot be honoured here; leave it out"
             raise RequestError(msg, param=f"{where}.{name}")
     return found
+
+
+def shows_thoughts(config: Config) -> bool:
+    """Whether the answer's thoughts are told: unless the client says no."""
+    return camel(config.thinking_config or {}).get("includeThoughts") is not False
 
 
 def asked(config: Config) -> Sampling:

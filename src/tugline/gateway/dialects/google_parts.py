@@ -37,10 +37,10 @@ def camel(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- written
-def answer_parts(message: Message) -> list[dict[str, Any]]:
-    """The parts of one answer: thoughts, text, function calls."""
+def answer_parts(message: Message, *, thoughts: bool) -> list[dict[str, Any]]:
+    """The parts of one answer: thoughts where they are wanted, text, function calls."""
     parts: list[dict[str, Any]] = []
-    if message.reasoning:
+    if message.reasoning and thoughts:
         parts.append({"text": message.reasoning, "thought": True})
     if message.content:
         parts.append({"text": message.content})
