@@ -17,16 +17,15 @@ from tugline.capture import segments
 from tugline.cluster.local import Local, OnDone
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.connect import connect
 from tugline.gateway.rendering import Rendering
-from tugline.gateway.upstream import Upstream
 from tugline.inference.base import GenerationEngine
 from tugline.inference.server import create_app
 from tugline.node.parts import Parts
 from tugline.server.store import Store
 from tugline.serving import serve
 from tugline.tokenizer import Tokenizer
-from tugline.types import Call, Status, Task, Trajectory
+from tugline.types import Call, Mode, Status, Task, Trajectory
 
 MODEL = "tugline-demo"
 MAX_ATTEMPTS = 20
@@ -79,7 +78,7 @@ async def rig(
         )
         gateway = await stack.enter_async_context(
             Gateway(
-                Upstream(engine_url, Embedded()),
+                await connect([engine_url], mode=Mode.EXACT),
                 rendering(tokenizer),
                 folder / "segments",
                 port=port,

@@ -75,9 +75,15 @@ class Upstream:
     """Replicas of one engine behind one connection pool."""
 
     def __init__(
-        self, urls: str | Sequence[str], wire: EngineFormat, *, idle_s: float = 300.0
+        self,
+        urls: str | Sequence[str],
+        wire: EngineFormat,
+        *,
+        model: str | None = None,
+        idle_s: float = 300.0,
     ) -> None:
-        """`idle_s` is how long a reply may pause before its replica counts as lost."""
+        """`model` is a served name, the first if None; `idle_s` how long a reply may pause."""
+        self._model = model
         self.replicas = [Replica(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.replicas:
             msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
@@ -211,7 +217,8 @@ class Upstream:
                 body = await response.read()
                 if response.status != 200:
                     raise self.wire.error(response.status, body, None)
-                return msgspec.json.decode(body, type=_Models).data[0]
+                cards = msgspec.json.decode(body, type=_Models).data
+                return [card for card in cards if self._model in {None, card.id}][0]  # noqa: RUF015
         except EngineError:
             raise
         except (
