@@ -250,6 +250,18 @@ async def test_a_forced_tool_is_called(tmp_path: Path, api: str, choice: str) ->
         assert answer.output[-1].name == "read"
 
 
+async def test_a_choice_among_some_tools_is_refused(tmp_path: Path) -> None:
+    """The model sees all of them, and nothing could hold it to a few."""
+    other = {"type": "function", "function": {**READ, "name": "write"}}
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "read"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    async with client(tmp_path, says("x")) as (it, sdk):
+        with pytest.raises(openai.BadRequestError, match="some of the tools") as caught:
+            await chat(sdk, tools=[TOOL, other], tool_choice=choice)
+        assert caught.value.param == "tool_choice"
+        assert it.calls == ()
+
+
 async def test_a_custom_tool_takes_free_text(tmp_path: Path) -> None:
     """In both APIs, in their own types."""
     text = '<tool_call>\n{"name": "patch", "arguments": {"input": "+x"}}\n</tool_call>'

@@ -61,6 +61,9 @@ def check(request: Request, mode: Mode, features: frozenset[Feature]) -> None:
         if name not in names:
             msg = f"tool_choice names {name!r}, which is not among the tools"
             raise RequestError(msg, param="tool_choice")
+    auto = request.tool_choice.mode is ChoiceMode.AUTO
+    if auto and request.tool_choice.names and names - set(request.tool_choice.names):
+        _cannot("tool_choice", "a choice among some of the tools", "leave the others out instead")
     if forced and mode is not Mode.EXACT and Feature.TOOL_CHOICE not in features:
         _cannot("tool_choice", "a forced tool call", "this engine's chat route does not take it")
 

@@ -214,6 +214,10 @@ AUTO, NONE, MUST = ChoiceMode.AUTO, ChoiceMode.NONE, ChoiceMode.REQUIRED
             },
             ToolChoice(MUST),
         ),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PATCH]}},
+            ToolChoice(ChoiceMode.NAMED, ("patch",)),
+        ),
     ],
 )
 def test_tool_choice(choice: Any, wanted: ToolChoice | tuple[str, ...]) -> None:

@@ -231,7 +231,10 @@ def _allowed(item: Any, tools: Sequence[Tool]) -> ToolChoice:
     listed = need(item, "tools", list, "tool_choice")
     names = tuple(_chosen(tool, f"tool_choice.tools[{i}]") for i, tool in enumerate(listed))
     everything = {tool.name for tool in tools} <= set(names)
-    return ToolChoice(ChoiceMode(mode), () if everything else names)
+    if everything:
+        return ToolChoice(ChoiceMode(mode))
+    one = mode == "required" and len(names) == 1
+    return ToolChoice(ChoiceMode.NAMED if one else ChoiceMode(mode), names)
 
 
 class Schema(msgspec.Struct):
