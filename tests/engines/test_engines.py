@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
@@ -147,6 +148,11 @@ def check_logprobs(served: Served, calls: Sequence[Call]) -> float:
     return worst
 
 
+def crowd() -> float:
+    """By how much longer things take on a machine that is busy with other work; 1 or more."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 async def until(holds: Callable[[], Awaitable[object]], seconds: float) -> None:
     """Wait for something that becomes true; fail when it does not."""
     deadline = time.monotonic() + seconds
@@ -263,27 +269,33 @@ async def test_streaming_is_real(served: Served, name: str, tmp_path: Path) -> N
 async def test_a_client_that_hangs_up_frees_the_engine(
     served: Served, name: str, tmp_path: Path, *, stream: bool
 ) -> None:
-    """Nothing runs two seconds later, and the partial answer is recorded as that."""
+    """Nothing runs two seconds later, and the partial answer is recorded as what it is."""
     await served.examined()
     async with bench(served, route(served, name), tmp_path, CALM) as it:
-        begun = asyncio.Event()
-
-        async def ask() -> None:
-            asked = [{"role": "user", "content": RECITE}]
-            answer = await it.ask(asked, max_tokens=LONG, stream=stream)
+        body = {
+            "messages": [{"role": "user", "content": RECITE}],
+            "max_tokens": LONG,
+            "stream": stream,
+        }
+        headers = {"authorization": f"Bearer {it.client.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            asking = asyncio.create_task(
+                client.post(f"{it.client.base_url}chat/completions", json=body)
+            )
             if stream:
-                async for _ in answer:
-                    begun.set()
-
-        asking = asyncio.create_task(ask())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(begun.wait(), 30 if stream else 1)
-        asking.cancel()
-        await asyncio.wait({asking}, timeout=5)
-        await it.client.close()
-        left = time.monotonic()
-        await until(it.recorded, 2)
-        await until(it.idle, 2 - (time.monotonic() - left))
+                response = await asyncio.wait_for(asking, 30)
+                async for line in response.content:
+                    if line.count(b'"content":"') and b'"content":""' not in line:
+                        break
+                    if b'"reasoning_content":"' in line:
+                        break
+                response.close()
+            else:
+                await asyncio.sleep(1)
+                asking.cancel()
+                await asyncio.wait({asking}, timeout=5)
+        await until(it.idle, 2 * crowd())
+        await until(it.recorded, 2 * crowd())
         (call,) = it.calls
     seen = (call.outcome, call.finish, len(call.sampled_ids), call.unseen)
     assert call.outcome is End.CLIENT_GONE or not stream, seen
