@@ -359,7 +359,8 @@ def _part(part: Any, prose: Prose, where: str) -> None:
 
 
 def _tool_call(call: Any, where: str) -> ToolCall:
-    kind = call.get("type") or "function" if isinstance(call, dict) else "function"
+    typed = isinstance(call, dict) and call.get("type") is not None
+    kind = need(call, "type", str, where) if typed else "function"
     if kind not in {"function", "custom"}:
         msg = f"{where}.type={kind!r:.60} must be function or custom"
         raise RequestError(msg, param=f"{where}.type")

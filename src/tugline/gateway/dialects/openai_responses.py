@@ -99,7 +99,7 @@ class _Text(msgspec.Struct):
 
 
 class _Said(msgspec.Struct):
-    role: str = ""
+    role: Any = ""
     content: Any = None
 
 

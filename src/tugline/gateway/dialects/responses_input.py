@@ -19,7 +19,7 @@ import msgspec
 
 from tugline.errors import RequestError, Unsupported
 from tugline.gateway.dialects import openai
-from tugline.gateway.dialects.reading import Prose, need
+from tugline.gateway.dialects.reading import Prose, decode, need
 from tugline.types import Message, Role, Tool, ToolCall, ToolKind
 
 _SEAL = "tugline."
@@ -251,10 +251,11 @@ _READERS: dict[str, Callable[[Any, str], Message | None]] = {
 
 # --------------------------------------------------------------------------- tools
 class _Additional(msgspec.Struct):
-    type: str = ""
+    type: Any = ""
     tools: list[msgspec.Raw] = []
 
 
+_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _additional = msgspec.json.Decoder(_Additional)
 
 
@@ -262,10 +263,10 @@ def declared(tools: msgspec.Raw, items: Sequence[msgspec.Raw], body: bytes) -> b
     """The JSON list of all tools: those of the request, and those that its items add."""
     if b'"additional_tools"' not in body:
         return tools
-    lists = [msgspec.json.decode(tools, type=list[msgspec.Raw] | None) or []]
+    lists = [decode(tools, _list, "tools", "tools") or []]
     for raw in items:
         if b'"additional_tools"' in bytes(raw):
-            item = _additional.decode(raw)
+            item = decode(raw, _additional, "additional_tools", "additional_tools.")
             lists += [item.tools] if item.type == "additional_tools" else []
     return b"[" + b",".join(tool for tools in lists for tool in tools) + b"]"
 
