@@ -11,7 +11,7 @@ import pytest
 from stub_model import StubGateway
 from tugline.node.parts import Parts
 from tugline.node.session import roll_out
-from tugline.plugins import find
+from tugline.plugins import BUILT_IN, find
 from tugline.types import Part, Session, Task
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -63,14 +63,23 @@ async def test_parts_written_as_the_pages_say_work(
     assert "model: openai/tugline-policy" in log
 
 
+@pytest.mark.parametrize("part", BUILT_IN["harness"])
+def test_every_option_of_a_harness_has_a_row(part: str) -> None:
+    """The table of docs/configuration.md names each option, below its harness."""
+    rows = re.findall(
+        r"^\| (?:`(\w+)`)? *\| `(\w+)` \|", (DOCS / "configuration.md").read_text(), re.M
+    )
+    named: dict[str, set[str]] = {}
+    current = ""
+    for harness, option in rows:
+        current = harness or current
+        named.setdefault(current, set()).add(option)
+    assert set(signature(find("harness", part)).parameters) == named[part]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "part"),
-    [
-        ("harnesses", "harness", "pi"),
-        ("harnesses", "harness", "shell"),
-        ("runtimes", "runtime", "local"),
-        ("evaluators", "evaluator", "tests"),
-    ],
+    [("runtimes", "runtime", "local"), ("evaluators", "evaluator", "tests")],
 )
 def test_every_option_is_on_its_page(name: str, kind: str, part: str) -> None:
     """A part and each of its options are named where people look for them."""
