@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from tugline.conformance import sandbox, sessions
-from tugline.conformance.cells import CELLS, cells_of, judged
+from tugline.conformance.cells import CELLS, REASONS, cells_of, judged
 from tugline.conformance.rehearsal import Rehearsal, Seen
 from tugline.conformance.script import Hitch, Player, Turn, tokenizer
-from tugline.conformance.worker import parts_of
+from tugline.conformance.worker import checks_of, parts_of
 from tugline.errors import UsageError
 from tugline.gateway.rendering import Rendering
 from tugline.runtimes.base import Exit
@@ -210,6 +210,15 @@ def test_a_reason_in_the_harness_excuses_only_its_own_failure() -> None:
     assert judged(mini, "streaming", "only 0 turns") == "fail: only 0 turns"
     assert judged(CELL, "streaming", "the answer came whole").startswith("fail: ")
     assert judged(CELL, "streaming", None) == "pass"
+
+
+def test_the_docs_say_what_is_checked_and_what_lies_in_a_harness() -> None:
+    """Each check and each reason stands in docs/harnesses.md."""
+    page = (Path(__file__).parents[2] / "docs" / "harnesses.md").read_text(encoding="utf-8")
+    names = {name for cell in CELLS for name in checks_of(cell, slow=True)}
+    assert [name for name in sorted(names) if f"| `{name}` |" not in page] == []
+    rows = [f"| `{harness}` | `{name}` | {reason} |" for harness, name, _, reason in REASONS]
+    assert [row for row in rows if row not in page] == []
 
 
 def test_every_harness_of_the_matrix_has_its_dialects() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ class Player:
         return len(prompt) - int(starts[-1]) - len(self._opening)
 
 
+@cache
 def tokenizer() -> Tokenizer:
     """A byte-level BPE tokenizer, learnt from the text of this package in a tenth of a second."""
     backend = Backend(models.BPE())
