@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tugline.conformance.cells import cells_of
@@ -39,3 +42,18 @@ async def test_an_engine_outside_answers_through_the_only_door() -> None:
     assert result.turns == 4
     for name in ("completes", "streaming", "usage_seen", "no_foreign_host"):
         assert result.checks[name] == "pass"
+
+
+@pytest.mark.pi
+async def test_without_a_sandbox_the_rest_is_checked_and_the_lack_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that allows no namespaces gets verdicts, and one failure that names the reason."""
+    (tmp_path / "unshare").write_text(
+        "#!/bin/sh\necho 'unshare failed: not permitted' >&2\nexit 1\n"
+    )
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    verdicts = (await check(cells_of("pi")[0])).checks
+    assert verdicts.pop("no_foreign_host") == "fail: no sandbox: unshare failed: not permitted"
+    assert set(verdicts.values()) == {"pass"}
