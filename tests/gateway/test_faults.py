@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -575,3 +576,20 @@ async def test_a_client_that_leaves_is_in_the_ledger(tmp_path: Path, dialect: Di
         ledger = PrefixMerging().build(it.gateway.calls("s1")).ledger
     assert set(ledger.masked) == {Reason.CLIENT_GONE}
     assert ledger.trained == 0
+
+
+@each_dialect
+async def test_nothing_of_a_prompt_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, dialect: Dialect
+) -> None:
+    """Neither an answered call nor a refused one leaves its words, or its key, in a log."""
+    with structlog.testing.capture_logs() as logged, caplog.at_level("DEBUG"):
+        async with door(tmp_path) as it:
+            await it.send(dialect, json.dumps(dialect.body("a-secret-word")).encode())
+            await it.send(dialect, b'{"model": "a-secret-word", "messages": "a-secret-word"')
+            await it.send(dialect, key="a-secret-word")
+            key = it.key
+    words = repr(logged) + caplog.text
+    assert "refused" in words
+    assert "a-secret-word" not in words
+    assert key not in words

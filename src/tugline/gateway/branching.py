@@ -43,9 +43,9 @@ def nearest(turns: Sequence[Turn], ids: Ids) -> tuple[int, Turn | None]:
     return best, found
 
 
-def beside(turns: Sequence[Turn], parent: Turn, marks: Sequence[Mark]) -> Branch | None:
-    """`TURN_DELETED` if the request repeats what a turn after `parent` was asked, and goes on."""
-    for turn in turns:
+def beside(children: Sequence[Turn], parent: Turn, marks: Sequence[Mark]) -> Branch | None:
+    """`TURN_DELETED` if the request repeats what a child of `parent` was asked, and goes on."""
+    for turn in children:
         asked = turn.marks
         if (
             turn.before is parent

@@ -49,6 +49,8 @@ class Conversation:
         self._rendering = rendering
         self._turns: dict[bytes, list[Turn]] = {}
         self._all: list[Turn] = []
+        self._children: dict[int, list[Turn]] = {}
+        """Turns by the number of the call whose conversation they went on with."""
         self._chains: list[_Chain] = []
         self._tools: tuple[Sequence[Tool], bytes] = ((), tools_digest(()))
 
@@ -71,7 +73,7 @@ class Conversation:
             prompt=prompt,
             turn=turn,
             parent=turn.number,
-            branch=branching.beside(self._all, turn, links.marks[depth:]),
+            branch=branching.beside(self._children.get(turn.number, ()), turn, links.marks[depth:]),
             healed=healed(turn.answer, messages[depth - 1]),
             added=tail,
             marks=tuple(links.marks[depth:]),
@@ -123,10 +125,12 @@ class Conversation:
         digest = chained(plan.digest, mark(answer, {}))
         self._turns.setdefault(digest, []).append(turn)
         self._all.append(turn)
+        if turn.before is not None:
+            self._children.setdefault(turn.before.number, []).append(turn)
 
     def continued(self, number: int) -> bool:
         """Whether a later turn went on from the call `number`."""
-        return any(turn.before is not None and turn.before.number == number for turn in self._all)
+        return number in self._children
 
     # ----------------------------------------------------------------------- recognising
     def _digest(self, tools: Sequence[Tool]) -> bytes:
