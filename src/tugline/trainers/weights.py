@@ -1,9 +1,10 @@
 """Put new weights into a running engine: pause, load, resume.
 
-Running answers are kept, ended with what they have, or waited for. A kept one goes on under the new
-weights over a context that is computed anew, and its tokens carry both versions: a later forward
-pass finds the same numbers (I1). No engine forgets cached context by itself; here it is always
-told to, because an answer over another policy's cache is off by nats. No torch here.
+Running answers are kept, ended with what they have, or waited for. On vLLM and SGLang a kept one
+goes on under the new weights over a context that is computed anew, and its tokens carry both
+versions, so a later forward pass finds the same numbers (I1). No engine forgets cached context by
+itself; here it is always told to, because an answer over another policy's cache is off by nats.
+No torch here.
 """
 
 from __future__ import annotations

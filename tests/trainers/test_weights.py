@@ -1,0 +1,99 @@
+"""Which requests change an engine's weights, in which order, and what happens when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tugline.errors import EngineError
+from tugline.serving import serve
+from tugline.trainers.weights import EmbeddedWeights, Running, SglangWeights, VllmWeights
+
+FOLDER = Path("model")
+
+
+@asynccontextmanager
+async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[tuple[str, Any]]]]:
+    """An address that takes every control request, and what came; `fails` says no."""
+    seen: list[tuple[str, Any]] = []
+
+    async def control(request: Request) -> Response:
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        seen.append((path, await request.json()))
+        return JSONResponse({"success": path != fails, "message": "cache is held"})
+
+    app = Starlette(routes=[Route("/{path:path}", control, methods=["POST"])])
+    async with serve(app) as url:
+        yield url, seen
+
+
+async def test_vllm_forgets_what_the_old_weights_computed() -> None:
+    """Reload, then the prefix cache with what is running, then the version; in a pause."""
+    async with engine() as (url, seen), VllmWeights(url) as weights:
+        await weights.pause()
+        await weights.load(FOLDER, 7)
+        await weights.resume()
+    assert seen == [
+        ("/pause?mode=keep", {}),
+        (
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": "model"}},
+        ),
+        ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ("/update_weight_version", {"new_version": "7"}),
+        ("/resume", {}),
+    ]
+
+
+async def test_sglang_is_told_in_its_own_words() -> None:
+    """What runs is retracted and computed anew; to wait is the engine's own way of loading."""
+    load = ("/update_weights_from_disk", _load(7))
+    async with engine() as (url, seen), SglangWeights(url) as weights:
+        for running in ("keep", "abort", "wait"):
+            await weights.pause(running)
+            await weights.load(FOLDER, 7)
+            await weights.resume()
+    go_on = ("/continue_generation", {})
+    assert seen == [
+        ("/pause_generation", {"mode": "retract"}), load, go_on,
+        ("/pause_generation", {"mode": "abort"}), load, go_on,
+        load,
+    ]  # fmt: skip
+
+
+def _load(version: int) -> dict[str, Any]:
+    return {"model_path": "model", "weight_version": str(version), "flush_cache": True}
+
+
+async def test_a_step_that_fails_is_an_error() -> None:
+    """A cache that was not emptied is not a detail; neither is an engine that is gone."""
+    async with engine(fails="/reset_prefix_cache?reset_running_requests=true") as (url, seen):
+        async with VllmWeights(url) as weights:
+            with pytest.raises(EngineError, match="cache is held"):
+                await weights.load(FOLDER, 7)
+        assert [path for path, _ in seen][-1].startswith("/reset_prefix_cache")
+    async with SglangWeights("http://127.0.0.1:9") as weights:
+        with pytest.raises(EngineError, match="did not answer /update_weights_from_disk"):
+            await weights.load(FOLDER, 7)
+
+
+async def test_the_embedded_engine_swaps_in_place() -> None:
+    """Folder, version and what becomes of running answers reach the engine's own swap."""
+    seen: list[tuple[Path, int, Running]] = []
+
+    async def swap(folder: Path, version: int, running: Running) -> None:
+        seen.append((folder, version, running))
+
+    weights = EmbeddedWeights(swap)
+    await weights.pause("abort")
+    await weights.load(FOLDER, 7)
+    await weights.resume()
+    assert seen == [(FOLDER, 7, "abort")]
