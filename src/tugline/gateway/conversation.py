@@ -52,7 +52,7 @@ class Conversation:
         self._children: dict[int, list[Turn]] = {}
         """Turns by the number of the call whose conversation they went on with."""
         self._chains: list[_Chain] = []
-        self._tools: tuple[Sequence[Tool], bytes] = ((), tools_digest(()))
+        self._tools: list[tuple[Sequence[Tool], bytes]] = []
 
     def plan(
         self, messages: Sequence[Message], tools: Sequence[Tool], thread: str | None = None
@@ -134,9 +134,12 @@ class Conversation:
 
     # ----------------------------------------------------------------------- recognising
     def _digest(self, tools: Sequence[Tool]) -> bytes:
-        if tools is not self._tools[0]:
-            self._tools = (tools, tools_digest(tools))
-        return self._tools[1]
+        for known, digest in self._tools:
+            if known is tools:
+                return digest
+        digest = tools_digest(tools)
+        self._tools = [(tools, digest), *self._tools][:_REMEMBERED]
+        return digest
 
     def _link(self, messages: Sequence[Message], tools: bytes) -> _Chain:
         """Digests of the request, taken over from the known one with the longest same front."""
@@ -155,7 +158,9 @@ class Conversation:
             if message.tool_calls:
                 places = places_of(message)
         links = _Chain(tools, messages, marks, chain)
-        self._chains = [links, *(c for c in self._chains if c is not best)][:_REMEMBERED]
+        grown = best if shared == len(best.messages) else None
+        others = [known for known in self._chains if known is not grown]
+        self._chains = [links, *others][:_REMEMBERED]
         return links
 
     def _deepest(self, links: _Chain, messages: Sequence[Message]) -> tuple[int, Turn] | None:

@@ -254,15 +254,18 @@ class Memory:
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
-        self._tools: tuple[bytes, tuple[Tool, ...]] = (b"", ())
+        self._tools: dict[bytes, tuple[Tool, ...]] = {b"": ()}
 
     def messages(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
         """Fold raw JSON `items` into messages, beginning where they differ from a known request.
 
         The messages of the shared front are the same objects as before.
         """
-        best = max(self._seen, key=lambda seen: seen.shared(items), default=None)
-        at = best.shared(items) if best is not None else 0
+        best, at = None, 0
+        for seen in self._seen:
+            shared = seen.shared(items)
+            if shared > at:
+                best, at = seen, shared
         messages: list[Message] = []
         ends: list[tuple[int, Message | None]] = []
         if best is not None and at:
@@ -285,6 +288,10 @@ class Memory:
     def tools(self, raw: bytes, parse: Callable[[Any], tuple[Tool, ...]]) -> tuple[Tool, ...]:
         """The tools that `raw` JSON declares; the same object while the bytes stay the same."""
         raw = bytes(raw)  # a `msgspec.Raw` equals no bytes
-        if raw != self._tools[0]:
-            self._tools = (raw, parse(decode(raw, _ANY, "the list of tools")))
-        return self._tools[1]
+        known = self._tools.get(raw)
+        if known is None:
+            known = parse(decode(raw, _ANY, "the list of tools"))
+            if len(self._tools) >= _REMEMBERED:
+                self._tools.clear()
+            self._tools[raw] = known
+        return known
