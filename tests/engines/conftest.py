@@ -24,6 +24,17 @@ from tugline.trainers.weights import (
     Weights,
 )
 
+FURTHEST = "largest logprob difference"
+"""What a test notes and the end of the run tells, since it is the point of it all."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how far captured logprobs were from recomputed ones."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == FURTHEST and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid.partition('::')[2]}: {value:.1e}")
+
 
 @dataclass(slots=True)
 class Served:

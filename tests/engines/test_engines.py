@@ -17,7 +17,7 @@ import numpy as np
 import openai
 import pytest
 
-from engines.conftest import Served
+from engines.conftest import FURTHEST, Served
 from engines.embedded_server import WINDOW
 from engines.tool_model import RECITE, TOOLS
 from inference.tiny_model import truth
@@ -181,7 +181,7 @@ async def test_the_doctor_finds_what_each_engine_is(served: Served) -> None:
 # --------------------------------------------------------------------------- sessions
 @pytest.mark.parametrize("name", ROUTE_NAMES)
 async def test_a_tool_session_is_captured_token_by_token(
-    served: Served, name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    served: Served, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Four turns with parallel tool calls: parsed, one sequence, logprobs as recomputed."""
     await served.examined()
@@ -206,7 +206,7 @@ async def test_a_tool_session_is_captured_token_by_token(
     assert len(calls) == 4
     assert {call.mode for call in calls} == {wire.mode}
     assert {span.version for call in calls for span in call.versions} == {served.version}
-    record_property("max_delta_logprob", check_logprobs(served, calls))
+    request.node.user_properties.append((FURTHEST, check_logprobs(served, calls)))
     for before, after in itertools.pairwise(calls):
         whole = np.concatenate((before.prompt_ids, before.sampled_ids))
         extends = np.array_equal(after.prompt_ids[: len(whole)], whole)
