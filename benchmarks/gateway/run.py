@@ -57,13 +57,17 @@ class Size:
     rate: float
     """Calls a second in all, for latency; streams get a third."""
     memory_calls: int
+    paced_turns: int = 8
+    """Calls of each of the spaced streams in a block."""
     connections: tuple[int, ...] = (1, 16, 64)
 
 
 SIZES = {
     "full": Size(rounds=12, calls=1200, rate=90, memory_calls=20_000),
     "quick": Size(rounds=3, calls=180, rate=90, memory_calls=1_920),
-    "smoke": Size(rounds=2, calls=36, rate=60, memory_calls=1_280, connections=(1, 4)),
+    "smoke": Size(
+        rounds=2, calls=36, rate=60, memory_calls=1_280, paced_turns=1, connections=(1, 4)
+    ),
 }
 """``smoke`` shows that all of it runs; its figures mean nothing."""
 
@@ -196,11 +200,11 @@ def _told(data: bytes, story: Script, turn: int) -> Told:
 
 
 # --------------------------------------------------------------------------- measuring
-async def cpu(rig: Rig, mode: Mode, rounds: int) -> dict[str, list[float]]:
+async def cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
     """CPU ms a call of gateway and pass-through, block by block, one session a block."""
     gateway = rig.gateways[mode.gateway]
     blocks: dict[str, list[float]] = {"passthrough": [], "gateway": []}
-    for _ in range(rounds):
+    for _ in range(size.rounds):
         for kind, found in blocks.items():
             child = rig.floor if kind == "passthrough" else gateway.child
             if kind == "gateway":
@@ -214,21 +218,20 @@ async def cpu(rig: Rig, mode: Mode, rounds: int) -> dict[str, list[float]]:
     return blocks
 
 
-async def paced_cpu(rig: Rig, mode: Mode, rounds: int) -> dict[str, list[float]]:
+async def paced_cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
     """The same for spaced streams, of which many are open at a time."""
     gateway = rig.gateways[mode.gateway]
     blocks: dict[str, list[float]] = {"passthrough": [], "gateway": []}
-    gateway.open(PACED_STREAMS * (1 + rounds))
+    gateway.open(PACED_STREAMS * (1 + size.rounds))
     seats = {kind: rig.seats(mode, kind, PACED_STREAMS) for kind in blocks}
     for each in seats.values():
         await _stagger(each)
-    turns = 8
-    for _ in range(rounds):
+    for _ in range(size.rounds):
         for kind, found in blocks.items():
             child = rig.floor if kind == "passthrough" else gateway.child
             before = child.cpu()
-            await closed_loop(seats[kind], turns)
-            found.append((child.cpu() - before) / (turns * PACED_STREAMS) * 1000)
+            await closed_loop(seats[kind], size.paced_turns)
+            found.append((child.cpu() - before) / (size.paced_turns * PACED_STREAMS) * 1000)
     for each in seats.values():
         _close(each)
     return blocks
@@ -271,7 +274,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
     return float(middle), float(high)
 
 
-async def first_byte(rig: Rig, mode: Mode) -> float:
+async def first_byte(rig: Rig, mode: Mode, size: Size) -> float:
     """Median ms from the engine's first visible token to the client's first content."""
     gateway = rig.gateways[mode.gateway]
     gateway.open(1)
@@ -279,7 +282,7 @@ async def first_byte(rig: Rig, mode: Mode) -> float:
     await seat.connect()
     url = f"http://127.0.0.1:{rig.engine.port}/times"
     await asyncio.to_thread(_fetch, url)
-    answers = await closed_loop([seat], TURNS)
+    answers = await closed_loop([seat], 4 * size.paced_turns if mode.paced else TURNS)
     written = await asyncio.to_thread(_fetch, url)
     seat.close()
     waits = [answer.first - at for answer, at in zip(answers, written, strict=True)]
@@ -332,7 +335,7 @@ async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], lis
     """One mode's figures, the pass-through's blocks, and the bytes kept a call."""
     note(f"{mode.name}: CPU time")
     gateway = rig.gateways[mode.gateway]
-    blocks = await (paced_cpu if mode.paced else cpu)(rig, mode, size.rounds)
+    blocks = await (paced_cpu if mode.paced else cpu)(rig, mode, size)
     begun = gateway.close()
     whole = [path for path in begun if len(segments.read(path).calls) == TURNS]
     check(rig, mode, whole[-1])
@@ -344,7 +347,7 @@ async def measure(rig: Rig, mode: Mode, size: Size) -> tuple[dict[str, Any], lis
         "passthrough_cpu_ms": round(floor, 3),
     }
     if mode.stream:
-        told["first_byte_ms"] = round(await first_byte(rig, mode), 2)
+        told["first_byte_ms"] = round(await first_byte(rig, mode, size), 2)
         gateway.close()
     if not mode.paced:
         for count in size.connections:
@@ -448,8 +451,10 @@ def main() -> None:
         dest="size",
         help="fewer calls, rougher figures",
     )
-    parser.add_argument("--size", choices=SIZES, default="full", help=argparse.SUPPRESS)
-    parser.add_argument("--only", nargs="+", default=[mode.name for mode in MODES], metavar="MODE")
+    parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
+    names = [mode.name for mode in MODES]
+    parser.add_argument("--only", nargs="+", choices=names, help="these modes")
+    parser.set_defaults(size="full", only=names)
     options = parser.parse_args()
     try:
         told = uvloop.run(run(options.size, options.only))
