@@ -47,7 +47,7 @@ async def talk(url: str, *parts: bytes) -> bytes:
         (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", OK),
         (b"\x16\x03\x01 not http\r\n\r\n", b"HTTP/1.1 400 "),
     ],
-    ids=["whole", "headers stop", "silence", "endless header", "many headers", "upgrade", "garbage"],
+    ids=["whole", "half", "silence", "endless header", "many headers", "upgrade", "garbage"],
 )
 async def test_what_a_connection_gets(
     monkeypatch: pytest.MonkeyPatch, request_bytes: bytes, reply: bytes

@@ -24,7 +24,7 @@ from tugline.gateway.upstream import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.serving import serve
-from tugline.types import Branch, Call, Finish, Ids, Limits, Outcome, Part, Sampling, Session, Task
+from tugline.types import Call, Finish, Ids, Limits, Outcome, Part, Sampling, Session, Task
 
 RENDERING = rendering()
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'

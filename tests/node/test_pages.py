@@ -67,7 +67,7 @@ async def test_parts_written_as_the_pages_say_work(
 def test_every_option_of_a_harness_has_a_row(part: str) -> None:
     """The table of docs/configuration.md names each option, below its harness."""
     rows = re.findall(
-        r"^\| (?:`(\w+)`)? *\| `(\w+)` \|", (DOCS / "configuration.md").read_text(), re.M
+        r"^\| (?:`(\w+)`)? *\| `(\w+)` \|", (DOCS / "configuration.md").read_text(), re.MULTILINE
     )
     named: dict[str, set[str]] = {}
     current = ""
