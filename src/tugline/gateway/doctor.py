@@ -35,6 +35,14 @@ _TOOL = Tool(
 )
 _ANY_IDS = np.arange(10, 42, dtype=np.int32)
 """A prompt for engines that tell none of theirs; every vocabulary has these."""
+_COOL = 0.05
+"""Nearly greedy: the likeliest token's processed logprob is about 0, its raw one stays."""
+_TELLING = 0.1
+"""A logprob closer to 0 says nothing, in nats."""
+_MOVED = 0.15
+"""Share by which processed logprobs move at least; raw ones in half precision move by 0.03."""
+_ENOUGH = 4
+"""Telling tokens; a model that is certain of what it says shows few at a time."""
 _FAULTS = (aiohttp.ClientError, TimeoutError, TuglineError)
 
 
@@ -195,29 +203,32 @@ class _Probe:
 
     # ----------------------------------------------------------------------- what logprobs mean
     async def _meaning(self, wire: EngineFormat) -> LogprobMeaning | None:
-        """Whether logprobs at temperature 0.7 are those of temperature 1."""
+        """Whether logprobs at a low temperature are those of temperature 1."""
         if wire.mode is Mode.TEXT:
             return None
+        telling: list[tuple[float, float]] = []
         try:
-            pairs = await self._same_token_twice(wire)
+            for _ in range(3):
+                pairs = await self._same_token_twice(wire)
+                telling += [(warm, cool) for warm, cool in pairs if warm < -_TELLING]
+                if len(telling) >= _ENOUGH:
+                    break
         except _FAULTS as error:
             self._note("logprobs", False, str(error) or type(error).__name__)
             return None
-        far = [abs(cool - warm) for warm, cool in pairs]
-        telling = [gap for (warm, _), gap in zip(pairs, far, strict=True) if warm < -1e-3]
         if not telling:
             self._note("logprobs", None, "the model was too certain to tell raw from processed")
             return None
-        # a token's raw logprob is one number; temperature moves it by far more than this
-        share = sum(gap < 2e-4 for gap in telling) / len(telling)
-        raw = share > 0.5
+        moved = sum(abs(cool - warm) for warm, cool in telling) / -sum(w for w, _ in telling)
+        raw = moved < _MOVED
         meaning = LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
         detail = "before temperature (raw)" if raw else "after temperature (processed)"
-        self._note("logprobs", True, f"{detail}, by {len(telling)} tokens drawn at both 0.7 and 1")
+        counted = f"{len(telling)} tokens drawn at both {_COOL} and 1 moved by {moved:.0%}"
+        self._note("logprobs", True, f"{detail}: {counted}")
         return meaning
 
     async def _same_token_twice(self, wire: EngineFormat) -> list[tuple[float, float]]:
-        """Logprobs of tokens that were drawn in one context at temperature 1 and at 0.7."""
+        """Logprobs of tokens that were drawn in one context at temperature 1 and at `_COOL`."""
         pairs: list[tuple[float, float]] = []
         contexts: list[Ids | None] = [None]
         if wire.mode is Mode.EXACT:
@@ -225,9 +236,9 @@ class _Probe:
             cuts = range(0, len(answer.ids), 2)
             contexts = [np.concatenate((self._prompt, answer.ids[:cut])) for cut in cuts]
         for context in contexts:
-            drawn = {t: await self._draws(wire, context, t) for t in (1.0, 0.7)}
-            both = drawn[1.0].keys() & drawn[0.7].keys()
-            pairs += [(drawn[1.0][token], drawn[0.7][token]) for token in both]
+            drawn = {t: await self._draws(wire, context, t) for t in (1.0, _COOL)}
+            both = drawn[1.0].keys() & drawn[_COOL].keys()
+            pairs += [(drawn[1.0][token], drawn[_COOL][token]) for token in both]
         return pairs
 
     async def _draws(
@@ -235,7 +246,7 @@ class _Probe:
     ) -> dict[int, float]:
         more: dict[str, Any] = {} if context is None else {"prompt": Tokens(context)}
         more["sampling"] = Sampling(temperature=temperature, top_p=1.0, top_k=0, max_tokens=1)
-        asks = [self._ask(wire, 1, stream=False, **more) for _ in range(6)]
+        asks = [self._ask(wire, 1, stream=False, **more) for _ in range(8)]
         answers = await asyncio.gather(*(self._engine.ask(wire, asked) for asked in asks))
         return {int(a.ids[0]): a.logprobs[0] for a in answers if len(a.ids)}
 
