@@ -320,7 +320,8 @@ def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
         Message(Role.TOOL, "x = 1", tool_call_id="c1"),
     )
     choice = ToolChoice(ChoiceMode.NAMED, ("read",))
-    asked = ask_for(wire, messages=messages, tools=(TOOL,), tool_choice=choice, parallel=False)
+    parallel = isinstance(wire, SglangChat)
+    asked = ask_for(wire, messages=messages, tools=(TOOL,), tool_choice=choice, parallel=parallel)
     body = json.loads(wire.post(asked).body)
     system, user, assistant, tool = body["messages"]
     assert system == {"role": "system", "content": "Help."}
@@ -334,7 +335,7 @@ def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
         assert not {"reasoning", "reasoning_content"} & set(assistant)
     assert tool == {"role": "tool", "content": "x = 1", "tool_call_id": "c1"}
     assert body["tool_choice"] == {"type": "function", "function": {"name": "read"}}
-    assert body["parallel_tool_calls"] is False
+    assert body.get("parallel_tool_calls", True) is parallel
     assert (body["stop"], body["stream"]) == (["END"], True)
     assert body["stream_options"] == {"include_usage": True}
     assert "include_reasoning" not in body
@@ -353,6 +354,14 @@ def test_structured_output_is_asked_for_in_each_engines_words() -> None:
     for wire in (SglangGenerate(), SglangChat(), TextChat()):
         with pytest.raises(Unsupported, match="grammar"):
             wire.post(ask_for(wire, constraint=grammar))
+
+
+def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
+    """One tool call at most: asked for, the server makes several all the same."""
+    wire = SglangChat()
+    with pytest.raises(Unsupported, match="one tool call") as caught:
+        wire.post(ask_for(wire, tools=(TOOL,), parallel=False))
+    assert caught.value.param == "parallel_tool_calls"
 
 
 def test_a_banned_id_is_never_drawn() -> None:

@@ -200,13 +200,17 @@ class SglangChat(_Sglang):
     features = frozenset({Feature.STRUCTURED, Feature.IMAGES, Feature.TOOL_CHOICE})
 
     def post(self, ask: Ask) -> Post:
-        """The conversation, and what to tell of the tokens."""
+        """The conversation, and what to tell of the tokens. Raises `Unsupported` by name."""
+        if ask.tools and not ask.parallel:
+            msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
+            raise Unsupported(msg, param="parallel_tool_calls")
         body = chat_body(ask, reasoning="reasoning_content")
         body |= NEUTRAL | {
             "logprobs": True,
             "return_input_ids_in_sglext": True,
             "return_output_ids_in_sglext": True,
             "rid": ask.request_id,
+            "skip_special_tokens": False,  # else thoughts whose marks are special never end
             "top_k": ask.sampling.top_k or -1,
         }
         if ask.constraint is not None:
