@@ -211,7 +211,7 @@ async def test_a_tool_session_is_captured_token_by_token(
         whole = np.concatenate((before.prompt_ids, before.sampled_ids))
         extends = np.array_equal(after.prompt_ids[: len(whole)], whole)
         assert extends is (after.branch is None)
-        if wire.mode is Mode.EXACT:
+        if wire.mode is Mode.EXACT or served.name != "embedded":  # its template drops old thoughts
             assert extends
         assert after.branch in {None, Branch.ENGINE_RERENDERED}
     traces, _ = PrefixMerging().build(calls)

@@ -155,7 +155,7 @@ class Draw:
         except asyncio.CancelledError:
             await self._break_off()
         except EngineError as error:
-            if self.sampled.length:
+            if self.sampled.length or self.sampled.unseen:
                 await self._finish(Outcome.ENGINE_LOST)
             else:
                 self.error = error
