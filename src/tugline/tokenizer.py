@@ -93,7 +93,9 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it become their ids."""
         if len(text) > _SHORT or add_special_tokens:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # One text as a batch: without the offsets that `encode` makes, in two thirds the time.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = batch[0].ids
             return ids
         known = self._short.get(text)
         if known is None:
@@ -105,6 +107,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `token_ids`; an incomplete character at the end decodes to U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def spelled(self, token_ids: Sequence[int]) -> str:
+        """The same as `decode`, sooner where ids have spellings of their own."""
+        spellings = self.spellings
+        if spellings is None:
+            return self.decode(token_ids)
+        return b"".join([spellings[token] for token in token_ids]).decode("utf-8", "replace")
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
         """The id of one token, None if the vocabulary lacks it."""

@@ -79,7 +79,7 @@ class Gateway:
         host: str = "127.0.0.1",
         port: int = 0,
         stream: StreamMode = "live",
-        flush_s: float = 0.05,
+        flush_s: float = 1.0,
     ) -> None:
         """Calls are kept under `segments_dir`, one file per session; port 0 takes any free one.
 

@@ -125,26 +125,33 @@ class Decoder:
 
     def _walk(self, ids: list[int], start: int) -> None:
         """Take ids, the first of which is number `start` of the sampled ones."""
-        controls, singly = self._controls, self._singly
-        run: list[int] = []
-        for place, token in enumerate(ids, start + 1):
-            if token in controls:
-                if run:
-                    self._plain(run)
-                    run = []
-                self._place = place
-                self._control(token)
-            else:
-                run.append(token)
-                if singly:
-                    self._place = place
-                    self._plain(run)
-                    run = []
+        controls = self._controls
+        if self._singly:
+            self._walk_singly(ids, start)
+            return
+        behind = 0
+        for place in [at for at, token in enumerate(ids) if token in controls]:
+            if place > behind:
+                self._plain(ids[behind:place])
+            behind = place + 1
+            self._place = start + behind
+            self._control(ids[place])
             if self._part is _Part.OVER:
                 return
-        if run:
+        if behind < len(ids):
             self._place = start + len(ids)
-            self._plain(run)
+            self._plain(ids[behind:])
+
+    def _walk_singly(self, ids: list[int], start: int) -> None:
+        """The same, so that a stop string's place is known to the id."""
+        for place, token in enumerate(ids, start + 1):
+            self._place = place
+            if token in self._controls:
+                self._control(token)
+            else:
+                self._plain([token])
+            if self._part is _Part.OVER:
+                return
 
     def _plain(self, run: list[int]) -> None:
         """Take ids that mark nothing."""

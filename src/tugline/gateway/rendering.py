@@ -184,7 +184,7 @@ class Rendering:
     def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
         if self.template.plain_json:
-            call = json_call(self.tokenizer.decode(block[1:-1]))
+            call = json_call(self.tokenizer.spelled(block[1:-1]))
             if call is not None:
                 return (call,)
         parsed = self._parsed([*self.markers.lead, *block], None, tools)

@@ -55,9 +55,16 @@ class Tokens:
         parts.reverse()
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
-    def json(self) -> bytes:
-        """All ids as JSON digits without the brackets."""
-        return b",".join(node.text() for node in self._chain() if len(node.ids))
+    def json(self, before: bytes = b"", after: bytes = b"") -> bytes:
+        """All ids as JSON digits without the brackets, between two texts."""
+        parts = [before]
+        for node in self._chain():
+            if len(node.ids):
+                parts += (node.text(), b",")
+        if len(parts) > 1:
+            parts.pop()
+        parts.append(after)
+        return b"".join(parts)
 
     def cut(self, length: int) -> Tokens:
         """The first `length` ids, sharing every whole node before the cut."""

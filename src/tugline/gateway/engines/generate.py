@@ -88,7 +88,7 @@ class Generate:
                 "request_id": ask.request_id,
             }
         )
-        body = b'{"token_ids":[' + ask.prompt.json() + b"]," + rest[1:]
+        body = ask.prompt.json(b'{"token_ids":[', b"]," + rest[1:])
         return Post("/inference/v1/generate", body)
 
     def reader(self, ask: Ask) -> GenerateReader:

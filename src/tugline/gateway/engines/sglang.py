@@ -74,7 +74,7 @@ class SglangGenerate(_Sglang):
                 "stream": ask.stream,
             }
         )
-        return Post("/generate", b'{"input_ids":[' + ask.prompt.json() + b"]," + rest[1:])
+        return Post("/generate", ask.prompt.json(b'{"input_ids":[', b"]," + rest[1:]))
 
     def reader(self, ask: Ask) -> Reader:
         """A fresh reader."""

@@ -79,7 +79,7 @@ class VllmCompletions:
                 "request_id": ask.request_id,
             }
         )
-        return Post("/v1/completions", b'{"prompt":[' + ask.prompt.json() + b"]," + rest[1:])
+        return Post("/v1/completions", ask.prompt.json(b'{"prompt":[', b"]," + rest[1:]))
 
     def reader(self, ask: Ask) -> Reader:
         """A fresh reader."""
