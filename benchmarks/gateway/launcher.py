@@ -18,15 +18,13 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import uvloop
-
 from tugline.gateway.app import Gateway
 from tugline.gateway.engines.base import EngineFormat
 from tugline.gateway.engines.chat import Chat
 from tugline.gateway.engines.generate import Generate
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
-from tugline.serving import settle
+from tugline.serving import run, settle
 from tugline.tokenizer import Tokenizer
 from tugline.types import Part, Sampling, Session, Task
 
@@ -70,4 +68,4 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])))
+    run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])))

@@ -9,13 +9,20 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tugline.errors import UsageError
+
+try:
+    import uvloop
+except ImportError:  # not on every platform
+    uvloop = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 STOP_S = 5.0
 """How long open answers may take to finish when a server goes down."""
@@ -112,6 +119,11 @@ _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"connection: close\r\ncontent-length: 0\r\n\r\n"
 )
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a serving program's main coroutine, on the event loop that costs half as much a call."""
+    return asyncio.run(main) if uvloop is None else uvloop.run(main)
 
 
 def settle() -> None:

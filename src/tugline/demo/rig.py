@@ -23,7 +23,7 @@ from tugline.inference.base import GenerationEngine
 from tugline.inference.server import create_app
 from tugline.node.parts import Parts
 from tugline.server.store import Store
-from tugline.serving import serve
+from tugline.serving import serve, settle
 from tugline.tokenizer import Tokenizer
 from tugline.types import Call, Mode, Status, Task, Trajectory
 
@@ -86,6 +86,7 @@ async def rig(
         )
         cluster = Local(store, gateway, parts, folder / "sessions", slots=slots)
         cluster.recover()
+        settle()
         yield Rig(gateway, cluster, store, parts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tugline import log
+from tugline import log, serving
 from tugline.config import from_mapping, load
 from tugline.demo.live import Live
 from tugline.demo.metrics import Summary
@@ -68,7 +68,7 @@ def start(folder: Path, settings: DemoSettings) -> Summary | None:
             return await Demo(settings, folder, live).run()
 
     try:
-        summary = asyncio.run(run())
+        summary = serving.run(run())
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"stopped; go on with: tugline demo --resume --out {folder}")
         return None
