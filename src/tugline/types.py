@@ -424,7 +424,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
     kind: TraceKind = TraceKind.MAIN
     parent: int | None = None
-    """Index in the trajectory of the trace this one forked from."""
+    """Index in the trajectory of the trace this one forked from, or was started by."""
+    thread: str | None = None
+    """The harness's own id of the conversation, where it sends one."""
+    thinking_retention: str = ""
+    """How long reasoning stayed in the context; empty where the engine decided."""
 
 
 class Reward(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from tugline.builders.per_request import PerRequest
 from tugline.builders.prefix_merging import PrefixMerging
 from tugline.errors import CaptureError, ConfigError
 from tugline.types import (
+    Branch,
     Call,
     Finish,
     Mode,
@@ -152,6 +153,34 @@ def test_an_answer_told_to_stop_and_a_side_call_are_context_only(
 
 
 @pytest.mark.parametrize("builder", BOTH)
+def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(
+    builder: type[PerRequest],
+) -> None:
+    """It forks nothing, though its prompt may begin like another's; its tokens are trained."""
+    calls = [
+        call(0, [1], [2], thread="root"),
+        call(1, [1, 2, 3], [4], thread="root", parent=0),
+        call(2, [1, 7], [8], thread="a", parent_thread="root", kind=TraceKind.SUBAGENT, parent=0),
+        call(3, [1, 7, 8, 9], [10], thread="a", parent_thread="root", parent=2),
+    ]
+    built = builder().build(calls)
+    agent = next(trace for trace in built.traces if trace.thread == "a")
+    assert agent.kind is TraceKind.SUBAGENT
+    assert agent.parent is not None
+    started = built.traces[agent.parent]
+    assert [span.call for span in started.spans][-1] == 1
+    assert built.ledger.trained == 4
+
+
+def test_a_compaction_is_linked_to_what_it_summarises() -> None:
+    """The trace after a compaction is one of its own, with its kind."""
+    calls = [call(0, [1], [2]), call(1, [1, 5], [6], parent=0, branch=Branch.COMPACTED)]
+    first, second = PrefixMerging().build(calls).traces
+    assert (second.kind, second.parent) == (TraceKind.COMPACTION, 0)
+    assert first.kind is TraceKind.MAIN
+
+
+@pytest.mark.parametrize("builder", BOTH)
 def test_an_answer_is_trained_as_far_as_its_lost_engine_got(builder: type[PerRequest]) -> None:
     """What was sampled before the last replica died was sampled on policy."""
     lost = call(0, [1], [2, 3], outcome=Outcome.ENGINE_LOST, finish=Finish.ABORT)
@@ -161,10 +190,11 @@ def test_an_answer_is_trained_as_far_as_its_lost_engine_got(builder: type[PerReq
 @pytest.mark.parametrize("builder", BOTH)
 def test_tokens_that_nobody_saw_are_in_the_ledger(builder: type[PerRequest]) -> None:
     """An engine that tells only text gives no trace, and a reason for every token."""
-    text = call(0, [], [], mode=Mode.TEXT, unseen=7)
-    built = builder().build([text, call(1, [1], [2])])
+    text = call(1, [], [], mode=Mode.TEXT, unseen=7)
+    built = builder().build([call(0, [1], [2]), text, call(2, [1, 2, 3], [4], parent=0)])
     assert built.ledger.dropped == {Reason.NO_TOKEN_IDS: 7}
-    assert (built.ledger.sampled, built.ledger.trained, len(built.traces)) == (8, 1, 1)
+    assert (built.ledger.sampled, built.ledger.trained) == (9, 2)
+    assert built.traces[-1].parent == (0 if builder is PerRequest else None)
 
 
 def test_versions_within_one_answer_stay_apart() -> None:

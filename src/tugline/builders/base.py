@@ -21,6 +21,7 @@ import numpy as np
 
 from tugline.errors import CaptureError, ConfigError
 from tugline.types import (
+    Branch,
     Call,
     Finish,
     Ids,
@@ -154,13 +155,37 @@ def _chain_for(call: Call, found: list[Chain], owner: dict[int, Chain]) -> Chain
 def _new_chain(
     call: Call, *, first: bool, owner: dict[int, Chain], afresh: dict[bytes, int]
 ) -> Chain:
-    """A fork after the recorded parent, or beside a chain that began with the same prompt."""
+    """A fork after the recorded parent, or beside a chain that began with the same prompt.
+
+    Another agent's first call forks nothing: it was started by its parent's thread.
+    """
+    if call.kind is TraceKind.SIDE:
+        return Chain(call, TraceKind.SIDE, None)
+    own = call.parent in owner and owner[call.parent].calls[0].thread == call.thread
+    if call.kind is TraceKind.SUBAGENT and not own:
+        return Chain(call, TraceKind.SUBAGENT, _started_by(call, owner))
+    if call.branch is Branch.COMPACTED and call.parent in owner:
+        return Chain(call, TraceKind.COMPACTION, call.parent)
     if call.parent in owner:
         return Chain(call, TraceKind.BRANCH, call.parent)
     twin = afresh.setdefault(call.prompt_ids.tobytes(), call.number)
     if twin != call.number:
         return Chain(call, TraceKind.BRANCH, twin)
     return Chain(call, TraceKind.MAIN if first else TraceKind.SIDE, None)
+
+
+def _started_by(call: Call, owner: dict[int, Chain]) -> int | None:
+    """The last call before `call` of the thread that it names as its parent; None if unknown."""
+    before = [
+        one.number
+        for chain in owner.values()
+        for one in chain.calls
+        if one.number < call.number
+        and one.thread != call.thread
+        and (call.parent_thread is None or one.thread == call.parent_thread)
+        and one.kind is not TraceKind.SIDE
+    ]
+    return max(before, default=None)
 
 
 def _check(call: Call) -> None:
@@ -200,7 +225,14 @@ def trace(chain: Chain, calls: Sequence[Call], *, parent: int | None, limit: int
             if v.start < min(v.end, room)
         ]
     return Trace(
-        ids=ids, mask=mask, logprobs=logprobs, spans=tuple(spans), kind=chain.kind, parent=parent
+        ids=ids,
+        mask=mask,
+        logprobs=logprobs,
+        spans=tuple(spans),
+        kind=chain.kind,
+        parent=parent,
+        thread=chain.calls[0].thread,
+        thinking_retention=last.thinking_retention,
     )
 
 

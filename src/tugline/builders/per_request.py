@@ -21,13 +21,15 @@ class PerRequest(Builder):
 
     def build(self, calls: Sequence[Call]) -> Built:
         """Give every call a trace of its own."""
-        index = {number: i for i, number in enumerate(sorted(call.number for call in calls))}
+        found = chains(calls)
+        numbers = sorted(call.number for chain in found for call in chain.calls)
+        index = {number: i for i, number in enumerate(numbers)}
         limit = self.options.max_length
         traces: dict[int, Trace] = {}
-        for chain in chains(calls):
+        for chain in found:
             before = chain.after
             for call in chain.calls:
-                parent = None if before is None else index[before]
+                parent = None if before is None else index.get(before)
                 traces[index[call.number]] = trace(chain, [call], parent=parent, limit=limit)
                 before = call.number
         ordered = tuple(traces[i] for i in sorted(traces))
