@@ -85,8 +85,8 @@ class _Codec:
             tools=() if same_tools else call.tools,
             request=call.request[front : len(call.request) - back],
         )
-        self._remember(call)
         record = _Record(slim, base, keep, same_tools, body_base, front, back)
+        self._remember(call, record)
         return self._compressor.compress(encode(record))
 
     def unpack(self, payload: bytes) -> Call:
@@ -103,7 +103,7 @@ class _Codec:
             tools=self.tools if record.same_tools and self.tools else record.call.tools,
             request=body,
         )
-        self._remember(call)
+        self._remember(call, record)
         return call
 
     def _nearest(self, call: Call) -> tuple[int, int]:
@@ -132,11 +132,21 @@ class _Codec:
                 break
         return base, best, best_back
 
-    def _remember(self, call: Call) -> None:
+    def _remember(self, call: Call, record: _Record) -> None:
+        """What this call holds in full need not be kept beside it: one conversation, one entry."""
+        _drop_held(self.ids, record.base, record.keep)
         self.ids.append((call.number, np.concatenate((call.prompt_ids, call.sampled_ids))))
         if call.request:
+            _drop_held(self.bodies, record.body_base, record.front + record.back)
             self.bodies.append((call.number, call.request))
         self.tools = call.tools
+
+
+def _drop_held(known: deque[tuple[int, Any]], number: int, held: int) -> None:
+    for entry in known:
+        if entry[0] == number and len(entry[1]) == held:
+            known.remove(entry)
+            return
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,7 @@ class Draw:
             self._backend.running.discard(self)
             publish([])
             self._publish = lambda _pieces: None  # it leads back here: no work for the collector
+            self._record_of = ("", b"")
 
     async def abort(self) -> None:
         """Ask the engine to end this answer where it is; it is then told as truncated."""

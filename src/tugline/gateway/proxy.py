@@ -181,6 +181,7 @@ class Exchange:
         finally:
             self.error = next((d.error for d in self.draws if d.error is not None), None)
             self._live.running.discard(self)
+            self._body = b""
             self._told([])
 
     async def _draw(self, index: int) -> None:
