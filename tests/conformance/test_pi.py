@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,24 @@ from tugline.inference.server import create_app
 from tugline.serving import serve
 
 
+def all_pass(verdicts: dict[str, str], names: Iterable[str]) -> None:
+    """Every check passed; a machine without namespaces skips by name what it cannot measure."""
+    seen = {name: verdicts[name] for name in names}
+    alone = seen.pop("no_foreign_host")
+    assert set(seen.values()) == {"pass"}, seen
+    if alone.startswith("fail: no sandbox"):
+        pytest.skip(f"all else passed; no_foreign_host needs Linux namespaces ({alone})")
+    assert alone == "pass"
+
+
 @pytest.mark.pi
 @pytest.mark.parametrize("dialect", ["openai_chat", "openai_responses", "anthropic", "google"])
 async def test_pi_works_in_every_dialect(dialect: str) -> None:
     """Nothing fails, no turn forks, nobody else is asked."""
     cell = next(cell for cell in cells_of("pi") if cell.dialect == dialect)
     result = await check(cell)
-    assert result.checks == dict.fromkeys(checks_of(cell, slow=False), "pass")
     assert (result.turns, result.exact_turns) == (4, 4)
+    all_pass(result.checks, checks_of(cell, slow=False))
 
 
 @pytest.mark.pi
@@ -40,8 +51,7 @@ async def test_an_engine_outside_answers_through_the_only_door() -> None:
     async with serve(app) as url, reached(url) as engine:
         result = await check(cell, engine=engine)
     assert result.turns == 4
-    for name in ("completes", "streaming", "usage_seen", "no_foreign_host"):
-        assert result.checks[name] == "pass"
+    all_pass(result.checks, ("completes", "streaming", "usage_seen", "no_foreign_host"))
 
 
 @pytest.mark.pi
