@@ -34,6 +34,8 @@ def _installer() -> ModuleType:
 
 
 def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """One process for scheduler and model: two of them spin on `sched_yield` while they wait for
+    each other, and on two cores that kept everything else from running for seconds at a time."""
     home = _home("vllm")
     command = [
         str(home / "bin" / "vllm"), "serve", str(folder),
@@ -41,8 +43,10 @@ def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
         "--dtype", "float32", "--max-model-len", str(WINDOW), "--max-num-seqs", "32",
         "--enforce-eager", "--enable-scale-out", "--enable-auto-tool-choice",
         "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3",
+        "--distributed-executor-backend", "uni",
     ]  # fmt: skip
     return command, {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "PATH": f"{home / 'bin'}:{os.environ.get('PATH', '')}",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
