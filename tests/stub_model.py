@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tugline.capture.records import Result
 from tugline.serving import serve
 from tugline.types import (
     Call,
@@ -44,6 +45,7 @@ class StubGateway:
         self.script = script
         self.requests: dict[str, list[dict]] = {}
         self.failures: dict[str, Failure] = {}
+        self.results: dict[str, Result] = {}
         self.open_now: set[str] = set()
         self.url = ""
         self.app = Starlette(
@@ -80,6 +82,10 @@ class StubGateway:
             found.append(_call(session, number, prompt))
             prompt = [*prompt, 10 + number, 11, 12]
         return found
+
+    async def conclude(self, session: str, result: Result) -> None:
+        """Keep what became of it."""
+        self.results[session] = result
 
     def failure(self, session: str) -> Failure | None:
         """What the test said it should be."""

@@ -65,7 +65,7 @@ def test_everything_is_within_its_budget() -> None:
         ("lines in a package face", 60, [(_name(path), _lines(path)) for path in faces]),
         # 14,000 were meant for one dialect and one template; there are four APIs, 28 templates and
         # six engine formats now, and a file of docstrings and contracts with each.
-        ("lines in all", 22_000, [("tugline", sum(map(_lines, SOURCES)))]),
+        ("lines in all", 25_000, [("tugline", sum(map(_lines, SOURCES)))]),
     ]
     over = [
         f"{name}: {size} {what}, the budget is {budget}"

@@ -85,6 +85,10 @@ class Tokenizer:
         """Write ``tokenizer.json`` into `folder`."""
         self._backend.save(str(folder / "tokenizer.json"))
 
+    def text(self) -> str:
+        """The content of its ``tokenizer.json``."""
+        return self._backend.to_str()
+
     @property
     def size(self) -> int:
         """Number of ids, special tokens included."""

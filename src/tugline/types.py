@@ -336,6 +336,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """How long reasoning stays in the context; empty where the engine decides."""
     messages: tuple[Message, ...]
     """Messages that this request added to its parent's conversation (all of them on a branch)."""
+    answer: Message | None = None
+    """What the harness was told, as far as it was told; None if that was nothing."""
     tools: tuple[Tool, ...] = ()
     sampling: Sampling
     """As enforced, not as asked."""
@@ -429,6 +431,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """The harness's own id of the conversation, where it sends one."""
     thinking_retention: str = ""
     """How long reasoning stayed in the context; empty where the engine decided."""
+    exact: bool = True
+    """False where the context is not, id for id, the one that was sampled in (I1)."""
+    images: tuple[str, ...] = ()
+    """SHA-256, in hex, of the pictures in the context, in order; the segment has their data."""
 
 
 class Reward(msgspec.Struct, frozen=True):
@@ -436,6 +442,8 @@ class Reward(msgspec.Struct, frozen=True):
 
     value: float
     parts: dict[str, float] = {}
+    per_trace: tuple[float, ...] = ()
+    """One number for each trace of the trajectory, where an evaluator judged them; else empty."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,8 +34,11 @@ def _installer() -> ModuleType:
 
 
 def _vllm(folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """One process for scheduler and model: two of them spin on `sched_yield` while they wait for
-    each other, and on two cores that kept everything else from running for seconds at a time."""
+    """Scheduler and model in one process.
+
+    In two they spin on `sched_yield` while they wait for each other; on two cores that kept
+    everything else from running for seconds at a time.
+    """
     home = _home("vllm")
     command = [
         str(home / "bin" / "vllm"), "serve", str(folder),

@@ -28,10 +28,11 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from tugline.capture.records import Event, Header, Result
 from tugline.errors import CaptureError
 from tugline.types import Call, Ids, Tool, decode, encode
 
-MAGIC = b"TUGSEG\x00\x02"
+MAGIC = b"TUGSEG\x00\x03"
 _HEAD = struct.Struct("<II")
 _CANDIDATES = 8
 _BODIES = 3
@@ -40,7 +41,7 @@ _SMALL = 8192
 _LEVEL = 1
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _Record(msgspec.Struct, frozen=True, tag="call"):
     """A call with its prompt, tools and request body reduced to what is new."""
 
     call: Call
@@ -55,6 +56,9 @@ class _Record(msgspec.Struct, frozen=True):
     """How many bytes of it come first."""
     back: int
     """How many bytes of it come last."""
+
+
+_Any = Header | _Record | Event | Result
 
 
 def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
@@ -87,10 +91,16 @@ class _Codec:
         )
         record = _Record(slim, base, keep, same_tools, body_base, front, back)
         self._remember(call, record)
+        return self.squeeze(record)
+
+    def squeeze(self, record: _Any) -> bytes:
         return self._compressor.compress(encode(record))
 
-    def unpack(self, payload: bytes) -> Call:
-        record = decode(self._decompressor.decompress(payload), _Record)
+    def unpack(self, payload: bytes) -> Header | Call | Event | Result:
+        record: _Any = decode(self._decompressor.decompress(payload), _Any)  # type: ignore[arg-type]
+        return self._whole(record) if isinstance(record, _Record) else record
+
+    def _whole(self, record: _Record) -> Call:
         prompt, body = record.call.prompt_ids, record.call.request
         if record.keep:
             prompt = np.concatenate((dict(self.ids)[record.base][: record.keep], prompt))
@@ -149,33 +159,48 @@ def _drop_held(known: deque[tuple[int, Any]], number: int, held: int) -> None:
             return
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Segment:
-    """What a file held: its calls in order, and the bytes of a torn tail that were ignored."""
+    """What a file holds, in order."""
 
-    calls: tuple[Call, ...]
-    torn_bytes: int
+    header: Header | None = None
+    calls: tuple[Call, ...] = ()
+    events: tuple[Event, ...] = ()
+    result: Result | None = None
+    """The last one, if there are several."""
+    torn_bytes: int = 0
+    """Length of a torn tail that was ignored."""
+
+    def _take(self, found: Header | Call | Event | Result) -> None:
+        if isinstance(found, Call):
+            self.calls = (*self.calls, found)
+        elif isinstance(found, Event):
+            self.events = (*self.events, found)
+        elif isinstance(found, Header):
+            self.header = found
+        else:
+            self.result = found
 
 
 def read(path: Path) -> Segment:
-    """All calls of a segment. Raises `CaptureError` on anything but a torn tail."""
+    """Everything in a segment. Raises `CaptureError` on anything but a torn tail."""
     try:
         data = path.read_bytes()
     except OSError as error:
         msg = f"cannot read segment {path}: {error.strerror}"
         raise CaptureError(msg) from error
-    calls, good, _ = _parse(path, data)
-    return Segment(tuple(calls), len(data) - good)
+    segment, good, _ = _parse(path, data)
+    segment.torn_bytes = len(data) - good
+    return segment
 
 
-def _parse(path: Path, data: bytes) -> tuple[list[Call], int, _Codec]:
-    codec = _Codec()
+def _parse(path: Path, data: bytes) -> tuple[Segment, int, _Codec]:
+    codec, segment = _Codec(), Segment()
     if len(data) < len(MAGIC) and MAGIC.startswith(data):
-        return [], 0, codec
+        return segment, 0, codec
     if not data.startswith(MAGIC):
         msg = f"{path} is not a segment of this version (offset 0: {data[:8]!r})"
         raise CaptureError(msg)
-    calls: list[Call] = []
     at = len(MAGIC)
     while at + _HEAD.size <= len(data):
         length, crc = _HEAD.unpack_from(data, at)
@@ -189,18 +214,19 @@ def _parse(path: Path, data: bytes) -> tuple[list[Call], int, _Codec]:
             msg = f"{path} is damaged at offset {at}: checksum mismatch in a record"
             raise CaptureError(msg)
         try:
-            calls.append(codec.unpack(payload))
+            segment._take(codec.unpack(payload))  # noqa: SLF001 - its only maker
         except (msgspec.DecodeError, zstandard.ZstdError, KeyError) as error:
             msg = f"{path} holds a record at offset {at} that cannot be read: {error}"
             raise CaptureError(msg) from error
         at = end
-    return calls, at, codec
+    return segment, at, codec
 
 
 class Writer:
-    """Appends calls to one file; opening an existing one cuts its torn tail and goes on."""
+    """Appends to one file; opening an existing one cuts its torn tail and goes on."""
 
-    def __init__(self, path: Path, *, sync: bool = True) -> None:
+    def __init__(self, path: Path, header: Header | None = None, *, sync: bool = True) -> None:
+        """`header` is written if the file is new; with None an existing one is gone on with."""
         self.path = path
         self.sync = sync
         self.dirty = False
@@ -211,22 +237,31 @@ class Writer:
         except OSError as error:
             msg = f"cannot open segment {path}: {error.strerror}"
             raise CaptureError(msg) from error
-        calls, good, self._codec = _parse(path, path.read_bytes())
-        self.calls = len(calls)
+        segment, good, self._codec = _parse(path, path.read_bytes())
+        self.calls = len(segment.calls)
         self._end = good
         os.ftruncate(self._fd, good)
         if not good:
             self._write(MAGIC)
+        if segment.header is None and header is not None:
+            self._record(self._codec.squeeze(header))
 
     def append(self, call: Call) -> int:
         """Write one call; returns the bytes it took."""
+        size = self._record(self._codec.pack(call))
+        self.calls += 1
+        return size
+
+    def note(self, what: Event | Result) -> int:
+        """Write an event, or what became of the session; returns the bytes it took."""
+        return self._record(self._codec.squeeze(what))
+
+    def _record(self, payload: bytes) -> int:
         if self._fd < 0:
             msg = f"segment {self.path} is closed"
             raise CaptureError(msg)
-        payload = self._codec.pack(call)
         record = _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
         self._write(record)
-        self.calls += 1
         return len(record)
 
     def _write(self, data: bytes) -> None:
@@ -277,3 +312,9 @@ class Writer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def conclude(path: Path, result: Result) -> None:
+    """Append what became of a session to its segment, safe from a loss of power."""
+    with Writer(path) as writer:
+        writer.note(result)

@@ -18,7 +18,8 @@ from typing import Literal, Self
 
 from tugline import log
 from tugline.capture import segments
-from tugline.capture.segments import Writer
+from tugline.capture.records import Result
+from tugline.capture.segments import Writer, conclude
 from tugline.errors import (
     ClientGone,
     ContextOverflow,
@@ -110,6 +111,7 @@ class Gateway:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._upstream)
             self._backend.card = await self._upstream.model()
+            await asyncio.to_thread(self._backend.keep_tokenizer, self._folder)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
             if self._flush_s:
                 flusher = asyncio.create_task(self._flush(), name="flush-segments")
@@ -152,7 +154,7 @@ class Gateway:
             session.id,
             terms=Terms(contract, task.sampling_policy, task.limits, spent_status),
             conversation=Conversation(self._backend.rendering),
-            writer=Writer(segment, sync=not self._flush_s),
+            writer=Writer(segment, self._backend.header(session, task), sync=not self._flush_s),
         )
         live.saw_tools = offers_tools
         self._recent[session.id] = deque(maxlen=_REMEMBERED)
@@ -177,6 +179,10 @@ class Gateway:
     def calls(self, session: str) -> tuple[Call, ...]:
         """What the session's last attempt recorded, read back from disk."""
         return segments.read(self._segments[session]).calls
+
+    async def conclude(self, session: str, result: Result) -> None:
+        """Write down what became of a session that has been left. Raises `CaptureError`."""
+        await asyncio.to_thread(conclude, self._segments[session], result)
 
     def failure(self, session: str) -> Failure | None:
         """Why its last call got no answer, if the engine or its window is to blame.

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Protocol
 
+from tugline.capture.folder import keep_tokenizer
+from tugline.capture.records import Header
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import ModelCard, Upstream
-from tugline.types import Mode
+from tugline.types import Mode, Session, Task
 
 
 class InFlight(Protocol):
@@ -31,6 +36,8 @@ class Backend:
     upstream: Upstream
     card: ModelCard
     rendering: Rendering | None
+    tokenizer: str = ""
+    """SHA-256 of the tokenizer's file, once it is kept beside the segments."""
     version: int = 0
     """Of the weights, as announced; for engines that do not say it themselves."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -40,3 +47,25 @@ class Backend:
     def mode(self) -> Mode:
         """Who makes the prompt's ids."""
         return self.upstream.wire.mode
+
+    def keep_tokenizer(self, folder: Path) -> None:
+        """Put the tokenizer beside the segments in `folder`, so that these can be read for good."""
+        if self.rendering is not None:
+            self.tokenizer = keep_tokenizer(self.rendering.tokenizer, folder)
+
+    def header(self, session: Session, task: Task) -> Header:
+        """What a segment begins with."""
+        rendering = self.rendering
+        return Header(
+            session=session,
+            task=task,
+            created=time.time(),
+            tugline=version("tugline"),
+            model=self.card.id,
+            window=self.card.max_model_len,
+            engine=self.upstream.wire.name,
+            mode=self.mode,
+            template=rendering.name if rendering else "",
+            thinking_retention=rendering.thinking_retention if rendering else "",
+            tokenizer=self.tokenizer,
+        )

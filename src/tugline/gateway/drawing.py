@@ -325,6 +325,7 @@ class Draw:
             logprob_meaning=backend.upstream.wire.logprob_meaning,
             thinking_retention=backend.rendering.thinking_retention if backend.rendering else "",
             messages=self.plan.added,
+            answer=message or self._told_so_far(),
             tools=self._request.tools,
             sampling=self._sampling,
             asked=self._request.asked,
@@ -347,6 +348,15 @@ class Draw:
         await self._live.append(call)
         if message is not None and kind is not TraceKind.SIDE:
             self._live.conversation.record(self.plan, self.number, self._whole(ids), message)
+
+    def _told_so_far(self) -> Message | None:
+        pieces = [piece for _, piece in self._told]
+        text = "".join([one.text for one in pieces if isinstance(one, TextDelta)])
+        reasoning = "".join([one.text for one in pieces if isinstance(one, ReasoningDelta)])
+        calls = tuple(one for one in pieces if isinstance(one, ToolCall))
+        if not (text or reasoning or calls):
+            return None
+        return Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)
 
     def _remember_parts(self) -> None:
         """An answer that broke off may come back as far as it was told, and be continued."""

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from tugline import log
 from tugline.builders.base import Built
+from tugline.capture.records import Result
 from tugline.errors import (
     CaptureError,
     EngineError,
@@ -93,6 +94,10 @@ class Gateway(Protocol):
         """What was recorded of a session that has been left."""
         ...
 
+    async def conclude(self, session: str, result: Result) -> None:
+        """Write down what became of a session that has been left, with its calls."""
+        ...
+
     def failure(self, session: str) -> Failure | None:
         """Why its last call got no answer, if the engine's side is to blame; None otherwise."""
         ...
@@ -129,14 +134,15 @@ async def roll_out(
     `ConfigError` for a task that `Parts.check` would not have let in.
     """
     rollout = _Rollout(task, session, gateway, directory, parts, on_stage)
+    failure = None
     try:
         await rollout.run_agent()
         rollout.build()
         rollout.blame_others()
         await rollout.evaluate()
     except _Stopped as stopped:
-        return rollout.trajectory(stopped.failure)
-    return rollout.trajectory(None)
+        failure = stopped.failure
+    return await rollout.conclude(failure)
 
 
 class _Rollout:
@@ -163,6 +169,8 @@ class _Rollout:
         self.verdict: Verdict | None = None
         self.seconds: dict[str, float] = {}
         self.boxes = 0
+        self.opened = False
+        """Whether the gateway took calls of it."""
 
     async def run_agent(self) -> None:
         """INIT and RUN: what the agent does to its files, and how it ends."""
@@ -183,6 +191,7 @@ class _Rollout:
                             offers_tools=offers_tools(self.harness),
                         )
                     )
+                    self.opened = True
                     launch = self.harness.launch(self._seat(box, endpoint))
                     await box.write(box.home, launch.files)
             self.on_stage(Status.READY)
@@ -258,8 +267,27 @@ class _Rollout:
         finally:
             self.seconds[status.value] = time.monotonic() - began
 
-    def trajectory(self, failure: Failure | None) -> Trajectory:
-        """All that is known by now."""
+    async def conclude(self, failure: Failure | None) -> Trajectory:
+        """All that is known by now, written down beside the calls if any could be made."""
+        trajectory = self._trajectory(failure)
+        if not self.opened:
+            return trajectory
+        result = Result(
+            status=trajectory.status,
+            builder=self.task.builder.name,
+            ledger=trajectory.ledger,
+            reward=trajectory.reward,
+            report=trajectory.report,
+            failure=trajectory.failure,
+            seconds=trajectory.seconds,
+        )
+        try:
+            await self.gateway.conclude(self.session.id, result)
+        except CaptureError as error:
+            return self._trajectory(Failure(Boundary.INFRASTRUCTURE, str(error)))
+        return trajectory
+
+    def _trajectory(self, failure: Failure | None) -> Trajectory:
         timed_out = self.ran is not None and self.ran.exit.timed_out
         done = Status.TIMED_OUT if timed_out else Status.COMPLETED
         return Trajectory(
