@@ -1,0 +1,190 @@
+"""Each figure of the benchmark: CPU time, latency, first byte, bytes kept, memory."""
+
+# ruff: noqa: INP001 - programs, not a package
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+from load import Seat, closed_loop, open_loop
+from script import TURNS
+
+from rig import Mode, Rig, fail, note
+from tugline.capture import segments
+
+SLICES = 5
+PACED_STREAMS = 16
+WAVE = 16
+"""Sessions at a time while memory is watched."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    """Blocks of 40 calls a target, for CPU time."""
+    calls: int
+    """Calls a target and number of connections, for latency."""
+    rate: float
+    """Calls a second in all, for latency; streams get a third."""
+    memory_calls: int
+    paced_turns: int = 8
+    """Calls of each of the spaced streams in a block."""
+    connections: tuple[int, ...] = (1, 16, 64)
+
+
+SIZES = {
+    "full": Size(rounds=12, calls=1200, rate=90, memory_calls=20_000),
+    "quick": Size(rounds=3, calls=180, rate=90, memory_calls=1_920),
+    "smoke": Size(
+        rounds=2, calls=36, rate=60, memory_calls=1_280, paced_turns=1, connections=(1, 4)
+    ),
+}
+"""``smoke`` shows that all of it runs; its figures mean nothing."""
+
+
+async def cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
+    """CPU ms a call of gateway and pass-through, block by block, one session a block."""
+    gateway = rig.gateways[mode.gateway]
+    blocks: dict[str, list[float]] = {"passthrough": [], "gateway": []}
+    for _ in range(size.rounds):
+        for kind, found in blocks.items():
+            child = rig.floor if kind == "passthrough" else gateway.child
+            if kind == "gateway":
+                gateway.open(1)
+            (seat,) = rig.seats(mode, kind, 1)
+            await seat.connect()
+            before = child.cpu()
+            await closed_loop([seat], TURNS)
+            found.append((child.cpu() - before) / TURNS * 1000)
+            seat.close()
+    return blocks
+
+
+async def paced_cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
+    """The same for spaced streams, of which many are open at a time."""
+    gateway = rig.gateways[mode.gateway]
+    blocks: dict[str, list[float]] = {"passthrough": [], "gateway": []}
+    gateway.open(PACED_STREAMS * (1 + size.rounds))
+    seats = {kind: rig.seats(mode, kind, PACED_STREAMS) for kind in blocks}
+    for each in seats.values():
+        await _stagger(each)
+    for _ in range(size.rounds):
+        for kind, found in blocks.items():
+            child = rig.floor if kind == "passthrough" else gateway.child
+            before = child.cpu()
+            await closed_loop(seats[kind], size.paced_turns)
+            found.append((child.cpu() - before) / (size.paced_turns * PACED_STREAMS) * 1000)
+    for each in seats.values():
+        _close(each)
+    return blocks
+
+
+async def _stagger(seats: Sequence[Seat]) -> None:
+    """Connect, and bring the seats to turns spread evenly over a session."""
+    for index, seat in enumerate(seats):
+        await seat.connect()
+        await seat.advance(index * TURNS // len(seats))
+
+
+def _close(seats: Sequence[Seat]) -> None:
+    for seat in seats:
+        seat.close()
+
+
+async def latency(rig: Rig, mode: Mode, count: int, size: Size) -> dict[str, tuple[float, float]]:
+    """Median and 99th percentile, ms, of direct, pass-through and gateway calls."""
+    gateway = rig.gateways[mode.gateway]
+    gateway.open(2 * count + size.calls // TURNS + 1)
+    rate = size.rate / 3 if mode.stream else size.rate
+    calls = size.calls // 3 if mode.stream else size.calls
+    kinds = ("direct", "passthrough", "gateway")
+    seats = {kind: rig.seats(mode, kind, count) for kind in kinds}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    for kind in kinds:
+        await _stagger(seats[kind])
+    for part in range(SLICES):
+        for kind in kinds:
+            taken = await open_loop(seats[kind], calls // SLICES, rate, seed=part)
+            found[kind].append(_percentiles(taken))
+    for kind in kinds:
+        _close(seats[kind])
+    gateway.close()
+    return {kind: _median(slices) for kind, slices in found.items()}
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    middle, high = np.percentile(np.array(values) * 1000, [50, 99])
+    return float(middle), float(high)
+
+
+def _median(slices: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Slice by slice, so that a machine that stalls once spoils one of them."""
+    middle, high = zip(*slices, strict=True)
+    return statistics.median(middle), statistics.median(high)
+
+
+async def first_byte(rig: Rig, mode: Mode, size: Size) -> float:
+    """Median ms from the engine's first visible token to the client's first content."""
+    gateway = rig.gateways[mode.gateway]
+    gateway.open(1)
+    (seat,) = rig.seats(mode, "gateway", 1)
+    await seat.connect()
+    url = f"http://127.0.0.1:{rig.engine.port}/times"
+    await asyncio.to_thread(_fetch, url)
+    answers = await closed_loop([seat], 4 * size.paced_turns if mode.paced else TURNS)
+    written = await asyncio.to_thread(_fetch, url)
+    seat.close()
+    waits = [answer.first - at for answer, at in zip(answers, written, strict=True)]
+    return float(statistics.median(waits)) * 1000
+
+
+def _fetch(url: str) -> Any:
+    with urlopen(url, timeout=10) as answer:  # noqa: S310 - our own process
+        return json.load(answer)
+
+
+def check(rig: Rig, mode: Mode, begun: Sequence[Path]) -> float:
+    """Bytes kept a call; fails unless the longest session is continued exactly at every call."""
+    sessions = [(segments.read(path).calls, path.stat().st_size) for path in begun]
+    calls, size = max(sessions, key=lambda session: len(session[0]))
+    if len(calls) != TURNS and not mode.paced:
+        fail(f"{mode.name}: a session of {TURNS} calls recorded {len(calls)}")
+    for turn, call in enumerate(calls):
+        said = rig.script.answers[turn]
+        exact = call.branch is None and call.parent == (turn - 1 if turn else None)
+        if not exact or not np.array_equal(call.prompt_ids, rig.script.prompts[turn]):
+            fail(f"{mode.name}: call {turn} does not continue exactly (branch: {call.branch})")
+        same = np.array_equal(call.sampled_ids, said.ids)
+        if not same or not np.array_equal(call.logprobs, said.logprobs):
+            fail(f"{mode.name}: call {turn} recorded other tokens than were sampled")
+    return size / len(calls)
+
+
+async def memory(rig: Rig, mode: Mode, calls: int) -> float:
+    """Bytes of resident memory gained a call, by least squares, the first tenth left out."""
+    gateway = rig.gateways[mode.gateway]
+    seen: list[tuple[int, int]] = []
+    made = 0
+    while made < calls:
+        gateway.open(WAVE)
+        seats = rig.seats(mode, "gateway", WAVE)
+        await asyncio.gather(*(seat.connect() for seat in seats))
+        await closed_loop(seats, TURNS)
+        _close(seats)
+        for segment in gateway.close():
+            segment.unlink()
+        made += WAVE * TURNS
+        seen.append((made, gateway.child.rss()))
+        if len(seen) % 8 == 0:
+            note(f"memory: {made} calls, {seen[-1][1] / 1e6:.1f} MB")
+    late = np.array(seen[len(seen) // 10 :], dtype=float)
+    return round(float(np.polyfit(late[:, 0], late[:, 1], 1)[0]), 1)
