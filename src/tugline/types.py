@@ -352,6 +352,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | None = None
     """The stop string that ended the answer."""
     outcome: Outcome = Outcome.COMPLETE
+    replayed: bool = False
+    """Told from another session's recording: sampled there, and not to be trained on here too."""
     engine: str
     replicas: tuple[str, ...] = ()
     """Addresses that sampled this answer, in order; more than one after a fault in the middle."""
@@ -383,6 +385,8 @@ class Reason(StrEnum):
     """The engine told the answer's text only."""
     SIDE_CALL = "side_call"
     """A title, a router's choice or a summary beside the task."""
+    REPLAYED = "replayed"
+    """Sampled in the session that this one was forked from, which has it to train on."""
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -467,14 +471,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Flat arrays for a trainer, one per trace; shapes ``(n,)``.
 
-    `advantage` is one number for the whole sequence; `versions` is -1 where nothing was sampled.
+    `advantages` is 0 where nothing is trained, `versions` -1 where nothing was sampled.
     """
 
     input_ids: Ids
     loss_mask: Mask
     logprobs: Logprobs
     versions: Ids
-    advantage: float
+    advantages: Logprobs
     group: str
     session: str
 

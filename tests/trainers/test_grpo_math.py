@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tugline.trainers.grpo.advantage import group_advantages
-from tugline.trainers.grpo.config import GrpoConfig
+from tugline.config import from_mapping
+from tugline.errors import ConfigError
+from tugline.trainers.grpo.advantage import Graded, baselines, turn_shares
+from tugline.trainers.grpo.config import Estimator, GrpoConfig
 from tugline.trainers.grpo.loss import Terms, token_terms, token_weights
 from tugline.trainers.grpo.train import StepReport
 from tugline.types import Sample
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
 """Mean 1, deviations 0 -1 -1 0 2, population variance 6/5."""
+
+
+def group_advantages(rewards: npt.ArrayLike, estimator: Estimator, eps: float) -> np.ndarray:
+    """Advantage of each session of a group where a session earned one reward."""
+    each = [float(one) for one in np.asarray(rewards, np.float64)]
+    group = [Graded.of([one], [7], otherwise=9.0) for one in each]
+    against = baselines(group, estimator, eps)
+    return np.array([b.advantage(one) for b, one in zip(against, each, strict=True)])
 
 
 def test_grpo_divides_by_the_standard_deviation() -> None:
@@ -48,6 +62,56 @@ def test_no_difference_is_no_advantage(estimator: str, rewards: list[float]) -> 
     """Groups without contrast give exact zeros, without rounding noise or division by zero."""
     got = group_advantages(np.array(rewards), estimator, 0.0)  # type: ignore[arg-type]
     assert got.tolist() == [0.0] * len(rewards)
+
+
+def test_a_session_of_several_rewards_counts_by_its_tokens() -> None:
+    """Rewards 1 (1 token) and 0 (3 tokens) against a session of 0.5: means 1/4 and 1/2.
+
+    The centre is 3/8; the variance of a token's reward is the mean of (1/4 (5/8)^2 + 3/4 (3/8)^2)
+    and (1/8)^2, which is 7/64.
+    """
+    several = Graded.of([1.0, 0.0, 1.0], [1, 3, 0], otherwise=9.0)
+    group = [several, Graded.of([0.5], [2], otherwise=9.0)]
+    assert [one.mean for one in group] == [0.25, 0.5]
+    centred = baselines(group, "dr_grpo", 0.0)
+    assert [b.advantage(1.0) for b in centred] == [0.625, 0.625]
+    scaled = baselines(group, "grpo", 0.0)
+    assert scaled[0].advantage(1.0) == pytest.approx(0.625 / math.sqrt(7 / 64))
+    others = baselines(group, "rloo", 0.0)
+    assert [b.advantage(1.0) for b in others] == [0.5, 0.75]
+
+
+def test_a_session_that_trains_nothing_counts_with_its_outcome() -> None:
+    """Its traces' rewards say nothing about tokens that are not there."""
+    assert Graded.of([5.0], [0], otherwise=2.0).mean == 2.0
+    assert Graded.of([], [], otherwise=2.0).mean == 2.0
+
+
+@given(
+    traces=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.integers(1, 50)), min_size=1
+    ),
+    cut=st.data(),
+)
+def test_cutting_traces_changes_nothing(
+    traces: list[tuple[float, int]], cut: st.DataObject
+) -> None:
+    """A trace cut in two of the same reward leaves its session's numbers as they were, to the bit."""
+    pieces = []
+    for reward, tokens in traces:
+        first = cut.draw(st.integers(0, tokens))
+        pieces += [(reward, first), (reward, tokens - first)]
+    whole, apart = (
+        Graded.of([r for r, _ in one], [n for _, n in one], otherwise=0.0)
+        for one in (traces, cut.draw(st.permutations(pieces)))
+    )
+    assert whole.rewards.tobytes() == apart.rewards.tobytes()
+    assert whole.shares.tobytes() == apart.shares.tobytes()
+
+
+def test_turns_get_less_the_earlier_they_are() -> None:
+    """Half of what the next one gets; several traces with one call name one turn."""
+    assert turn_shares([4, 0, 9, 4], 0.5) == {9: 1.0, 4: 0.5, 0: 0.25}
 
 
 # --------------------------------------------------------------------------- loss
@@ -111,7 +175,7 @@ def sample(session: str, trained: int) -> Sample:
         loss_mask=np.arange(n) >= 3,
         logprobs=np.zeros(n, np.float32),
         versions=np.zeros(n, np.int32),
-        advantage=1.0,
+        advantages=np.ones(n, np.float32),
         group="g",
         session=session,
     )
@@ -144,6 +208,22 @@ def test_unknown_keys_are_refused() -> None:
     """A misspelt knob does not go by unnoticed."""
     with pytest.raises(ValidationError, match="learning_rate"):
         GrpoConfig.model_validate({"learning_rate": 1e-4})
+
+
+@pytest.mark.parametrize(
+    ("given_", "told"),
+    [
+        ({"reward": "best"}, "reward: 'best' should be 'outcome', 'per_trace' or 'discounted'"),
+        ({"reward": "discounted"}, "turn_discount: None is missing: reward 'discounted' needs"),
+        ({"turn_discount": 0.9}, "turn_discount: 0.9 has no effect with reward 'outcome'"),
+        ({"reward": "discounted", "turn_discount": 0}, "turn_discount: 0 is not > 0"),
+        ({"reward": "discounted", "turn_discount": 1.5}, "turn_discount: 1.5 is not <= 1"),
+    ],
+)
+def test_a_wrong_choice_of_reward_is_named(given_: dict[str, object], told: str) -> None:
+    """Field, value and what would be right, in one line."""
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        from_mapping(given_, GrpoConfig)
 
 
 def test_digest_follows_every_field() -> None:

@@ -1,7 +1,8 @@
 """From trajectories to samples, and from samples to the tensors of one forward pass.
 
-`prepare` decides what is trained: it gives every session its advantage and keeps the books, so
-that over a whole step sampled = trained + masked + dropped (I2). `pack` decides how it is
+`prepare` decides what is trained: it gives every token its advantage and keeps the books, so that
+over a whole step sampled = trained + masked + dropped (I2). It needs trajectories alone, so those
+built again from segments give the same samples. `pack` decides how it is
 computed: traces of like length share a forward pass, and where asked, the ids that all of them
 begin with are laid out once.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -22,9 +23,9 @@ import numpy as np
 import torch
 
 from tugline.errors import CaptureError
-from tugline.trainers.grpo.advantage import group_advantages, has_signal
+from tugline.trainers.grpo.advantage import Graded, baselines, has_signal, turn_shares
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.types import Ledger, Logprobs, Reason, Sample, Trace, Trajectory
+from tugline.types import Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
 
 LEAD = 32
 """Shortest beginning worth sharing, and the ids by which candidates are found."""
@@ -63,7 +64,7 @@ class _Books:
 
 
 def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: int) -> Prepared:
-    """Give each session its advantage within its task; one sample per trace that trains anything.
+    """Give each token its advantage within its task; one sample per trace that trains anything.
 
     Sessions without a (finite) reward are dropped as SESSION_FAILED and count in no mean.
     `version` is the policy about to be updated; staleness is measured from it.
@@ -73,19 +74,18 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
     by_task = sorted(trajectories, key=lambda one: (one.task, one.sample, one.session))
     for _, members in groupby(by_task, key=lambda one: one.task):
         group = list(members)
-        graded = [one for one in group if _reward(one) is not None]
-        rewards = np.array([_reward(one) for one in graded], np.float64)
-        advantages = group_advantages(rewards, config.advantage, config.advantage_eps)
-        skipped = config.skip_zero_variance and not has_signal(rewards)
-        worth = {
-            one.session: float(a) for one, a in zip(graded, advantages, strict=True) if not skipped
-        }
+        earned = {one.session: rewards for one in group if (rewards := _rewards(one, config))}
+        marks = [rewards.graded for rewards in earned.values()]
+        against = baselines(marks, config.advantage, config.advantage_eps)
+        measured = dict(zip(earned, against, strict=True))
+        skipped = config.skip_zero_variance and not has_signal(marks)
         for one in group:
             books.take_over(one)
-            if one.session in worth:
-                samples += _samples(one, worth[one.session], config, version, books)
+            if one.session in earned and not skipped:
+                worth = [measured[one.session].advantage(r) for r in earned[one.session].by_trace]
+                samples += _samples(one, worth, config, version, books)
                 continue
-            reason = Reason.SESSION_FAILED if _reward(one) is None else Reason.NO_SIGNAL
+            reason = Reason.NO_SIGNAL if one.session in earned else Reason.SESSION_FAILED
             books.trained -= one.ledger.trained
             books.dropped[reason] += one.ledger.trained
     ledger = Ledger(
@@ -97,15 +97,46 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
     return Prepared(tuple(samples), ledger)
 
 
-def _reward(trajectory: Trajectory) -> float | None:
-    reward = trajectory.reward
-    return reward.value if reward is not None and math.isfinite(reward.value) else None
+class _Rewards(NamedTuple):
+    """What a session earned, trace by trace and in sum."""
+
+    by_trace: Sequence[float]
+    graded: Graded
+
+
+def _rewards(trajectory: Trajectory, config: GrpoConfig) -> _Rewards | None:
+    """None without a finite outcome, which stands in for a trace that was not judged by itself."""
+    reward, traces = trajectory.reward, trajectory.traces
+    if reward is None or not math.isfinite(reward.value):
+        return None
+    by_trace = [reward.value] * len(traces)
+    if config.reward == "per_trace" and reward.per_trace:
+        if len(reward.per_trace) != len(traces):
+            msg = (
+                f"session {trajectory.session}: reward.per_trace has {len(reward.per_trace)} "
+                f"numbers for {len(traces)} traces; there must be one for each trace, made by the "
+                "builder that they were given under"
+            )
+            raise CaptureError(msg)
+        by_trace = [one if math.isfinite(one) else reward.value for one in reward.per_trace]
+    tokens = [int(trace.mask.sum()) for trace in traces]
+    return _Rewards(by_trace, Graded.of(by_trace, tokens, otherwise=reward.value))
 
 
 def _samples(
-    trajectory: Trajectory, advantage: float, config: GrpoConfig, version: int, books: _Books
+    trajectory: Trajectory,
+    worth: Sequence[float],
+    config: GrpoConfig,
+    version: int,
+    books: _Books,
 ) -> Iterator[Sample]:
-    for trace in trajectory.traces:
+    """`worth` is the advantage of each trace."""
+    shares: Mapping[int, float] = {}
+    if config.turn_discount is not None:
+        spans = (span for trace in trajectory.traces for span in trace.spans)
+        trained = [span.call for span in spans if span.masked is None]
+        shares = turn_shares(trained, config.turn_discount)
+    for trace, advantage in zip(trajectory.traces, worth, strict=True):
         versions = _versions(trace)
         mask = trace.mask
         if config.max_staleness is not None:
@@ -119,10 +150,20 @@ def _samples(
                 loss_mask=mask,
                 logprobs=trace.logprobs,
                 versions=versions,
-                advantage=advantage,
+                advantages=_advantages(trace, mask, advantage, shares),
                 group=trajectory.task,
                 session=trajectory.session,
             )
+
+
+def _advantages(
+    trace: Trace, mask: Mask, advantage: float, shares: Mapping[int, float]
+) -> Logprobs:
+    """Per token; `shares` are those of the calls, 1 for a call that is not among them."""
+    spread = np.full(len(trace.ids), advantage, np.float32)
+    for span in trace.spans:
+        spread[span.start : span.end] = advantage * shares.get(span.call, 1.0)
+    return np.where(mask, spread, np.float32(0))
 
 
 def _versions(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -229,10 +270,8 @@ def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> Micro:
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype).to(device)
 
-    def spread(values: list[float]) -> torch.Tensor:
-        return tensor(np.repeat(values, counts), torch.float32)
-
     versions = [row.sample.versions[at] for row, at in zip(rows, where, strict=True)]
+    advantages = [row.sample.advantages[at] for row, at in zip(rows, where, strict=True)]
     return Micro(
         rows=tuple(rows),
         ids=tensor(ids, torch.long),
@@ -241,7 +280,7 @@ def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> Micro:
         column=tensor(np.concatenate(where), torch.long),
         behaviour=tensor(np.concatenate(captured), torch.float32),
         old=tensor(np.concatenate(old), torch.float32),
-        advantage=spread([row.sample.advantage for row in rows]),
-        weight=spread([row.weight for row in rows]),
+        advantage=tensor(np.concatenate(advantages), torch.float32),
+        weight=tensor(np.repeat([row.weight for row in rows], counts), torch.float32),
         version=tensor(np.concatenate(versions), torch.long),
     )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from tugline.config import Config
 
+RewardOf = Literal["outcome", "per_trace", "discounted"]
 Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Normalisation = Literal["token", "sequence", "constant"]
 
@@ -20,6 +21,12 @@ Normalisation = Literal["token", "sequence", "constant"]
 class GrpoConfig(Config):
     """How a policy is updated from graded sessions; docs/training.md has the formulas."""
 
+    reward: RewardOf = "outcome"
+    """What a trained token earned: `outcome`, what its session did; `per_trace`, what its trace did
+    where the evaluator said so; `discounted`, the outcome, the less the earlier its turn."""
+    turn_discount: float | None = Field(default=None, gt=0, le=1)
+    """What remains of the advantage from one turn to the turn before it, above 0 and at most 1
+    (`discounted` only)."""
     advantage: Estimator = "grpo"
     """Baseline and scale of a session's advantage within its group."""
     advantage_eps: float = Field(default=1e-6, ge=0)
@@ -46,9 +53,9 @@ class GrpoConfig(Config):
     """Temperature that the tasks sample at; log probabilities are those of that distribution."""
 
     epochs: int = Field(default=1, ge=1)
-    """Passes over the traces of a step."""
-    traces_per_update: int = Field(default=64, ge=1)
-    """Most traces that one optimizer update learns from."""
+    """Passes over the sessions of a step."""
+    sessions_per_update: int = Field(default=64, ge=1)
+    """Most sessions that one optimizer update learns from, each with all of its traces."""
     micro_tokens: int = Field(default=16_384, ge=1)
     """Most tokens, padding included, in one forward pass; a longer trace goes alone."""
     share_prefix: bool = False
@@ -65,7 +72,21 @@ class GrpoConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient is scaled down to this norm."""
     seed: int = 0
-    """Seed of the order in which traces are dealt to updates."""
+    """Seed of the order in which sessions are dealt to updates."""
+
+    @field_validator("turn_discount")
+    @classmethod
+    def _fits(cls, value: float | None, info: ValidationInfo) -> float | None:
+        reward = info.data.get("reward", "outcome")
+        if reward == "discounted" and value is None:
+            msg = "is missing: reward 'discounted' needs a number above 0, at most 1"
+            raise ValueError(msg)
+        if reward != "discounted" and value is not None:
+            msg = (
+                f"has no effect with reward {reward!r}: leave it out, or set reward to 'discounted'"
+            )
+            raise ValueError(msg)
+        return value
 
     def digest(self) -> str:
         """Sixteen hex digits that change with any field."""

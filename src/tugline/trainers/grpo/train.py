@@ -1,9 +1,10 @@
 """One GRPO step: graded sessions in, updated weights and a report out.
 
 The step reads like the method: prepare samples, measure how exactly the captured log
-probabilities are reproduced by the weights they were sampled from, then deal the traces to
-updates. The books of the whole step are in its report (I2), and so is the largest deviation of a
-captured log probability, the project's gate for exact conditioning (I1).
+probabilities are reproduced by the weights they were sampled from, then deal the sessions to
+updates, each with all of its traces: so a session counts once, and the number of updates does not
+depend on the builder. The books of the whole step are in its report (I2), and so is the largest
+deviation of a captured log probability, the project's gate for exact conditioning (I1).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Grpo:
         self.reference = Policy(reference, config.temperature) if reference is not None else None
         self.optimizer = _optimizer(model, config)
         self.order = torch.Generator().manual_seed(config.seed)
-        """Deals traces to updates; part of every checkpoint."""
+        """Deals sessions to updates; part of every checkpoint."""
         self.updates = 0
         """Optimizer updates made so far, over all steps."""
 
@@ -113,7 +114,8 @@ class Grpo:
         here, so it is not made twice.
         """
         rows = [Row(sample) for sample in samples]
-        single = len(rows) <= self.config.traces_per_update
+        sessions = {sample.session for sample in samples}
+        single = len(sessions) <= self.config.sessions_per_update
         if single and not self.config.share_prefix and self.config.importance_cap is None:
             return rows, None
         gap: float | None = None
@@ -134,12 +136,16 @@ class Grpo:
         return done, gap
 
     def _deal(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Deal rows at random to updates of even size, and weigh their tokens within each."""
+        """Deal sessions at random to updates of even size, and weigh their tokens within each."""
         if not rows:
             return
-        shuffled = torch.randperm(len(rows), generator=self.order)
-        for hand in shuffled.chunk(math.ceil(len(rows) / self.config.traces_per_update)):
-            chosen = [rows[i] for i in hand.tolist()]
+        sessions: dict[str, list[Row]] = {}
+        for row in rows:
+            sessions.setdefault(row.sample.session, []).append(row)
+        whole = list(sessions.values())
+        shuffled = torch.randperm(len(whole), generator=self.order)
+        for hand in shuffled.chunk(math.ceil(len(whole) / self.config.sessions_per_update)):
+            chosen = [row for i in hand.tolist() for row in whole[i]]
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
