@@ -66,6 +66,8 @@ class StubGateway:
         *,
         spent_status: int = 400,
         offers_tools: bool = False,
+        workdir: str = "",
+        home: str = "",
     ) -> AsyncIterator[Door]:
         """Take this session's calls until left."""
         self.open_now.add(session.id)

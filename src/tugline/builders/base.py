@@ -112,6 +112,8 @@ class Chain:
         token: then the harness had it after all. One whose engine was lost is trained as far as it
         got, like any answer that was cut for length.
         """
+        if call.replayed:
+            return Reason.REPLAYED
         if call.kind is TraceKind.SIDE:
             return Reason.SIDE_CALL
         if call.outcome is Outcome.CLIENT_GONE:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tugline.errors import EngineError
-from tugline.types import Finish, Ids, Logprobs, VersionSpan
+from tugline.types import Call, Finish, Ids, Logprobs, VersionSpan
 
 
 @dataclass(slots=True)
@@ -95,3 +96,16 @@ class Sampled:
             for s in self.versions
             if s.start < length
         ]
+
+
+def replayed(call: Call, old: Call) -> Call:
+    """`call`, whose answer was sampled when `old` was: under its terms and by its engine."""
+    return msgspec.structs.replace(
+        call,
+        replayed=True,
+        mode=old.mode,
+        sampling=old.sampling,
+        logprob_meaning=old.logprob_meaning,
+        engine=old.engine,
+        replicas=old.replicas,
+    )

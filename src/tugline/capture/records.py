@@ -37,8 +37,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     tokenizer: str = ""
     """SHA-256, in hex, of the ``tokenizer.json`` that is kept once beside the segments (see
     `tugline.capture.folder`); empty where the engine makes the ids."""
+    workdir: str = ""
+    """Where the agent worked, as its programs saw it; a replay runs in the same place."""
+    home: str = ""
     forked_from: str = ""
-    """``session@call`` where this session is a replay that went on by itself; else empty."""
+    """``session@call`` where this session is a replay that went on by itself from that call of
+    the other; else empty."""
 
 
 class EventKind(StrEnum):

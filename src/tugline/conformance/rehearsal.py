@@ -169,7 +169,12 @@ async def _session(cell: Cell, stage: Stage, gateway: Gateway, box: Box) -> Exit
         limits=Limits(max_turns=stage.max_turns),
     )
     async with gateway.open(
-        _SESSION, task, spent_status=spent_status(harness), offers_tools=offers_tools(harness)
+        _SESSION,
+        task,
+        spent_status=spent_status(harness),
+        offers_tools=offers_tools(harness),
+        workdir=str(box.workdir),
+        home=str(box.home),
     ) as opened:
         seat = Seat(
             instruction=task.instruction,

@@ -39,7 +39,7 @@ from tugline.gateway.dialects.registry import DIALECTS, fallback
 from tugline.gateway.proxy import Exchange, repeats
 from tugline.gateway.rendering import Rendering
 from tugline.gateway.sessions import LiveSession, Sessions, Terms
-from tugline.gateway.upstream import ModelCard, Upstream
+from tugline.gateway.upstream import ModelCard, Source
 from tugline.serving import serve
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 
@@ -73,7 +73,7 @@ class Gateway:
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
-        upstream: Upstream,
+        upstream: Source,
         rendering: Rendering | None,
         segments_dir: Path,
         *,
@@ -141,11 +141,14 @@ class Gateway:
         *,
         spent_status: int = 400,
         offers_tools: bool = False,
+        workdir: str = "",
+        home: str = "",
     ) -> AsyncIterator[Opened]:
         """Take the model calls of one attempt at a session while the block lasts.
 
         `spent_status` is the HTTP status of a spent budget: the one its harness stops on.
         `offers_tools` says that its calls declare tools, so that one without is beside the task.
+        `workdir` and `home` are its folders, kept for whoever replays it.
         """
         segment = self.segment(session)
         self._segments[session.id] = segment
@@ -154,7 +157,9 @@ class Gateway:
             session.id,
             terms=Terms(contract, task.sampling_policy, task.limits, spent_status),
             conversation=Conversation(self._backend.rendering),
-            writer=Writer(segment, self._backend.header(session, task), sync=not self._flush_s),
+            writer=Writer(
+                segment, self._backend.header(session, task, workdir, home), sync=not self._flush_s
+            ),
         )
         live.saw_tools = offers_tools
         self._recent[session.id] = deque(maxlen=_REMEMBERED)

@@ -6,6 +6,7 @@ when it is complete: when the next one begins, or at the end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
@@ -70,3 +71,13 @@ class Assembler:
         self._calls.append(call)
         self._open = None
         return [call]
+
+
+def told(pieces: Sequence[Piece]) -> Message | None:
+    """The message that these pieces of an answer make so far; None if they say nothing."""
+    text = "".join([one.text for one in pieces if isinstance(one, TextDelta)])
+    reasoning = "".join([one.text for one in pieces if isinstance(one, ReasoningDelta)])
+    calls = tuple(one for one in pieces if isinstance(one, ToolCall))
+    if not (text or reasoning or calls):
+        return None
+    return Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)

@@ -12,7 +12,7 @@ from typing import Protocol
 from tugline.capture.folder import keep_tokenizer
 from tugline.capture.records import Header
 from tugline.gateway.rendering import Rendering
-from tugline.gateway.upstream import ModelCard, Upstream
+from tugline.gateway.upstream import ModelCard, Source
 from tugline.types import Mode, Session, Task
 
 
@@ -33,7 +33,7 @@ class InFlight(Protocol):
 class Backend:
     """What answers are made with, and whether they may be made now."""
 
-    upstream: Upstream
+    upstream: Source
     card: ModelCard
     rendering: Rendering | None
     tokenizer: str = ""
@@ -53,7 +53,7 @@ class Backend:
         if self.rendering is not None:
             self.tokenizer = keep_tokenizer(self.rendering.tokenizer, folder)
 
-    def header(self, session: Session, task: Task) -> Header:
+    def header(self, session: Session, task: Task, workdir: str, home: str) -> Header:
         """What a segment begins with."""
         rendering = self.rendering
         return Header(
@@ -68,4 +68,7 @@ class Backend:
             template=rendering.name if rendering else "",
             thinking_retention=rendering.thinking_retention if rendering else "",
             tokenizer=self.tokenizer,
+            workdir=workdir,
+            home=home,
+            forked_from=self.upstream.forked_from,
         )

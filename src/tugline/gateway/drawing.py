@@ -18,9 +18,9 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from tugline.capture.recorder import Sampled
+from tugline.capture.recorder import Sampled, replayed
 from tugline.errors import ClientGone, EngineError, TuglineError
-from tugline.gateway.assembler import Assembler
+from tugline.gateway.assembler import Assembler, told
 from tugline.gateway.backend import Backend
 from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import (
@@ -47,7 +47,6 @@ from tugline.types import (
     Role,
     Sampling,
     Timings,
-    ToolCall,
     TraceKind,
 )
 
@@ -98,6 +97,7 @@ class Draw:
             self._assembler = Assembler(f"{number}")
         self._told: list[tuple[int, Piece]] = []
         self._used: list[str] = []
+        self._replayed: Call | None = None
         self._received = time.time()
         self._sent_at: float | None = None
         self._recorded = self._unheard = False
@@ -238,6 +238,7 @@ class Draw:
                 tools=request.tools,
                 tool_choice=request.tool_choice,
                 parallel=request.parallel,
+                request=request,
             )
         marks, stops = rendering.markers, rendering.stop_ids
         silent = request.tool_choice.mode is ChoiceMode.NONE and bool(request.tools)
@@ -251,6 +252,7 @@ class Draw:
             prompt=prompt.extended(self.sampled.joined()[0]) if self.sampled.length else prompt,
             stop_ids=stops if request.parallel or marks.call_end < 0 else (*stops, marks.call_end),
             banned=(marks.call,) if silent and marks.call >= 0 else (),
+            request=request,
         )
 
     def _take(self, delta: Delta) -> list[Piece]:
@@ -264,6 +266,7 @@ class Draw:
         sampled.finish = delta.finish or sampled.finish
         sampled.stop = delta.stop or sampled.stop
         sampled.unseen += delta.unseen
+        self._replayed = delta.replayed or self._replayed
         if self._decoder is not None:
             pieces = self._decoder.feed(delta.ids)
         elif self._assembler is not None:
@@ -325,7 +328,7 @@ class Draw:
             logprob_meaning=backend.upstream.wire.logprob_meaning,
             thinking_retention=backend.rendering.thinking_retention if backend.rendering else "",
             messages=self.plan.added,
-            answer=message or self._told_so_far(),
+            answer=message or told([piece for _, piece in self._told]),
             tools=self._request.tools,
             sampling=self._sampling,
             asked=self._request.asked,
@@ -345,38 +348,23 @@ class Draw:
             request=body,
         )
         self._recorded = True
+        call = call if self._replayed is None else replayed(call, self._replayed)
         await self._live.append(call)
         if message is not None and kind is not TraceKind.SIDE:
             self._live.conversation.record(self.plan, self.number, self._whole(ids), message)
 
-    def _told_so_far(self) -> Message | None:
-        pieces = [piece for _, piece in self._told]
-        text = "".join([one.text for one in pieces if isinstance(one, TextDelta)])
-        reasoning = "".join([one.text for one in pieces if isinstance(one, ReasoningDelta)])
-        calls = tuple(one for one in pieces if isinstance(one, ToolCall))
-        if not (text or reasoning or calls):
-            return None
-        return Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)
-
     def _remember_parts(self) -> None:
         """An answer that broke off may come back as far as it was told, and be continued."""
         ids, _ = self.sampled.joined()
-        text, reasoning = "", ""
-        calls: tuple[ToolCall, ...] = ()
-        for index, (length, piece) in enumerate(self._told):
-            if isinstance(piece, TextDelta):
-                text += piece.text
-            elif isinstance(piece, ReasoningDelta):
-                reasoning += piece.text
-            else:
-                calls = (*calls, piece)
-            following = self._told[index + 1][1] if index + 1 < len(self._told) else None
+        for index, (length, piece) in enumerate(self._told, start=1):
+            following = self._told[index][1] if index < len(self._told) else None
             if isinstance(piece, TextDelta | ReasoningDelta) and type(following) is type(piece):
                 continue
-            message = Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)
-            self._live.conversation.record(
-                self.plan, self.number, self._whole(ids[:length]), message, complete=False
-            )
+            message = told([piece for _, piece in self._told[:index]])
+            if message is not None:
+                self._live.conversation.record(
+                    self.plan, self.number, self._whole(ids[:length]), message, complete=False
+                )
 
     # ----------------------------------------------------------------------- the context
     def _forced(self) -> Ids | None:

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import aiohttp
 import msgspec
@@ -71,8 +71,45 @@ class Replica:
         self.faults, self.ejected = 0, False
 
 
+class Source(Protocol):
+    """Where answers come from: an engine, or a recording."""
+
+    wire: EngineFormat
+    forked_from: str
+    """``session@call`` of a recording whose calls are replayed first; else empty."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    async def model(self) -> ModelCard:
+        """What is served."""
+        ...
+
+    def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
+        """The replica of a session."""
+        ...
+
+    def sample(
+        self, ask: Ask, session: str, used: list[str], avoid: Sequence[str] = ()
+    ) -> AsyncGenerator[Delta]:
+        """Tokens as they come; see `Upstream.sample`."""
+        ...
+
+    async def abort(self, request_id: str, url: str) -> None:
+        """End a request and answer with what there is, where that can be."""
+        ...
+
+
 class Upstream:
     """Replicas of one engine behind one connection pool."""
+
+    forked_from = ""
 
     def __init__(
         self,

@@ -82,11 +82,13 @@ class Gateway(Protocol):
         *,
         spent_status: int = 400,
         offers_tools: bool = False,
+        workdir: str = "",
+        home: str = "",
     ) -> AbstractAsyncContextManager[Endpoint]:
         """Take calls of this session; when left, no further call is taken and none is in flight.
 
         `spent_status` is the HTTP status that tells its harness of a spent budget, `offers_tools`
-        whether a call of it without tools is beside the task.
+        whether a call of it without tools is beside the task; `workdir` and `home` are its folders.
         """
         ...
 
@@ -189,6 +191,8 @@ class _Rollout:
                             self.task,
                             spent_status=spent_status(self.harness),
                             offers_tools=offers_tools(self.harness),
+                            workdir=str(box.workdir),
+                            home=str(box.home),
                         )
                     )
                     self.opened = True

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 
 from tugline.errors import TuglineError
-from tugline.gateway.dialects.base import Constraint, ToolChoice
+from tugline.gateway.dialects.base import Constraint, Request, ToolChoice
 from tugline.gateway.tokens import Tokens
 from tugline.types import (
+    Call,
     Finish,
     Ids,
     LogprobMeaning,
@@ -63,6 +64,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel: bool = True
+    request: Request | None = None
+    """What the harness asked, for a source that answers from a recording; no engine is told."""
 
 
 class Post(msgspec.Struct, frozen=True):
@@ -106,6 +109,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     earlier count was too high or the ids came after all."""
     prompt_count: int = 0
     """Text mode: prompt tokens by the engine's own count."""
+    replayed: Call | None = None
+    """The recorded call that this is the answer of, where nothing was sampled."""
 
 
 class Reader(Protocol):
