@@ -11,6 +11,7 @@ Invariants carried here: I1 (a `Trace` names the calls its tokens came from), I2
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from typing import Any, TypeVar, get_args
 
@@ -178,6 +179,11 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
     at: int = 0
     """Characters of the message's `content` before it."""
     detail: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hex, of the URL's text: the name of the picture in a segment and a trace."""
+        return hashlib.sha256(self.url.encode()).hexdigest()
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -373,6 +379,8 @@ class Reason(StrEnum):
     """The engine was told to stop in the middle of the answer."""
     OVER_LENGTH = "over_length"
     """Beyond the trainer's longest sequence."""
+    UNMERGED = "unmerged"
+    """The builder's rule for merging found no place for the call and gave up on it."""
     SESSION_FAILED = "session_failed"
     """The session's outcome says nothing about the policy (see `Boundary`)."""
     STALE = "stale"
@@ -431,6 +439,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     kind: TraceKind = TraceKind.MAIN
     parent: int | None = None
     """Index in the trajectory of the trace this one forked from, or was started by."""
+    shared: int = 0
+    """How many ids at the beginning are those of the parent, so that their work can be reused."""
     thread: str | None = None
     """The harness's own id of the conversation, where it sends one."""
     thinking_retention: str = ""
