@@ -96,7 +96,7 @@ def test_a_session_that_trains_nothing_counts_with_its_outcome() -> None:
 def test_cutting_traces_changes_nothing(
     traces: list[tuple[float, int]], cut: st.DataObject
 ) -> None:
-    """A trace cut in two of the same reward leaves its session's numbers as they were, to the bit."""
+    """A trace cut in two of the same reward leaves its session as it was, to the bit."""
     pieces = []
     for reward, tokens in traces:
         first = cut.draw(st.integers(0, tokens))

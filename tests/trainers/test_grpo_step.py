@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -300,6 +302,48 @@ def test_a_session_of_many_traces_counts_once() -> None:
     one = session([trace(model, rng)], task="t", sample=1, reward=0.0)
     samples, _ = prepare([many, one], GrpoConfig(advantage="dr_grpo"), version=VERSION)
     assert [set(s.advantages[s.loss_mask]) for s in samples] == [{0.5}] * 5 + [{-0.5}]
+
+
+def two_sessions(model: torch.nn.Module, *per_trace: float) -> list[Trajectory]:
+    """Two traces with these numbers and outcome 1, against one trace with outcome 0."""
+    rng = np.random.default_rng(0)
+    two = session([trace(model, rng) for _ in range(2)], task="t", sample=0, reward=1.0)
+    judged = msgspec.structs.replace(two, reward=Reward(1.0, per_trace=per_trace))
+    return [judged, session([trace(model, rng)], task="t", sample=1, reward=0.0)]
+
+
+def test_each_trace_can_have_a_reward_of_its_own() -> None:
+    """Its tokens' advantage is its own number less the mean of the sessions' means."""
+    batch = two_sessions(tiny(), 3.0, math.nan)
+    samples, _ = prepare(batch, GrpoConfig(reward="per_trace", advantage="dr_grpo"), version=5)
+    many, few = (int(one.mask.sum()) for one in batch[0].traces)
+    centre = (3 * many + 1 * few) / (many + few) / 2
+    expected = [3 - centre, 1 - centre, -centre]
+    for one, advantage in zip(samples, expected, strict=True):
+        assert one.advantages[one.loss_mask] == pytest.approx(advantage, rel=1e-6)
+        assert not one.advantages[~one.loss_mask].any()
+    plain, _ = prepare(batch, GrpoConfig(advantage="dr_grpo"), version=5)
+    assert [one.advantages.max() for one in plain[:2]] == [0.5, 0.5]
+
+
+def test_rewards_of_other_traces_are_refused() -> None:
+    """Numbers given under another builder do not fit, and the session is named."""
+    batch = two_sessions(tiny(), 1.0, 0.0, 0.5)
+    with pytest.raises(CaptureError, match=r"session t/0: reward\.per_trace has 3 numbers for 2"):
+        prepare(batch, GrpoConfig(reward="per_trace"), version=5)
+    prepare(batch, GrpoConfig(), version=5)
+
+
+def test_earlier_turns_can_count_for_less() -> None:
+    """Two turns at discount 0.5: the last has the session's advantage, the first half of it."""
+    batch = two_sessions(tiny())
+    config = GrpoConfig(reward="discounted", turn_discount=0.5, advantage="dr_grpo")
+    samples, _ = prepare(batch, config, version=VERSION)
+    traces = [*batch[0].traces, *batch[1].traces]
+    for one, made_of, sign in zip(samples, traces, (1, 1, -1), strict=True):
+        first, last = made_of.spans
+        assert set(one.advantages[first.start : first.end]) == {sign * 0.25}
+        assert set(one.advantages[last.start : last.end]) == {sign * 0.5}
 
 
 def test_a_step_without_samples_changes_nothing() -> None:

@@ -1,0 +1,218 @@
+"""How a session was cut into traces changes what a step costs, and nothing that it learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+from msgspec.structs import replace
+
+from trainers.sessions import captured, tiny
+from tugline.plugins import find, known
+from tugline.trainers.grpo.batch import prepare
+from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
+from tugline.trainers.grpo.loss import token_weights
+from tugline.trainers.grpo.train import Grpo
+from tugline.types import (
+    Call,
+    Finish,
+    Outcome,
+    Reward,
+    Sample,
+    Sampling,
+    Status,
+    Timings,
+    Trajectory,
+    VersionSpan,
+)
+
+torch.set_num_threads(1)
+BUILDERS = [name for name in known("builder") if ":" not in name]
+REWARDS = [
+    {"reward": "outcome"},
+    {"reward": "per_trace"},
+    {"reward": "discounted", "turn_discount": 0.7},
+]
+
+
+def call(
+    session: str, number: int, prompt: list[int], sampled: list[int], **changes: object
+) -> Call:
+    """One model call; its log probabilities name it and the token's place in it."""
+    fields: dict[str, object] = {
+        "session": session,
+        "number": number,
+        "dialect": "openai_chat",
+        "messages": (),
+        "sampling": Sampling(),
+        "prompt_ids": np.array(prompt, np.int32),
+        "sampled_ids": np.array(sampled, np.int32),
+        "logprobs": -(100 * number + np.arange(1, len(sampled) + 1, dtype=np.float32)),
+        "versions": (VersionSpan(number % 3, 0, len(sampled)),) if sampled else (),
+        "finish": Finish.STOP,
+        "engine": "scripted",
+        "timings": Timings(0.0),
+    }
+    return Call(**(fields | changes))  # type: ignore[arg-type]
+
+
+@st.composite
+def sessions(draw: DrawFn, name: str) -> list[Call]:
+    """A session with continuations, retries, edits and answers that nobody heard."""
+    few = st.lists(st.integers(0, 47), min_size=1, max_size=4)
+    grown: list[Call] = []
+    for number in range(draw(st.integers(1, 6))):
+        prompt = draw(few)
+        base = draw(st.sampled_from(grown)) if grown else None
+        if base is not None:
+            whole = [*base.prompt_ids.tolist(), *base.sampled_ids.tolist()]
+            how = draw(st.sampled_from(["continue", "continue", "twin", "edit"]))
+            kept = {"continue": len(whole), "twin": len(base.prompt_ids), "edit": 1}[how]
+            prompt = whole[:kept] + ([] if how == "twin" else prompt)
+        gone = draw(st.sampled_from([Outcome.COMPLETE] * 4 + [Outcome.CLIENT_GONE]))
+        parent = base and base.number
+        grown.append(call(name, number, prompt, draw(few), parent=parent, outcome=gone))
+    return grown
+
+
+@st.composite
+def groups(draw: DrawFn) -> list[tuple[list[Call], float]]:
+    """The sessions of one group, with their outcomes."""
+    outcome = st.sampled_from([0.0, 0.1, 0.3, 1.0])
+    return [(draw(sessions(f"s{i}")), draw(outcome)) for i in range(draw(st.integers(1, 4)))]
+
+
+def built(group: Sequence[tuple[list[Call], float]], builder: str) -> list[Trajectory]:
+    """The group's trajectories under `builder`."""
+    made = []
+    for i, (calls, outcome) in enumerate(group):
+        traces, ledger = find("builder", builder)().build(calls)
+        made.append(
+            Trajectory(
+                session=calls[0].session,
+                task="t",
+                sample=i,
+                status=Status.COMPLETED,
+                traces=traces,
+                ledger=ledger,
+                reward=Reward(outcome),
+            )
+        )
+    return made
+
+
+def tokens(
+    samples: Sequence[Sample], weights: Sequence[float]
+) -> list[tuple[str, float, float, float]]:
+    """Every trained token: its session, what names it there, its advantage and its weight."""
+    return sorted(
+        (one.session, float(one.logprobs[at]), float(one.advantages[at]), weight)
+        for one, weight in zip(samples, weights, strict=True)
+        for at in np.flatnonzero(one.loss_mask)
+    )
+
+
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
+@given(
+    group=groups(),
+    advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+    normalisation=st.sampled_from(["token", "sequence", "constant"]),
+    stale=st.sampled_from([None, 1]),
+)
+def test_no_builder_changes_what_a_token_counts_for(
+    reward: dict[str, object],
+    group: list[tuple[list[Call], float]],
+    advantage: Estimator,
+    normalisation: Normalisation,
+    stale: int | None,
+) -> None:
+    """Any group: the same tokens with the same advantage and weight, to the bit, and one ledger."""
+    config = GrpoConfig.model_validate(
+        reward | {"advantage": advantage, "normalisation": normalisation, "max_staleness": stale}
+    )
+    seen, books = [], []
+    for builder in BUILDERS:
+        samples, ledger = prepare(built(group, builder), config, version=2)
+        seen.append(tokens(samples, token_weights(samples, config) if samples else []))
+        books.append(ledger)
+    assert all(one == seen[0] for one in seen)
+    assert all(one == books[0] for one in books)
+    assert len(seen[0]) == books[0].trained
+
+
+@given(group=groups(), advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+def test_rewards_of_traces_may_be_cut_with_their_traces(
+    group: list[tuple[list[Call], float]], advantage: Estimator
+) -> None:
+    """A number per merged trace, or the same number for each of its calls: one advantage."""
+    merged, single = built(group, "prefix_merging"), built(group, "per_request")
+    of_call = {
+        (one.session, span.call): float(index) / 3
+        for one in merged
+        for index, trace in enumerate(one.traces)
+        for span in trace.spans
+    }
+    seen = []
+    for batch in (merged, single):
+        judged = [replace(one, reward=numbered(one, of_call)) for one in batch]
+        config = GrpoConfig(reward="per_trace", advantage=advantage)
+        samples, _ = prepare(judged, config, version=2)
+        seen.append(tokens(samples, [1.0] * len(samples)))
+    assert seen[0] == seen[1]
+
+
+def numbered(trajectory: Trajectory, of_call: dict[tuple[str, int], float]) -> Reward:
+    """Each trace's number by the calls it trains; nan, not judged, for one that trains none."""
+    numbers = [
+        next((of_call[trajectory.session, span.call] for span in trace.spans), math.nan)
+        for trace in trajectory.traces
+    ]
+    return Reward(9.0, per_trace=tuple(numbers))
+
+
+def grown(model: torch.nn.Module) -> list[tuple[list[Call], float]]:
+    """Four sessions of five turns, the third edited, with log probabilities of `model`."""
+    rng = np.random.default_rng(3)
+    group = []
+    for i in range(4):
+        calls: list[Call] = []
+        prompt = rng.integers(0, 48, 20).tolist()
+        for number in range(5):
+            sampled = rng.integers(0, 48, 4).tolist()
+            whole = np.array(prompt + sampled, np.int32)
+            logprobs = captured(model, whole)[len(prompt) :]
+            parent = number - 1 if number else None
+            one = call(f"s{i}", number, prompt, sampled, parent=parent, logprobs=logprobs)
+            calls.append(one)
+            prompt = whole.tolist() + rng.integers(0, 48, 3).tolist()
+            if number == 2:
+                prompt[10] = (prompt[10] + 1) % 48
+        group.append((calls, float(i % 2)))
+    return group
+
+
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda one: one["reward"])
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
+def test_no_builder_changes_the_gradient(
+    reward: dict[str, object], normalisation: Normalisation
+) -> None:
+    """A step of several updates moves the weights alike, and merged traces cost it less."""
+    config = GrpoConfig.model_validate(
+        reward | {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
+    )
+    weights, reports = [], []
+    for builder in BUILDERS:
+        model = tiny()
+        batch = built(grown(tiny()), builder)
+        reports.append(Grpo(model, config).step(batch, version=0))
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert {report.updates for report in reports} == {2}
+    assert max(float((one - weights[0]).abs().max()) for one in weights) < 1e-5
+    cost = dict(zip(BUILDERS, (report.tokens_forwarded for report in reports), strict=True))
+    assert cost["prefix_merging"] < 0.6 * cost["per_request"]
