@@ -69,14 +69,16 @@ class Conversation:
         prompt = self._extended(turn, tail, tools)
         if prompt is None:
             return self._branch(links, messages, tools, thread, Branch.RENDERER_REFUSED)
+        branch = branching.beside(self._children.get(turn.number, ()), turn, links.marks[depth:])
+        start = depth if branch is None else 0
         return Plan(
             prompt=prompt,
             turn=turn,
             parent=turn.number,
-            branch=branching.beside(self._children.get(turn.number, ()), turn, links.marks[depth:]),
+            branch=branch,
             healed=healed(turn.answer, messages[depth - 1]),
-            added=tail,
-            marks=tuple(links.marks[depth:]),
+            added=tuple(messages[start:]),
+            marks=tuple(links.marks[start:]),
             reused=len(turn.tokens),
             digest=links.chain[-1],
             tools=links.tools,
