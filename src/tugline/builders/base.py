@@ -4,17 +4,17 @@ A builder is a pure function from recorded calls to traces and a ledger. The rul
 that two builders can differ in how they cut sequences, and in nothing else: whatever builder is
 chosen, the same sampled tokens are trained, each in the same context.
 
-Invariants: a call joins a chain only when the chain's ids, all of them, begin its prompt (I1);
-every sampled token ends up trained, masked or dropped, with a reason (I2); the work is one numpy
-comparison per call, so its cost is linear in the ids that were recorded (I7).
+Invariants: a call joins a chain only when the chain's ids and pictures, all of them, begin its
+prompt (I1); every sampled token ends up trained, masked or dropped, with a reason (I2); prompts
+that are views of one buffer, as a segment's reader hands them out, are not compared again, so the
+work is linear in the ids that there are (I7).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -55,42 +55,84 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     max_length: int | None = None
     """Longest trace in tokens; of a longer one the exact beginning is kept. None: no limit."""
+    train_side: bool = False
+    """Train the answers of side calls (titles, routers, summaries) like any other."""
 
     @classmethod
-    def read(cls, builder: str, options: dict[str, object]) -> Options:
+    def read(cls, builder: str, options: dict[str, object]) -> Self:
         """Check options given by keyword. Raises `ConfigError` naming the one that is wrong."""
         unknown = sorted(set(options) - set(cls.__struct_fields__))
         if unknown:
             known = ", ".join(cls.__struct_fields__)
             msg = f"builder {builder!r} has no option {unknown[0]!r} (known: {known})"
             raise ConfigError(msg)
-        length = options.get("max_length")
-        if length is None:
-            return cls()
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            msg = f"builder {builder!r}: max_length is {length!r}, must be a whole number from 1"
-            raise ConfigError(msg)
-        return cls(max_length=length)
+        for name, value in options.items():
+            right = cls.wanted(name, value)
+            if right:
+                msg = f"builder {builder!r}: {name} is {value!r}, must be {right}"
+                raise ConfigError(msg)
+        return msgspec.convert(options, cls)
+
+    @classmethod
+    def wanted(cls, name: str, value: object) -> str:
+        """What an option must be, if `value` is not that; else an empty text."""
+        if name == "max_length":
+            whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            return "" if whole or value is None else "a whole number from 1"
+        return "" if isinstance(value, bool) else "true or false"
 
 
+# --------------------------------------------------------------------------- equal ids
+def common(a: Ids, b: Ids) -> int:
+    """How many leading ids two sequences share; at once if they are views of one buffer."""
+    n = min(len(a), len(b))
+    if not n or _address(a) == _address(b):
+        return n
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax())
+    return first if differs[first] else n
+
+
+def _address(ids: Ids) -> tuple[int, tuple[int, ...]]:
+    at: int = ids.__array_interface__["data"][0]
+    return at, ids.strides
+
+
+# --------------------------------------------------------------------------- exact chains
 class Chain:
     """Calls of which each one's prompt begins with all ids of the one before it."""
 
-    def __init__(self, first: Call, kind: TraceKind, after: int | None) -> None:
+    def __init__(
+        self, first: Call, kind: TraceKind, after: int | None, images: tuple[str, ...]
+    ) -> None:
         self.calls = [first]
         self.kind = kind
         self.after = after
         """Number of the call that this chain forked after; None where it starts afresh."""
+        self.images = [images]
+        """Digests of the pictures in each call's prompt, in order."""
 
-    def carried_on_by(self, call: Call) -> bool:
-        """Whether the prompt of `call` starts, id for id, with everything in this chain."""
+    def add(self, call: Call, images: tuple[str, ...]) -> None:
+        """Go on with a call that carries this chain on."""
+        self.calls.append(call)
+        self.images.append(images)
+
+    def carried_on_by(self, call: Call, images: tuple[str, ...]) -> bool:
+        """Whether the prompt of `call` starts, id for id, with everything in this chain.
+
+        A call beside the task carries on no work and no work carries it on, so a question aside
+        does not break a conversation in two.
+        """
         tip = self.calls[-1]
         asked = len(tip.prompt_ids)
         end = asked + len(tip.sampled_ids)
         if len(call.prompt_ids) < end or call.prompt_ids[end - 1] != self.last_id:
             return False
-        return np.array_equal(call.prompt_ids[asked:end], tip.sampled_ids) and np.array_equal(
-            call.prompt_ids[:asked], tip.prompt_ids
+        return (
+            (call.kind is TraceKind.SIDE) == (tip.kind is TraceKind.SIDE)
+            and images[: len(self.images[-1])] == self.images[-1]
+            and np.array_equal(call.prompt_ids[asked:end], tip.sampled_ids)
+            and common(call.prompt_ids, tip.prompt_ids) == asked
         )
 
     @property
@@ -105,22 +147,39 @@ class Chain:
         tip = self.calls[-1]
         return len(tip.prompt_ids) + len(tip.sampled_ids)
 
-    def reason(self, call: Call) -> Reason | None:
-        """Why the answer of `call`, a member of this chain, is not trained; None when it is.
+    def reason(self, call: Call, *, train_side: bool = False) -> Reason | None:
+        """Why the answer of `call`, a member of this chain, is not trained; None when it is."""
+        return untrained(call, carried_on=call is not self.calls[-1], train_side=train_side)
 
-        An answer whose client went away is masked, unless a later prompt carries it on token for
-        token: then the harness had it after all. One whose engine was lost is trained as far as it
-        got, like any answer that was cut for length.
-        """
-        if call.replayed:
-            return Reason.REPLAYED
-        if call.kind is TraceKind.SIDE:
-            return Reason.SIDE_CALL
-        if call.outcome is Outcome.CLIENT_GONE:
-            return Reason.CLIENT_GONE if call is self.calls[-1] else None
-        if call.outcome is Outcome.COMPLETE and call.finish is Finish.ABORT:
-            return Reason.ABORTED
-        return None
+    def answers(self, options: Options) -> list[Answer]:
+        """Its calls' answers, each where the exact ids have it."""
+        return [
+            Answer(
+                call,
+                len(call.prompt_ids),
+                self.reason(call, train_side=options.train_side),
+                images,
+            )
+            for call, images in zip(self.calls, self.images, strict=True)
+        ]
+
+
+def untrained(call: Call, *, carried_on: bool, train_side: bool) -> Reason | None:
+    """Why an answer is not trained; None when it is.
+
+    An answer whose client went away is masked, unless a later prompt carries it on token for
+    token: then the harness had it after all. One whose engine was lost is trained as far as it
+    got, like any answer that was cut for length.
+    """
+    if call.replayed:
+        return Reason.REPLAYED
+    if call.kind is TraceKind.SIDE and not train_side:
+        return Reason.SIDE_CALL
+    if call.outcome is Outcome.CLIENT_GONE:
+        return None if carried_on else Reason.CLIENT_GONE
+    if call.outcome is Outcome.COMPLETE and call.finish is Finish.ABORT:
+        return Reason.ABORTED
+    return None
 
 
 def chains(calls: Iterable[Call]) -> list[Chain]:
@@ -130,64 +189,111 @@ def chains(calls: Iterable[Call]) -> list[Chain]:
     fits. A second call that carries on from the same place finds the chain gone on without it
     and starts its own.
     """
-    found: list[Chain] = []
-    owner: dict[int, Chain] = {}
-    afresh: dict[bytes, int] = {}
-    for call in sorted(calls, key=lambda call: call.number):
-        if call.mode is Mode.TEXT:
-            continue  # there is nothing to make a trace of; `balance` counts what was sampled
-        _check(call)
-        chain = _chain_for(call, found, owner)
+    sorting = _Sorting()
+    for call in checked(calls):
+        sorting.place(call)
+    return sorting.found
+
+
+class _Sorting:
+    """Chains while calls are sorted into them, in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self.found: list[Chain] = []
+        self._owner: dict[int, Chain] = {}
+        self._by_number: dict[int, Call] = {}
+        self._afresh: dict[bytes, int] = {}
+        """The call that first asked something new, by its prompt."""
+        self._latest: dict[str | None, int] = {}
+        """The last call of each thread that is not beside the task."""
+        self._images: dict[int, tuple[str, ...]] = {}
+
+    def place(self, call: Call) -> None:
+        images = self._pictures(call)
+        chain = self._fitting(call, images)
         if chain is None:
-            chain = _new_chain(call, first=not found, owner=owner, afresh=afresh)
-            found.append(chain)
+            chain = self._new(call, images)
+            self.found.append(chain)
         else:
-            chain.calls.append(call)
-        owner[call.number] = chain
-    return found
+            chain.add(call, images)
+        self._owner[call.number] = chain
+        self._by_number[call.number], self._images[call.number] = call, images
+        if call.kind is not TraceKind.SIDE:
+            self._latest[call.thread] = call.number
+
+    def _fitting(self, call: Call, images: tuple[str, ...]) -> Chain | None:
+        recorded = None if call.parent is None else self._owner.get(call.parent)
+        if recorded is not None and recorded.carried_on_by(call, images):
+            return recorded
+        fitting = (chain for chain in self.found if chain.carried_on_by(call, images))
+        return max(fitting, key=lambda chain: chain.length, default=None)
+
+    def _new(self, call: Call, images: tuple[str, ...]) -> Chain:
+        """A fork after the recorded parent, or beside a chain that began with the same prompt.
+
+        Another agent's first call forks nothing: it was started by its parent's thread.
+        """
+        kind, after = self._standing(call)
+        return Chain(call, kind, after, images)
+
+    def _standing(self, call: Call) -> tuple[TraceKind, int | None]:
+        """What kind of trace begins with `call`, and the call that it comes after."""
+        if call.kind is TraceKind.SIDE:
+            return TraceKind.SIDE, None
+        parent = None if call.parent is None else self._by_number.get(call.parent)
+        if call.kind is TraceKind.SUBAGENT and (parent is None or parent.thread != call.thread):
+            return TraceKind.SUBAGENT, self._started_by(call)
+        if parent is not None and call.branch is Branch.COMPACTED:
+            return TraceKind.COMPACTION, parent.number
+        if parent is not None:
+            return TraceKind.BRANCH, parent.number
+        twin = self._afresh.setdefault(call.prompt_ids.tobytes(), call.number)
+        if twin != call.number:
+            return TraceKind.BRANCH, twin
+        first = not any(chain.kind is TraceKind.MAIN for chain in self.found)
+        return (TraceKind.MAIN if first else TraceKind.SIDE), None
+
+    def _started_by(self, call: Call) -> int | None:
+        """The last call so far of the thread that `call` names as its parent's; None if unknown."""
+        if call.parent_thread is not None:
+            return self._latest.get(call.parent_thread)
+        others = (number for thread, number in self._latest.items() if thread != call.thread)
+        return max(others, default=None)
+
+    def _pictures(self, call: Call) -> tuple[str, ...]:
+        """Digests of the pictures in the prompt of `call`, in order.
+
+        A call's messages are all of its conversation, or what it added to its parent's.
+        """
+        own = tuple(image.digest for message in call.messages for image in message.images)
+        before = () if call.parent is None else self._images.get(call.parent, ())
+        if not before or call.parent is None:
+            return own
+        added = call.branch in {None, Branch.ENGINE_RERENDERED} or _extends(
+            call, self._by_number[call.parent]
+        )
+        return before + own if added else own
 
 
-def _chain_for(call: Call, found: list[Chain], owner: dict[int, Chain]) -> Chain | None:
-    if call.parent in owner and owner[call.parent].carried_on_by(call):
-        return owner[call.parent]
-    fitting = (chain for chain in found if chain.carried_on_by(call))
-    return max(fitting, key=lambda chain: chain.length, default=None)
+def _extends(call: Call, other: Call) -> bool:
+    asked, end = len(other.prompt_ids), len(other.prompt_ids) + len(other.sampled_ids)
+    return (
+        np.array_equal(call.prompt_ids[asked:end], other.sampled_ids)
+        and common(call.prompt_ids, other.prompt_ids) == asked
+    )
 
 
-def _new_chain(
-    call: Call, *, first: bool, owner: dict[int, Chain], afresh: dict[bytes, int]
-) -> Chain:
-    """A fork after the recorded parent, or beside a chain that began with the same prompt.
-
-    Another agent's first call forks nothing: it was started by its parent's thread.
-    """
-    if call.kind is TraceKind.SIDE:
-        return Chain(call, TraceKind.SIDE, None)
-    own = call.parent in owner and owner[call.parent].calls[0].thread == call.thread
-    if call.kind is TraceKind.SUBAGENT and not own:
-        return Chain(call, TraceKind.SUBAGENT, _started_by(call, owner))
-    if call.branch is Branch.COMPACTED and call.parent in owner:
-        return Chain(call, TraceKind.COMPACTION, call.parent)
-    if call.parent in owner:
-        return Chain(call, TraceKind.BRANCH, call.parent)
-    twin = afresh.setdefault(call.prompt_ids.tobytes(), call.number)
-    if twin != call.number:
-        return Chain(call, TraceKind.BRANCH, twin)
-    return Chain(call, TraceKind.MAIN if first else TraceKind.SIDE, None)
-
-
-def _started_by(call: Call, owner: dict[int, Chain]) -> int | None:
-    """The last call before `call` of the thread that it names as its parent; None if unknown."""
-    before = [
-        one.number
-        for chain in owner.values()
-        for one in chain.calls
-        if one.number < call.number
-        and one.thread != call.thread
-        and (call.parent_thread is None or one.thread == call.parent_thread)
-        and one.kind is not TraceKind.SIDE
-    ]
-    return max(before, default=None)
+def checked(calls: Iterable[Call]) -> list[Call]:
+    """Calls with ids, by number; of text-only ones nothing can be made. Raises `CaptureError`."""
+    ordered = sorted(calls, key=lambda call: call.number)
+    for one, other in pairwise(ordered):
+        if one.number == other.number:
+            msg = f"session {one.session}: call {one.number} is there twice"
+            raise CaptureError(msg)
+    kept = [call for call in ordered if call.mode is not Mode.TEXT]
+    for call in kept:
+        _check(call)
+    return kept
 
 
 def _check(call: Call) -> None:
@@ -205,51 +311,72 @@ def _check(call: Call) -> None:
         raise CaptureError(msg)
 
 
-def trace(chain: Chain, calls: Sequence[Call], *, parent: int | None, limit: int | None) -> Trace:
-    """One trace that ends with the last of `calls`, with the answers of `calls` as its spans.
+# --------------------------------------------------------------------------- a trace
+class Answer(NamedTuple):
+    """A call's answer at its place in a trace."""
 
-    `calls` belong to `chain` and each carries on the one before. Whatever else the last prompt
-    holds is context: mask False, logprob 0, no span. The first `limit` tokens are kept.
+    call: Call
+    start: int
+    """Index in the trace of its first token."""
+    masked: Reason | None
+    """Why it is not trained; None if it is."""
+    images: tuple[str, ...]
+    """Digests of the pictures before it, in order."""
+
+
+class Line(NamedTuple):
+    """What is written about a trace, beside its tokens."""
+
+    kind: TraceKind
+    parent: int | None
+    exact: bool = True
+
+
+def trace(
+    ids: Ids, answers: Sequence[Answer], line: Line, limit: int | None, before: Sequence[Trace]
+) -> Trace:
+    """One trace of `ids`, with `answers` as its spans; `before` are the traces made so far.
+
+    Whatever else the ids hold is context: mask False, logprob 0, no span. Of more than `limit`
+    tokens the beginning is kept, up to the last answer that begins there.
     """
-    last = calls[-1]
-    ids: Ids = np.concatenate([last.prompt_ids, last.sampled_ids])[:limit]
+    if limit is not None:
+        answers = [one for one in answers if one.start < limit] or answers[:1]
+        ids = ids[: min(limit, answers[-1].start + len(answers[-1].call.sampled_ids))]
     mask = np.zeros(len(ids), np.bool_)
     logprobs = np.zeros(len(ids), np.float32)
     spans: list[Span] = []
-    for call in calls:
-        start, reason = len(call.prompt_ids), chain.reason(call)
+    for call, start, masked, _ in answers:
         room = max(0, len(ids) - start)
         logprobs[start : start + len(call.logprobs)] = call.logprobs[:room]
-        mask[start : start + len(call.sampled_ids)] = reason is None
+        mask[start : start + len(call.sampled_ids)] = masked is None
         spans += [
-            Span(call.number, start + v.start, min(start + v.end, len(ids)), v.version, reason)
+            Span(call.number, start + v.start, min(start + v.end, len(ids)), v.version, masked)
             for v in call.versions
             if v.start < min(v.end, room)
         ]
-    return Trace(
+    last = answers[-1]
+    made = Trace(
         ids=ids,
         mask=mask,
         logprobs=logprobs,
         spans=tuple(spans),
-        kind=chain.kind,
-        parent=parent,
-        thread=chain.calls[0].thread,
-        thinking_retention=last.thinking_retention,
+        kind=line.kind,
+        parent=line.parent,
+        thread=answers[0].call.thread,
+        thinking_retention=last.call.thinking_retention,
+        exact=line.exact,
+        images=last.images,
     )
+    if line.parent is None:
+        return made
+    return msgspec.structs.replace(made, shared=shared(before[line.parent], made))
 
 
-def balance(calls: Sequence[Call], traces: Iterable[Trace]) -> Ledger:
-    """Account for every sampled token: what no span covers was cut off as over length."""
-    unseen = sum(call.unseen for call in calls)
-    sampled = sum(len(call.sampled_ids) for call in calls)
-    kept: Counter[Reason | None] = Counter()
-    for one in traces:
-        for span in one.spans:
-            kept[span.masked] += span.end - span.start
-    cut = sampled - kept.total()
-    trained = kept.pop(None, 0)
-    masked = {reason: count for reason, count in kept.items() if reason is not None}
-    dropped = {Reason.OVER_LENGTH: cut} if cut else {}
-    if unseen:
-        dropped[Reason.NO_TOKEN_IDS] = unseen
-    return Ledger(sampled=sampled + unseen, trained=trained, masked=masked, dropped=dropped)
+def shared(a: Trace, b: Trace) -> int:
+    """How many leading tokens two traces have in common, pictures included.
+
+    An id does not tell which picture it stands for: pictures that differ leave nothing to share.
+    """
+    n = min(len(a.images), len(b.images))
+    return common(a.ids, b.ids) if a.images[:n] == b.images[:n] else 0

@@ -1,16 +1,19 @@
 """One trace per model call: its prompt as context, its answer to train on.
 
-The plain reading of a session, and the yardstick for `prefix_merging`: both train the same tokens
-in the same contexts, but here every turn repeats all turns before it, so a session of T turns
-costs a trainer O(T x tokens).
+The plain reading of a session, and the yardstick for the others: all train the same tokens in the
+same contexts, but here every turn repeats all turns before it, so a session of T turns costs a
+trainer O(T x tokens), and so does building it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tugline.builders.base import Builder, Built, Options, balance, chains, trace
-from tugline.types import Call, Trace
+import numpy as np
+
+from tugline.builders.base import Answer, Builder, Built, Line, Options, chains, trace
+from tugline.builders.ledger import balance
+from tugline.types import Call, Trace, TraceKind
 
 
 class PerRequest(Builder):
@@ -21,16 +24,17 @@ class PerRequest(Builder):
 
     def build(self, calls: Sequence[Call]) -> Built:
         """Give every call a trace of its own."""
-        found = chains(calls)
-        numbers = sorted(call.number for chain in found for call in chain.calls)
-        index = {number: i for i, number in enumerate(numbers)}
-        limit = self.options.max_length
-        traces: dict[int, Trace] = {}
-        for chain in found:
+        answers: list[tuple[Answer, TraceKind, int | None]] = []
+        for chain in chains(calls):
             before = chain.after
-            for call in chain.calls:
-                parent = None if before is None else index.get(before)
-                traces[index[call.number]] = trace(chain, [call], parent=parent, limit=limit)
-                before = call.number
-        ordered = tuple(traces[i] for i in sorted(traces))
-        return Built(ordered, balance(calls, ordered))
+            for answer in chain.answers(self.options):
+                answers.append((answer, chain.kind, before))
+                before = answer.call.number
+        answers.sort(key=lambda one: one[0].call.number)
+        index = {answer.call.number: i for i, (answer, _, _) in enumerate(answers)}
+        made: list[Trace] = []
+        for answer, kind, before in answers:
+            ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
+            line = Line(kind, None if before is None else index.get(before))
+            made.append(trace(ids, [answer], line, self.options.max_length, made))
+        return Built(tuple(made), balance(calls, made))
