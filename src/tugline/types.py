@@ -348,6 +348,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     """As enforced, not as asked."""
     asked: Sampling = Sampling()
+    constrained: bool = False
+    """Whether a grammar or a ban held the answer: its logprobs are not the policy's alone."""
     prompt_ids: Ids
     sampled_ids: Ids
     logprobs: Logprobs
@@ -491,6 +493,20 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     advantages: Logprobs
     group: str
     session: str
+
+
+def starts_with(ids: Ids, start: Ids) -> bool:
+    """Whether `ids` begin with `start`, id for id.
+
+    Calls that were read from a segment share one buffer for each conversation, so that the answer
+    is known without a comparison where both begin at the same address (I7).
+    """
+    if len(start) > len(ids):
+        return False
+    same = ids.__array_interface__["data"][0] == start.__array_interface__["data"][0]
+    if same and ids.strides == start.strides and ids.dtype == start.dtype:
+        return True
+    return np.array_equal(ids[: len(start)], start)
 
 
 # --------------------------------------------------------------------------- memory <-> bytes
