@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tugline.capture import segments
+from tugline.demo.metrics import Step
 from tugline.server.store import Store
 from tugline.trainers.grpo import checkpoint
 from tugline.types import Reason, Status
@@ -51,6 +53,11 @@ def small(tmp_path: Path, steps: int) -> Path:
     return config
 
 
+def decode_json(line: bytes) -> Step:
+    """A step's metrics."""
+    return msgspec.json.decode(line, type=Step)
+
+
 def balanced(told: dict[str, Any]) -> bool:
     """Whether the ledger that was printed adds up (I2)."""
     ledger = told["ledger"]
@@ -68,6 +75,9 @@ def test_the_real_pi_is_trained_and_every_number_is_told(tmp_path: Path) -> None
     assert (told["steps"], told["updates"] > 0) == (2, True)
     assert balanced(told)
     assert told["tokens_trained"] > 0
+    rows = [decode_json(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+    assert all(row.ledger.balanced and row.ledger.sampled == row.tokens for row in rows)
+    assert sum(row.ledger.trained for row in rows) == told["tokens_trained"]
     assert told["replay_max_abs_dlogprob"] <= 1e-4
     assert set(told) >= {"pass_before", "pass_after", "ci_before", "ci_after", "seconds", "seed"}
     merged, single = told["builders"][1], told["builders"][0]
@@ -123,7 +133,7 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
         assert store.counts()[Status.COMPLETED] == sessions
         trained = [one for one in store.results() if one.task.startswith("step")]
     assert sum(one.ledger.sampled for one in trained) == (
-        told["ledger"]["sampled"] - told["ledger"]["reasons"][Reason.HELD_OUT]
+        told["ledger"]["sampled"] - told["ledger"]["dropped_by_reason"][Reason.HELD_OUT]
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -1,9 +1,9 @@
 """What each builder makes the trainer do for the same sessions, measured, not argued.
 
 The sessions' recorded calls are built anew with every builder, and a scratch copy of the policy
-takes one training step on each result. The tokens that are trained are the same; what differs is
-how often their context is computed and how many updates it takes (arXiv 2605.24220, section on
-prefix merging).
+takes one training step on each result. The tokens that are trained are the same, and so are the
+updates; what differs is how often their context is computed (arXiv 2605.24220, section on prefix
+merging).
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ Pass rates always travel with their number of attempts: a rate without it says n
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import msgspec
 
@@ -37,6 +36,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the step's sessions whose task was solved."""
     tokens: int
     """Sampled tokens of the step."""
+    ledger: Ledger
+    """What became of each of them, what the trainer masked and dropped included."""
     sessions_per_s: float
     engine_busy: float
     """Share of the rollout time in which the engine was computing, 0 to 1."""
@@ -113,7 +114,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
                 "trained": self.ledger.trained,
                 "masked": sum(self.ledger.masked.values()),
                 "dropped": sum(self.ledger.dropped.values()),
-                "reasons": {**self.ledger.masked, **self.ledger.dropped},
+                "masked_by_reason": self.ledger.masked,
+                "dropped_by_reason": self.ledger.dropped,
             },
             "tokens_trained": self.ledger.trained,
             "tokens_forwarded": self.tokens_forwarded,
@@ -122,16 +124,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             "builder": self.builder,
             "builders": msgspec.to_builtins(self.builders),
         }
-
-
-def total(first: Ledger, second: Ledger) -> Ledger:
-    """Two ledgers as one."""
-    masked, dropped = Counter(first.masked), Counter(first.dropped)
-    masked.update(second.masked)
-    dropped.update(second.dropped)
-    return Ledger(
-        first.sampled + second.sampled, first.trained + second.trained, dict(masked), dict(dropped)
-    )
 
 
 def wilson(passed: int, n: int, z: float = 1.96) -> tuple[float, float]:

@@ -7,7 +7,7 @@ reward curve alone does not show that the right tokens were trained on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tugline.demo.metrics import Score, Step, Summary, smoothed, wilson
+from tugline.types import Reason
 
 _INK = "#1f2933"
 _FAINT = "#d5dbe1"
@@ -93,6 +94,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
             f"{summary.sessions:,} ({per_s:.1f}/s), {summary.failed_sessions:,} failed",
         ),
         ("tokens", tokens),
+        ("", f"masked: {_reasons(ledger.masked)}; dropped: {_reasons(ledger.dropped)}"),
         ("logprobs", _compared(summary)),
     ]
     return facts + [
@@ -105,6 +107,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         )
         for one in summary.builders
     ]
+
+
+def _reasons(counts: Mapping[Reason, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "none"
 
 
 def _compared(summary: Summary) -> str:

@@ -21,11 +21,12 @@ import torch
 import yaml
 
 from tugline import log
+from tugline.builders.ledger import total
 from tugline.config import load
 from tugline.demo import tasks
 from tugline.demo.compare import compare
 from tugline.demo.live import Live
-from tugline.demo.metrics import Score, Step, Summary, total
+from tugline.demo.metrics import Score, Step, Summary
 from tugline.demo.policy import describe, load_policy
 from tugline.demo.report import picture
 from tugline.demo.rig import Rig, failed, only_one, rig, sampled
@@ -149,6 +150,7 @@ class Demo:
             reward=_mean([one.reward.value for one in results if one.reward]),
             pass_rate=_score(results).rate,
             tokens=sampled(results),
+            ledger=report.ledger,
             sessions_per_s=len(results) / rollout_s,
             engine_busy=engine_busy,
             updates=report.updates,
@@ -165,7 +167,7 @@ class Demo:
         self.progress = msgspec.structs.replace(
             done,
             rows=(*done.rows, row),
-            ledger=total(done.ledger, report.ledger),
+            ledger=total([done.ledger, report.ledger]),
             tokens_forwarded=done.tokens_forwarded + report.tokens_forwarded,
             training_s=done.training_s + report.seconds,
             sessions=done.sessions + len(results),
@@ -200,7 +202,7 @@ class Demo:
             updates=sum(row.updates for row in done.rows),
             sessions=done.sessions + len(measured),
             failed_sessions=done.failed + failed(measured),
-            ledger=total(done.ledger, Ledger(held_out, dropped={Reason.HELD_OUT: held_out})),
+            ledger=total([done.ledger, Ledger(held_out, dropped={Reason.HELD_OUT: held_out})]),
             tokens_forwarded=done.tokens_forwarded,
             training_s=done.training_s,
             max_abs_dlogprob=max(
