@@ -312,6 +312,35 @@ async def test_a_client_that_hangs_up_frees_the_engine(
         assert call.mode is Mode.TEXT
 
 
+@pytest.mark.parametrize("name", ["generate", "completions"])
+async def test_an_answer_is_held_to_a_schema(served: Served, name: str, tmp_path: Path) -> None:
+    """The engine draws under the constraint; one that cannot is refused by name, unsampled.
+
+    The logprobs are those of the grammar's leftovers, not of the policy: the call says so.
+    """
+    await served.examined()
+    # no object: between its parts a tiny model may put blank space for ever
+    schema = {"enum": ["read", "write"]}
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Mend north wharf."}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        "max_tokens": 200,
+    }
+    async with bench(served, route(served, name), tmp_path, CALM) as it:
+        if served.name == "embedded":
+            with pytest.raises(openai.BadRequestError, match="structured output"):
+                await it.client.chat.completions.create(**asked)
+            assert not it.calls
+            return
+        answer = await it.client.chat.completions.create(**asked)
+        (call,) = it.calls
+    said = json.loads(answer.choices[0].message.content)
+    assert said in {"read", "write"}
+    assert call.constrained
+    assert float(gaps(served, call).max()) > CLOSE, "they are of what the grammar left"
+
+
 # --------------------------------------------------------------------------- weights
 async def swap(it: Bench, folder: Path, version: int) -> None:
     """What a trainer does between two updates."""

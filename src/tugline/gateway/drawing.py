@@ -105,6 +105,12 @@ class Draw:
         self._record_of: tuple[str, bytes] = ("", b"")
 
     @property
+    def _constrained(self) -> bool:
+        choice = self._request.tool_choice.mode
+        silent = choice is ChoiceMode.NONE and bool(self._request.tools)
+        return silent or self._request.constraint is not None
+
+    @property
     def done(self) -> bool:
         """Whether the answer is complete, or failed."""
         return self.answer is not None or self.error is not None
@@ -332,6 +338,7 @@ class Draw:
             tools=self._request.tools,
             sampling=self._sampling,
             asked=self._request.asked,
+            constrained=self._constrained,
             prompt_ids=self._context().array(),
             sampled_ids=ids,
             logprobs=logprobs,
