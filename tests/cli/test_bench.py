@@ -31,7 +31,14 @@ def refused(*arguments: str, source: Path = PACKAGE.parent) -> str:
 def test_an_unknown_part_is_answered_with_the_known_ones() -> None:
     """A typing mistake costs one glance."""
     assert refused("gatway") == (
-        "tugline: there is no benchmark of 'gatway'; it must be one of gateway"
+        "tugline: there is no benchmark of 'gatway'; it must be one of gateway, trajectories, builders"
+    )
+
+
+def test_an_option_of_another_benchmark_is_refused() -> None:
+    """What would have no effect is not passed over in silence."""
+    assert refused("gateway", "--sessions", "runs") == (
+        "tugline: the benchmark of the gateway has no option --sessions; it takes --json, --quick"
     )
 
 

@@ -15,11 +15,16 @@ import typer
 
 from tugline.errors import UsageError
 
-_PROGRAMS = {"gateway": "run.py"}
+_TAKES = {
+    "gateway": ("--json", "--quick"),
+    "trajectories": ("--json", "--quick"),
+    "builders": ("--json", "--sessions"),
+}
+"""Every part, and the options that its program takes."""
 
 
 def bench(
-    part: Annotated[str, typer.Argument(help="What to measure: gateway.")],
+    part: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(_TAKES)}.")],
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
@@ -27,20 +32,31 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer calls: rougher figures, in a minute or two.")
     ] = False,
+    sessions: Annotated[
+        Path | None,
+        typer.Option(help="builders: the recorded sessions of this folder, not new ones."),
+    ] = None,
 ) -> None:
-    """Measure what a part costs, next to the least that any proxy in Python must."""
-    if part not in _PROGRAMS:
-        msg = f"there is no benchmark of {part!r}; it must be one of {', '.join(_PROGRAMS)}"
+    """Measure what a part costs, next to the least that it could."""
+    if part not in _TAKES:
+        msg = f"there is no benchmark of {part!r}; it must be one of {', '.join(_TAKES)}"
         raise UsageError(msg)
-    program = Path(__file__).parents[3] / "benchmarks" / part / _PROGRAMS[part]
+    given = {"--json": as_json, "--quick": quick, "--sessions": sessions}
+    asked = [option for option, value in given.items() if value]
+    for option in asked:
+        if option not in _TAKES[part]:
+            known = ", ".join(_TAKES[part])
+            msg = f"the benchmark of the {part} has no option {option}; it takes {known}"
+            raise UsageError(msg)
+    program = Path(__file__).parents[3] / "benchmarks" / part / "run.py"
     if not program.is_file():
         msg = (
             f"the benchmark of the {part} is not at {program}: "
             "it comes with the source, not with the package; run this in a checkout"
         )
         raise UsageError(msg)
-    asked = {"--json": as_json, "--quick": quick}
-    options = [option for option, given in asked.items() if given]
-    done = subprocess.run([sys.executable, str(program), *options], check=False)
+    if sessions is not None:
+        asked.append(str(sessions))
+    done = subprocess.run([sys.executable, str(program), *asked], check=False)
     if done.returncode:
-        raise typer.Exit(1)
+        raise typer.Exit(2 if done.returncode == 2 else 1)
