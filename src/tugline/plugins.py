@@ -28,6 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "builder": {
         "per_request": "tugline.builders.per_request:PerRequest",
         "prefix_merging": "tugline.builders.prefix_merging:PrefixMerging",
+        "tree": "tugline.builders.tree:PrefixTree",
     },
 }
 """Kind to name to target; the same shape as the entry points ``tugline.<kind>``."""

@@ -147,24 +147,16 @@ class Chain:
         tip = self.calls[-1]
         return len(tip.prompt_ids) + len(tip.sampled_ids)
 
-    def reason(self, call: Call, *, train_side: bool = False) -> Reason | None:
-        """Why the answer of `call`, a member of this chain, is not trained; None when it is."""
-        return untrained(call, carried_on=call is not self.calls[-1], train_side=train_side)
-
     def answers(self, options: Options) -> list[Answer]:
         """Its calls' answers, each where the exact ids have it."""
+        tip, side = self.calls[-1], options.train_side
         return [
-            Answer(
-                call,
-                len(call.prompt_ids),
-                self.reason(call, train_side=options.train_side),
-                images,
-            )
+            Answer(call, len(call.prompt_ids), untrained(call, call is not tip, side), images)
             for call, images in zip(self.calls, self.images, strict=True)
         ]
 
 
-def untrained(call: Call, *, carried_on: bool, train_side: bool) -> Reason | None:
+def untrained(call: Call, carried_on: bool, train_side: bool) -> Reason | None:  # noqa: FBT001
     """Why an answer is not trained; None when it is.
 
     An answer whose client went away is masked, unless a later prompt carries it on token for
@@ -212,7 +204,7 @@ class _Sorting:
         images = self._pictures(call)
         chain = self._fitting(call, images)
         if chain is None:
-            chain = self._new(call, images)
+            chain = Chain(call, *self._standing(call), images)
             self.found.append(chain)
         else:
             chain.add(call, images)
@@ -228,16 +220,12 @@ class _Sorting:
         fitting = (chain for chain in self.found if chain.carried_on_by(call, images))
         return max(fitting, key=lambda chain: chain.length, default=None)
 
-    def _new(self, call: Call, images: tuple[str, ...]) -> Chain:
-        """A fork after the recorded parent, or beside a chain that began with the same prompt.
+    def _standing(self, call: Call) -> tuple[TraceKind, int | None]:
+        """What kind of trace begins with `call`, and the call that it comes after.
 
+        That is a fork after the recorded parent, or beside what began with the same prompt.
         Another agent's first call forks nothing: it was started by its parent's thread.
         """
-        kind, after = self._standing(call)
-        return Chain(call, kind, after, images)
-
-    def _standing(self, call: Call) -> tuple[TraceKind, int | None]:
-        """What kind of trace begins with `call`, and the call that it comes after."""
         if call.kind is TraceKind.SIDE:
             return TraceKind.SIDE, None
         parent = None if call.parent is None else self._by_number.get(call.parent)
@@ -263,24 +251,13 @@ class _Sorting:
     def _pictures(self, call: Call) -> tuple[str, ...]:
         """Digests of the pictures in the prompt of `call`, in order.
 
-        A call's messages are all of its conversation, or what it added to its parent's.
+        Its messages are what it added to its parent's conversation, or all of them on a branch;
+        one that only the engine rendered anew is no branch of the conversation.
         """
         own = tuple(image.digest for message in call.messages for image in message.images)
         before = () if call.parent is None else self._images.get(call.parent, ())
-        if not before or call.parent is None:
-            return own
-        added = call.branch in {None, Branch.ENGINE_RERENDERED} or _extends(
-            call, self._by_number[call.parent]
-        )
+        added = call.branch in {None, Branch.ENGINE_RERENDERED}
         return before + own if added else own
-
-
-def _extends(call: Call, other: Call) -> bool:
-    asked, end = len(other.prompt_ids), len(other.prompt_ids) + len(other.sampled_ids)
-    return (
-        np.array_equal(call.prompt_ids[asked:end], other.sampled_ids)
-        and common(call.prompt_ids, other.prompt_ids) == asked
-    )
 
 
 def checked(calls: Iterable[Call]) -> list[Call]:

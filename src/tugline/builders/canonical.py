@@ -37,7 +37,7 @@ def traces(calls: Iterable[Call], options: Options) -> list[Trace]:
         answers: list[Answer] = []
         length = 0
         for i, (call, tail) in enumerate(zip(chain, tails, strict=False)):
-            why = untrained(call, carried_on=i + 1 < len(tails), train_side=options.train_side)
+            why = untrained(call, i + 1 < len(tails), options.train_side)
             answers.append(Answer(call, length + len(tail), why, ()))
             pieces += (tail, call.sampled_ids)
             length += len(tail) + len(call.sampled_ids)
