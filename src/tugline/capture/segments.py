@@ -1,9 +1,9 @@
 """One append-only file per session: every call, each byte of it written once.
 
-Layout: an 8-byte magic with the format's version, then records of ``<u32 length> <u32 crc32>
-<payload>``; a payload is a zstd frame of msgpack. A call's prompt is stored as a reference to the
-longest prefix it shares with one of the last few calls, plus the rest (I7); so is its raw request
-body, which also shares its end.
+Layout (`docs/format.md` has every byte of it): sections, of which each begins with an 8-byte magic
+that holds the format's version, and goes on with records of ``<u32 packed> <u32 plain> <u32 crc32
+of both> <u32 crc32 of these three>``, then the bytes. `codec` says what is in them. Whoever opens
+a file to write on begins a section, which refers to nothing before it.
 
 When `Writer.append` returns, the record is with the operating system: no death of a process loses
 it (I3). A loss of power may cost what came since the last `flush`; with ``sync`` each record is
@@ -17,146 +17,36 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import zstandard
 
+from tugline.capture.codec import Packed, Packer, Unpacker
 from tugline.capture.records import Event, Header, Result
 from tugline.errors import CaptureError
-from tugline.types import Call, Ids, Tool, decode, encode
+from tugline.types import Call
 
-MAGIC = b"TUGSEG\x00\x03"
-_HEAD = struct.Struct("<II")
-_CANDIDATES = 8
-_BODIES = 3
-_SMALL = 8192
-"""New bytes of a body that are few enough to stop looking for a nearer one."""
-_LEVEL = 1
-
-
-class _Record(msgspec.Struct, frozen=True, tag="call"):
-    """A call with its prompt, tools and request body reduced to what is new."""
-
-    call: Call
-    base: int
-    """Number of the call whose ids the prompt starts with; -1 for none."""
-    keep: int
-    """How many of those ids."""
-    same_tools: bool
-    body_base: int
-    """Number of the call whose request body this one's starts and ends like; -1 for none."""
-    front: int
-    """How many bytes of it come first."""
-    back: int
-    """How many bytes of it come last."""
-
-
-_Any = Header | _Record | Event | Result
-
-
-def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """How many leading items `a` and `b` have in common."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
-
-
-class _Codec:
-    """The state both directions share: the last calls' ids, tools and bodies."""
-
-    def __init__(self) -> None:
-        self.ids: deque[tuple[int, Ids]] = deque(maxlen=_CANDIDATES)
-        self.bodies: deque[tuple[int, bytes]] = deque(maxlen=_BODIES)
-        self.tools: tuple[Tool, ...] | None = None
-        self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
-        self._decompressor = zstandard.ZstdDecompressor()
-
-    def pack(self, call: Call) -> bytes:
-        base, keep = self._nearest(call)
-        body_base, front, back = self._nearest_body(call.request)
-        same_tools = self.tools is not None and self.tools == call.tools
-        slim = msgspec.structs.replace(
-            call,
-            prompt_ids=np.ascontiguousarray(call.prompt_ids[keep:]),
-            tools=() if same_tools else call.tools,
-            request=call.request[front : len(call.request) - back],
-        )
-        record = _Record(slim, base, keep, same_tools, body_base, front, back)
-        self._remember(call, record)
-        return self.squeeze(record)
-
-    def squeeze(self, record: _Any) -> bytes:
-        return self._compressor.compress(encode(record))
-
-    def unpack(self, payload: bytes) -> Header | Call | Event | Result:
-        record: _Any = decode(self._decompressor.decompress(payload), _Any)  # type: ignore[arg-type]
-        return self._whole(record) if isinstance(record, _Record) else record
-
-    def _whole(self, record: _Record) -> Call:
-        prompt, body = record.call.prompt_ids, record.call.request
-        if record.keep:
-            prompt = np.concatenate((dict(self.ids)[record.base][: record.keep], prompt))
-        if record.front or record.back:
-            like = dict(self.bodies)[record.body_base]
-            body = like[: record.front] + body + like[len(like) - record.back :]
-        call = msgspec.structs.replace(
-            record.call,
-            prompt_ids=prompt,
-            tools=self.tools if record.same_tools and self.tools else record.call.tools,
-            request=body,
-        )
-        self._remember(call, record)
-        return call
-
-    def _nearest(self, call: Call) -> tuple[int, int]:
-        """The call whose ids begin this prompt, and how many of them; its parent if it can be."""
-        base, keep = -1, 0
-        latest_first = reversed(self.ids)
-        for number, ids in sorted(latest_first, key=lambda pair: pair[0] != call.parent):
-            shared = shared_prefix(ids, call.prompt_ids)
-            if shared > keep:
-                base, keep = number, shared
-            if shared == len(ids):
-                break
-        return base, keep
-
-    def _nearest_body(self, body: bytes) -> tuple[int, int, int]:
-        """The body that this one starts and ends like, and how many bytes of each."""
-        base, best, best_back = -1, 0, 0
-        mine = np.frombuffer(body, np.uint8)
-        for number, other in reversed(self.bodies):
-            theirs = np.frombuffer(other, np.uint8)
-            front = shared_prefix(theirs, mine)
-            back = shared_prefix(theirs[front:][::-1], mine[front:][::-1])
-            if front + back > best + best_back:
-                base, best, best_back = number, front, back
-            if len(body) - front - back < _SMALL:
-                break
-        return base, best, best_back
-
-    def _remember(self, call: Call, record: _Record) -> None:
-        """What this call holds in full need not be kept beside it: one conversation, one entry."""
-        _drop_held(self.ids, record.base, record.keep)
-        self.ids.append((call.number, np.concatenate((call.prompt_ids, call.sampled_ids))))
-        if call.request:
-            _drop_held(self.bodies, record.body_base, record.front + record.back)
-            self.bodies.append((call.number, call.request))
-        self.tools = call.tools
-
-
-def _drop_held(known: deque[tuple[int, Any]], number: int, held: int) -> None:
-    for entry in known:
-        if entry[0] == number and len(entry[1]) == held:
-            known.remove(entry)
-            return
+VERSION = 3
+_NAME = b"TUGSEG\x00"
+MAGIC = _NAME + bytes([VERSION])
+_HEAD = struct.Struct("<IIII")
+_LIMIT = 1 << 30
+"""Bytes of a record: no request is nearly as large."""
+_SECTOR = 512
+_LOOKS = (
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"PK", "a zip archive"),
+    (b"PAR1", "Parquet"),
+    (b"SQLite", "an SQLite database"),
+    (b"{", "JSON"),
+    (b"[", "JSON"),
+)
 
 
 @dataclass(slots=True)
@@ -165,61 +55,138 @@ class Segment:
 
     header: Header | None = None
     calls: tuple[Call, ...] = ()
+    """Their arrays are read-only; ids of calls that go on from each other share memory."""
     events: tuple[Event, ...] = ()
     result: Result | None = None
     """The last one, if there are several."""
+    pictures: dict[str, str] = field(default_factory=dict)
+    """URL of every image in the calls, by its `Image.digest`."""
     torn_bytes: int = 0
     """Length of a torn tail that was ignored."""
-
-    def _take(self, found: Header | Call | Event | Result) -> None:
-        if isinstance(found, Call):
-            self.calls = (*self.calls, found)
-        elif isinstance(found, Event):
-            self.events = (*self.events, found)
-        elif isinstance(found, Header):
-            self.header = found
-        else:
-            self.result = found
+    damage: str = ""
+    """Where and why a salvaging read stopped; empty if it came to the end."""
 
 
-def read(path: Path) -> Segment:
-    """Everything in a segment. Raises `CaptureError` on anything but a torn tail."""
+def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Segment:
+    """Everything in a segment. Raises `CaptureError` on anything but a torn tail.
+
+    With `salvage` the good records before a damaged place are enough. Without `bodies` the calls'
+    raw requests are left out: as each repeats the one before, all of them are O(turns x tokens).
+    """
+    data = _load(path)
+    segment, unpacker = Segment(), Unpacker(bodies=bodies)
+    events: list[Event] = []
+    good = 0
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        msg = f"cannot read segment {path}: {error.strerror}"
-        raise CaptureError(msg) from error
-    segment, good, _ = _parse(path, data)
-    segment.torn_bytes = len(data) - good
+        for frame in _frames(path, data):
+            found = _unpacked(path, frame, unpacker)
+            if isinstance(found, Event):
+                events.append(found)
+            elif isinstance(found, Header):
+                segment.header = segment.header or found
+            elif found is not None:
+                segment.result = found
+            good = frame.end
+        segment.torn_bytes = len(data) - good
+    except CaptureError as error:
+        if not salvage or not good:
+            raise
+        segment.damage = str(error)
+    segment.calls, segment.events = unpacker.calls(), tuple(events)
+    segment.pictures = unpacker.pictures
     return segment
 
 
-def _parse(path: Path, data: bytes) -> tuple[Segment, int, _Codec]:
-    codec, segment = _Codec(), Segment()
+class _Frame(NamedTuple):
+    """A record as it lies in the file, or the start of a section, which has no bytes."""
+
+    start: int
+    end: int
+    packed: bytes = b""
+    plain: bytes = b""
+
+
+def _load(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        msg = f"cannot read segment {path}: {error.strerror}"
+        raise CaptureError(msg) from error
+
+
+def _unpacked(path: Path, frame: _Frame, unpacker: Unpacker) -> Header | Event | Result | None:
+    if not frame.packed:
+        unpacker.section()
+        return None
+    try:
+        return unpacker.take(frame.packed, frame.plain)
+    except (msgspec.DecodeError, zstandard.ZstdError, KeyError, ValueError) as error:
+        msg = f"{path} holds a record at offset {frame.start} that cannot be read: {error!r}"
+        raise CaptureError(msg) from error
+
+
+def _frames(path: Path, data: bytes) -> Iterator[_Frame]:
+    """Sections and records up to the end or a torn tail. Raises `CaptureError` on damage."""
     if len(data) < len(MAGIC) and MAGIC.startswith(data):
-        return segment, 0, codec
-    if not data.startswith(MAGIC):
-        msg = f"{path} is not a segment of this version (offset 0: {data[:8]!r})"
-        raise CaptureError(msg)
-    at = len(MAGIC)
-    while at + _HEAD.size <= len(data):
-        length, crc = _HEAD.unpack_from(data, at)
-        end = at + _HEAD.size + length
-        if end > len(data) or not any(data[at:]):
-            break  # cut off, or blocks the file system never filled
-        payload = data[at + _HEAD.size : end]
-        if zlib.crc32(payload) != crc:
-            if end == len(data):
-                break
-            msg = f"{path} is damaged at offset {at}: checksum mismatch in a record"
-            raise CaptureError(msg)
-        try:
-            segment._take(codec.unpack(payload))  # noqa: SLF001 - its only maker
-        except (msgspec.DecodeError, zstandard.ZstdError, KeyError) as error:
-            msg = f"{path} holds a record at offset {at} that cannot be read: {error}"
-            raise CaptureError(msg) from error
-        at = end
-    return segment, at, codec
+        return
+    if not data.startswith(_NAME):
+        raise _foreign(path, data)
+    at = 0
+    while at + len(MAGIC) <= len(data):
+        section = data.startswith(_NAME, at)
+        frame = _section(path, data, at) if section else _record(path, data, at)
+        if frame is None:
+            return
+        yield frame
+        at = frame.end
+
+
+def _section(path: Path, data: bytes, at: int) -> _Frame:
+    if data.startswith(MAGIC, at):
+        return _Frame(at, at + len(MAGIC))
+    msg = (
+        f"{path} has version {data[at + len(_NAME)]} of the segment format (offset {at}); "
+        f"this release reads version {VERSION} alone"
+    )
+    raise CaptureError(msg)
+
+
+def _record(path: Path, data: bytes, at: int) -> _Frame | None:
+    """The record at `at`; None if that is a torn tail."""
+    if at + _HEAD.size > len(data):
+        return None
+    packed, plain, crc, own = _HEAD.unpack_from(data, at)
+    body = at + _HEAD.size
+    end = body + packed + plain
+    if zlib.crc32(data[at : body - 4]) != own:
+        if _unfilled(data, at):
+            return None
+        raise _damaged(path, at, "the length of a record is not what was written")
+    if packed + plain > _LIMIT:
+        raise _damaged(path, at, f"a record of {packed + plain} bytes; none has over {_LIMIT}")
+    if end > len(data):
+        return None
+    if zlib.crc32(data[body:end]) != crc:
+        if end == len(data) and _unfilled(data, at):
+            return None
+        raise _damaged(path, at, "the checksum of a record does not match")
+    return _Frame(at, end, data[body : body + packed], data[body + packed : end])
+
+
+def _unfilled(data: bytes, at: int) -> bool:
+    """Whether the file ends in zeros, from `at` or a sector's start on: a power cut left them."""
+    filled = len(data.rstrip(b"\0"))
+    return filled <= at or -(-filled // _SECTOR) * _SECTOR < len(data)
+
+
+def _damaged(path: Path, at: int, what: str) -> CaptureError:
+    return CaptureError(f"{path} is damaged at offset {at}: {what}; --salvage reads what is before")
+
+
+def _foreign(path: Path, data: bytes) -> CaptureError:
+    known = next((what for start, what in _LOOKS if data.startswith(start)), None)
+    what = known or ("text" if data[:64].isascii() and b"\0" not in data[:64] else "something else")
+    return CaptureError(f"{path} is no segment: it looks like {what} (offset 0: {data[:8]!r})")
 
 
 class Writer:
@@ -237,32 +204,31 @@ class Writer:
         except OSError as error:
             msg = f"cannot open segment {path}: {error.strerror}"
             raise CaptureError(msg) from error
-        segment, good, self._codec = _parse(path, path.read_bytes())
-        self.calls = len(segment.calls)
-        self._end = good
-        os.ftruncate(self._fd, good)
-        if not good:
-            self._write(MAGIC)
-        if segment.header is None and header is not None:
-            self._record(self._codec.squeeze(header))
+        self._end = 0
+        for frame in _frames(path, _load(path)):
+            self._end = frame.end
+        fresh = self._end <= len(MAGIC)
+        os.ftruncate(self._fd, self._end)
+        self._packer = Packer()
+        self._write(MAGIC)
+        if fresh and header is not None:
+            self._records([self._packer.pack(header)])
 
     def append(self, call: Call) -> int:
         """Write one call; returns the bytes it took."""
-        size = self._record(self._codec.pack(call))
-        self.calls += 1
-        return size
+        return self._records(self._packer.call(call))
 
     def note(self, what: Event | Result) -> int:
         """Write an event, or what became of the session; returns the bytes it took."""
-        return self._record(self._codec.squeeze(what))
+        return self._records([self._packer.pack(what)])
 
-    def _record(self, payload: bytes) -> int:
+    def _records(self, packed: Iterable[Packed]) -> int:
         if self._fd < 0:
             msg = f"segment {self.path} is closed"
             raise CaptureError(msg)
-        record = _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
-        self._write(record)
-        return len(record)
+        records = b"".join(_framed(*one) for one in packed)
+        self._write(records)
+        return len(records)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -312,6 +278,11 @@ class Writer:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _framed(packed: bytes, plain: bytes) -> bytes:
+    head = _HEAD.pack(len(packed), len(plain), zlib.crc32(plain, zlib.crc32(packed)), 0)[:-4]
+    return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), packed, plain))
 
 
 def conclude(path: Path, result: Result) -> None:
