@@ -232,6 +232,22 @@ async def test_completions_take_and_give_ids(served: Served) -> None:
     assert (status, answer["usage"]["prompt_tokens"]) == (200, 2)
 
 
+async def test_a_prompt_is_scored_as_a_plain_forward_pass_scores_it(served: Served) -> None:
+    """`prompt_logprobs: 0` is in vLLM's shape, at the temperature asked for; 1 is refused."""
+    ids = prompt(200)
+    asked = {"prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+    for heat in (1.0, 0.5):
+        status, answer = await served.post("/v1/completions", asked | {"temperature": heat})
+        assert status == 200, answer
+        nothing, *told = answer["choices"][0]["prompt_logprobs"]
+        assert nothing is None
+        values = [one[str(token)]["logprob"] for token, one in zip(ids[1:], told, strict=True)]
+        right = truth(served.model, ids[:1], ids[1:], heat)
+        assert float(np.abs(np.array(values) - right).max()) < TOLERANCE
+    status, answer = await served.post("/v1/completions", asked | {"prompt_logprobs": 1})
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
 async def test_versions_follow_a_swap_in_the_middle_of_a_stream(served: Served) -> None:
     """A stream that lives through a swap shows where the new weights begin."""
     asked = body(max_tokens=200) | {"stream": True}

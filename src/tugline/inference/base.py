@@ -115,6 +115,13 @@ class GenerationEngine(Protocol):
         """Sample an answer; closing the iterator aborts it. Raises `RequestError` at once."""
         ...
 
+    async def score(self, ids: Ids, temperature: float) -> Logprobs:
+        """How likely each id is after those before it, without the first; shape ``(n - 1,)``.
+
+        Raises `RequestError` where there is no model.
+        """
+        ...
+
     def stats(self) -> Stats:
         """A snapshot of the counters."""
         ...

@@ -23,7 +23,8 @@ from tugline.errors import EngineError, UsageError
 from tugline.inference.base import Chunk, GenerateRequest, Mode, Stats, check
 from tugline.inference.batch import Batch
 from tugline.inference.batch import Sequence as Sampled
-from tugline.types import VersionSpan
+from tugline.inference.scoring import score
+from tugline.types import Ids, Logprobs, VersionSpan
 
 CLOSE_S = 30.0
 """Longest time to wait for the thread's current step when closing."""
@@ -148,6 +149,15 @@ class Engine:
             del self._arrivals[one]
             if one.finish is None:
                 self._orders.put(lambda: self._batch.cancel([one]))
+
+    async def score(self, ids: Ids, temperature: float) -> Logprobs:
+        """How likely each id is after those before it, without the first; shape ``(n - 1,)``.
+
+        Computed between two steps, while nobody else is served.
+        """
+        found: list[Logprobs] = []
+        await self._do(lambda: found.append(score(self._model, ids, temperature)))
+        return found[0]
 
     async def swap(
         self, weights: Mapping[str, torch.Tensor], version: int, mode: Mode = "wait"

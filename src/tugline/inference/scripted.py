@@ -19,9 +19,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import msgspec
 import numpy as np
 
-from tugline.errors import EngineError, UsageError
+from tugline.errors import EngineError, RequestError, UsageError
 from tugline.inference.base import Chunk, CutError, GenerateRequest, Mode, Stats, check
-from tugline.types import Finish, Ids, VersionSpan
+from tugline.types import Finish, Ids, Logprobs, VersionSpan
 
 _POLL_S = 0.005
 
@@ -115,6 +115,11 @@ class ScriptedEngine:
             if not self._running:
                 self._idle.set()
             self._finished[finish] += 1
+
+    async def score(self, ids: Ids, temperature: float) -> Logprobs:
+        """Refuse: there is no model."""
+        msg = "prompt_logprobs=0 cannot be served: a scripted engine has no model to ask"
+        raise RequestError(msg, param="prompt_logprobs")
 
     async def pause(self, mode: Mode) -> None:
         """Hold new requests; those that run freeze, end, or are waited for."""

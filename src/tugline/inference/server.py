@@ -44,9 +44,10 @@ from tugline.inference.wire import (
     error_response,
     ids_array,
     parse,
+    prompt_logprobs,
     to_request,
 )
-from tugline.types import Finish, Ids
+from tugline.types import Finish, Ids, Logprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -166,12 +167,15 @@ class _Routes:
             ids = ids_array(self._tokens().encode(body.prompt, add_special_tokens=False))
         else:
             ids = ids_array(body.prompt)
-        return Pieces(
-            self._completion(self._ask(ids, body, name, stream=False), body), stream=False
-        )
+        scored = body.prompt_logprobs == 0
+        if scored:
+            body = msgspec.structs.replace(body, prompt_logprobs=None)
+        asked = self._ask(ids, body, name, stream=False)
+        scores = await self._engine.score(ids, asked.temperature) if scored else None
+        return Pieces(self._completion(asked, body, scores), stream=False)
 
     async def _completion(
-        self, asked: GenerateRequest, body: CompletionBody
+        self, asked: GenerateRequest, body: CompletionBody, scores: Logprobs | None
     ) -> AsyncGenerator[bytes, None]:
         whole = await self._whole(asked)
         text = "" if self._tokenizer is None else self._tokenizer.decode(whole.ids.tolist())
@@ -185,6 +189,8 @@ class _Routes:
             choice["prompt_token_ids"] = asked.prompt_ids.tolist()
         else:
             choice["token_ids"] = None
+        if scores is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(asked.prompt_ids, scores)
         yield msgspec.json.encode(
             self._head("text_completion", f"cmpl-{asked.id}")
             | {"choices": [choice], "usage": _usage(asked, len(whole.ids))}

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.inference.base import GenerateRequest
-from tugline.types import Ids
+from tugline.types import Ids, Logprobs
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -233,6 +233,12 @@ def to_request(
 def ids_array(ids: list[int]) -> Ids:
     """Token ids off the wire."""
     return np.array(ids, np.int32)
+
+
+def prompt_logprobs(ids: Ids, scores: Logprobs) -> list[dict[str, dict[str, float]] | None]:
+    """A prompt's own log probabilities as vLLM tells them: nothing is known of the first id."""
+    pairs = zip(ids[1:].tolist(), scores.tolist(), strict=True)
+    return [None, *({str(one): {"logprob": value}} for one, value in pairs)]
 
 
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
