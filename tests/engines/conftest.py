@@ -88,5 +88,5 @@ def served(
     """Each engine in turn."""
     torch.set_num_threads(1)
     first, second = (AutoModelForCausalLM.from_pretrained(f, dtype="float32") for f in folders)
-    with servers.running(request.param, folders.first, tmp_path_factory.mktemp("logs")) as url:
-        yield Served(request.param, url, folders, (first, second), iter(range(1, 1000)))
+    with servers.running(request.param, folders.first, tmp_path_factory.mktemp("logs")) as server:
+        yield Served(request.param, server.url, folders, (first, second), iter(range(1, 1000)))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -90,9 +91,20 @@ def _home(name: str) -> Path:
     return home
 
 
+class Server(NamedTuple):
+    """Where it listens, and its process, which leads a session of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """As when the machine dies: nothing is closed, nothing said."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+
 @contextlib.contextmanager
-def running(name: str, folder: Path, logs: Path) -> Iterator[str]:
-    """The engine's address, while it serves the model in `folder`; its log stays in `logs`."""
+def running(name: str, folder: Path, logs: Path) -> Iterator[Server]:
+    """The engine, while it serves the model in `folder`; its log stays in `logs`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -111,7 +123,7 @@ def running(name: str, folder: Path, logs: Path) -> Iterator[str]:
     try:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, log)
-        yield url
+        yield Server(url, process)
     finally:
         _stop(process)
 

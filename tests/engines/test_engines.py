@@ -17,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 
+from engines import servers
 from engines.conftest import FURTHEST, Served
 from engines.embedded_server import WINDOW
 from engines.tool_model import RECITE, TOOLS
@@ -58,8 +59,10 @@ CLOSE = 1e-4
 class Bench:
     """A gateway in front of the engine, one open session, and the official SDK as its client."""
 
-    def __init__(self, served: Served, gateway: Gateway, url: str, key: str) -> None:
-        self.served, self.gateway = served, gateway
+    def __init__(
+        self, served: Served, gateway: Gateway, url: str, key: str, session: str = "s1"
+    ) -> None:
+        self.served, self.gateway, self.session = served, gateway, session
         self.client = openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120
         )
@@ -82,7 +85,7 @@ class Bench:
     @property
     def calls(self) -> tuple[Call, ...]:
         """What is on disk."""
-        return self.gateway.calls("s1")
+        return self.gateway.calls(self.session)
 
     async def running(self) -> int:
         """Requests on the engine."""
@@ -102,9 +105,14 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    served: Served, wire: EngineFormat, folder: Path, sampling: Sampling = WARM
+    served: Served,
+    wire: EngineFormat,
+    folder: Path,
+    sampling: Sampling = WARM,
+    *more: str,
+    name: str = "s1",
 ) -> AsyncIterator[Bench]:
-    """One session, open while the block lasts."""
+    """One session, open while the block lasts, on the engine and `more` replicas of it."""
     tokenizer = Tokenizer.load(served.folders.first)
     rendering = Rendering(tokenizer, "qwen3") if wire.mode is Mode.EXACT else None
     task = Task(
@@ -114,13 +122,13 @@ async def bench(
         evaluator=Part("tests"),
         sampling=sampling,
     )
-    session = Session(id="s1", task="t", sample=0)
+    session = Session(id=name, task="t", sample=0)
     async with (
-        Gateway(Upstream(served.url, wire), rendering, folder) as gateway,
+        Gateway(Upstream([served.url, *more], wire), rendering, folder) as gateway,
         gateway.open(session, task) as opened,
     ):
         gateway.weights(served.version)
-        it = Bench(served, gateway, opened.base_url, opened.key)
+        it = Bench(served, gateway, opened.base_url, opened.key, name)
         async with it.client:
             yield it
 
@@ -310,6 +318,45 @@ async def test_a_client_that_hangs_up_frees_the_engine(
     else:
         assert (served.name, name) == ("sglang", "chat"), "only this route tells its ids last"
         assert call.mode is Mode.TEXT
+
+
+async def test_another_replica_ends_the_answer_of_one_that_was_killed(
+    served: Served, tmp_path: Path
+) -> None:
+    """An engine dies by kill -9 in mid-answer: the client sees one answer, the record one sampling.
+
+    The second replica is a real one, too, with the same weights; every token on either side of
+    the cut has the logprob of a plain forward pass over all ids before it.
+    """
+    await served.examined()
+    wire = route(served, "generate")
+    with servers.running(served.name, served.folders.first, tmp_path) as other:
+        for number in range(20):  # until a session is at home on the other one
+            name = f"s{number}"
+            async with bench(served, wire, tmp_path, CALM, other.url, name=name) as it:
+                await it.ask([{"role": "user", "content": "Mend north wharf."}], max_tokens=1)
+                if it.calls[0].replicas != (other.url,):
+                    continue
+                stream = await it.ask(
+                    [{"role": "user", "content": RECITE}], max_tokens=STREAMED, stream=True
+                )
+                text, pieces = "", 0
+                async for chunk in stream:
+                    for choice in chunk.choices:
+                        thought = getattr(choice.delta, "reasoning_content", None)
+                        text += choice.delta.content or thought or ""
+                        pieces += 1
+                    if pieces == 100:
+                        other.kill()
+                call = it.calls[-1]
+                break
+        else:
+            pytest.fail("no session of 20 went to the other replica")
+    assert call.replicas == (other.url, served.url)
+    assert len(call.sampled_ids) == STREAMED
+    told = Tokenizer.load(served.folders.first).decode(call.sampled_ids.tolist())
+    assert text.strip() == told.strip()
+    check_logprobs(served, (call,))
 
 
 @pytest.mark.parametrize("name", ["generate", "completions"])
