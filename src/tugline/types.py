@@ -395,6 +395,8 @@ class Reason(StrEnum):
     """The engine told the answer's text only."""
     SIDE_CALL = "side_call"
     """A title, a router's choice or a summary beside the task."""
+    CONSTRAINED = "constrained"
+    """A grammar or a ban chose among what the policy would have said; see `Call.constrained`."""
     REPLAYED = "replayed"
     """Sampled in the session that this one was forked from, which has it to train on."""
 

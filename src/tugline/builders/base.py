@@ -165,6 +165,8 @@ def untrained(call: Call, carried_on: bool, train_side: bool) -> Reason | None: 
     """
     if call.replayed:
         return Reason.REPLAYED
+    if call.constrained:
+        return Reason.CONSTRAINED
     if call.kind is TraceKind.SIDE and not train_side:
         return Reason.SIDE_CALL
     if call.outcome is Outcome.CLIENT_GONE:
