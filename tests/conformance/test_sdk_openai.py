@@ -282,9 +282,11 @@ class Verdict(pydantic.BaseModel):
 async def test_structured_output(tmp_path: Path) -> None:
     """The SDK's own parsing: the schema reaches the engine, the answer becomes an object."""
     wire = Constrained()
-    async with client(tmp_path, says('{"good": true}'), wire=wire) as (_, sdk):
+    async with client(tmp_path, says('{"good": true}'), wire=wire) as (it, sdk):
         told = await sdk.chat.completions.parse(model="m", messages=ASK, response_format=Verdict)
         response = await sdk.responses.parse(model="m", input="Well?", text_format=Verdict)
+        await sdk.chat.completions.create(model="m", messages=ASK)
+        assert [call.constrained for call in it.calls] == [True, True, False]
     assert told.choices[0].message.parsed == response.output_parsed == Verdict(good=True)
     assert [(asked.name, '"good"' in asked.schema) for asked in wire.asked if asked] == [
         ("Verdict", True)
