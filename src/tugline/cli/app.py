@@ -13,7 +13,11 @@ import typer
 from tugline.cli.bench import bench
 from tugline.cli.demo import INTERRUPTED, demo
 from tugline.cli.doctor import doctor
+from tugline.cli.export import export
 from tugline.cli.harness import harness
+from tugline.cli.rebuild import rebuild
+from tugline.cli.trace import trace
+from tugline.cli.verify import verify
 from tugline.errors import TuglineError, UsageError
 
 app = typer.Typer(
@@ -25,6 +29,10 @@ app = typer.Typer(
 app.command()(bench)
 app.command()(demo)
 app.command()(doctor)
+app.command()(export)
+app.command()(rebuild)
+app.command()(trace)
+app.command()(verify)
 app.add_typer(harness, name="harness")
 
 

@@ -1,0 +1,186 @@
+// Puts the page together and keeps its parts on the same turn, trace and token.
+
+const $ = (id) => document.getElementById(id);
+
+function showHeader(story) {
+  const bad = { failed: "bad", timed_out: "bad", cancelled: "mid", completed: "good" };
+  const status = story.status || "no result";
+  const reward = story.reward ? `reward ${Number(story.reward.value.toFixed(4))}` : null;
+  $("headline").replaceChildren(
+    story.session || story.segment,
+    make("span", { class: `badge ${bad[story.status] || "mid"}` }, status.replace("_", " ")),
+    reward ? make("span", { class: `badge ${story.reward.value > 0 ? "good" : "mid"}` }, reward) : "",
+  );
+  const parts = Object.entries(story.reward?.parts || {}).map(([name, value]) => `${name} ${value}`);
+  const facts = {
+    task: `${story.task} (sample ${story.sample}, attempt ${story.attempt})`,
+    ran: [story.harness, story.model, story.engine].filter(Boolean).join(" → "),
+    prompts: [story.mode, story.template, story.thinking_retention].filter(Boolean).join(" "),
+    builder: story.builder,
+    calls: count(story.turns.length),
+    created: new Date(story.created * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC",
+    "reward parts": parts.join(", "),
+    seconds: Object.entries(story.seconds).map(([name, s]) => `${name} ${s.toFixed(1)}`).join(", "),
+    "forked from": story.forked_from,
+    failure: story.failure ? `${story.failure.boundary}: ${story.failure.message}` : "",
+    damage: story.damage,
+    torn: story.torn_bytes ? `${count(story.torn_bytes)} bytes at the end were cut off` : "",
+    "no traces": story.unbuilt,
+  };
+  const alarms = new Set(["failure", "damage", "torn", "no traces"]);
+  for (const [name, fact] of Object.entries(facts)) {
+    if (!fact) continue;
+    const kind = alarms.has(name) ? "bad" : undefined;
+    $("facts").append(make("div", { class: kind }, make("dt", {}, name), make("dd", {}, visible(fact))));
+  }
+}
+
+class App {
+  constructor({ story, traces }) {
+    this.story = story;
+    this.traces = traces;
+    this.view = "conversation";
+    const versions = story.turns.flatMap((turn) => turn.versions.map((span) => span.version));
+    const openTurn = (call) => this.openTurn(call);
+    const openTrace = (index, token) => this.openTrace(index, token);
+    showHeader(story);
+    showLedger($("ledger"), story);
+    this.timeline = new Timeline($("timeline"), story, openTurn);
+    this.turns = new TurnList($("turns"), story, openTurn);
+    this.tree = new TraceTree($("traces"), traces, openTrace);
+    this.conversation = new Conversation($("conversation"), story, traces, openTrace);
+    this.tokens = new TokenView({
+      box: $("tokens"),
+      legend: $("legend"),
+      facts: $("token"),
+      by: $("by"),
+      fold: $("fold"),
+      versions: [...new Set(versions)].sort((a, b) => a - b),
+      open: (call) => {
+        this.show("conversation");
+        this.openTurn(call);
+      },
+    });
+    this.search = new Search({
+      input: $("search"),
+      output: $("found"),
+      view: () => this.view,
+      tokens: this.tokens,
+      conversation: this.conversation,
+      openTurn: (call) => this.choose(call),
+    });
+    this.wire();
+    this.list("turns");
+    this.show("conversation");
+    if (story.turns.length) this.choose(story.turns[0].call);
+    else this.conversation.show(null);
+  }
+
+  // ---------------------------------------------------------------- where the reader is
+  // Show a turn: in words, or where its answer begins in the tokens.
+  openTurn(call) {
+    this.choose(call);
+    const turn = this.conversation.turns.get(call);
+    const span = this.traces[turn.trace]?.spans.find((one) => one.call === call);
+    if (this.view !== "tokens") return;
+    if (span) this.openTrace(turn.trace, span.start);
+    else this.show("conversation");
+  }
+
+  choose(call) {
+    this.call = call;
+    this.conversation.show(call);
+    this.turns.choose(call);
+    this.timeline.choose(call);
+  }
+
+  openTrace(index, token = null) {
+    this.index = index;
+    this.show("tokens");
+    this.tree.choose(index);
+    this.tokens.show(this.traces[index], token);
+  }
+
+  list(name) {
+    for (const one of ["turns", "traces", "ledger"]) $(one).hidden = one !== name;
+    this.mark("data-list", name);
+  }
+
+  show(view) {
+    this.view = view === "tokens" && this.traces.length ? "tokens" : "conversation";
+    for (const one of ["tokens", "token", "legend", "token-tools"]) $(one).hidden = this.view !== "tokens";
+    $("conversation").hidden = this.view !== "conversation";
+    this.mark("data-view", this.view);
+  }
+
+  mark(attribute, name) {
+    for (const tab of document.querySelectorAll(`[${attribute}]`)) {
+      tab.setAttribute("aria-selected", tab.getAttribute(attribute) === name);
+    }
+  }
+
+  showTokens() {
+    if (!this.traces.length) return;
+    const index = this.index ?? this.conversation.turns.get(this.call)?.trace ?? 0;
+    this.openTrace(index);
+  }
+
+  move(by) {
+    const calls = this.story.turns.map((turn) => turn.call);
+    const next = calls[calls.indexOf(this.call) + by];
+    if (next !== undefined) this.openTurn(next);
+  }
+
+  // ---------------------------------------------------------------- buttons and keys
+  wire() {
+    for (const tab of document.querySelectorAll("[data-list]")) {
+      tab.addEventListener("click", () => this.list(tab.dataset.list));
+    }
+    for (const tab of document.querySelectorAll("[data-view]")) {
+      tab.addEventListener("click", () => (tab.dataset.view === "tokens" ? this.showTokens() : this.show("conversation")));
+    }
+    $("theme").addEventListener("click", () => this.theme());
+    $("help-open").addEventListener("click", () => $("help").showModal());
+    document.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  theme() {
+    const dark = getComputedStyle(document.body).backgroundColor === "rgb(18, 22, 29)";
+    document.documentElement.dataset.theme = dark ? "light" : "dark";
+    this.timeline.draw();
+  }
+
+  key(event) {
+    const typing = event.target.matches("input[type=search], select");
+    if (typing || event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+    const by = (name) => () => {
+      $("by").value = name;
+      if (this.view === "tokens") this.tokens.recolour();
+    };
+    const list = { ArrowDown: () => this.move(1), ArrowUp: () => this.move(-1) };
+    const keys = {
+      j: () => this.move(1),
+      k: () => this.move(-1),
+      c: () => this.show("conversation"),
+      t: () => this.showTokens(),
+      f: () => $("fold").click(),
+      d: () => this.theme(),
+      "/": () => $("search").select(),
+      "?": () => $("help").showModal(),
+      1: by("mask"),
+      2: by("logprob"),
+      3: by("surprise"),
+      4: by("version"),
+      ...(document.activeElement === $("turns") ? list : {}),
+    };
+    const taken = this.view === "tokens" && document.activeElement === $("tokens") && this.tokens.key(event.key);
+    if (!taken && !keys[event.key]) return;
+    if (!taken) keys[event.key]();
+    event.preventDefault();
+  }
+}
+
+unpack($("data").textContent).then(
+  (page) => (window.tugline = new App(page)),
+  (error) => $("headline").replaceChildren(`This page cannot be shown: ${error.message}`),
+);

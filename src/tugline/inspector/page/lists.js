@@ -1,0 +1,184 @@
+// What stands on the left: the turns with the events between them, the tree of traces, the ledger.
+
+const HOW = { exact: "good", first: "faint", healed: "mid", forked: "mid", text: "bad" };
+
+// Letters for the harness's own thread ids, in order of appearance; none if there is one thread.
+function letters(turns) {
+  const threads = [...new Set(turns.map((turn) => turn.thread))];
+  const letter = (i) => (i < 26 ? "" : letter(Math.floor(i / 26) - 1)) + String.fromCharCode(97 + (i % 26));
+  return threads.length > 1 ? new Map(threads.map((one, i) => [one, letter(i)])) : new Map();
+}
+
+class TurnList {
+  constructor(box, story, open) {
+    this.open = open;
+    this.letters = letters(story.turns);
+    this.moments = [...story.turns, ...story.events].sort((a, b) => a.at - b.at);
+    this.place = new Map();
+    this.moments.forEach((one, i) => "prompt" in one && this.place.set(one.call, i));
+    this.list = new VirtualList(box, 46, (i) => this.row(this.moments[i]));
+    this.list.reset(this.moments.length);
+  }
+
+  row(one) {
+    return "prompt" in one ? this.turn(one) : this.event(one);
+  }
+
+  event({ kind, at, call, detail }) {
+    return make(
+      "div",
+      { class: "entry event" },
+      make("div", { class: "top" }, kind.replace("_", " "), call === null ? "" : `call ${call}`, make("span", {}, seconds(at))),
+      make("div", { class: "below", title: detail }, detail),
+    );
+  }
+
+  turn(turn) {
+    const { call, kind, how, why, detail } = turn;
+    const said = detail.answer?.content || "";
+    const tools = detail.answer?.tool_calls?.map((tool) => `${tool.name}(${tool.arguments})`) || [];
+    const reason = why.length ? `: ${why.join(", ").replaceAll("_", " ")}` : "";
+    const from = how === "forked" && turn.parent !== null ? ` from ${turn.parent}` : "";
+    return make(
+      "div",
+      {
+        class: `entry ${how}`,
+        role: "option",
+        "aria-selected": call === this.chosen,
+        onclick: () => this.open(call),
+      },
+      make(
+        "div",
+        { class: "top" },
+        make("span", { class: "number" }, `${call}`),
+        kind === "main" ? null : `${kind} ${this.letters.get(turn.thread) || ""}`,
+        make("span", { class: HOW[how] }, `${how}${reason}${from}`),
+        this.ended(turn),
+        make("span", { class: "faint", title: "new prompt tokens → sampled" }, `+${count(turn.prompt - turn.reused)} → ${count(turn.sampled)}  ${seconds(turn.total_s)}`),
+      ),
+      make("div", { class: "below" }, visible([said, ...tools].filter(Boolean).join("  ").slice(0, 160))),
+    );
+  }
+
+  ended({ outcome, finish }) {
+    const end = outcome === "complete" ? finish : outcome.replace("_", " ");
+    return end === "stop" ? null : make("span", { class: "bad" }, end);
+  }
+
+  choose(call) {
+    this.chosen = call;
+    this.list.reveal(this.place.get(call));
+    this.list.redraw();
+  }
+}
+
+// Traces as a tree: a fork stands one step to the right of what it left.
+class TraceTree {
+  constructor(box, traces, open) {
+    this.traces = traces;
+    this.open = open;
+    this.order = [];
+    const children = new Map();
+    for (const trace of traces) {
+      const parent = trace.parent !== null && trace.parent < trace.index ? trace.parent : null;
+      children.set(parent, [...(children.get(parent) || []), trace]);
+    }
+    const waiting = (children.get(null) || []).reverse().map((trace) => [trace, 0]);
+    while (waiting.length) {
+      const [trace, depth] = waiting.pop();
+      this.order.push({ trace, depth });
+      const below = children.get(trace.index) || [];
+      const goesOn = (one) => one.shared === trace.length;
+      const ordered = [...below.filter((one) => !goesOn(one)), ...below.filter(goesOn)].reverse();
+      for (const one of ordered) waiting.push([one, depth + (goesOn(one) ? 0 : 1)]);
+    }
+    this.guides();
+    this.list = new VirtualList(box, 46, (i) => this.row(this.order[i]));
+    this.list.reset(this.order.length);
+  }
+
+  // Per row, at which depths a line goes through to a row further down.
+  guides() {
+    let below = new Set();
+    for (const entry of [...this.order].reverse()) {
+      entry.through = new Set([...below].filter((depth) => depth <= entry.depth));
+      below = new Set([...entry.through].filter((depth) => depth < entry.depth)).add(entry.depth);
+    }
+  }
+
+  row({ trace, depth, through }) {
+    const { index, kind, length, trained, parent, shared, exact } = trace;
+    const guides = [];
+    for (let d = 1; d <= Math.min(depth, 10); d++) {
+      const kinds = ["guide", through.has(d) && "through", d === depth && "turn"];
+      guides.push(make("span", { class: kinds.filter(Boolean).join(" ") }));
+    }
+    const calls = new Set(trace.spans.map((span) => span.call)).size;
+    const whence = parent === null ? null : make(
+      "a",
+      { onclick: (event) => (event.stopPropagation(), this.open(parent, Math.max(0, shared - 1))) },
+      `${kind === "subagent" ? "started by" : "leaves"} trace ${parent} after ${plural(shared, "token")}`,
+    );
+    return make(
+      "div",
+      {
+        class: "entry tree",
+        role: "option",
+        "aria-selected": index === this.chosen,
+        onclick: () => this.open(index),
+      },
+      ...guides,
+      make(
+        "div",
+        { class: "what" },
+        make("div", { class: "top" }, make("b", {}, `trace ${index}`), kind, exact ? null : make("span", { class: "bad" }, "not exact"), make("span", { class: "faint" }, `${count(length)} tokens`)),
+        make("div", { class: "below" }, `${count(trained)} trained in ${plural(calls, "answer")}  `, whence),
+      ),
+    );
+  }
+
+  choose(index) {
+    this.chosen = index;
+    this.list.reveal(this.order.findIndex((entry) => entry.trace.index === index));
+    this.list.redraw();
+  }
+}
+
+const LEDGER = { trained: "--good", masked: "--mid", dropped: "--bad" };
+
+function ledgerRows({ trained, masked, dropped }) {
+  const rows = [["trained", "", trained]];
+  for (const [reason, n] of Object.entries(masked)) rows.push(["masked", reason, n]);
+  for (const [reason, n] of Object.entries(dropped)) rows.push(["dropped", reason, n]);
+  return rows;
+}
+
+function ledgerTable(ledger) {
+  const share = (n) => (ledger.sampled ? `${((100 * n) / ledger.sampled).toFixed(1)} %` : "");
+  const swatch = (what) => {
+    const square = make("span", { class: "swatch" });
+    square.style.background = `var(${LEDGER[what]})`;
+    return square;
+  };
+  const cell = (text, kind = "") => make("td", { class: kind }, text);
+  return make(
+    "table",
+    {},
+    ...ledgerRows(ledger).map(([what, reason, n]) =>
+      make("tr", {}, make("td", {}, swatch(what), what), cell(reason.replaceAll("_", " ")), cell(count(n), "n"), cell(share(n), "n")),
+    ),
+    make("tr", {}, cell("sampled"), cell(""), cell(count(ledger.sampled), "n"), cell("")),
+  );
+}
+
+function showLedger(box, { ledger, builder, unbuilt }) {
+  const bar = make("div", { class: "bar" });
+  for (const [what, , n] of ledgerRows(ledger)) {
+    const part = make("span");
+    part.style.flex = `${n} 0 0`;
+    part.style.background = `var(${LEDGER[what]})`;
+    bar.append(part);
+  }
+  const note = unbuilt || `every sampled token of the session, as ${builder} uses it`;
+  box.replaceChildren(bar, ledgerTable(ledger), make("p", { class: unbuilt ? "bad" : "faint" }, note));
+}

@@ -1,0 +1,374 @@
+"""A story on a terminal: a header, a line per turn, the traces token by token, the ledger.
+
+Whatever colour says is also said in words beside it, for pipes and ``NO_COLOR``. Long contexts
+and the middle of long sessions are folded, so that hundreds of turns stay a page or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from itertools import groupby
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from tugline.inspector.story import Happening, How, Story, TraceView, Turn
+from tugline.inspector.telling import Told, mean
+from tugline.inspector.texts import NEWLINE, Texts, folded, visible
+from tugline.types import Call, Ledger, Message, Span, Trace, TraceKind
+
+_WIDTH = 120
+"""Of a line of tokens where the output is no terminal."""
+_GUTTER = 24
+_RUNS = 12
+"""Answers of a trace, and traces of a session, that are shown token by token."""
+_CLIP = 2000
+"""Characters of a message."""
+_HOW = {How.EXACT: "green", How.HEALED: "cyan", How.FORKED: "yellow", How.TEXT: "red"}
+_LEVELS = ((-0.05, "green"), (-0.5, "cyan"), (-1.5, "yellow"), (-3.0, "magenta"))
+_VERSIONS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+
+
+class By(StrEnum):
+    """What the colour of a token says."""
+
+    MASK = "mask"
+    LOGPROB = "logprob"
+    VERSION = "version"
+
+
+class Terminal:
+    """Prints one story."""
+
+    def __init__(
+        self, console: Console, told: Told, texts: Texts, *, by: By = By.MASK, full: bool = False
+    ) -> None:
+        self.console, self.told, self.texts = console, told, texts
+        self.by, self.full = by, full
+        self._threads = _letters([turn.thread for turn in told.story.turns])
+        versions = {v.version for turn in told.story.turns for v in turn.versions}
+        self._colour = {v: _VERSIONS[i % len(_VERSIONS)] for i, v in enumerate(sorted(versions))}
+
+    def say(self, *parts: str | tuple[str, str]) -> None:
+        """One line, longer than the terminal if need be."""
+        self.console.print(Text.assemble(*parts), soft_wrap=True)
+
+    def show(self) -> None:
+        """The whole session."""
+        self._header()
+        self._turns()
+        self._traces()
+        self.say("")
+        self._ledger("ledger", self.told.story.ledger)
+
+    # ----------------------------------------------------------------------- header
+    def _header(self) -> None:
+        story = self.told.story
+        self.say((visible(story.session) or "a session whose first record is lost", "bold"))
+        where = f"{story.harness} -> {story.model} on {story.engine}"
+        how = " ".join(filter(None, [story.mode, story.template, story.thinking_retention]))
+        facts = {
+            "task": f"{story.task} (sample {story.sample}, attempt {story.attempt})",
+            "ran": f"{where}, {how}",
+            "file": story.segment,
+            "forked from": story.forked_from,
+            "status": _status(story),
+            "failure": f"{story.failure.boundary}: {story.failure.message}"
+            if story.failure
+            else "",
+            "seconds": ", ".join(f"{name} {s:.1f}" for name, s in story.seconds.items()),
+            "damage": story.damage,
+            "torn": f"{story.torn_bytes} bytes at the end were cut off" if story.torn_bytes else "",
+        }
+        for name, fact in facts.items():
+            style = "red" if name in {"failure", "damage", "torn"} else ""
+            if fact:
+                self.say((f"{name:<12}", "dim"), (visible(fact), style))
+        if len(self._threads) > 1:
+            named = [f"{letter} = {thread}" for thread, letter in self._threads.items()]
+            self.say((f"{'threads':<12}", "dim"), visible(", ".join(named)))
+
+    # ----------------------------------------------------------------------- turns
+    def _turns(self) -> None:
+        story = self.told.story
+        moments: list[Turn | Happening] = [*story.turns, *story.events]
+        moments.sort(key=lambda one: one.at)
+        rows = [self._row(one) if isinstance(one, Turn) else None for one in moments]
+        self._table([_TITLES, *rows], moments)
+
+    def _table(self, rows: Sequence[_Row | None], moments: Sequence[Turn | Happening]) -> None:
+        cells = [row for row in rows if row is not None]
+        widths = [max(cell_len(row[i][0]) for row in cells) for i in range(len(_TITLES))]
+        self.say("")
+        for row, moment in zip(rows, [None, *moments], strict=True):
+            if row is not None:
+                self.say(*_aligned(row, widths))
+            elif isinstance(moment, Happening):
+                which = "" if moment.call is None else f" in call {moment.call}"
+                what = f"~ {moment.at:.2f} s  {moment.kind.value}{which}  {visible(moment.detail)}"
+                self.say((" " * (widths[0] + 2) + what, "magenta"))
+
+    def _row(self, turn: Turn) -> _Row:
+        thread = self._threads.get(turn.thread, "") if len(self._threads) > 1 else ""
+        source = "" if turn.parent is None or turn.how is How.EXACT else f" {turn.parent}"
+        reasons = f"({', '.join(turn.why)})" if turn.why else ""
+        finish = turn.finish.value if turn.outcome == "complete" else turn.outcome.value
+        finish += ", constrained" * turn.constrained + ", replayed" * turn.replayed
+        return (
+            (str(turn.call), "bold"),
+            (f"{turn.kind.value} {thread}".strip(), ""),
+            (f"{turn.how.value}{reasons}{source}", _HOW.get(turn.how, "")),
+            (f"{turn.reused:,}+{turn.prompt - turn.reused:,}", ""),
+            (f"{turn.sampled:,}", ""),
+            (_number(turn.mean_logprob), ""),
+            (finish, "" if finish == "stop" else "yellow"),
+            (",".join(str(span.version) for span in turn.versions) or "-", ""),
+            (f"{turn.at:.2f}", "dim"),
+            (_number(turn.first_token_s), ""),
+            (_number(turn.total_s), ""),
+            (visible(", ".join(turn.tools)), "cyan"),
+        )
+
+    def turn(self, number: int) -> None:
+        """One call with all that was said in it."""
+        story = self.told.story
+        place = next(i for i, turn in enumerate(story.turns) if turn.call == number)
+        turn, call = story.turns[place], self.told.calls[place]
+        mine = [event for event in story.events if event.call == number]
+        self._table([_TITLES, self._row(turn), *[None] * len(mine)], [turn, *mine])
+        self.say("")
+        for name, fact in _facts(turn, call).items():
+            self.say((f"{name:<12}", "dim"), visible(fact))
+        for message in call.messages:
+            self._message(message)
+        if call.answer is not None:
+            self._message(call.answer, told=True)
+        if turn.trace is not None:
+            self.say("")
+            trace = self.told.traces[turn.trace]
+            for span in (span for span in trace.spans if span.call == number):
+                self._run(trace, span.start, span.end, span)
+        self.say("")
+        self._ledger("ledger", turn.ledger)
+
+    def _message(self, message: Message, *, told: bool = False) -> None:
+        self.say("")
+        self.say((f"{message.role.value}{' (told to the harness)' if told else ''}", "bold"))
+        if message.reasoning:
+            self._text(message.reasoning, "dim italic")
+        if message.content:
+            self._text(message.content, "")
+        for tool in message.tool_calls:
+            self._text(f"{tool.name}({tool.arguments})", "cyan")
+
+    def _text(self, text: str, style: str) -> None:
+        rest = 0 if self.full else max(0, len(text) - _CLIP)
+        for line in text[: len(text) - rest].split("\n"):
+            self.say((f"  {visible(line)}", style))
+        if rest:
+            self.say((f"  … {rest:,} more characters (--full shows them)", "dim"))
+
+    # ----------------------------------------------------------------------- traces
+    def _traces(self) -> None:
+        story = self.told.story
+        self.say("")
+        if story.unbuilt:
+            self.say(("no traces  ", "red"), visible(story.unbuilt))
+            return
+        self.say(f"{len(story.traces)} traces of {story.builder}, coloured by {self.by.value}")
+        depth = depths(story.traces)
+        for view, trace in zip(story.traces, self.told.traces, strict=True):
+            if view.index < _RUNS or self.full:
+                self.say("")
+            self._trace(view, "  " * min(depth[view.index], 8))
+            if view.index < _RUNS or self.full:
+                self._tokens(trace)
+
+    def _trace(self, view: TraceView, indent: str) -> None:
+        of = {TraceKind.SUBAGENT: "started by", TraceKind.SIDE: "beside"}.get(view.kind, "leaves")
+        parent = ""
+        if view.parent is not None:
+            parent = f"  {of} trace {view.parent}, {view.shared:,} ids in common"
+        calls = len({span.call for span in view.spans})
+        self.say(
+            (f"{indent}trace {view.index}  {view.kind.value}", "bold"),
+            f"  {view.length:,} tokens, {view.trained:,} trained, {calls} answers{parent}",
+            ("" if view.exact else "  not exact", "red"),
+        )
+
+    def _tokens(self, trace: Trace) -> None:
+        runs = list(_runs(trace))
+        first, last = (len(runs), len(runs)) if self.full else folded(len(runs), _RUNS, _RUNS)
+        for place, (start, end, span) in enumerate(runs):
+            if place == first:
+                left = len({span.call for _, _, span in runs[first:last] if span})
+                self.say((f"  … {left} more answers (--full or --turn N shows them) …", "dim"))
+            if not first <= place < last:
+                self._run(trace, start, end, span)
+
+    def _run(self, trace: Trace, start: int, end: int, span: Span | None) -> None:
+        """Neighbouring tokens of one origin, behind a gutter that says which."""
+        pieces = self.texts.pieces(trace.ids[start:end].tolist())
+        logprobs = trace.logprobs[start:end].tolist()
+        styles = [self._style(span, logprob) for logprob in logprobs]
+        head, tail = (40, 24) if span else (12, 12)
+        left, right = (len(pieces),) * 2 if self.full else folded(len(pieces), head, tail)
+        tokens = [*zip(pieces, styles, strict=True)]
+        if left < right:
+            tokens[left:right] = [(f" … {right - left:,} tokens … ", "dim italic")]
+        gutter = f"  {_origin(span)} {end - start:>7,}"
+        if span and self.by is By.LOGPROB:
+            gutter += f" {_number(mean(logprobs))}"
+        if span and self.by is By.VERSION:
+            gutter += f" v{span.version}"
+        for line in _wrapped(tokens, self._room()):
+            self.say((f"{gutter:<{_GUTTER - 1}} ", "dim"), *line)
+            gutter = ""
+
+    def _room(self) -> int:
+        width = self.console.width if self.console.is_terminal else _WIDTH
+        return max(20, width - _GUTTER)
+
+    def _style(self, span: Span | None, logprob: float) -> str:
+        if span is None:
+            return "dim"
+        if self.by is By.VERSION:
+            return self._colour.get(span.version, "")
+        if self.by is By.LOGPROB:
+            return next((style for least, style in _LEVELS if logprob >= least), "bold red")
+        return "yellow" if span.masked else "green"
+
+    def _ledger(self, title: str, ledger: Ledger) -> None:
+        parts: list[str | tuple[str, str]] = [(f"{title:<12}", "dim")]
+        parts += [f"sampled {ledger.sampled:,} = ", (f"trained {ledger.trained:,}", "green")]
+        for what, reasons in (("masked", ledger.masked), ("dropped", ledger.dropped)):
+            parts += [
+                (f" + {what}({reason.value}) {count:,}", "yellow")
+                for reason, count in reasons.items()
+            ]
+        if not ledger.balanced:
+            parts.append((" (does not balance)", "red"))
+        self.say(*parts)
+
+
+# --------------------------------------------------------------------------- words
+_Row = tuple[tuple[str, str], ...]
+_TITLES: _Row = tuple(
+    (title, "dim")
+    for title in (
+        *("call", "kind", "goes on", "prompt", "sampled", "logprob", "finish"),
+        *("version", "at s", "first s", "total s", "calls"),
+    )
+)
+_LEFT = {1, 2, 6, 11}
+
+
+def _aligned(row: _Row, widths: Sequence[int]) -> Iterator[tuple[str, str]]:
+    for place, ((text, style), width) in enumerate(zip(row, widths, strict=True)):
+        gap = " " * (width - cell_len(text))
+        yield (text + gap if place in _LEFT else gap + text), style
+        yield "  ", ""
+
+
+def _letters(threads: Sequence[str | None]) -> dict[str | None, str]:
+    """A short name for each thread, in order of appearance."""
+    return {thread: _letter(place) for place, thread in enumerate(dict.fromkeys(threads))}
+
+
+def _letter(place: int) -> str:
+    before = _letter(place // 26 - 1) if place >= 26 else ""
+    return before + chr(ord("a") + place % 26)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _status(story: Story) -> str:
+    if story.status is None:
+        return "no result recorded: it is still running, or its node died"
+    if story.reward is None:
+        return f"{story.status.value}, no reward"
+    parts = ", ".join(f"{name} {value:g}" for name, value in story.reward.parts.items())
+    return f"{story.status.value}, reward {story.reward.value:g}" + (f" ({parts})" if parts else "")
+
+
+def _facts(turn: Turn, call: Call) -> dict[str, str]:
+    found = {
+        "thread": call.thread or "",
+        "dialect": f"{call.dialect}, {call.mode.value}",
+        "sampling": _sampling(call),
+        "stop": repr(turn.stop) if turn.stop else "",
+        "replicas": ", ".join(turn.replicas),
+        "tools": ", ".join(tool.name for tool in call.tools),
+    }
+    return {name: fact for name, fact in found.items() if fact}
+
+
+def _sampling(call: Call) -> str:
+    def told(sampling: object) -> str:
+        fields = {name: getattr(sampling, name) for name in call.sampling.__struct_fields__}
+        return ", ".join(f"{name} {value}" for name, value in fields.items() if value not in _UNSET)
+
+    asked = told(call.asked)
+    return told(call.sampling) + (f" (asked for: {asked})" if asked else "")
+
+
+_UNSET: tuple[object, ...] = (None, ())
+
+
+def _origin(span: Span | None) -> str:
+    if span is None:
+        return "context "
+    return f"call {span.call}" + (f" ({span.masked.value})" if span.masked else "")
+
+
+def depths(traces: Sequence[TraceView]) -> list[int]:
+    """How far each trace stands to the right: a fork one step, a continuation none."""
+    found: list[int] = []
+    for view in traces:
+        if view.parent is None or view.parent >= view.index:
+            found.append(0)
+        else:
+            fork = view.shared < traces[view.parent].length
+            found.append(found[view.parent] + fork)
+    return found
+
+
+def _runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
+    at = 0
+    for span in trace.spans:
+        if at < span.start:
+            yield at, span.start, None
+        yield span.start, span.end, span
+        at = span.end
+    if at < len(trace.ids):
+        yield at, len(trace.ids), None
+
+
+def _wrapped(tokens: Sequence[tuple[str, str]], room: int) -> Iterator[list[tuple[str, str]]]:
+    """Lines of at most `room` cells; a token is split only where a line of its text ends."""
+    line: list[tuple[str, str]] = []
+    used = 0
+    for text, style in tokens:
+        for part in text.splitlines(keepends=True) if "\n" in text else [text]:
+            seen = visible(part)
+            width = cell_len(seen)
+            if line and used + width > room:
+                yield _joined(line)
+                line, used = [], 0
+            line.append((seen, style))
+            used += width
+            if seen.endswith(NEWLINE):
+                yield _joined(line)
+                line, used = [], 0
+    if line:
+        yield _joined(line)
+
+
+def _joined(line: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Neighbours of one style as one piece."""
+    style_of: Callable[[tuple[str, str]], str] = lambda piece: piece[1]  # noqa: E731
+    return [("".join(text for text, _ in group), key) for key, group in groupby(line, style_of)]
