@@ -1,0 +1,311 @@
+"""What each builder makes of recorded sessions of real harnesses: traces, and tokens to compute.
+
+The sessions are those that ``tugline harness check --all`` records, or any folder of segments. A
+trainer forwards every token of every trace that trains something; what is trained is the same with
+each builder. `docs/benchmarks.md` says what each figure means.
+
+    python benchmarks/builders/run.py [--json] [--sessions FOLDER]
+"""
+
+# ruff: noqa: INP001 - a program, not a package
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from tugline.builders.tree import grow
+from tugline.capture import segments
+from tugline.capture.folder import segments_in
+from tugline.errors import TuglineError, UsageError
+from tugline.plugins import find
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Reason,
+    Sampling,
+    Timings,
+    Trace,
+    VersionSpan,
+)
+
+BUILDERS = ("per_request", "prefix_merging", "tree")
+CHECKED = "check"
+"""The task of ``tugline harness check``; its stages are the folders above ``segments``."""
+STAGES = ("plain", "team", "title")
+"""Those that say something about building; the others end early or repeat themselves."""
+LONG = {"turns": 40, "base": 8000, "sampled": 300, "added": 300}
+"""The made-up session beside the recorded ones, in tokens a turn."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The calls of one session, and whose they are."""
+
+    session: str
+    task: str
+    harness: str
+    stage: str
+    calls: tuple[Call, ...]
+
+
+@dataclass
+class Row:
+    """One harness, dialect and stage; sums over its sessions."""
+
+    harness: str
+    dialect: str
+    stage: str
+    sessions: int = 0
+    calls: int = 0
+    turns: int = 0
+    """Calls that go on with a conversation, so those that could be exact or not."""
+    exact_turns: int = 0
+    healed_turns: int = 0
+    """Exact ones in which the harness had changed the echo of an answer."""
+    traces: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUILDERS, 0))
+    forwarded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUILDERS, 0))
+    sampled: int = 0
+    trained: int = 0
+    canonical_dropped: int = 0
+    """Sampled tokens that the published rule leaves out."""
+    canonical_false: int = 0
+    """Tokens that it trains in another context than they were sampled in."""
+
+    def add(self, one: Recorded) -> None:
+        """Count a session. Raises `UsageError` if builders disagree on what is trained."""
+        self.sessions += 1
+        self.calls += len(one.calls)
+        turns = [c for c in one.calls if c.parent is not None and c.branch is not Branch.NEW_THREAD]
+        self.turns += len(turns)
+        self.exact_turns += sum(turn.branch is None for turn in turns)
+        self.healed_turns += sum(turn.branch is None and bool(turn.healed) for turn in turns)
+        trained = set()
+        for builder in BUILDERS:
+            traces, ledger = find("builder", builder)().build(one.calls)
+            kept = worth_computing(traces)
+            self.traces[builder] += len(traces)
+            self.forwarded[builder] += sum(len(trace.ids) for trace in kept)
+            trained.add(ledger.trained)
+        if len(trained) > 1:
+            msg = f"session {one.session}: builders train {sorted(trained)} tokens, not the same"
+            raise UsageError(msg)
+        self.sampled += ledger.sampled
+        self.trained += trained.pop()
+        self._canonical(one.calls)
+
+    def _canonical(self, calls: Sequence[Call]) -> None:
+        traces, ledger = find("builder", "prefix_merging")(boundary="canonical").build(calls)
+        by_number = {call.number: call for call in calls}
+        self.canonical_dropped += ledger.dropped.get(Reason.UNMERGED, 0)
+        for trace in traces:
+            for span in trace.spans:
+                made_by = by_number[span.call]
+                given = np.concatenate([made_by.prompt_ids, made_by.sampled_ids])[: span.end]
+                if span.masked is None and not np.array_equal(trace.ids[: span.end], given):
+                    self.canonical_false += span.end - span.start
+
+
+@dataclass
+class Group:
+    """The samples of one task as one tree."""
+
+    task: str
+    sessions: int
+    prefix_merging: int
+    """Tokens that a trainer forwards."""
+    tree: int
+    """The same with a tree for each session."""
+    forest: int
+    """The same with one tree for all of them."""
+
+
+def worth_computing(traces: Iterable[Trace]) -> list[Trace]:
+    """Those that train something, which are all that a trainer computes."""
+    return [replace(trace, parent=None) for trace in traces if trace.mask.any()]
+
+
+# --------------------------------------------------------------------------- sessions
+def recorded(folder: Path) -> list[Recorded]:
+    """Every session below `folder` that made calls and says something about building."""
+    found = []
+    for path in segments_in(folder):
+        segment = segments.read(path)
+        if segment.header is None or not segment.calls:
+            continue
+        header, stage = segment.header, path.parent.parent.name
+        checked = header.task.id == CHECKED
+        if checked and stage not in STAGES:
+            continue
+        harness = header.task.harness.name
+        found.append(
+            Recorded(
+                header.session.id,
+                header.task.id,
+                harness,
+                stage if checked else "",
+                tuple(segment.calls),
+            )
+        )
+    if not found:
+        msg = f"no session below {folder} made a call; record some with tugline harness check"
+        raise UsageError(msg)
+    return found
+
+
+def record(folder: Path) -> None:
+    """Run every harness against a scripted model and keep its sessions in `folder`."""
+    command = [str(Path(sys.executable).with_name("tugline")), "harness", "check", "--all"]
+    done = subprocess.run([*command, "--keep", str(folder)], stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        note("some checks failed, see `tugline harness check --all`; counting what was recorded")
+
+
+def made_up(turns: int, base: int, sampled: int, added: int) -> Recorded:
+    """A session of one exact conversation, as long as those of real tasks."""
+    rng = np.random.default_rng(0)
+    held = rng.integers(0, 150_000, base + turns * (sampled + added)).astype(np.int32)
+    calls = []
+    for number in range(turns):
+        asked = base + number * (sampled + added)
+        calls.append(
+            Call(
+                session="made-up",
+                number=number,
+                parent=number - 1 if number else None,
+                dialect=f"{turns} turns",
+                messages=(),
+                sampling=Sampling(),
+                prompt_ids=held[:asked],
+                sampled_ids=held[asked : asked + sampled],
+                logprobs=np.full(sampled, -0.5, np.float32),
+                versions=(VersionSpan(0, 0, sampled),),
+                finish=Finish.STOP,
+                engine="none",
+                timings=Timings(0.0),
+            )
+        )
+    return Recorded("made-up", "made-up", "(made up)", "", tuple(calls))
+
+
+# --------------------------------------------------------------------------- figures
+def rows_of(sessions: Iterable[Recorded]) -> list[Row]:
+    """A row per harness, dialect and stage."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    for one in sessions:
+        key = (one.harness, one.calls[0].dialect, one.stage)
+        rows.setdefault(key, Row(*key)).add(one)
+    return [rows[key] for key in sorted(rows)]
+
+
+def groups_of(sessions: Iterable[Recorded]) -> list[Group]:
+    """Each task that was attempted several times."""
+    tasks: dict[str, dict[str, list[Trace]]] = defaultdict(dict)
+    for one in sessions:
+        if one.task != CHECKED:
+            traces = find("builder", "prefix_merging")().build(one.calls).traces
+            tasks[one.task][one.session] = worth_computing(traces)
+    return [_group(task, tasks[task]) for task in sorted(tasks) if len(tasks[task]) > 1]
+
+
+def _group(task: str, members: Mapping[str, Sequence[Trace]]) -> Group:
+    return Group(
+        task=task,
+        sessions=len(members),
+        prefix_merging=sum(len(trace.ids) for traces in members.values() for trace in traces),
+        tree=sum(len(grow({session: traces}).ids) for session, traces in members.items()),
+        forest=len(grow(members).ids),
+    )
+
+
+# --------------------------------------------------------------------------- telling
+def note(text: str) -> None:
+    """A line of progress."""
+    sys.stderr.write(f"{text}\n")
+
+
+def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
+    """Both tables."""
+    console = Console()
+    table = Table(box=None, padding=(0, 1), title="per_request / prefix_merging / tree")
+    for name in ("harness", "dialect", "stage"):
+        table.add_column(name, no_wrap=True)
+    for name in ("calls", "exact", "healed", "traces", "forwarded", "ratio", "trained"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("canonical\ndropped+false", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            *(row.harness, row.dialect, row.stage, str(row.calls)),
+            *(f"{row.exact_turns}/{row.turns}", f"{row.healed_turns}/{row.turns}"),
+            " ".join(str(row.traces[builder]) for builder in BUILDERS),
+            " ".join(f"{row.forwarded[builder]:,}" for builder in BUILDERS),
+            f"{ratio(row):.2f}",
+            f"{row.trained:,}",
+            f"{row.canonical_dropped:,}+{row.canonical_false:,}",
+        )
+    console.print(table)
+    if groups:
+        console.print(_forests(groups))
+
+
+def ratio(row: Row) -> float:
+    """How many times as much `per_request` computes as `prefix_merging`."""
+    merged = row.forwarded["prefix_merging"]
+    return row.forwarded["per_request"] / merged if merged else 1.0
+
+
+def _forests(groups: Sequence[Group]) -> Table:
+    table = Table(box=None, padding=(0, 1), title="tokens forwarded for all samples of a task")
+    table.add_column("task")
+    for name in ("sessions", "prefix_merging", "tree each", "one tree", "ratio"):
+        table.add_column(name, justify="right")
+    for one in groups:
+        times = f"{one.prefix_merging / one.forest:.2f}" if one.forest else "-"
+        numbers = (one.sessions, one.prefix_merging, one.tree, one.forest)
+        table.add_row(one.task, *(f"{number:,}" for number in numbers), times)
+    return table
+
+
+def main() -> None:
+    """Parse options, count, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--sessions", type=Path, help="folder with recorded sessions")
+    asked = parser.parse_args()
+    try:
+        if asked.sessions is not None:
+            sessions = recorded(asked.sessions)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                note("recording: every harness against a scripted model, some minutes")
+                record(Path(folder) / "sessions")
+                sessions = recorded(Path(folder) / "sessions")
+        rows = [*rows_of(sessions), *rows_of([made_up(**LONG)])]
+        groups = groups_of(sessions)
+    except TuglineError as error:
+        note(f"tugline: {error}")
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    if asked.json:
+        told = {
+            "rows": [asdict(row) | {"ratio": round(ratio(row), 3)} for row in rows],
+            "groups": [asdict(group) for group in groups],
+        }
+        sys.stdout.write(json.dumps(told) + "\n")
+    else:
+        show(rows, groups)
+
+
+if __name__ == "__main__":
+    main()

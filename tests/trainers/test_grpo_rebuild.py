@@ -1,0 +1,114 @@
+"""Trained from segments alone: what a builder makes again gives the trainer the same samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiny import rendering
+from tugline.capture.trajectories import read_folder
+from tugline.cluster.local import Local
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.upstream import Upstream
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.node.parts import Parts
+from tugline.server.store import Store
+from tugline.serving import serve
+from tugline.trainers.grpo.batch import Prepared, prepare
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.types import Ids, Limits, Part, Reward, Task, Trajectory, encode
+from tugline.verification.rebuild import rebuild_all
+
+RENDERING = rendering()
+AGENT = """
+import json, os, urllib.request as http
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+def ask(*messages):
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    with http.urlopen(http.Request(url, body, head), timeout=20) as reply:
+        return json.load(reply)["choices"][0]["message"]
+first = {"role": "user", "content": "How many?"}
+one = ask(first)
+two = ask(first, one, {"role": "user", "content": "Are you sure?"})
+ask({"role": "user", "content": "In short: how many?"}, one, {"role": "user", "content": "Sure?"})
+open("answer.txt", "w").write(two["content"])
+"""
+CHOICES = [
+    GrpoConfig(),
+    GrpoConfig(reward="per_trace", advantage="rloo"),
+    GrpoConfig(reward="discounted", turn_discount=0.5, max_staleness=0),
+]
+
+
+class Grader:
+    """Reward by the answer, and a number for each of the two traces."""
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """Longer is better; the first trace is judged apart."""
+        value = sum(len(text or "") for text in outcome.patch.files.values()) / 7
+        return Verdict(Reward(value, {"length": value}, (value / 3, 0.1)), {"seen": True})
+
+
+def counted(_prompt: Ids, request_id: str) -> Reply:
+    """Another answer, and other log probabilities, for each session and turn."""
+    seed = sum(request_id.encode())
+    ids = RENDERING.tokenizer.encode("many " * (seed % 5 + 1) + "<|im_end|>")
+    return Reply(ids, logprobs=[-(seed % 97 + i) / 31 for i in range(len(ids))])
+
+
+async def rolled_out(folder: Path) -> list[Trajectory]:
+    """Two groups of three sessions, as the node committed them; one group under `tree`."""
+    engine = ScriptedEngine(counted, vocab_size=RENDERING.tokenizer.size)
+    (folder / "agent.py").write_text(AGENT)
+    tasks = [
+        Task(
+            id=name,
+            instruction="Count.",
+            harness=Part("shell", {"command": ["python3", "-I", str(folder / "agent.py")]}),
+            evaluator=Part(f"{__name__}:Grader"),
+            builder=Part(name),
+            samples=3,
+            limits=Limits(agent_s=30),
+        )
+        for name in ("prefix_merging", "tree")
+    ]
+    with Store(folder / "sessions.db") as store:
+        async with (
+            serve(create_app(engine, model_name="m")) as url,
+            Gateway(Upstream(url, Embedded()), RENDERING, folder / "segments") as gateway,
+        ):
+            return await Local(store, gateway, Parts(), folder / "work", slots=2).run(tasks)
+
+
+def rebuilt(folder: Path, out: Path, part: Part | None) -> list[Trajectory]:
+    """The trajectories of all segments, from files."""
+    segments = folder / "segments"
+    rebuild_all(sorted(segments.glob("*.seg")), segments, out, part)
+    return list(read_folder(out))
+
+
+def to_bytes(prepared: Prepared) -> list[bytes]:
+    """Every sample and the ledger."""
+    return [encode(one) for one in (*prepared.samples, prepared.ledger)]
+
+
+async def test_segments_are_enough_to_train_from(tmp_path: Path) -> None:
+    """Real sessions with a fork: samples from segments and from the node are equal to the byte."""
+    live = await rolled_out(tmp_path)
+    assert [one.failure for one in live] == [None] * 6
+    assert [len(one.traces) for one in live] == [2] * 6
+    assert len({one.reward.value for one in live if one.reward}) > 2
+    again = rebuilt(tmp_path, tmp_path / "again", None)
+    assert sorted(map(encode, again)) == sorted(map(encode, live))
+    for config in CHOICES:
+        ours, theirs = (prepare(one, config, version=0) for one in (live, again))
+        assert len(ours.samples) == 12
+        assert to_bytes(ours) == to_bytes(theirs)
+    single = rebuilt(tmp_path, tmp_path / "single", Part("per_request"))
+    assert [len(one.traces) for one in single] == [3] * 6
+    assert (
+        prepare(single, CHOICES[0], version=0).ledger == prepare(live, CHOICES[0], version=0).ledger
+    )
