@@ -1,0 +1,147 @@
+"""``tugline verify``: whether what was recorded may be trained on, turn by turn.
+
+Exit code 0 if every check that could be made passed, 1 if one failed or a segment cannot be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tugline.capture import segments
+from tugline.capture.folder import locate, segments_in
+from tugline.errors import CaptureError
+from tugline.verification.findings import Judged, Seam, Total, Verdict, total
+from tugline.verification.judge import TOLERANCE, judge, judge_logprobs
+from tugline.verification.scoring import Scorer, scorer_at
+from tugline.verification.texts import Texts
+
+_SEAMS = {
+    Seam.EXACT: "green",
+    Seam.HEALED: "cyan",
+    Seam.FORKED: "yellow",
+    Seam.BROKEN: "red",
+    Seam.UNTOLD: "yellow",
+}
+_VERDICTS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNCHECKED: "yellow"}
+_MANY = 20
+"""Sessions from which on progress is shown."""
+
+
+def verify(
+    session: Annotated[
+        str, typer.Argument(help="A segment file, a folder of them, or the id of a session.")
+    ],
+    *,
+    engine: Annotated[
+        str | None, typer.Option(help="Recompute logprobs on this one, as http://127.0.0.1:8000.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Mean logprob difference of a turn that passes, in nats.")
+    ] = TOLERANCE,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the segment.")
+    ] = None,
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="Judge what comes before the damage of a broken file.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check that recorded ids, texts, seams, ledgers and logprobs are what they claim to be."""
+    where = Path(session)
+    found = segments_in(where) if where.is_dir() else [locate(session)]
+    judged = asyncio.run(
+        _all(found, engine, tolerance, Texts(tokenizer), salvage=salvage, show=not as_json)
+    )
+    sums = total(judged)
+    if as_json:
+        typer.echo(msgspec.json.encode({"sessions": judged, "sum": sums}))
+    else:
+        _show_sum(sums)
+    if sums.failed:
+        raise typer.Exit(1)
+
+
+async def _all(
+    found: list[Path],
+    url: str | None,
+    tolerance: float,
+    texts: Texts,
+    *,
+    salvage: bool,
+    show: bool,
+) -> list[Judged]:
+    judged = []
+    async with AsyncExitStack() as stack:
+        scorer = await stack.enter_async_context(scorer_at(url)) if url else None
+        quiet = len(found) < _MANY
+        for path in track(found, "verifying", console=Console(stderr=True), disable=quiet):
+            judged.append(await _one(path, scorer, tolerance, texts, salvage=salvage))
+            if show:
+                _show(judged[-1])
+    return judged
+
+
+async def _one(
+    path: Path, scorer: Scorer | None, tolerance: float, texts: Texts, *, salvage: bool
+) -> Judged:
+    try:
+        segment = segments.read(path, salvage=salvage, bodies=False)
+    except CaptureError as error:
+        return Judged(session=path.stem, segment=str(path), error=str(error))
+    judged = judge(path, segment, texts)
+    if scorer is not None:
+        await judge_logprobs(judged, segment, scorer, tolerance)
+    return judged
+
+
+# --------------------------------------------------------------------------- on the terminal
+def _show(judged: Judged) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{judged.session}[/] {judged.segment}")
+    if judged.error is not None:
+        console.print(judged.error, style="red", markup=False)
+        return
+    console.print(_table(judged))
+    for name, check in judged.checks.items():
+        detail = f": {check.detail}" if check.detail else ""
+        style = _VERDICTS[check.verdict]
+        console.print(f"  {check.verdict} {name}{detail}", style=style, markup=False)
+    for line in [f"turn {turn.call}: {one}" for turn in judged.turns for one in turn.faults[1:]]:
+        console.print(f"  also {line}", style="red", markup=False)
+    for note in judged.notes:
+        console.print(f"  note: {note}", markup=False)
+
+
+def _table(judged: Judged) -> Table:
+    scored = any(turn.scored for turn in judged.turns)
+    table = Table("call", "status", "why", box=None)
+    for name in ("prompt", "shared", "sampled", *(("max", "mean", "KL", "k3") if scored else ())):
+        table.add_column(name, justify="right")
+    for turn in judged.turns:
+        row = [str(turn.call), f"[{_SEAMS[turn.status]}]{turn.status}[/]", turn.why]
+        row += [str(count) for count in (turn.prompt, turn.shared, turn.sampled)]
+        if scored:
+            values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl, turn.kl3)
+            row += ["" if value is None else f"{value:.1e}" for value in values]
+        table.add_row(*row, style="" if not turn.faults else "red")
+    return table
+
+
+def _show_sum(sums: Total) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    seams = ", ".join(f"{count} {name}" for name, count in sums.turns.items() if count)
+    checks = ", ".join(f"{count} {name}" for name, count in sums.checks.items() if count)
+    colour = "red" if sums.failed else "green"
+    console.print(
+        f"[{colour}]{sums.sessions} sessions, {sums.failed} of them failed[/]; "
+        f"turns: {seams or 'none'}; checks: {checks or 'none'}"
+    )

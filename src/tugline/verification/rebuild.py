@@ -1,0 +1,138 @@
+"""Trajectories made again from segments alone: the trainer depends on nothing that is not there.
+
+The outcome comes from the recorded result, never from a clock, so the same segments and the same
+builder give the same bytes, run after run. One session is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from tugline.builders.base import Builder
+from tugline.capture import segments
+from tugline.capture.segments import Segment
+from tugline.capture.trajectories import INDEX, Entry, Index, pack
+from tugline.errors import CaptureError, UsageError
+from tugline.types import Boundary, Failure, Part, Status, Trajectory
+from tugline.verification.ledgers import builder_of
+
+UNENDED = Failure(Boundary.INFRASTRUCTURE, "no result is recorded: the session did not end")
+
+
+def rebuild(segment: Segment, builder: Builder) -> Trajectory:
+    """The trajectory of a session. Raises `CaptureError` on a call or a segment that lacks parts.
+
+    A session without a recorded result is a failed one, so that no trainer learns from it.
+    """
+    header, result = segment.header, segment.result
+    if header is None:
+        msg = "the segment has no header, so it is not known whose it is"
+        raise CaptureError(msg)
+    traces, ledger = builder.build(segment.calls)
+    return Trajectory(
+        session=header.session.id,
+        task=header.task.id,
+        sample=header.session.sample,
+        status=result.status if result else Status.FAILED,
+        traces=traces,
+        ledger=ledger,
+        reward=result.reward if result else None,
+        report=result.report if result else {},
+        failure=result.failure if result else UNENDED,
+        seconds=result.seconds if result else {},
+    )
+
+
+def rebuild_all(
+    found: list[Path],
+    root: Path,
+    out: Path,
+    part: Part | None,
+    *,
+    salvage: bool = False,
+    on_file: Callable[[], None] = lambda: None,
+) -> Index:
+    """Write ``<session>.traj`` for each segment, and the index; `root` is what names are below.
+
+    `part` is the builder of all, None each session's own. Of several attempts at a session the last
+    one counts. A segment that cannot be read or built has an entry that says why.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        msg = f"--out {out} must be a new or an empty folder"
+        raise UsageError(msg)
+    if part is not None:
+        builder_of(part)
+    entries = []
+    for path, superseded in _attempts(found):
+        name = path.relative_to(root).as_posix()
+        session = _session(path)
+        if superseded:
+            entries.append(Entry(session=session, segment=name, note="a later attempt counts"))
+        else:
+            file = Path(name).with_name(f"{session}.traj")
+            entries.append(_one(path, name, out, file, part, salvage=salvage))
+        on_file()
+    index = Index(builder=part, entries=tuple(entries))
+    out.mkdir(parents=True, exist_ok=True)
+    data = msgspec.json.encode(index, order="deterministic")
+    (out / INDEX).write_bytes(msgspec.json.format(data, indent=1))
+    return index
+
+
+def _one(
+    path: Path, name: str, out: Path, file: Path, part: Part | None, *, salvage: bool
+) -> Entry:
+    session = file.stem
+    try:
+        segment = segments.read(path, salvage=salvage, bodies=False)
+        own = segment.header.task.builder if segment.header else Part("prefix_merging")
+        trajectory = rebuild(segment, builder_of(part or own))
+    except (CaptureError, UsageError) as error:
+        return Entry(session=session, segment=name, error=str(error))
+    data = pack(trajectory)
+    target = out / file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+    return Entry(
+        session=trajectory.session,
+        segment=name,
+        file=file.as_posix(),
+        sha256=hashlib.sha256(data).hexdigest(),
+        traces=len(trajectory.traces),
+        tokens=sum(len(trace.ids) for trace in trajectory.traces),
+        ledger=trajectory.ledger,
+        note="; ".join(_notes(segment)),
+    )
+
+
+def _notes(segment: Segment) -> Iterator[str]:
+    if segment.result is None:
+        yield UNENDED.message
+    if segment.torn_bytes:
+        yield f"a torn tail of {segment.torn_bytes} bytes was not read"
+    if segment.damage:
+        yield f"made of what comes before the damage: {segment.damage}"
+
+
+def _attempts(found: list[Path]) -> Iterator[tuple[Path, bool]]:
+    """Each segment, and whether another of the same session in the same folder is later."""
+    latest: dict[tuple[Path, str], int] = {}
+    for path in found:
+        key = (path.parent, _session(path))
+        latest[key] = max(latest.get(key, -1), _epoch(path))
+    for path in found:
+        yield path, _epoch(path) < latest[path.parent, _session(path)]
+
+
+def _session(path: Path) -> str:
+    stem, _, epoch = path.stem.rpartition(".")
+    return stem if stem and epoch.isdigit() else path.stem
+
+
+def _epoch(path: Path) -> int:
+    _, _, epoch = path.stem.rpartition(".")
+    return int(epoch) if epoch.isdigit() else 0
