@@ -25,6 +25,15 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "runtime": {"local": "tugline.runtimes.local:Local"},
     "evaluator": {"tests": "tugline.evaluators.tests:Tests"},
+    "export": {
+        "arrow": "tugline.exports.parquet:Arrow",
+        "calls": "tugline.exports.parquet:Calls",
+        "parquet": "tugline.exports.parquet:Parquet",
+        "sft": "tugline.exports.sft:Sft",
+        "slime": "tugline.exports.slime:Slime",
+        "trl": "tugline.exports.trl:Trl",
+        "verl": "tugline.exports.verl:Verl",
+    },
     "builder": {
         "per_request": "tugline.builders.per_request:PerRequest",
         "prefix_merging": "tugline.builders.prefix_merging:PrefixMerging",

@@ -1,0 +1,1 @@
+"""Exports: recorded sessions as files that other tools and trainers read."""

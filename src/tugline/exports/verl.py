@@ -1,0 +1,79 @@
+"""Rows for verl: the columns of its rollout batch, one row per trace.
+
+As they are, the lists have their own lengths, like verl's own agent loop output. With the options
+``prompt_length`` and ``response_length`` they are padded to these: prompts on the left, responses
+on the right, so that columns become the tensors of a ``DataProto``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tugline.errors import ConfigError
+from tugline.exports.base import Item, Left
+from tugline.exports.tables import TableExporter
+from tugline.types import Trace
+
+
+class _Options(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_length: int | None = None
+    """Tokens that each prompt is padded to."""
+    response_length: int | None = None
+    pad_id: int = 0
+
+
+class Verl(TableExporter):
+    """One row per trace; the response begins with the first sampled token."""
+
+    Options = _Options
+    columns = """
+        uid:text session:text trace:int data_source:text prompts:longs responses:longs
+        input_ids:longs attention_mask:longs position_ids:longs response_mask:longs
+        rollout_log_probs:floats rm_scores:floats reward:float min_global_steps:int
+        max_global_steps:int __num_turns__:int"""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        if (self.options.prompt_length is None) != (self.options.response_length is None):
+            msg = "export 'verl': give prompt_length and response_length both, or neither"
+            raise ConfigError(msg)
+
+    def row(self, item: Item, index: int, trace: Trace) -> Mapping[str, object] | Left:
+        """The last token bears the reward. Padding would cut a trace that does not fit."""
+        first, versions = trace.spans[0].start, [span.version for span in trace.spans]
+        size = len(trace.ids) - first
+        left = first if self.options.prompt_length is None else self.options.prompt_length
+        right = size if self.options.response_length is None else self.options.response_length
+        if first > left or size > right:
+            return Left.TOO_LONG
+
+        def padded(values: npt.NDArray[Any], fill: int = 0) -> npt.NDArray[Any]:
+            return np.pad(values, (left - first, right - size), constant_values=fill)
+
+        ids = padded(trace.ids.astype(np.int64), self.options.pad_id)
+        seen = padded(np.ones(len(trace.ids), np.int64))
+        scores = np.zeros(right, np.float32)
+        scores[size - 1] = item.reward
+        return {
+            "uid": item.header.task.id,
+            "session": item.header.session.id,
+            "trace": index,
+            "data_source": item.header.task.harness.name,
+            "prompts": ids[:left],
+            "responses": ids[left:],
+            "input_ids": ids,
+            "attention_mask": seen,
+            "position_ids": np.maximum(seen.cumsum() - 1, 0),
+            "response_mask": padded(trace.mask.astype(np.int64))[left:],
+            "rollout_log_probs": padded(trace.logprobs)[left:],
+            "rm_scores": scores,
+            "reward": item.reward,
+            "min_global_steps": min(versions),
+            "max_global_steps": max(versions),
+            "__num_turns__": len({span.call for span in trace.spans}),
+        }
