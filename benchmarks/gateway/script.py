@@ -127,7 +127,7 @@ def compact(value: Any) -> bytes:
 def write() -> Script:
     """Make the conversation; takes a few seconds."""
     text = _corpus()
-    tokenizer = _tokenizer(text)
+    tokenizer = tokenizer_of(text)
     rendering = Rendering(tokenizer, "qwen3", thinking_retention="all")
     answers = tuple(_answer(tokenizer, text, turn) for turn in range(TURNS))
     tools = tuple(_tool(text, index) for index in range(8))
@@ -157,7 +157,7 @@ def _slice(text: str, start: int, size: int) -> str:
     return text[at : at + size]
 
 
-def _tokenizer(text: str) -> Tokenizer:
+def tokenizer_of(text: str) -> Tokenizer:
     """A byte-level BPE whose ids lie as far apart as a large vocabulary's."""
     trained = Backend(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

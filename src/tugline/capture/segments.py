@@ -78,7 +78,7 @@ def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Segment:
     events: list[Event] = []
     good = 0
     try:
-        for frame in _frames(path, data):
+        for frame in frames(path, data):
             found = _unpacked(path, frame, unpacker)
             if isinstance(found, Event):
                 events.append(found)
@@ -97,7 +97,7 @@ def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Segment:
     return segment
 
 
-class _Frame(NamedTuple):
+class Frame(NamedTuple):
     """A record as it lies in the file, or the start of a section, which has no bytes."""
 
     start: int
@@ -114,7 +114,7 @@ def _load(path: Path) -> bytes:
         raise CaptureError(msg) from error
 
 
-def _unpacked(path: Path, frame: _Frame, unpacker: Unpacker) -> Header | Event | Result | None:
+def _unpacked(path: Path, frame: Frame, unpacker: Unpacker) -> Header | Event | Result | None:
     if not frame.packed:
         unpacker.section()
         return None
@@ -125,7 +125,7 @@ def _unpacked(path: Path, frame: _Frame, unpacker: Unpacker) -> Header | Event |
         raise CaptureError(msg) from error
 
 
-def _frames(path: Path, data: bytes) -> Iterator[_Frame]:
+def frames(path: Path, data: bytes) -> Iterator[Frame]:
     """Sections and records up to the end or a torn tail. Raises `CaptureError` on damage."""
     if len(data) < len(MAGIC) and MAGIC.startswith(data):
         return
@@ -141,9 +141,9 @@ def _frames(path: Path, data: bytes) -> Iterator[_Frame]:
         at = frame.end
 
 
-def _section(path: Path, data: bytes, at: int) -> _Frame:
+def _section(path: Path, data: bytes, at: int) -> Frame:
     if data.startswith(MAGIC, at):
-        return _Frame(at, at + len(MAGIC))
+        return Frame(at, at + len(MAGIC))
     msg = (
         f"{path} has version {data[at + len(_NAME)]} of the segment format (offset {at}); "
         f"this release reads version {VERSION} alone"
@@ -151,7 +151,7 @@ def _section(path: Path, data: bytes, at: int) -> _Frame:
     raise CaptureError(msg)
 
 
-def _record(path: Path, data: bytes, at: int) -> _Frame | None:
+def _record(path: Path, data: bytes, at: int) -> Frame | None:
     """The record at `at`; None if that is a torn tail."""
     if at + _HEAD.size > len(data):
         return None
@@ -170,7 +170,7 @@ def _record(path: Path, data: bytes, at: int) -> _Frame | None:
         if end == len(data) and _unfilled(data, at):
             return None
         raise _damaged(path, at, "the checksum of a record does not match")
-    return _Frame(at, end, data[body : body + packed], data[body + packed : end])
+    return Frame(at, end, data[body : body + packed], data[body + packed : end])
 
 
 def _unfilled(data: bytes, at: int) -> bool:
@@ -205,7 +205,7 @@ class Writer:
             msg = f"cannot open segment {path}: {error.strerror}"
             raise CaptureError(msg) from error
         self._end = 0
-        for frame in _frames(path, _load(path)):
+        for frame in frames(path, _load(path)):
             self._end = frame.end
         fresh = self._end <= len(MAGIC)
         os.ftruncate(self._fd, self._end)

@@ -1,0 +1,220 @@
+"""What a session costs on its way from the gateway to a trainer: bytes, time and memory by length.
+
+Sessions of 10, 100 and 400 turns are written to segments, read back and built by `prefix_merging`.
+Nothing waits for anything, so times are CPU times of this thread (a busy machine disturbs them
+less than a clock on the wall), and medians. `docs/benchmarks.md` says what each figure means.
+
+    python benchmarks/trajectories/run.py [--json] [--quick]
+"""
+
+# ruff: noqa: INP001, T201 - programs, not a package, that speak by printing
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+from session import BASE, RESULT, SAMPLED, Words, calls
+
+from tugline.builders.prefix_merging import PrefixMerging
+from tugline.capture import segments
+from tugline.capture.codec import Record
+from tugline.capture.records import Header
+from tugline.types import Part, Session, Task, decode
+
+TURNS = (10, 100, 400)
+DECODED = 40
+"""Calls of the session whose reading is timed."""
+_ID, _ALLOWANCE, _LOGPROB, _SLACK = 4, 1.4, 4, 1.5
+
+
+def note(text: str) -> None:
+    """Progress, beside what a script reads."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def timed(work: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of each repetition, after one that does not count."""
+    work()
+    gc.collect()
+    gc.disable()
+    spent = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        work()
+        spent.append(1e3 * (time.thread_time() - began))
+    gc.enable()
+    return spent
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that `work` held at its height, beside what was there before."""
+    gc.collect()
+    tracemalloc.start()
+    kept = work()
+    found = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    del kept
+    return found
+
+
+def record(words: Words, path: Path, turns: int, *, raw: bool = True) -> list[float]:
+    """Write a session; returns the CPU milliseconds of each call."""
+    task = Task(
+        id="bench", instruction="Mend the tests.", harness=Part("pi"), evaluator=Part("tests")
+    )
+    session = Session(id="bench-0-0", task="bench", sample=0)
+    header = Header(session=session, task=task, created=0.0, tugline="bench", engine="vllm")
+    spent = []
+    with segments.Writer(path, header, sync=False) as writer:
+        for call in calls(words, turns, raw=raw):
+            began = time.thread_time()
+            writer.append(call)
+            spent.append(1e3 * (time.thread_time() - began))
+    return spent
+
+
+def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, float]:
+    """One length of session."""
+    note(f"{turns} turns")
+    path, bare = folder / f"{turns}.seg", folder / f"{turns}.bare.seg"
+    appended = record(words, path, turns)
+    record(words, bare, turns, raw=False)
+    recorded = segments.read(path, bodies=False).calls
+    builder = PrefixMerging()
+    built = builder.build(recorded)
+    last = recorded[-1]
+    if len(built.traces) != 1 or built.ledger.trained != turns * SAMPLED:
+        msg = f"{turns} turns became {len(built.traces)} traces with {built.ledger}"
+        raise RuntimeError(msg)
+    times = timed(lambda: builder.build(recorded), repeats)
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {
+        "segment_bytes": path.stat().st_size,
+        "segment_bytes_without_raw": bare.stat().st_size,
+        "unique_ids": len(last.prompt_ids) + len(last.sampled_ids),
+        "sampled": turns * SAMPLED,
+        "append_cpu_ms": statistics.median(appended),
+        "read_ms": statistics.median(timed(lambda: segments.read(path, bodies=False), repeats)),
+        "read_peak_bytes": peak(lambda: segments.read(path, bodies=False)),
+        "build_ms": middle,
+        "build_noise": (high - low) / middle,
+        "peak_bytes": peak(lambda: builder.build(recorded)),
+    }
+
+
+def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
+    """Reading 40 calls whole, raw requests too, and how much of it the parts take."""
+    note(f"reading {DECODED} calls")
+    path = folder / "decoded.seg"
+    record(words, path, DECODED)
+    data = path.read_bytes()
+
+    def frames() -> list[bytes]:
+        return [one.packed for one in segments.frames(path, data) if one.packed]
+
+    def inflate() -> list[bytes]:
+        stream = zstandard.ZstdDecompressor().decompressobj()
+        return [stream.decompress(one) for one in packed]
+
+    def parse() -> list[msgspec.Struct]:
+        return [decode(one, Record) for one in inflated]  # type: ignore[arg-type]
+
+    packed, inflated = frames(), []
+    inflated = inflate()
+    whole, framing, zstd, msgpack = (
+        statistics.median(timed(work, repeats))
+        for work in (lambda: segments.read(path), frames, inflate, parse)
+    )
+    return {
+        "whole": whole,
+        "checksums": framing,
+        "zstd": zstd,
+        "msgpack": msgpack,
+        "json, numpy and joining": whole - framing - zstd - msgpack,
+    }
+
+
+def slope(found: dict[int, dict[str, float]], key: str) -> float:
+    """Of the logarithm of `key` over that of the number of turns, by least squares."""
+    turns, values = np.log(list(found)), np.log([one[key] for one in found.values()])
+    return round(float(np.polyfit(turns, values, 1)[0]), 3)
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    """Everything, in order."""
+    repeats, began = 9 if quick else 41, time.time()
+    note("training a tokenizer")
+    words = Words()
+    with tempfile.TemporaryDirectory(prefix="tugline-bench-") as folder:
+        found = {turns: measure(words, Path(folder), turns, repeats) for turns in TURNS}
+        parts = decoding(words, Path(folder), repeats)
+    hundred = found[100]
+    limit = _SLACK * (hundred["unique_ids"] * _ALLOWANCE + hundred["sampled"] * _LOGPROB)
+    told: dict[str, Any] = {
+        "slope_time": slope(found, "build_ms"),
+        "slope_bytes": slope(found, "segment_bytes"),
+        "slope_read": slope(found, "read_ms"),
+        "slope_peak": slope(found, "peak_bytes"),
+        **{f"{key}_100": _rounded(value) for key, value in hundred.items()},
+        "segment_bytes_limit_100": round(limit),
+        "peak_to_ids_100": round(hundred["peak_bytes"] / (_ID * hundred["unique_ids"]), 2),
+        "decode_ms_40": _rounded(parts.pop("whole")),
+        "decode_parts_ms_40": {name: _rounded(value) for name, value in parts.items()},
+        "by_turns": {
+            str(turns): {key: _rounded(value) for key, value in one.items()}
+            for turns, one in found.items()
+        },
+    }
+    told["session"] = {"base": BASE, "sampled_a_turn": SAMPLED, "result_a_turn": RESULT}
+    told["machine"] = {
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "repeats": repeats,
+        "seconds": round(time.time() - began),
+    }
+    return told
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else round(value, 3)
+
+
+def table(told: dict[str, Any]) -> str:
+    """The result for people."""
+    columns = ("segment_bytes", "segment_bytes_without_raw", "append_cpu_ms", "read_ms", "build_ms")
+    head = f"{'turns':>6}{'unique ids':>12}" + "".join(f"{name:>27}" for name in columns)
+    rows = [head]
+    for turns, one in told["by_turns"].items():
+        row = f"{turns:>6}{one['unique_ids']:>12}"
+        rows.append(row + "".join(f"{one[name]:>27}" for name in columns))
+    plain = {key: value for key, value in told.items() if key != "by_turns"}
+    return "\n".join([*rows, *(f"{key}: {value}" for key, value in plain.items())])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, rougher figures")
+    options = parser.parse_args()
+    told = run(quick=options.quick)
+    print(json.dumps(told) if options.json else table(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Sessions of a coding agent, of any length, as a real gateway would have recorded them.
+
+A prompt of 8,000 tokens, then 600 more a turn: 300 sampled (text and a tool call) and 300 of a tool
+result with its frame. The words are the standard library's own source, which is what such an agent
+reads and writes; the tokenizer is a BPE trained on it with ids spread over a vocabulary of Qwen3's
+size, which compresses worse than ids in the order of their frequency. Logprobs are drawn from an
+exponential distribution with every bit of their mantissa random: a sharp policy's compress better.
+"""
+
+# ruff: noqa: INP001 - programs, not a package
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1] / "gateway"))
+
+from script import TAIL, compact, tokenizer_of
+
+from tugline.tokenizer import Tokenizer
+from tugline.types import (
+    Call,
+    Finish,
+    Message,
+    Role,
+    Sampling,
+    Timings,
+    Tool,
+    ToolCall,
+    VersionSpan,
+)
+
+BASE = 8000
+SAMPLED = 300
+RESULT = 300
+_TRAINED_ON = 1_000_000
+_BEGAN = 1_700_000_000.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer and what its tool said then."""
+
+    ids: list[int]
+    answer: Message
+    result: str
+    tail: list[int]
+
+
+class Words:
+    """A text to quote from, and its tokenizer."""
+
+    def __init__(self) -> None:
+        sources = sorted(Path(os.__file__).parent.glob("*.py"))
+        text = "".join(path.read_text(encoding="utf-8", errors="ignore") for path in sources)
+        self.text = text.encode("ascii", "ignore").decode()
+        self.tokenizer: Tokenizer = tokenizer_of(self.text[:_TRAINED_ON])
+        self.random = random.Random(0)
+
+    def quote(self, tokens: int) -> str:
+        """About as many tokens of text, from anywhere."""
+        at = self.random.randrange(len(self.text) - 8 * tokens)
+        return self.tokenizer.decode(
+            self.tokenizer.encode(self.text[at : at + 8 * tokens])[:tokens]
+        )
+
+    def exactly(self, tokens: int, before: str, after: str) -> tuple[list[int], str]:
+        """So many ids of `before`, a quotation and `after`, and the quotation."""
+        head, end = self.tokenizer.encode(before), self.tokenizer.encode(after)
+        middle = self.tokenizer.encode(self.quote(tokens))[: tokens - len(head) - len(end)]
+        return [*head, *middle, *end], self.tokenizer.decode(middle)
+
+
+def turn(words: Words, number: int) -> Turn:
+    """One answer of 300 tokens and 300 tokens of what follows."""
+    arguments = {"path": f"src/part_{number}.py", "text": words.quote(SAMPLED // 3)}
+    written = json.dumps(arguments)
+    call = f'<tool_call>\n{{"name": "write", "arguments": {written}}}\n</tool_call><|im_end|>'
+    ids, text = words.exactly(SAMPLED, "", call)
+    tail, result = words.exactly(RESULT, *TAIL.split("%s"))
+    asked = ToolCall(f"call_{number}", "write", written)
+    return Turn(ids, Message(Role.ASSISTANT, text, tool_calls=(asked,)), result, tail)
+
+
+def calls(words: Words, turns: int, *, raw: bool = True) -> Iterator[Call]:
+    """The calls of a session, each with its whole prompt and, with `raw`, its whole request."""
+    words.random.seed(0)
+    schema: dict[str, Any] = {"type": "object", "properties": {"path": {"type": "string"}}}
+    tools = tuple(Tool(name, words.quote(40), schema) for name in ("read", "write", "bash"))
+    base, system = words.exactly(BASE, "", "")
+    prompt, added = np.array(base, np.int32), (Message(Role.SYSTEM, system),)
+    told = [compact({"role": "system", "content": system})]
+    functions = [
+        {"type": "function", "function": {"name": t.name, "description": t.description}}
+        for t in tools
+    ]
+    options = compact({"tools": functions, "stream": True, "max_completion_tokens": 4096})[1:]
+    noise = np.random.default_rng(0)
+    for number in range(turns):
+        step = turn(words, number)
+        at = _BEGAN + 7.5 * number
+        yield Call(
+            session="bench-0-0",
+            number=number,
+            parent=number - 1 if number else None,
+            dialect="openai_chat",
+            messages=added,
+            answer=step.answer,
+            tools=tools,
+            sampling=Sampling(1.0, 1.0, 0, 4096),
+            asked=Sampling(0.7, max_tokens=4096),
+            prompt_ids=prompt,
+            sampled_ids=np.array(step.ids, np.int32),
+            logprobs=-noise.exponential(0.4, SAMPLED).astype(np.float32),
+            versions=(VersionSpan(number // 50, 0, SAMPLED),),
+            finish=Finish.STOP,
+            engine="vllm",
+            replicas=("http://127.0.0.1:8000",),
+            timings=Timings(at, at + 0.004, at + 0.21, at + 6.03),
+            request=_request(told, options) if raw else b"",
+        )
+        prompt = np.concatenate((prompt, np.array([*step.ids, *step.tail], np.int32)))
+        added = (Message(Role.TOOL, step.result, tool_call_id=f"call_{number}"),)
+        told += [compact(one) for one in _echo(step, number)]
+
+
+def _request(told: list[bytes], options: bytes) -> bytes:
+    return b'{"model":"bench","messages":[' + b",".join(told) + b"]," + options
+
+
+def _echo(step: Turn, number: int) -> list[dict[str, Any]]:
+    """The answer as a client repeats it, with arguments written anew, and its tool's result."""
+    (call,) = step.answer.tool_calls
+    function = {"name": call.name, "arguments": compact(json.loads(call.arguments)).decode()}
+    return [
+        {
+            "role": "assistant",
+            "content": step.answer.content,
+            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": f"call_{number}", "content": step.result},
+    ]
