@@ -497,20 +497,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     session: str
 
 
-def starts_with(ids: Ids, start: Ids) -> bool:
-    """Whether `ids` begin with `start`, id for id.
-
-    Calls that were read from a segment share one buffer for each conversation, so that the answer
-    is known without a comparison where both begin at the same address (I7).
-    """
-    if len(start) > len(ids):
-        return False
-    same = ids.__array_interface__["data"][0] == start.__array_interface__["data"][0]
-    if same and ids.strides == start.strides and ids.dtype == start.dtype:
-        return True
-    return np.array_equal(ids[: len(start)], start)
-
-
 # --------------------------------------------------------------------------- memory <-> bytes
 _DTYPES: dict[str, type[np.generic]] = {"i": np.int32, "f": np.float32, "?": np.bool_}
 T = TypeVar("T")
