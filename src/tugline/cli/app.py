@@ -16,6 +16,7 @@ from tugline.cli.doctor import doctor
 from tugline.cli.export import export
 from tugline.cli.harness import harness
 from tugline.cli.rebuild import rebuild
+from tugline.cli.replay import replay
 from tugline.cli.trace import trace
 from tugline.cli.verify import verify
 from tugline.errors import TuglineError, UsageError
@@ -31,6 +32,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(export)
 app.command()(rebuild)
+app.command()(replay)
 app.command()(trace)
 app.command()(verify)
 app.add_typer(harness, name="harness")

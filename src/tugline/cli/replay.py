@@ -1,0 +1,162 @@
+"""``tugline replay``: run the harness of a recorded session again, and go on live from any call.
+
+Exit code 0 if every request was as recorded, 1 if one was not or a fork could not be run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from tugline import log
+from tugline.capture.folder import RUNS, locate
+from tugline.errors import UsageError
+from tugline.gateway.connect import connect
+from tugline.replay.difference import Difference
+from tugline.replay.recorded import Live
+from tugline.replay.run import Options, Recording, Report, fork
+from tugline.replay.run import replay as replayed
+
+_LAST = "last"
+
+
+def replay(  # noqa: PLR0913 - each is a flag
+    session: Annotated[str, typer.Argument(help="A segment file, or the id of a session.")],
+    *,
+    fork_at: Annotated[
+        str | None, typer.Option(help="Go live from this call on; 'last' is after the last one.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Who answers then, such as http://127.0.0.1:8000.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Sessions that go live from there.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, help="How many of them run at a time.")] = 1,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Answer a request that differs all the same.")
+    ] = False,
+    mask: Annotated[
+        list[str] | None, typer.Option(help="Regular expression of what may differ; repeatable.")
+    ] = None,
+    harness_version: Annotated[
+        str | None, typer.Option(help="Run this version of the harness instead.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the segment.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Keep the run in this new folder; a fork is always kept, below runs/."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run the harness of a recorded session again, on the answers that it was given then."""
+    log.configure(level="error")
+    recording = Recording.load(locate(session), tokenizer)
+    options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
+    at = _call(fork_at, recording)
+    if (at is None) is not (engine is None) or (at is None and samples > 1):
+        msg = "--fork-at and --engine go together, and --samples with them"
+        raise UsageError(msg)
+    if at is not None and keep is None:
+        keep = _free(RUNS / f"{recording.header.session.id}-at{at}")
+    if keep is not None:
+        _make(keep)
+    name = recording.header.task.harness.name
+    with (
+        tempfile.TemporaryDirectory(prefix="tugline-replay-") as scratch,
+        Console(stderr=True).status(f"{name} on {len(recording.calls)} recorded calls"),
+    ):
+        folder = keep or Path(scratch)
+        if at is None or engine is None:
+            reports = [asyncio.run(replayed(recording, folder, options))]
+        else:
+            source = asyncio.run(connect([engine], mode=recording.header.mode))
+            live = Live(source, at, samples, slots)
+            reports = asyncio.run(fork(recording, folder, live, options))
+    if as_json:
+        typer.echo(msgspec.json.encode({"sessions": reports}))
+    else:
+        for report in reports:
+            _show(report, kept=keep is not None)
+    if any(report.differences or (report.failure and at is not None) for report in reports):
+        raise typer.Exit(1)
+
+
+def _call(given: str | None, recording: Recording) -> int | None:
+    """The number of the call from which on it is live."""
+    if given is None:
+        return None
+    if given == _LAST:
+        return len(recording.calls)
+    if not given.isdecimal():
+        msg = f"--fork-at is {given!r}, must be the number of a call or 'last'"
+        raise UsageError(msg)
+    return int(given)
+
+
+def _free(wanted: Path) -> Path:
+    """`wanted`, or with a number behind it if that is taken."""
+    number, path = 1, wanted
+    while path.exists():
+        number += 1
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        msg = f"cannot make {folder}: {error.strerror}; choose another --keep"
+        raise UsageError(msg) from error
+
+
+# --------------------------------------------------------------------------- telling
+def _show(report: Report, *, kept: bool) -> None:
+    say = Console(highlight=False, soft_wrap=True, markup=False).print
+    program = " ".join(filter(None, (report.harness, report.version)))
+    if report.as_recorded:
+        live = f", then {report.live} live" if report.live else ""
+        say(f"{report.session} by {program}: all {report.recorded} requests as recorded{live}")
+    else:
+        say(
+            f"{report.session} by {program}: {report.replayed} of {report.recorded} requests "
+            f"answered from the recording, {len(report.differences)} told to differ"
+        )
+    for one in report.differences:
+        _show_difference(one)
+    if report.exact is not None:
+        say(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
+    if report.adapted:
+        say(f"  answers told with this run's values: {report.adapted} of {report.replayed}")
+    for name, values in report.masked.items():
+        old, new = next(iter(values.items()))
+        say(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
+    if not report.same_place:
+        say("  it ran in another folder than the recorded session; paths are masked")
+    if report.failure is not None:
+        say(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
+    rewards = [
+        f"{one.value:g}" if one else "none" for one in (report.recorded_reward, report.reward)
+    ]
+    say(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
+    if kept:
+        say(f"  {report.segment}")
+
+
+def _show_difference(one: Difference) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    say = console.print
+    beside = "" if one.call is None else f", beside call {one.call}"
+    say(f"request {one.request}{beside}: {one.where}", markup=False, style="yellow")
+    for sign, text, colour in (("-", one.recorded, "red"), ("+", one.replayed, "green")):
+        for line in text.splitlines():
+            say(f"  {sign} {line}", markup=False, style=colour)
+    if one.id_at is not None:
+        say(f"  prompt ids differ from position {one.id_at} on", markup=False)

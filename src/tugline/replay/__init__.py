@@ -1,0 +1,1 @@
+"""A recorded session again: the real harness on recorded answers, and live from any turn on."""

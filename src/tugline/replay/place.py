@@ -1,0 +1,107 @@
+"""The folder of another session as the place where programs run.
+
+Prompts and answers are full of absolute paths. A replay elsewhere would not only differ in them:
+recorded tool calls would reach into the folders of the recorded session. So programs are started
+in a mount namespace (Linux), where the new session's folder lies over the old one's. Where that
+cannot be had, the run is in its own folder, and paths are masked and adapted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tugline.errors import UsageError
+from tugline.runtimes.base import Box, Exit, Runtime
+
+_AS_ROOT = ("unshare", "--mount")
+_AS_USER = ("unshare", "--user", "--map-current-user", "--keep-caps", "--mount")
+_MOUNT = 'mount --bind "$0" "$1" && cd "$2" && shift 2 && exec "$@"'
+_PROBE_S = 20.0
+
+
+@contextlib.contextmanager
+def mountable(old: Path) -> Iterator[tuple[str, ...] | None]:
+    """What to start programs with so that they see another folder at `old`; None if they cannot.
+
+    `old` is made if it is gone, and removed again when left.
+    """
+    made = [folder for folder in (old, *old.parents) if not folder.exists()]
+    try:
+        old.mkdir(parents=True, exist_ok=True)
+        tries = (_AS_ROOT, _AS_USER) if os.geteuid() == 0 else (_AS_USER,)
+        yield next((start for start in tries if _works(start, old)), None)
+    except OSError:
+        yield None
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _works(start: Sequence[str], old: Path) -> bool:
+    command = [*start, "sh", "-c", _MOUNT, str(old), str(old), str(old), "true"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_PROBE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+class SamePlace:
+    """A runtime whose programs find their folder at `old`; `start` is what `mountable` gave."""
+
+    def __init__(self, inner: Runtime, old: Path, start: Sequence[str]) -> None:
+        self._inner, self._old, self._start = inner, old, start
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, directory: Path, files: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Box]:
+        """A box in `directory`, which its programs know by the other name."""
+        async with self._inner.open(directory, files) as box:
+            yield _Box(box, self._old, self._start)
+
+    def reap(self, directory: Path) -> int:
+        """As the inner runtime does."""
+        return self._inner.reap(directory)
+
+
+class _Box:
+    """See `tugline.runtimes.base.Box`; paths are this machine's, programs are told the others."""
+
+    def __init__(self, inner: Box, old: Path, start: Sequence[str]) -> None:
+        self.workdir, self.home, self.logs = inner.workdir, inner.home, inner.logs
+        self._inner, self._old, self._start = inner, old, start
+        self._here = inner.workdir.parent
+        if inner.home.parent != self._here:
+            msg = f"{inner.workdir} and {inner.home} are not in one folder"
+            raise UsageError(msg)
+
+    async def write(self, root: Path, files: Mapping[str, str]) -> None:
+        """Put `files` under `root`, with the paths in them as programs see them."""
+        await self._inner.write(root, {name: self._seen(text) for name, text in files.items()})
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float,
+        log_name: str = "agent",
+    ) -> Exit:
+        """Run a program where it finds its folder at the old place."""
+        here, old, work = str(self._here), str(self._old), self._seen(str(self.workdir))
+        own = {"HOME": self._seen(str(self.home)), "TMPDIR": str(self._old / "tmp")}
+        return await self._inner.run(
+            (*self._start, "sh", "-c", _MOUNT, here, old, work, *map(self._seen, argv)),
+            env={**own, **{name: self._seen(value) for name, value in env.items()}},
+            timeout_s=timeout_s,
+            log_name=log_name,
+        )
+
+    def _seen(self, text: str) -> str:
+        return text.replace(str(self._here), str(self._old))

@@ -1,0 +1,325 @@
+"""Answers from a recording where an engine would be: the gateway does not know the difference.
+
+`Recorded` is a `tugline.gateway.upstream.Source`. A request is recognised by what it says, with
+`Masks` over what may differ; among requests that say the same, by its prompt's ids, then by order,
+so parallel agents may arrive in any. It is answered by the recorded ids, log probabilities and
+versions. One that is not in the recording ends the session, or is sampled where there is an engine
+and the fork is reached. What was replayed is marked (`Call.replayed`), so no token is trained
+twice (I2), and what is sampled is sampled in the context that this run really has (I1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from tugline.capture.codec import shared_prefix
+from tugline.capture.records import Header
+from tugline.errors import BudgetExhausted, EngineError, TuglineError
+from tugline.gateway.canonical import Mark
+from tugline.gateway.dialects.base import Request
+from tugline.gateway.engines.base import (
+    Ask,
+    CallDelta,
+    Delta,
+    EngineFormat,
+    Feature,
+    Post,
+    Reader,
+)
+from tugline.gateway.upstream import ModelCard, Replica, Source
+from tugline.replay.difference import Difference, of_messages, of_sampling, shared
+from tugline.replay.masks import TIMES, Masks
+from tugline.replay.takes import Take, takes
+from tugline.tokenizer import Tokenizer
+from tugline.types import Call, LogprobMeaning, Mode
+
+_PIECE = 16
+"""Tokens that are told together."""
+
+
+@dataclass(slots=True)
+class Played:
+    """The engine format of a recording: all that any engine could do has been done."""
+
+    name: str
+    mode: Mode
+    logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED
+    features: frozenset[Feature] = frozenset(Feature)
+
+    def post(self, ask: Ask) -> Post:
+        """There is nobody to ask."""
+        raise _nobody()
+
+    def reader(self, ask: Ask) -> Reader:
+        """There is nobody to read from."""
+        raise _nobody()
+
+    def abort(self, request_id: str) -> Post | None:
+        """Nothing runs."""
+        return None
+
+    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+        """Nobody says anything."""
+        return _nobody()
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Who answers from the recorded call `at` on."""
+
+    engine: Source
+    """Not open yet; it speaks the recording's mode."""
+    at: int
+    samples: int = 1
+    """Sessions that go live from there."""
+    slots: int = 1
+    """How many of them run at a time."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One session that is answered from the recording: what it was told, and how it differed."""
+
+    masks: Masks
+    left: list[Take]
+    """Recorded answers that were not asked for yet."""
+    asked: int = 0
+    replayed: int = 0
+    exact: int = 0
+    """Of those, the requests with the recorded prompt ids."""
+    adapted: int = 0
+    """Of those, the answers in which a recorded value became this run's."""
+    live: int = 0
+    ended: bool = False
+    differences: list[Difference] = field(default_factory=list)
+    masked: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Mask to recorded value to this run's, where the two differ."""
+    alike: dict[Mark, Mark] = field(default_factory=dict)
+    """Messages that were told to differ, as what they stand for."""
+
+    def note(self, found: Difference) -> None:
+        """Keep a difference, unless it is one that was told before."""
+        told = {(one.where, one.recorded, one.replayed) for one in self.differences}
+        if (found.where, found.recorded, found.replayed) not in told:
+            self.differences.append(found)
+
+    def in_its_words(self, text: str) -> str:
+        """A recorded text with this run's names for what has others here."""
+        for name, values in self.masked.items():
+            for old, new in values.items() if name not in TIMES else ():
+                text = text.replace(old, new)
+        return text
+
+
+class Recorded:
+    """The answers of one recording, for any number of sessions that each begin anew."""
+
+    def __init__(  # noqa: PLR0913 - each is a setting of its own
+        self,
+        header: Header,
+        calls: Sequence[Call],
+        masks: Masks,
+        masks_of: Callable[[str], Masks],
+        *,
+        tokenizer: Tokenizer | None = None,
+        spent_status: int = 400,
+        go_on: bool = False,
+        live: Live | None = None,
+    ) -> None:
+        """`masks` are the recording's, `masks_of` gives those of a session by its id.
+
+        With `go_on` a request that differs is answered as the one it comes nearest to.
+        """
+        self._header, self._masks_of, self._tokenizer = header, masks_of, tokenizer
+        self._masks, self._status, self._go_on = masks, spent_status, go_on
+        self._live: Source | None = live.engine if live else None
+        fork = live.at if live else len(calls)
+        every = takes(calls, masks)
+        self.takes = [take for take in every if take.call.number < fork]
+        self._beyond = [take for take in every if take.call.number >= fork]
+        self._runs: dict[str, Run] = {}
+        played = Played(header.engine, header.mode)
+        self.wire: EngineFormat = self._live.wire if self._live else played
+        self.forked_from = f"{header.session.id}@{fork}" if live else ""
+
+    async def __aenter__(self) -> Self:
+        if self._live is not None:
+            await self._live.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            await self._live.__aexit__(kind, error, trace)
+
+    async def model(self) -> ModelCard:
+        """The engine's, where there is one, else the recorded one."""
+        if self._live is not None:
+            return await self._live.model()
+        return ModelCard(self._header.model, self._header.window)
+
+    def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
+        """The engine's choice; a recording has one place."""
+        return self._live.choose(session, avoid) if self._live else Replica("recorded:")
+
+    async def abort(self, request_id: str, url: str) -> None:
+        """A recorded answer is over at once."""
+        if self._live is not None:
+            await self._live.abort(request_id, url)
+
+    def run(self, session: str) -> Run:
+        """How a session is doing."""
+        if session not in self._runs:
+            self._runs[session] = Run(self._masks_of(session), list(self.takes))
+        return self._runs[session]
+
+    async def sample(
+        self, ask: Ask, session: str, used: list[str], avoid: Sequence[str] = ()
+    ) -> AsyncGenerator[Delta]:
+        """The recorded answer, or the engine's. Raises `BudgetExhausted` where there is neither."""
+        run = self.run(session)
+        take = self._take(run, ask)
+        if take is not None:
+            for delta in self._told(run, take.call):
+                yield delta
+        elif self._live is not None and not run.ended:
+            run.live += 1
+            async with contextlib.aclosing(self._live.sample(ask, session, used, avoid)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        else:
+            msg = "the replay has ended: this request is not as recorded"
+            raise BudgetExhausted(msg, status=self._status)
+
+    # ----------------------------------------------------------------------- recognising
+    def _take(self, run: Run, ask: Ask) -> Take | None:
+        """The answer to this request; None where there is none, or the engine is to give it."""
+        request, number = ask.request, run.asked
+        if request is None or run.ended:
+            return None
+        run.asked += 1
+        marks = tuple(run.alike.get(one, one) for one in run.masks.marks(request.messages))
+        tools = run.masks.tools(request.tools)
+        same = [one for one in run.left if one.marks == marks and one.tools == tools]
+        if not same:
+            expected = self._differs(run, ask, request, marks, number)
+            if expected is None:
+                return None
+            same = [expected]
+        same.sort(key=lambda one: (not one.needed, _first_other(one, ask) is not None))
+        take = same[0]
+        run.left.remove(take)
+        run.replayed += 1
+        run.exact += _first_other(take, ask) is None and ask.prompt is not None
+        _compare(run, self._masks, take, request)
+        sampling = of_sampling(take, request.asked)
+        if sampling is not None:
+            run.note(Difference(number, take.call.number, *sampling))
+        return take
+
+    def _differs(
+        self, run: Run, ask: Ask, request: Request, marks: tuple[Mark, ...], number: int
+    ) -> Take | None:
+        """Note how; the answer to give all the same, or None for the engine or nobody."""
+        if self._live is not None and (
+            run.live
+            or not any(take.needed for take in run.left)
+            or any(take.marks == marks for take in self._beyond)
+        ):
+            return None
+        near = max(run.left, key=lambda take: shared(take, marks), default=None)
+        known = self.takes if near is None else [near]
+        near = max(known, key=lambda take: shared(take, marks), default=None)
+        if near is None:
+            run.note(Difference(number, None, "nothing is recorded"))
+        else:
+            where = of_messages(near, self._masks, request, run.masks, marks)
+            at = _first_other(near, ask)
+            run.note(Difference(number, near.call.number, *where, id_at=at))
+        if not self._go_on or near is None or near not in run.left:
+            run.ended = True
+            return None
+        run.alike.update(zip(marks, near.marks, strict=False))
+        return near
+
+    # ----------------------------------------------------------------------- telling
+    def _told(self, run: Run, call: Call) -> list[Delta]:
+        """The answer in pieces, first that it is a replayed one."""
+        call = self._adapted(run, call)
+        deltas = [Delta(replayed=call, unseen=call.unseen)]
+        if call.mode is not Mode.EXACT:
+            prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
+            answer = call.answer
+            calls = answer.tool_calls if answer else ()
+            parts = [CallDelta(i, c.id, c.name, c.arguments) for i, c in enumerate(calls)]
+            told = (answer.reasoning or "", answer.content) if answer else ("", "")
+            deltas.append(Delta(prompt=prompt, reasoning=told[0], text=told[1], calls=tuple(parts)))
+        for span in call.versions:
+            for start in range(span.start, span.end, _PIECE):
+                piece = slice(start, min(start + _PIECE, span.end))
+                ids, logprobs = call.sampled_ids[piece], call.logprobs[piece]
+                deltas.append(Delta(ids=ids, logprobs=logprobs, version=span.version))
+        deltas.append(Delta(finish=call.finish, stop=call.stop))
+        return deltas
+
+    def _adapted(self, run: Run, call: Call) -> Call:
+        """The answer in this run's names: an agent's id that it waits for, a folder it looks at.
+
+        Its ids are the tokenizer's then and have no log probabilities, so 0 stands for them; like
+        every replayed answer it is context and never trained.
+        """
+        if self._tokenizer is None or call.mode is not Mode.EXACT:
+            if call.answer is not None:
+                answer = msgspec.convert(
+                    msgspec.json.decode(
+                        run.in_its_words(msgspec.json.encode(call.answer).decode())
+                    ),
+                    type(call.answer),
+                )
+                call = msgspec.structs.replace(call, answer=answer)
+            return call
+        text = self._tokenizer.decode(call.sampled_ids.tolist())
+        if run.in_its_words(text) == text:
+            return call
+        run.adapted += 1
+        ids = np.asarray(self._tokenizer.encode(run.in_its_words(text)), np.int32)
+        last = msgspec.structs.replace(call.versions[-1], start=0, end=len(ids))
+        zeros = np.zeros(len(ids), np.float32)
+        return msgspec.structs.replace(call, sampled_ids=ids, logprobs=zeros, versions=(last,))
+
+
+def _first_other(take: Take, ask: Ask) -> int | None:
+    """Position of the first prompt id that differs; None if none does, or none are known."""
+    if ask.prompt is None:
+        return None
+    theirs, ours = take.call.prompt_ids, ask.prompt.array()
+    at = shared_prefix(theirs, ours)
+    return None if at == len(theirs) == len(ours) else at
+
+
+def _compare(run: Run, old: Masks, take: Take, request: Request) -> None:
+    """Learn what is masked and differs."""
+    for theirs, ours in zip(take.messages, request.messages, strict=False):
+        pairs = zip(_values(old, theirs), _values(run.masks, ours), strict=False)
+        for (name, was), (other, now) in pairs:
+            if name == other and was != now:
+                run.masked.setdefault(name, {})[was] = now
+
+
+def _values(masks: Masks, message: object) -> list[tuple[str, str]]:
+    return masks.values(getattr(message, "content", ""))
+
+
+def _nobody() -> EngineError:
+    return EngineError("there is no engine behind a recording")

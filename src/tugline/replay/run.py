@@ -1,0 +1,274 @@
+"""Replay a recorded session, or fork from it: the whole rollout, with a recording for an engine.
+
+Everything that a rollout has is there: runtime, budgets, evaluator, and a segment of its own, from
+which a fork builds like any other session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tugline.capture.folder import tokenizer_of
+from tugline.capture.records import Header, Result
+from tugline.capture.segments import read
+from tugline.errors import UsageError
+from tugline.gateway.app import Gateway, Opened
+from tugline.gateway.rendering import Rendering
+from tugline.harnesses.base import spent_status
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.replay.difference import Difference
+from tugline.replay.masks import Masks, places
+from tugline.replay.place import SamePlace, mountable
+from tugline.replay.recorded import Live, Recorded, Run
+from tugline.runtimes.base import Runtime
+from tugline.tokenizer import Tokenizer
+from tugline.types import Call, Failure, Mode, Part, Reward, Session, Status, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What is replayed."""
+
+    header: Header
+    calls: tuple[Call, ...]
+    result: Result | None
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def load(cls, segment: Path, tokenizer: Path | None = None) -> Recording:
+        """Read a segment and its tokenizer. Raises `CaptureError`, or `UsageError` if they lack."""
+        found = read(segment, bodies=False)
+        if found.header is None or not found.calls:
+            what = "says not whose session it is" if found.header is None else "holds no calls"
+            msg = f"{segment} {what}; there is nothing to replay"
+            raise UsageError(msg)
+        known = tokenizer_of(segment, found.header, tokenizer)
+        if known is None and found.header.mode is Mode.EXACT:
+            msg = f"the tokenizer of {segment} is not beside it; give it with --tokenizer"
+            raise UsageError(msg)
+        return cls(found.header, found.calls, found.result, known)
+
+    def rendering(self) -> Rendering | None:
+        """What made its prompts; None where the engine did."""
+        header = self.header
+        if header.mode is not Mode.EXACT or self.tokenizer is None:
+            return None
+        retention = header.thinking_retention
+        return Rendering(self.tokenizer, header.template, thinking_retention=retention)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one replay or fork."""
+
+    session: str
+    harness: str
+    version: str | None
+    """Of the harness that ran."""
+    recorded: int
+    """Answers that were to be replayed."""
+    replayed: int
+    exact: int | None
+    """Of those, the requests with the recorded prompt, id for id; None where ids are not made."""
+    adapted: int
+    """Of the replayed, the answers in which a recorded value became this run's."""
+    live: int
+    """Answers that an engine gave."""
+    differences: tuple[Difference, ...]
+    masked: dict[str, dict[str, str]]
+    """Mask to recorded value to this run's, where the two differ."""
+    same_place: bool
+    """Whether programs found their folder where the recorded ones did."""
+    segment: str
+    status: Status
+    reward: Reward | None = None
+    recorded_reward: Reward | None = None
+    failure: Failure | None = None
+
+    @property
+    def as_recorded(self) -> bool:
+        """Whether every recorded answer was asked for, and nothing else before the fork."""
+        return not self.differences
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to replay."""
+
+    go_on: bool = False
+    """Answer a request that differs as the one it comes nearest to."""
+    masks: tuple[str, ...] = ()
+    """Regular expressions of what may differ, beside the built-in ones."""
+    harness_version: str | None = None
+
+
+async def replay(recording: Recording, folder: Path, options: Options | None = None) -> Report:
+    """Run the harness again in the new `folder`, on the recorded answers alone."""
+    (report,) = await _perform(recording, folder, [recording.header.session], options or Options())
+    return report
+
+
+async def fork(
+    recording: Recording, folder: Path, live: Live, options: Options | None = None
+) -> list[Report]:
+    """Sessions that are replayed up to call `live.at` and sampled from there on.
+
+    Each has a segment of its own in the new `folder`, with the replayed calls marked as such. The
+    samples are numbered after those of the task, so that none draws from a seed that was used.
+    """
+    if not 0 <= live.at <= len(recording.calls):
+        msg = f"--fork-at is {live.at}, must be from 0 to {len(recording.calls)}, all its calls"
+        raise UsageError(msg)
+    old = recording.header.session
+    first = max(recording.header.task.samples, old.sample + 1)
+    sessions = [
+        Session(id=f"{old.id}-at{live.at}-{n}", task=old.task, sample=first + n)
+        for n in range(live.samples)
+    ]
+    return await _perform(recording, folder, sessions, options or Options(), live)
+
+
+async def _perform(
+    recording: Recording,
+    folder: Path,
+    sessions: Sequence[Session],
+    options: Options,
+    live: Live | None = None,
+) -> list[Report]:
+    header = recording.header
+    task = _task(header.task, options.harness_version)
+    with _place(header) as start:
+        parts = _Parts(header, start)
+        harness = parts.harness(task.harness)
+        was = places(header.workdir, header.home)
+        here = {one.id: was if start else _places(_directory(folder, one)) for one in sessions}
+        source = Recorded(
+            header,
+            recording.calls,
+            Masks(was, options.masks),
+            lambda session: Masks(here[session], options.masks),
+            tokenizer=recording.tokenizer,
+            spent_status=spent_status(harness),
+            go_on=options.go_on,
+            live=live,
+        )
+        gateway = _Gateway(source, recording.rendering(), folder / "segments")
+        gateway.folders = (header.workdir, header.home) if start else None
+        gate = asyncio.Semaphore(live.slots if live else 1)
+
+        async def one(session: Session) -> Report:
+            directory = _directory(folder, session)
+            async with gate:
+                trajectory = await roll_out(
+                    task, session, gateway=gateway, directory=directory, parts=parts
+                )
+            run = source.run(session.id)
+            _note_rest(run)
+            return Report(
+                session=session.id,
+                harness=task.harness.name,
+                version=harness.version,
+                recorded=len(source.takes),
+                replayed=run.replayed,
+                exact=run.exact if header.mode is Mode.EXACT else None,
+                adapted=run.adapted,
+                live=run.live,
+                differences=tuple(run.differences),
+                masked=run.masked,
+                same_place=start is not None,
+                segment=str(gateway.segment(session)),
+                status=trajectory.status,
+                reward=trajectory.reward,
+                recorded_reward=recording.result.reward if recording.result else None,
+                failure=trajectory.failure,
+            )
+
+        async with gateway:
+            return list(await asyncio.gather(*map(one, sessions)))
+
+
+def _task(task: Task, version: str | None) -> Task:
+    """The recorded task, with another version of its harness if one is named."""
+    if version is None:
+        return task
+    part = Part(task.harness.name, {**task.harness.options, "version": version})
+    return msgspec.structs.replace(task, harness=part)
+
+
+def _note_rest(run: Run) -> None:
+    """A harness that stopped early did not do as recorded either."""
+    rest = [take for take in run.left if take.needed]
+    if rest and not run.ended:
+        where = f"the end: {len(rest)} of the recorded requests were not made"
+        run.note(Difference(run.asked, rest[0].call.number, where))
+
+
+# --------------------------------------------------------------------------- where it runs
+def _directory(folder: Path, session: Session) -> Path:
+    return folder / "sessions" / f"{session.id}.{session.epoch}"
+
+
+def _places(directory: Path) -> dict[str, str]:
+    """The folders that a rollout in `directory` gives its agent."""
+    agent = Path.cwd() / directory / "agent"
+    return places(str(agent / "work"), str(agent / "home"))
+
+
+@contextlib.contextmanager
+def _place(header: Header) -> Iterator[tuple[str, ...] | None]:
+    """How programs are started to find their folder where the recorded ones did; None if not."""
+    old = Path(header.workdir).parent
+    apart = header.task.runtime.name != "local" or old == Path(old.anchor)
+    if not header.workdir or Path(header.home).parent != old or apart:
+        yield None
+        return
+    with mountable(old) as start:
+        yield start
+
+
+class _Parts(Parts):
+    """The task's parts, but a runtime whose programs are where the recorded ones were."""
+
+    def __init__(self, header: Header, start: Sequence[str] | None) -> None:
+        super().__init__()
+        self._old, self._start = Path(header.workdir).parent, start
+
+    def runtime(self, part: Part) -> Runtime:
+        """The place where it runs."""
+        inner = super().runtime(part)
+        return inner if self._start is None else SamePlace(inner, self._old, self._start)
+
+
+class _Gateway(Gateway):
+    """A gateway that writes down where programs see their folders."""
+
+    folders: tuple[str, str] | None = None
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        session: Session,
+        task: Task,
+        *,
+        spent_status: int = 400,
+        offers_tools: bool = False,
+        workdir: str = "",
+        home: str = "",
+    ) -> AsyncIterator[Opened]:
+        """See `tugline.gateway.app.Gateway.open`."""
+        seen = self.folders or (workdir, home)
+        async with super().open(
+            session,
+            task,
+            spent_status=spent_status,
+            offers_tools=offers_tools,
+            workdir=seen[0],
+            home=seen[1],
+        ) as opened:
+            yield opened

@@ -1,0 +1,75 @@
+"""The answers of a recording, each with the whole conversation that it answers. Pure.
+
+A segment keeps what each request added; here conversations are whole again, so that a request can
+be recognised by what it says. An answer that broke off and was taken up again is one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from tugline.gateway.canonical import Mark
+from tugline.replay.masks import Masks
+from tugline.types import Call, Message, Outcome, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Take:
+    """One recorded answer, and how its request is recognised."""
+
+    call: Call
+    """With all that was sampled for its answer."""
+    messages: tuple[Message, ...]
+    marks: tuple[Mark, ...]
+    tools: dict[str, str]
+
+    @property
+    def needed(self) -> bool:
+        """False for an answer that the harness hung up on: another run may never ask for it."""
+        return self.call.outcome is not Outcome.CLIENT_GONE
+
+
+def takes(calls: Sequence[Call], masks: Masks) -> list[Take]:
+    """Every answer in the order in which it was asked for."""
+    first: dict[int, int] = {}
+    whole: dict[int, Call] = {}
+    said: dict[int, tuple[Message, ...]] = {}
+    for call in sorted(calls, key=lambda call: call.number):
+        parent = call.parent if call.parent in first and call.branch is None else None
+        start = None if parent is None else first[parent]
+        if start is not None and not call.messages:
+            first[call.number] = start
+            whole[start] = _joined(whole[start], call)
+            continue
+        first[call.number] = call.number
+        whole[call.number] = call
+        before: tuple[Message, ...] = ()
+        if start is not None:
+            answer = whole[start].answer
+            before = (*said[start], answer) if answer is not None else said[start]
+        said[call.number] = (*before, *call.messages)
+    return [
+        Take(call, said[n], masks.marks(said[n]), masks.tools(call.tools))
+        for n, call in whole.items()
+    ]
+
+
+def _joined(call: Call, rest: Call) -> Call:
+    """An answer and what was sampled when it was taken up."""
+    shift = len(call.sampled_ids)
+    later = (VersionSpan(v.version, v.start + shift, v.end + shift) for v in rest.versions)
+    return msgspec.structs.replace(
+        call,
+        sampled_ids=np.concatenate((call.sampled_ids, rest.sampled_ids)),
+        logprobs=np.concatenate((call.logprobs, rest.logprobs)),
+        versions=(*call.versions, *later),
+        unseen=call.unseen + rest.unseen,
+        answer=rest.answer,
+        finish=rest.finish,
+        stop=rest.stop,
+        outcome=rest.outcome,
+    )
