@@ -1,8 +1,9 @@
 """What each builder makes of recorded sessions of real harnesses: traces, and tokens to compute.
 
 The sessions are those that ``tugline harness check --all`` records, or any folder of segments. A
-trainer forwards every token of every trace that trains something; what is trained is the same with
-each builder. `docs/benchmarks.md` says what each figure means.
+trainer forwards every token of every trace that trains something, one that packs tries each token
+of the tree; what is trained is the same with each builder. `docs/benchmarks.md` says what each
+figure means.
 
     python benchmarks/builders/run.py [--json] [--sessions FOLDER]
 """
@@ -48,6 +49,8 @@ STAGES = ("plain", "team", "title")
 """Those that say something about building; the others end early or repeat themselves."""
 LONG = {"turns": 40, "base": 8000, "sampled": 300, "added": 300}
 """The made-up session beside the recorded ones, in tokens a turn."""
+WIDTH = 132
+"""Columns that the table needs; a narrow terminal breaks lines rather than lose figures."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ class Row:
             traces, ledger = find("builder", builder)().build(one.calls)
             kept = worth_computing(traces)
             self.traces[builder] += len(traces)
-            self.forwarded[builder] += sum(len(trace.ids) for trace in kept)
+            laid_out = sum(len(trace.ids) for trace in kept)
+            packed = len(grow({one.session: kept}).ids)
+            self.forwarded[builder] += packed if builder == "tree" else laid_out
             trained.add(ledger.trained)
         if len(trained) > 1:
             msg = f"session {one.session}: builders train {sorted(trained)} tokens, not the same"
@@ -176,7 +181,8 @@ def record(folder: Path) -> None:
 def made_up(turns: int, base: int, sampled: int, added: int) -> Recorded:
     """A session of one exact conversation, as long as those of real tasks."""
     rng = np.random.default_rng(0)
-    held = rng.integers(0, 150_000, base + turns * (sampled + added)).astype(np.int32)
+    held = rng.integers(1, 150_000, base + turns * (sampled + added)).astype(np.int32)
+    held[base + sampled - 1 :: sampled + added] = 0  # every answer ends with an end-of-turn id
     calls = []
     for number in range(turns):
         asked = base + number * (sampled + added)
@@ -238,7 +244,8 @@ def note(text: str) -> None:
 
 def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
     """Both tables."""
-    console = Console()
+    screen = Console()
+    console = Console(width=max(screen.width, WIDTH))
     table = Table(box=None, padding=(0, 1), title="per_request / prefix_merging / tree")
     for name in ("harness", "dialect", "stage"):
         table.add_column(name, no_wrap=True)

@@ -1,0 +1,172 @@
+"""The benchmark of builders counts what is in recorded sessions, and says when there are none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tugline.capture.records import Header
+from tugline.capture.segments import Writer
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Heal,
+    Part,
+    Sampling,
+    Session,
+    Task,
+    Timings,
+    TraceKind,
+    VersionSpan,
+)
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "builders" / "run.py"
+END = 9
+
+
+def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: object) -> Call:
+    """One model call that continues the one before it."""
+    fields: dict[str, object] = {
+        "session": "s",
+        "number": number,
+        "parent": number - 1 if number else None,
+        "dialect": "openai_chat",
+        "messages": (),
+        "sampling": Sampling(),
+        "prompt_ids": np.array(prompt, np.int32),
+        "sampled_ids": np.array(sampled, np.int32),
+        "logprobs": np.full(len(sampled), -0.5, np.float32),
+        "versions": (VersionSpan(0, 0, len(sampled)),),
+        "finish": Finish.STOP,
+        "engine": "none",
+        "timings": Timings(0.0),
+    }
+    return Call(**(fields | changes))  # type: ignore[arg-type]
+
+
+def write(path: Path, task: str, calls: Sequence[Call]) -> None:
+    """A segment as the gateway writes it."""
+    asked = Task(id=task, instruction="", harness=Part("pi"), evaluator=Part("tests"))
+    session = Session(id=path.stem.partition(".")[0], task=task, sample=0)
+    with Writer(path, Header(session=session, task=asked, created=0.0, tugline="0")) as writer:
+        for one in calls:
+            writer.append(one)
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """The program's JSON object."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--json", "--sessions", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+TURNS = [
+    call(0, [1, 2], [3, END]),
+    call(1, [1, 2, 3, END, 4], [5, END], healed=(Heal.REASONING,)),
+    call(2, [1, 2, 3, END, 4, 5, END, 6], [7, END]),
+]
+"""Prompts and answers of 4, 7 and 10 tokens, each beginning with the one before."""
+EDITED = [
+    call(0, [1, 2], [3, END]),
+    call(1, [1, 2, 8, END, 4], [5, END], branch=Branch.HISTORY_EDITED),
+]
+"""The harness put another answer into the history; the published rule does not notice."""
+TITLE = [
+    call(0, [7, 7, 7], [3], kind=TraceKind.SIDE, parent=None),
+    call(1, [1, 2], [3, END], parent=None),
+]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rows by harness and stage, of a folder as ``tugline harness check --keep`` leaves it."""
+    folder = tmp_path_factory.mktemp("kept")
+    stages = {"plain": TURNS, "team": EDITED, "title": TITLE, "budget": TURNS}
+    for stage, calls in stages.items():
+        write(folder / "pi-openai_chat" / stage / "segments" / "check-0.0.seg", "check", calls)
+    return {(row["harness"], row["stage"]): row for row in told(folder)["rows"]}
+
+
+def test_an_exact_session_costs_each_token_once(
+    counted: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    """Three turns: 4 + 7 + 10 tokens one by one, 10 as one trace or tree; two turns, both exact."""
+    row = counted["pi", "plain"]
+    assert (row["calls"], row["turns"], row["exact_turns"], row["healed_turns"]) == (3, 2, 2, 1)
+    assert row["traces"] == {"per_request": 3, "prefix_merging": 1, "tree": 1}
+    assert row["forwarded"] == {"per_request": 21, "prefix_merging": 10, "tree": 10}
+    assert (row["ratio"], row["trained"], row["sampled"]) == (2.1, 6, 6)
+    assert (row["canonical_dropped"], row["canonical_false"]) == (0, 0)
+
+
+def test_what_the_published_rule_trains_in_a_false_context_is_counted(
+    counted: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    """An edited answer makes two traces; merged by rule, two tokens see what was not there.
+
+    The tree has the two tokens that both begin with once.
+    """
+    row = counted["pi", "team"]
+    assert (row["turns"], row["exact_turns"]) == (1, 0)
+    assert row["traces"] == {"per_request": 2, "prefix_merging": 2, "tree": 2}
+    assert row["forwarded"] == {"per_request": 11, "prefix_merging": 11, "tree": 9}
+    assert row["canonical_false"] == 2
+
+
+def test_what_trains_nothing_is_not_computed(
+    counted: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    """A title is a trace of its own that no trainer forwards; the other stages are not counted."""
+    row = counted["pi", "title"]
+    assert row["traces"]["prefix_merging"] == 2
+    assert row["forwarded"] == {"per_request": 4, "prefix_merging": 4, "tree": 4}
+    assert (row["trained"], row["sampled"], row["turns"]) == (2, 3, 0)
+    assert ("pi", "budget") not in counted
+
+
+def test_the_made_up_session_shows_what_length_does(
+    counted: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    """Forty turns: 8,000 tokens and 600 a turn, laid out once or forty times."""
+    row = counted["(made up)", ""]
+    assert row["forwarded"]["prefix_merging"] == row["forwarded"]["tree"] == 8000 + 40 * 600 - 300
+    assert row["ratio"] > 20
+    assert row["canonical_dropped"] == 0
+
+
+def test_samples_of_a_task_share_what_they_begin_with(tmp_path: Path) -> None:
+    """Two attempts with one prompt: its two tokens are computed once in one tree."""
+    other = [call(0, [1, 2], [4, 4, END])]
+    write(tmp_path / "segments" / "a.1.seg", "t", TURNS[:1])
+    write(tmp_path / "segments" / "b.1.seg", "t", other)
+    (group,) = told(tmp_path)["groups"]
+    assert group == {"task": "t", "sessions": 2, "prefix_merging": 9, "tree": 9, "forest": 7}
+
+
+def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
+    """The command ends with 2 and names the folder."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--sessions", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tugline: {tmp_path} holds no segment")
