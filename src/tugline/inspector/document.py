@@ -23,7 +23,17 @@ from tugline.inspector.telling import Told, detailed
 from tugline.inspector.texts import Texts
 from tugline.types import Image, Message, Trace
 
-_SCRIPTS = ("data", "virtual", "tokens", "timeline", "lists", "conversation", "search", "app")
+_SCRIPTS = (
+    "data",
+    "virtual",
+    "tokens",
+    "map",
+    "timeline",
+    "lists",
+    "conversation",
+    "search",
+    "app",
+)
 """Files of ``page/`` in the order in which they are run."""
 _PICTURE = 256 * 1024
 """Characters of a picture's URL that are taken into the page."""

@@ -87,7 +87,9 @@ class Terminal:
             if fact:
                 self.say((f"{name:<12}", "dim"), (visible(fact), style))
         if len(self._threads) > 1:
-            named = [f"{letter} = {thread}" for thread, letter in self._threads.items()]
+            named = [
+                f"{letter} = {thread or 'unnamed'}" for thread, letter in self._threads.items()
+            ]
             self.say((f"{'threads':<12}", "dim"), visible(", ".join(named)))
 
     # ----------------------------------------------------------------------- turns
@@ -177,7 +179,8 @@ class Terminal:
         if story.unbuilt:
             self.say(("no traces  ", "red"), visible(story.unbuilt))
             return
-        self.say(f"{len(story.traces)} traces of {story.builder}, coloured by {self.by.value}")
+        found = _plural(len(story.traces), "trace")
+        self.say(f"{found} of {story.builder}, coloured by {self.by.value}")
         depth = depths(story.traces)
         for view, trace in zip(story.traces, self.told.traces, strict=True):
             if view.index < _RUNS or self.full:
@@ -191,10 +194,10 @@ class Terminal:
         parent = ""
         if view.parent is not None:
             parent = f"  {of} trace {view.parent}, {view.shared:,} ids in common"
-        calls = len({span.call for span in view.spans})
+        answers = _plural(len({span.call for span in view.spans}), "answer")
         self.say(
             (f"{indent}trace {view.index}  {view.kind.value}", "bold"),
-            f"  {view.length:,} tokens, {view.trained:,} trained, {calls} answers{parent}",
+            f"  {view.length:,} tokens, {view.trained:,} trained, {answers}{parent}",
             ("" if view.exact else "  not exact", "red"),
         )
 
@@ -219,6 +222,8 @@ class Terminal:
         if left < right:
             tokens[left:right] = [(f" … {right - left:,} tokens … ", "dim italic")]
         gutter = f"  {_origin(span)} {end - start:>7,}"
+        if span and span.masked:
+            gutter += f" ({span.masked.value})"
         if span and self.by is By.LOGPROB:
             gutter += f" {_number(mean(logprobs))}"
         if span and self.by is By.VERSION:
@@ -286,6 +291,10 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def _plural(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)
+
+
 def _status(story: Story) -> str:
     if story.status is None:
         return "no result recorded: it is still running, or its node died"
@@ -322,7 +331,7 @@ _UNSET: tuple[object, ...] = (None, ())
 def _origin(span: Span | None) -> str:
     if span is None:
         return "context "
-    return f"call {span.call}" + (f" ({span.masked.value})" if span.masked else "")
+    return f"call {span.call:<3}"
 
 
 def depths(traces: Sequence[TraceView]) -> list[int]:

@@ -61,6 +61,7 @@ class App {
         this.openTurn(call);
       },
     });
+    this.map = new TokenMap($("map"), this.tokens);
     this.search = new Search({
       input: $("search"),
       output: $("found"),
@@ -108,7 +109,7 @@ class App {
 
   show(view) {
     this.view = view === "tokens" && this.traces.length ? "tokens" : "conversation";
-    for (const one of ["tokens", "token", "legend", "token-tools"]) $(one).hidden = this.view !== "tokens";
+    for (const one of ["stream", "token", "legend", "token-tools"]) $(one).hidden = this.view !== "tokens";
     $("conversation").hidden = this.view !== "conversation";
     this.mark("data-view", this.view);
   }

@@ -37,7 +37,7 @@ class Conversation {
     const facts = {
       call: `${turn.call}, ${turn.kind}${turn.thread ? `, thread ${turn.thread}` : ""}`,
       "goes on": `${turn.how}${why}${parent}`,
-      prompt: `${count(turn.prompt)} tokens, ${count(turn.reused)} of them the parent's`,
+      prompt: `${plural(turn.prompt, "token")}${turn.reused ? `, ${count(turn.reused)} of them the parent's` : ""}`,
       sampled: `${plural(turn.sampled, "token")}, mean logprob ${fixed(turn.mean_logprob)}`,
       ended: `${turn.finish}${turn.stop ? ` at ${JSON.stringify(turn.stop)}` : ""}, ${turn.outcome.replace("_", " ")}`,
       version: turn.versions.map((span) => `${span.version} (${plural(span.end - span.start, "token")})`).join(", "),
@@ -94,9 +94,9 @@ class Conversation {
     const low = this.term ? text.toLowerCase() : "";
     let at = 0;
     for (let hit = this.term ? low.indexOf(this.term) : -1; hit >= 0; hit = low.indexOf(this.term, at)) {
-      pre.append(text.slice(at, hit), make("mark", {}, text.slice(hit, hit + this.term.length)));
+      pre.append(readable(text.slice(at, hit)), make("mark", {}, readable(text.slice(hit, hit + this.term.length))));
       at = hit + this.term.length;
     }
-    pre.append(text.slice(at));
+    pre.append(readable(text.slice(at)));
   }
 }

@@ -120,6 +120,9 @@ function visible(text) {
   });
 }
 
+// The same over many lines: their ends and tabs stay what they are.
+const readable = (text) => text.split(/([\n\t])/).map((part) => (part === "\n" || part === "\t" ? part : visible(part))).join("");
+
 // An element with attributes and children. Text is always text, never markup.
 function make(kind, attributes = {}, ...children) {
   const element = document.createElement(kind);

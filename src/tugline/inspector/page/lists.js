@@ -28,8 +28,8 @@ class TurnList {
     return make(
       "div",
       { class: "entry event" },
-      make("div", { class: "top" }, kind.replace("_", " "), call === null ? "" : `call ${call}`, make("span", {}, seconds(at))),
-      make("div", { class: "below", title: detail }, detail),
+      make("div", { class: "top" }, make("span", {}, kind.replace("_", " ")), call === null ? null : make("span", {}, `in call ${call}`), make("span", {}, seconds(at))),
+      make("div", { class: "below", title: detail }, visible(detail)),
     );
   }
 
@@ -51,12 +51,13 @@ class TurnList {
         "div",
         { class: "top" },
         make("span", { class: "number" }, `${call}`),
-        kind === "main" ? null : `${kind} ${this.letters.get(turn.thread) || ""}`,
+        kind === "main" ? null : make("span", {}, `${kind} ${this.letters.get(turn.thread) || ""}`),
         make("span", { class: HOW[how] }, `${how}${reason}${from}`),
         this.ended(turn),
-        make("span", { class: "faint", title: "new prompt tokens → sampled" }, `+${count(turn.prompt - turn.reused)} → ${count(turn.sampled)}  ${seconds(turn.total_s)}`),
+        make("span", { class: "faint push", title: "new prompt tokens → sampled" }, `+${count(turn.prompt - turn.reused)} → ${count(turn.sampled)}`),
+        make("span", { class: "faint time" }, seconds(turn.total_s)),
       ),
-      make("div", { class: "below" }, visible([said, ...tools].filter(Boolean).join("  ").slice(0, 160))),
+      make("div", { class: "below" }, visible([said, ...tools].filter(Boolean).join("  ").slice(0, 160)) || "\u00a0"),
     );
   }
 
@@ -117,7 +118,7 @@ class TraceTree {
     const whence = parent === null ? null : make(
       "a",
       { onclick: (event) => (event.stopPropagation(), this.open(parent, Math.max(0, shared - 1))) },
-      `${kind === "subagent" ? "started by" : "leaves"} trace ${parent} after ${plural(shared, "token")}`,
+      kind === "subagent" ? `started by trace ${parent}` : `leaves trace ${parent} after ${plural(shared, "token")}`,
     );
     return make(
       "div",
@@ -131,7 +132,7 @@ class TraceTree {
       make(
         "div",
         { class: "what" },
-        make("div", { class: "top" }, make("b", {}, `trace ${index}`), kind, exact ? null : make("span", { class: "bad" }, "not exact"), make("span", { class: "faint" }, `${count(length)} tokens`)),
+        make("div", { class: "top" }, make("b", {}, `trace ${index}`), make("span", {}, kind), exact ? null : make("span", { class: "bad" }, "not exact"), make("span", { class: "faint" }, `${count(length)} tokens`)),
         make("div", { class: "below" }, `${count(trained)} trained in ${plural(calls, "answer")}  `, whence),
       ),
     );

@@ -22,7 +22,7 @@ class Search {
   find() {
     const term = this.input.value.toLowerCase();
     this.conversation.term = term;
-    this.tokens.hits = null;
+    this.tokens.hits = this.tokens.places = null;
     this.places = !term ? [] : this.view() === "tokens" ? this.inTokens(term) : this.inTurns(term);
     const here = this.view() === "tokens" ? (this.tokens.here ?? 0) : this.conversation.call;
     const next = this.places.findIndex((place) => place >= here);
@@ -33,7 +33,7 @@ class Search {
 
   clear(term) {
     this.output.value = term ? "not found" : "";
-    if (this.view() === "tokens") this.tokens.list.redraw();
+    if (this.view() === "tokens") this.tokens.recolour();
     else this.conversation.show(this.conversation.call);
   }
 
@@ -69,6 +69,8 @@ class Search {
       for (let i = k; i < pieces.length && starts[i] < at + term.length; i++) hits[i] = 1;
     }
     this.tokens.hits = hits;
+    this.tokens.places = places;
+    this.tokens.changed?.();
     return places;
   }
 

@@ -100,7 +100,7 @@ class Timeline {
     for (let at = Math.ceil(this.start / step) * step; at <= this.end; at += step) {
       const x = this.x(at);
       pen.fillRect(x, height - 18, 1, 4);
-      pen.fillText(`${Number(at.toFixed(1))} s`, x + 3, height - 7);
+      if (x < this.canvas.clientWidth - 44) pen.fillText(`${Number(at.toFixed(1))} s`, x + 3, height - 7);
     }
   }
 }

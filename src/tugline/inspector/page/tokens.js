@@ -39,7 +39,7 @@ class TokenView {
     if (trace !== this.trace) {
       this.trace = trace;
       this.here = null;
-      this.hits = null;
+      this.hits = this.places = null;
       this.unfolded.clear();
       this.box.scrollTop = 0;
       this.lay();
@@ -86,6 +86,7 @@ class TokenView {
       }
     }
     this.list.reset(this.from.length);
+    this.changed?.();
     if (this.here !== null && this.here !== undefined) this.list.reveal(this.rowOf(this.here));
   }
 
@@ -194,6 +195,7 @@ class TokenView {
   recolour() {
     this.explain();
     this.list.redraw();
+    this.changed?.();
   }
 
   explain() {

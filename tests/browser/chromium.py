@@ -1,0 +1,133 @@
+"""A headless Chromium, driven over its own debugging protocol; no library is needed for that."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+    " --disable-background-networking --disable-component-update --disable-sync --mute-audio"
+    " --disable-dev-shm-usage --remote-debugging-port=0 --window-size=1400,900"
+).split()
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+class Tab:
+    """One page: asks it things, and remembers what it complained about and asked the network."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.socket = socket
+        self.numbers = itertools.count(1)
+        self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self.socket:
+            said = message.json()
+            if "id" in said:
+                self.answers.pop(said["id"]).set_result(said)
+            else:
+                self._note(said["method"], said["params"])
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Runtime.exceptionThrown":
+            details = params["exceptionDetails"]
+            self.complaints.append(details.get("exception", {}).get("description", str(details)))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning"}:
+            self.complaints.append(str([arg.get("value") for arg in params["args"]]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in {"error", "warning"}:
+            self.complaints.append(params["entry"]["text"])
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
+
+    async def send(self, method: str, **params: object) -> dict[str, Any]:
+        """One command and its result."""
+        number = next(self.numbers)
+        answer = self.answers[number] = asyncio.get_running_loop().create_future()
+        await self.socket.send_json({"id": number, "method": method, "params": params})
+        said = await asyncio.wait_for(answer, 60)
+        assert "error" not in said, (method, said)
+        result: dict[str, Any] = said["result"]
+        return result
+
+    async def js(self, code: str) -> Any:
+        """The value of an expression, awaited if it is a promise."""
+        said = await self.send(
+            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in said, (code, said["exceptionDetails"])
+        return said["result"].get("value")
+
+    async def open(self, path: Path) -> None:
+        """Go to a file and wait until the page has been put together."""
+        await self.send("Page.navigate", url=path.as_uri())
+        await self.until("window.tugline !== undefined")
+
+    async def until(self, condition: str, seconds: float = 30) -> None:
+        """Wait until an expression is true."""
+        async with asyncio.timeout(seconds):
+            while not await self.js(f"Boolean({condition})"):
+                await asyncio.sleep(0.05)
+
+    async def key(self, name: str) -> None:
+        """Press and release a key, by its name or as the character that it writes."""
+        text = {"text": name} if len(name) == 1 else {"text": "\r"} if name == "Enter" else {}
+        await self.send("Input.dispatchKeyEvent", type="keyDown", key=name, **text)
+        await self.send("Input.dispatchKeyEvent", type="keyUp", key=name)
+
+    async def click(self, what: str) -> None:
+        """Click in the middle of the first element that a selector finds, with a real mouse."""
+        box = await self.js(
+            f"(() => {{ const b = document.querySelector({what!r}).getBoundingClientRect();"
+            " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        at = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+        await self.send("Input.dispatchMouseEvent", type="mousePressed", **at)
+        await self.send("Input.dispatchMouseEvent", type="mouseReleased", **at)
+
+    async def picture(self, path: Path) -> None:
+        """A PNG of what is seen."""
+        shot = await self.send("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+@contextlib.asynccontextmanager
+async def chromium(profile: Path) -> AsyncIterator[Tab]:
+    """A fresh browser with one empty tab."""
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    assert program, "there is no Chromium: apt-get install chromium"
+    command = [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            port = await _port(profile / "DevToolsActivePort")
+            async with aiohttp.ClientSession() as http:
+                async with http.get(f"http://127.0.0.1:{port}/json/list") as reply:
+                    tabs = [one for one in await reply.json() if one["type"] == "page"]
+                url = tabs[0]["webSocketDebuggerUrl"]
+                async with http.ws_connect(url, max_msg_size=0) as socket:
+                    tab = Tab(socket)
+                    for domain in ("Page", "Runtime", "Log", "Network"):
+                        await tab.send(f"{domain}.enable")
+                    yield tab
+                await tab.reader
+        finally:
+            process.terminate()
+
+
+async def _port(file: Path) -> int:
+    async with asyncio.timeout(60):
+        while not (file.exists() and file.read_text().strip()):
+            await asyncio.sleep(0.05)
+    return int(file.read_text().split()[0])

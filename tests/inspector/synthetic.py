@@ -1,0 +1,192 @@
+"""Sessions with everything there is to see: forks, a sub-agent, swaps of weights, hostile text."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from tugline.capture.folder import keep_tokenizer
+from tugline.capture.records import Event, EventKind, Header, Result
+from tugline.capture.segments import Writer
+from tugline.demo import warm_start_model
+from tugline.tokenizer import Tokenizer
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Ledger,
+    Message,
+    Outcome,
+    Part,
+    Reward,
+    Role,
+    Sampling,
+    Session,
+    Status,
+    Task,
+    Timings,
+    ToolCall,
+    TraceKind,
+    VersionSpan,
+)
+
+HOSTILE = "</script><img src=x onerror=alert(1)> \x1b[31m red \u202e backwards 界🙂"
+"""What a model might say to a page or a terminal."""
+LAST_WORD = "zanzibar"
+START = 1_000_000.0
+"""When every session began, in Unix seconds."""
+_WORDS = "the agent reads a file and then writes another one with care because tests fail".split()
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """The one that comes with the package."""
+    return Tokenizer.load(Path(next(iter(warm_start_model.__path__))))
+
+
+def encode(text: str) -> list[int]:
+    """Its ids."""
+    return tokenizer().encode(text)
+
+
+class Script:
+    """Writes a session call by call; `random` is seeded, so equal scripts are equal files."""
+
+    def __init__(self, folder: Path, *, name: str = "s-1") -> None:
+        self.random = random.Random(7)
+        task = Task(id="t-1", instruction="Mend it.", harness=Part("pi"), evaluator=Part("tests"))
+        header = Header(
+            session=Session(id=name, task="t-1", sample=3),
+            task=task,
+            created=START,
+            tugline="0.1.0",
+            model="tiny",
+            engine="embedded",
+            template="qwen3",
+            tokenizer=keep_tokenizer(tokenizer(), folder),
+        )
+        self.path = folder / f"{name}.0.seg"
+        self.writer = Writer(self.path, header, sync=False)
+        self.calls: list[Call] = []
+
+    def words(self, count: int) -> str:
+        """So many words, some lines of them."""
+        chosen = self.random.choices(_WORDS, k=count)
+        return "".join(word + ("\n" if self.random.random() < 0.1 else " ") for word in chosen)
+
+    def call(  # noqa: PLR0913 - each is a field that some test wants
+        self,
+        prompt: list[int],
+        said: str,
+        *,
+        messages: tuple[Message, ...] = (),
+        versions: tuple[int, ...] = (4,),
+        tools: tuple[ToolCall, ...] = (),
+        **changes: object,
+    ) -> Call:
+        """Append one call; its answer is split evenly among the versions."""
+        number = len(self.calls)
+        sampled = encode(said)
+        cuts = [len(sampled) * i // len(versions) for i in range(len(versions) + 1)]
+        logprobs = [-self.random.expovariate(2.0) for _ in sampled]
+        fields: dict[str, object] = {
+            "session": "s-1",
+            "number": number,
+            "parent": number - 1 if number else None,
+            "dialect": "openai_chat",
+            "messages": messages,
+            "answer": Message(Role.ASSISTANT, said, tools),
+            "sampling": Sampling(temperature=1.0),
+            "prompt_ids": np.array(prompt, np.int32),
+            "sampled_ids": np.array(sampled, np.int32),
+            "logprobs": np.array(logprobs, np.float32),
+            "versions": tuple(
+                VersionSpan(version, cuts[i], cuts[i + 1]) for i, version in enumerate(versions)
+            ),
+            "finish": Finish.STOP,
+            "engine": "e",
+            "timings": Timings(
+                START + 2.0 * number,
+                START + 2.0 * number,
+                START + 2.0 * number + 0.3,
+                START + 2.0 * number + 1.5,
+            ),
+        }
+        made = Call(**(fields | changes))  # type: ignore[arg-type]
+        self.writer.append(made)
+        self.calls.append(made)
+        return made
+
+    def end(self, ledger: Ledger) -> Path:
+        """Say how it ended, and close the file."""
+        reward = Reward(0.5, {"tests": 0.5})
+        result = Result(
+            status=Status.COMPLETED, builder="prefix_merging", ledger=ledger, reward=reward
+        )
+        self.writer.note(result)
+        self.writer.close()
+        return self.path
+
+
+def whole(call: Call) -> list[int]:
+    """The ids of a call, prompt and answer."""
+    return [*call.prompt_ids.tolist(), *call.sampled_ids.tolist()]
+
+
+def small(folder: Path) -> Path:
+    """Six calls: exact, hostile, hung up on, a fork, a sub-agent; and two events."""
+    script = Script(folder)
+    read = (ToolCall("1", "read", '{"path": "a.py"}'),)
+    system = Message(Role.SYSTEM, "You mend code.")
+    first = script.call(
+        encode("You mend code. " + script.words(400)), "I read it.", messages=(system,), tools=read
+    )
+    asked = (Message(Role.TOOL, HOSTILE, tool_call_id="1"),)
+    second = script.call(
+        [*whole(first), *encode(HOSTILE)], f"It says {HOSTILE}", messages=asked, versions=(4, 5)
+    )
+    script.writer.note(Event(EventKind.WEIGHTS, START + 3.9, detail="version 5"))
+    gone = {"outcome": Outcome.CLIENT_GONE, "finish": Finish.ABORT, "answer": None}
+    script.call([*whole(second), *encode("on")], "never heard", versions=(5,), **gone)
+    script.writer.note(Event(EventKind.ENGINE_FAULT, START + 5.2, 2, "replica \x1b[2J b died"))
+    edited = [*first.prompt_ids.tolist(), *encode("Another history.")]
+    script.call(edited, "A fork.", parent=0, branch=Branch.HISTORY_EDITED, versions=(5,))
+    helper = script.call(
+        encode("You are a helper. Look."),
+        "I look.",
+        parent=None,
+        branch=Branch.NEW_THREAD,
+        kind=TraceKind.SUBAGENT,
+        thread="helper-thread",
+        versions=(5,),
+    )
+    script.call([*whole(helper), *encode("Well?")], LAST_WORD, parent=4, thread="helper-thread",
+                kind=TraceKind.SUBAGENT, versions=(5,))  # fmt: skip
+    sampled = sum(len(call.sampled_ids) for call in script.calls)
+    return script.end(Ledger(sampled=sampled, trained=sampled))
+
+
+def long(folder: Path, *, turns: int = 150, base: int = 6000, words: int = 105) -> Path:
+    """A session of exact turns, with a fork in the middle; 100k tokens by default."""
+    script = Script(folder)
+    ids, parent = encode(script.words(base)), None
+    for turn in range(turns):
+        answer = script.words(words) + (LAST_WORD if turn == turns - 1 else "")
+        found = script.words(words)
+        call = script.call(
+            ids,
+            answer,
+            parent=parent,
+            messages=(Message(Role.TOOL, found, tool_call_id=str(turn)),),
+            versions=(turn // 50,),
+            tools=(ToolCall(str(turn), "bash", '{"command": "ls"}'),),
+        )
+        if turn == turns // 2:
+            edited = [*ids[: len(ids) // 2], *encode("changed")]
+            script.call(edited, "A fork.", parent=call.number, branch=Branch.HISTORY_EDITED)
+        ids, parent = [*whole(call), *encode(found)], call.number
+    sampled = sum(len(call.sampled_ids) for call in script.calls)
+    return script.end(Ledger(sampled=sampled, trained=sampled))
