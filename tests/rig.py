@@ -133,8 +133,12 @@ async def rig(
     stream: StreamMode = "live",
     spent_status: int = 400,
     wire: EngineFormat | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """One engine replica per play, a gateway and one session, up while the block lasts."""
+    """One engine replica per play, a gateway and one session, up while the block lasts.
+
+    `settings` are the gateway's others.
+    """
     engines = [
         ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
         for play in plays
@@ -155,7 +159,7 @@ async def rig(
         ]
         upstream = Upstream(urls, wire or Embedded())
         gateway = await stack.enter_async_context(
-            Gateway(upstream, RENDERING, folder, stream=stream)
+            Gateway(upstream, RENDERING, folder, stream=stream, **settings)
         )
         opened = await stack.enter_async_context(
             gateway.open(Session(id="s1", task="t", sample=0), task, spent_status=spent_status)

@@ -7,6 +7,7 @@ call, and the verdict. Nothing here needs the server that wrote it.
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from typing import Any
 
@@ -49,12 +50,15 @@ class EventKind(StrEnum):
     """What happened beside the model calls."""
 
     REFUSED = "refused"
-    """A request was answered by an error, before anything was sampled."""
+    """A request was answered by an error, before anything was sampled; `detail` has its status,
+    the class of the error and the field it is about."""
     REPEATED = "repeated"
-    """A request came again and was given the answer that was sampled for the first."""
+    """A request came again and was given the answer to `call`, which it joined or replayed."""
     ENGINE_FAULT = "engine_fault"
-    """A replica failed in the middle of `call`, and the answer went on elsewhere or ended."""
+    """A replica failed in the middle of `call`, and the answer went on elsewhere or ended;
+    `detail` has its address and how many tokens there were by then."""
     PAUSED = "paused"
+    """New calls are held; `detail` says what becomes of those in flight."""
     RESUMED = "resumed"
     WEIGHTS = "weights"
     """The engine serves another policy version, told in `detail`."""
@@ -70,6 +74,15 @@ class Event(msgspec.Struct, frozen=True, tag="event"):
     call: int | None = None
     detail: str = ""
     data: bytes = b""
+
+
+def capped(data: bytes, limit: int) -> bytes:
+    """`data`, or its first `limit` bytes and a line that tells what was left out."""
+    if len(data) <= limit:
+        return data
+    rest = memoryview(data)[limit:]
+    digest = hashlib.sha256(rest).hexdigest()
+    return data[:limit] + f"\n[tugline left out {len(rest)} bytes, sha256 {digest}]".encode()
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):

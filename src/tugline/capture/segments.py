@@ -214,6 +214,11 @@ class Writer:
         if fresh and header is not None:
             self._records([self._packer.pack(header)])
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._fd < 0
+
     def append(self, call: Call) -> int:
         """Write one call; returns the bytes it took."""
         return self._records(self._packer.call(call))
@@ -223,7 +228,7 @@ class Writer:
         return self._records([self._packer.pack(what)])
 
     def _records(self, packed: Iterable[Packed]) -> int:
-        if self._fd < 0:
+        if self.closed:
             msg = f"segment {self.path} is closed"
             raise CaptureError(msg)
         records = b"".join(_framed(*one) for one in packed)
@@ -244,7 +249,7 @@ class Writer:
 
     def flush(self) -> None:
         """Wait until everything written is safe from a loss of power, too."""
-        if not self.dirty or self._fd < 0:
+        if not self.dirty or self.closed:
             return
         self.dirty = False
         try:
@@ -258,7 +263,7 @@ class Writer:
         self._release()
 
     def _release(self) -> None:
-        if self._fd >= 0:
+        if not self.closed:
             os.close(self._fd)
             self._fd = -1
 

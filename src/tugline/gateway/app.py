@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 from tugline import log
 from tugline.capture import segments
-from tugline.capture.records import Result
+from tugline.capture.records import EventKind, Result, capped
 from tugline.capture.segments import Writer, conclude
 from tugline.errors import (
     ClientGone,
@@ -57,6 +57,7 @@ _log = log.get("gateway")
 
 StreamMode = Literal["live", "buffered"]
 PauseMode = Literal["wait", "abort", "keep"]
+RawMode = Literal["none", "requests", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +82,23 @@ class Gateway:
         port: int = 0,
         stream: StreamMode = "live",
         flush_s: float = 1.0,
+        raw: RawMode = "requests",
+        raw_limit: int = 4 << 20,
     ) -> None:
         """Calls are kept under `segments_dir`, one file per session; port 0 takes any free one.
 
         `rendering` makes the prompts in exact mode and is None in the other modes. With `stream`
         ``buffered`` an answer is told when it is complete. A call that was answered survives the
         death of any process; every `flush_s` it becomes safe from a loss of power as well, and with
-        0 before its answer ends.
+        0 before its answer ends. Of what is on the wire, `raw` is kept as it was, of each body the
+        first `raw_limit` bytes.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise UsageError(msg)
         self._upstream, self._folder, self._mode = upstream, segments_dir, stream
-        self._flush_s = flush_s
+        self._flush_s, self._raw, self._raw_limit = flush_s, raw, raw_limit
         self._backend = Backend(upstream, ModelCard("", 0), rendering)
         self._backend.gate.set()
         self._host, self._port = host, port
@@ -183,7 +187,7 @@ class Gateway:
 
     def calls(self, session: str) -> tuple[Call, ...]:
         """What the session's last attempt recorded, read back from disk."""
-        return segments.read(self._segments[session]).calls
+        return segments.read(self._segments[session], bodies=False).calls
 
     async def conclude(self, session: str, result: Result) -> None:
         """Write down what became of a session that has been left. Raises `CaptureError`."""
@@ -209,6 +213,7 @@ class Gateway:
         Raises `EngineError` when they are not over in time; the gateway then stays paused.
         """
         self._backend.gate.clear()
+        self._sessions.note(EventKind.PAUSED, mode)
         if mode == "abort":
             await asyncio.gather(*(draw.abort() for draw in list(self._backend.running)))
         if mode == "keep":
@@ -224,10 +229,12 @@ class Gateway:
     def resume(self) -> None:
         """Let calls go on."""
         self._backend.gate.set()
+        self._sessions.note(EventKind.RESUMED, "")
 
     def weights(self, version: int) -> None:
         """Announce what the engine now serves, for engines that do not say it with each token."""
         self._backend.version = version
+        self._sessions.note(EventKind.WEIGHTS, str(version))
 
     # ----------------------------------------------------------------------- routes
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -245,13 +252,18 @@ class Gateway:
         rest, version = (parts["rest"], parts["version"] or "") if parts else (http.path, "")
         incoming = Incoming(http.method, version, rest, http.query, http.headers)
         dialect, action = _route(incoming)
+        live = None
         try:
-            await self._serve(http, dialect, action, incoming, parts["session"] if parts else None)
+            session = parts["session"] if parts else None
+            live = self._sessions.find(dialect.key(http.headers, http.query), session)
+            await self._serve(http, dialect, action, incoming, live)
         except ClientGone:
             return
         except TuglineError as error:
             status, headers, body = dialect.error(error)
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
+            if live is not None:
+                live.refused(error, status)
             await http.reply(status, body, headers)
 
     async def _serve(
@@ -260,9 +272,8 @@ class Gateway:
         dialect: Dialect,
         action: Action | None,
         incoming: Incoming,
-        session: str | None,
+        live: LiveSession,
     ) -> None:
-        live = self._sessions.find(dialect.key(http.headers, http.query), session)
         if action is None:
             if "upgrade" in http.headers:
                 msg = "only plain HTTP is spoken here; send a POST"
@@ -303,10 +314,12 @@ class Gateway:
     ) -> Exchange:
         """A new exchange, or the one that this request repeats."""
         recent = self._recent[live.id]
+        body = b"" if self._raw == "none" else capped(body, self._raw_limit)
         fresh = Exchange(live, dialect, request, body, self._backend)
         retry = http.headers.get(_RETRY, "0") != "0"
         old = next((old for old in reversed(recent) if repeats(old, fresh, retry=retry)), None)
         if old is not None and not old.broke_off:
+            live.note(EventKind.REPEATED, call=old.draws[0].number)
             return old
         try:
             fresh.start(old)
@@ -322,6 +335,7 @@ class Gateway:
     ) -> None:
         """Tell the exchange to this client, for as long as it listens."""
         exchange.join()
+        http.told = [] if self._raw == "all" else None
         telling = self._stream if request.stream else self._whole
         me = asyncio.current_task()
         watch = asyncio.create_task(http.gone())
@@ -334,7 +348,7 @@ class Gateway:
                 raise
         finally:
             watch.cancel()
-            exchange.leave()
+            exchange.leave(capped(b"".join(http.told or ()), self._raw_limit))
 
     async def _stream(
         self, http: Http, dialect: Dialect, request: Request, exchange: Exchange

@@ -47,6 +47,8 @@ class Http:
         }
         self.disconnected = False
         """Whether the client left before its reply was handed over whole."""
+        self.told: list[bytes] | None = None
+        """Set to a list to have what the client is sent collected in it."""
         self._whole = False
         self._receive, self._send = receive, send
 
@@ -68,7 +70,7 @@ class Http:
         """A whole JSON reply."""
         await self._start(status, {"content-length": str(len(body)), **(headers or {})})
         self._whole = True
-        await self._send({"type": "http.response.body", "body": body})
+        await self._body(body)
 
     async def stream(self, content_type: str) -> None:
         """Send the headers of a stream, so that a client knows that somebody answers."""
@@ -77,18 +79,23 @@ class Http:
 
     async def write(self, data: bytes) -> None:
         """More of a stream; waits while the client reads slowly."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._body(data, more=True)
 
     async def end(self, data: bytes) -> None:
         """The last of a stream."""
         self._whole = True
-        await self._send({"type": "http.response.body", "body": data})
+        await self._body(data)
 
     async def gone(self) -> None:
         """Wait until the client hangs up."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.disconnected = not self._whole  # the server says the same after a whole reply
+
+    async def _body(self, data: bytes, *, more: bool = False) -> None:
+        if self.told is not None:
+            self.told.append(data)
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         named = {"content-type": "application/json", **headers}

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from tugline.capture.recorder import Sampled, replayed
+from tugline.capture.records import EventKind
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.assembler import Assembler, told
 from tugline.gateway.backend import Backend
@@ -175,10 +176,9 @@ class Draw:
 
     async def abort(self) -> None:
         """Ask the engine to end this answer where it is; it is then told as truncated."""
-        if self._used:
-            await self._backend.upstream.abort(
-                self._request_id(len(self._used) - 1), self._used[-1]
-            )
+        last = len(self._used) - 1
+        if last >= 0:
+            await self._backend.upstream.abort(self._request_id(last), self._used[last])
 
     async def salvage(self) -> None:
         """Let the engine hand over the part of an unstreamed answer that nobody waits for."""
@@ -210,6 +210,9 @@ class Draw:
             try:
                 await self._read(avoid)
             except EngineError:
+                if self.sampled.length and self._used:
+                    detail = f"{self._used[-1]} after {self.sampled.length} tokens"
+                    self._live.note(EventKind.ENGINE_FAULT, detail, call=self.number)
                 again = self._decoder is not None and self.sampled.length
                 if not again or fault == _CONTINUATIONS:
                     raise
@@ -316,9 +319,9 @@ class Draw:
             self.error = ClientGone("the client hung up before the answer was complete")
 
     async def _record(self, outcome: Outcome, message: Message | None = None) -> None:
-        ids, logprobs = self.sampled.joined()
         dialect, body = self._record_of
-        backend, native = self._backend, self._request.native
+        backend, native, sampled = self._backend, self._request.native, self.sampled
+        ids, logprobs = sampled.joined()
         kind = kind_of(self._request, toolless_is_aside=self._live.saw_tools)
         call = Call(
             session=self._live.id,
@@ -330,7 +333,7 @@ class Draw:
             thread=native.thread,
             parent_thread=native.parent_thread,
             dialect=dialect,
-            mode=backend.mode if self.sampled.length or not self.sampled.unseen else Mode.TEXT,
+            mode=backend.mode if sampled.length or not sampled.unseen else Mode.TEXT,
             logprob_meaning=backend.upstream.wire.logprob_meaning,
             thinking_retention=backend.rendering.thinking_retention if backend.rendering else "",
             messages=self.plan.added,
@@ -342,16 +345,14 @@ class Draw:
             prompt_ids=self._context().array(),
             sampled_ids=ids,
             logprobs=logprobs,
-            unseen=self.sampled.unseen,
-            versions=tuple(self.sampled.versions),
-            finish=self.sampled.finish or Finish.ABORT,
-            stop=self.sampled.stop,
+            unseen=sampled.unseen,
+            versions=tuple(sampled.versions),
+            finish=sampled.finish or Finish.ABORT,
+            stop=sampled.stop,
             outcome=outcome,
             engine=backend.upstream.wire.name,
             replicas=tuple(self._used),
-            timings=Timings(
-                self._received, self._sent_at, self.sampled.first_at, self.sampled.last_at
-            ),
+            timings=Timings(self._received, self._sent_at, sampled.first_at, sampled.last_at),
             request=body,
         )
         self._recorded = True

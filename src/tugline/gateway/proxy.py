@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
+from tugline.capture.records import EventKind
 from tugline.errors import ContextOverflow, TuglineError, Unsupported
 from tugline.gateway import policy
 from tugline.gateway.backend import Backend
@@ -84,8 +85,10 @@ class Exchange:
             self._leaving.cancel()
             self._leaving = None
 
-    def leave(self) -> None:
-        """A client is gone; without any, sampling ends after a moment."""
+    def leave(self, told: bytes = b"") -> None:
+        """A client that was `told` this is gone; without any, sampling ends after a moment."""
+        if told:
+            self._live.note(EventKind.RESPONSE, call=self.draws[0].number, data=told)
         self._followers -= 1
         if self._followers <= 0 and not self.done and self._leaving is None:
             loop = asyncio.get_running_loop()

@@ -16,8 +16,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tugline import log
+from tugline.capture.records import Event, EventKind
 from tugline.capture.segments import Writer
-from tugline.errors import BudgetExhausted, CaptureError, Unauthorized, UsageError
+from tugline.errors import (
+    BudgetExhausted,
+    CaptureError,
+    EngineError,
+    RequestError,
+    TuglineError,
+    Unauthorized,
+    UsageError,
+)
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Memory
 from tugline.types import Call, Limits, Policy, Sampling
@@ -67,6 +76,8 @@ class LiveSession:
     running: set[InFlight] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Calls of parallel agents are written one after the other."""
+    noted: list[Event] = field(default_factory=list)
+    """Events that the next call takes along."""
 
     def admit(self, count: int = 1) -> range:
         """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
@@ -107,7 +118,38 @@ class LiveSession:
 
     async def _write(self, call: Call) -> None:
         async with self.lock:
-            await asyncio.to_thread(self.writer.append, call)
+            await asyncio.to_thread(self._write_now, call)
+
+    def _write_now(self, call: Call) -> None:
+        self.write_noted()
+        self.writer.append(call)
+
+    def note(
+        self, kind: EventKind, detail: str = "", *, call: int | None = None, data: bytes = b""
+    ) -> None:
+        """Write down what happened beside the calls; it never fails and waits for no disk.
+
+        Where every record is flushed, it is written before the next call or at the end.
+        """
+        self.noted.append(Event(kind, time.time(), call, detail, data))
+        if not self.writer.sync:
+            self.write_noted()
+
+    def refused(self, error: TuglineError, status: int) -> None:
+        """Write down that a request was answered by an error; nothing of what was asked."""
+        if isinstance(error, RequestError | EngineError):
+            about = error.param if isinstance(error, RequestError) else None
+            detail = f"{status} {type(error).__name__} {about or ''}"
+            self.note(EventKind.REFUSED, detail.rstrip())
+
+    def write_noted(self) -> None:
+        """Write what was noted, if the session is not over; may wait for a flush."""
+        noted, self.noted = self.noted, []
+        try:
+            for event in () if self.writer.closed else noted:
+                self.writer.note(event)
+        except CaptureError as error:  # the session's next call says so to its harness
+            _log.error("event not written", path=str(self.writer.path), error=str(error))
 
 
 class Sessions:
@@ -141,7 +183,13 @@ class Sessions:
         for exchange in list(live.running):
             exchange.stop()
             await exchange.settled()
+        await asyncio.to_thread(live.write_noted)
         await asyncio.to_thread(live.writer.close)
+
+    def note(self, kind: EventKind, detail: str) -> None:
+        """Something that happened to every live session."""
+        for live in self._by_id.values():
+            live.note(kind, detail)
 
     async def flush(self) -> None:
         """Make what was written safe from a loss of power."""
