@@ -88,11 +88,13 @@ def groups(draw: DrawFn) -> list[tuple[list[Call], float]]:
     return [(draw(sessions(f"s{i}")), draw(outcome)) for i in range(draw(st.integers(1, 4)))]
 
 
-def built(group: Sequence[tuple[list[Call], float]], builder: str) -> list[Trajectory]:
-    """The group's trajectories under `builder`."""
+def built(
+    group: Sequence[tuple[list[Call], float]], builder: str, limit: int | None = None
+) -> list[Trajectory]:
+    """The group's trajectories under `builder`, of at most `limit` tokens a trace."""
     made = []
     for i, (calls, outcome) in enumerate(group):
-        traces, ledger = find("builder", builder)().build(calls)
+        traces, ledger = find("builder", builder)(max_length=limit).build(calls)
         made.append(
             Trajectory(
                 session=calls[0].session,
@@ -124,6 +126,7 @@ def tokens(
     advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
     normalisation=st.sampled_from(["token", "sequence", "constant"]),
     stale=st.sampled_from([None, 1]),
+    limit=st.sampled_from([None, 9]),
 )
 def test_no_builder_changes_what_a_token_counts_for(
     reward: dict[str, object],
@@ -131,6 +134,7 @@ def test_no_builder_changes_what_a_token_counts_for(
     advantage: Estimator,
     normalisation: Normalisation,
     stale: int | None,
+    limit: int | None,
 ) -> None:
     """Any group: the same tokens with the same advantage and weight, to the bit, and one ledger."""
     config = GrpoConfig.model_validate(
@@ -138,7 +142,7 @@ def test_no_builder_changes_what_a_token_counts_for(
     )
     seen, books = [], []
     for builder in BUILDERS:
-        samples, ledger = prepare(built(group, builder), config, version=2)
+        samples, ledger = prepare(built(group, builder, limit), config, version=2)
         seen.append(tokens(samples, token_weights(samples, config) if samples else []))
         books.append(ledger)
     assert all(one == seen[0] for one in seen)
