@@ -1,54 +1,35 @@
-"""Both builders on sessions written by hand and on random ones."""
+"""The builders on sessions written by hand."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
 
+from drawn_sessions import call, showing
 from tugline import plugins
-from tugline.builders.base import Built
+from tugline.builders.ledger import per_call, per_trace, total
 from tugline.builders.per_request import PerRequest
 from tugline.builders.prefix_merging import PrefixMerging
-from tugline.errors import CaptureError, ConfigError
+from tugline.builders.tree import PrefixTree
+from tugline.errors import CaptureError, ConfigError, UnknownPlugin
+from tugline.node.parts import Parts
 from tugline.types import (
     Branch,
-    Call,
     Finish,
+    Image,
+    Ledger,
     Mode,
     Outcome,
+    Part,
     Reason,
-    Sampling,
-    Timings,
+    Task,
     TraceKind,
     VersionSpan,
 )
 
-BOTH = [PerRequest, PrefixMerging]
-
-
-def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: object) -> Call:
-    """One call whose logprob at each token names the call and the place."""
-    fields: dict[str, object] = {
-        "session": "s",
-        "number": number,
-        "dialect": "openai_chat",
-        "messages": (),
-        "sampling": Sampling(),
-        "prompt_ids": np.array(prompt, np.int32),
-        "sampled_ids": np.array(sampled, np.int32),
-        "logprobs": -(number + np.arange(1, len(sampled) + 1, dtype=np.float32) / 100),
-        "versions": (VersionSpan(3, 0, len(sampled)),) if len(sampled) else (),
-        "finish": Finish.STOP,
-        "engine": "e",
-        "timings": Timings(received=0.0),
-    }
-    return Call(**(fields | changes))  # type: ignore[arg-type]
+ALL = [PerRequest, PrefixMerging, PrefixTree]
 
 
 # --------------------------------------------------------------------------- by hand
@@ -119,7 +100,7 @@ def test_a_wrong_parent_is_verified_and_overruled() -> None:
     assert [trace.ids.tolist() for trace in built.traces] == [[1, 2], [1, 2, 3, 4, 5], [8, 8]]
 
 
-@pytest.mark.parametrize("builder", BOTH)
+@pytest.mark.parametrize("builder", ALL)
 def test_answer_nobody_saw_is_masked(builder: type[PerRequest]) -> None:
     """A harness that hung up never acted on the answer: kept as context, not trained."""
     gone = call(0, [1, 2], [3, 4], outcome=Outcome.CLIENT_GONE, finish=Finish.ABORT)
@@ -130,7 +111,7 @@ def test_answer_nobody_saw_is_masked(builder: type[PerRequest]) -> None:
     assert built.ledger.trained == 1
 
 
-@pytest.mark.parametrize("builder", BOTH)
+@pytest.mark.parametrize("builder", ALL)
 def test_echo_proves_that_the_answer_was_seen(builder: type[PerRequest]) -> None:
     """A later prompt that carries the answer on, id for id, takes the mask away."""
     gone = call(0, [1, 2], [3, 4], outcome=Outcome.CLIENT_GONE, finish=Finish.ABORT)
@@ -138,7 +119,7 @@ def test_echo_proves_that_the_answer_was_seen(builder: type[PerRequest]) -> None
     assert (built.ledger.trained, built.ledger.masked) == (3, {})
 
 
-@pytest.mark.parametrize("builder", BOTH)
+@pytest.mark.parametrize("builder", ALL)
 @pytest.mark.parametrize(
     ("how", "reason"),
     [({"finish": Finish.ABORT}, Reason.ABORTED), ({"kind": TraceKind.SIDE}, Reason.SIDE_CALL)],
@@ -152,7 +133,7 @@ def test_an_answer_told_to_stop_and_a_side_call_are_context_only(
     assert built.ledger.trained == 1
 
 
-@pytest.mark.parametrize("builder", BOTH)
+@pytest.mark.parametrize("builder", ALL)
 def test_a_sub_agents_trace_is_linked_to_the_call_that_started_it(
     builder: type[PerRequest],
 ) -> None:
@@ -180,14 +161,14 @@ def test_a_compaction_is_linked_to_what_it_summarises() -> None:
     assert first.kind is TraceKind.MAIN
 
 
-@pytest.mark.parametrize("builder", BOTH)
+@pytest.mark.parametrize("builder", ALL)
 def test_an_answer_is_trained_as_far_as_its_lost_engine_got(builder: type[PerRequest]) -> None:
     """What was sampled before the last replica died was sampled on policy."""
     lost = call(0, [1], [2, 3], outcome=Outcome.ENGINE_LOST, finish=Finish.ABORT)
     assert builder().build([lost]).ledger.trained == 2
 
 
-@pytest.mark.parametrize("builder", BOTH)
+@pytest.mark.parametrize("builder", ALL)
 def test_tokens_that_nobody_saw_are_in_the_ledger(builder: type[PerRequest]) -> None:
     """An engine that tells only text gives no trace, and a reason for every token."""
     text = call(1, [], [], mode=Mode.TEXT, unseen=7)
@@ -195,6 +176,7 @@ def test_tokens_that_nobody_saw_are_in_the_ledger(builder: type[PerRequest]) -> 
     assert built.ledger.dropped == {Reason.NO_TOKEN_IDS: 7}
     assert (built.ledger.sampled, built.ledger.trained) == (9, 2)
     assert built.traces[-1].parent == (0 if builder is PerRequest else None)
+    assert per_call([text], [])[1] == Ledger(sampled=7, dropped={Reason.NO_TOKEN_IDS: 7})
 
 
 def test_versions_within_one_answer_stay_apart() -> None:
@@ -213,19 +195,156 @@ def test_max_length_keeps_the_exact_beginning() -> None:
     assert (ledger.trained, ledger.dropped) == (3, {Reason.OVER_LENGTH: 1})
 
 
+@pytest.mark.parametrize("builder", ALL)
+def test_a_cut_trace_ends_with_an_answer(builder: type[PerRequest]) -> None:
+    """Context behind the last answer that fits would teach nothing, so it is not kept."""
+    turns = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 9, 9, 9], [5, 6], parent=0)]
+    assert PrefixMerging(max_length=6).build(turns).traces[0].ids.tolist() == [1, 2, 3, 4]
+    assert builder(max_length=6).build(turns).ledger.dropped == {Reason.OVER_LENGTH: 2}
+    assert builder(max_length=1).build(turns).traces[0].ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("builder", [PrefixMerging, PrefixTree])
+def test_a_question_aside_does_not_break_a_conversation_in_two(
+    builder: type[PrefixMerging],
+) -> None:
+    """A router asked about the whole conversation stands beside it; the work goes on unforked."""
+    calls = [
+        call(0, [1], [2]),
+        call(1, [1, 2, 7], [8], kind=TraceKind.SIDE, parent=0),
+        call(2, [1, 2, 3], [4], parent=0),
+    ]
+    traces, ledger = builder().build(calls)
+    assert [trace.ids.tolist() for trace in traces] == [[1, 2, 3, 4], [1, 2, 7, 8]]
+    assert [trace.kind for trace in traces] == [TraceKind.MAIN, TraceKind.SIDE]
+    assert (ledger.trained, ledger.masked) == (2, {Reason.SIDE_CALL: 1})
+    assert builder(train_side=True).build(calls).ledger == Ledger(sampled=3, trained=3)
+
+
+def test_a_title_that_comes_first_does_not_take_the_main_traces_place() -> None:
+    """The first call of the task itself begins the main trace, whatever was asked before it."""
+    calls = [call(0, [7], [8], kind=TraceKind.SIDE), call(1, [1], [2])]
+    kinds = [trace.kind for trace in PrefixMerging().build(calls).traces]
+    assert kinds == [TraceKind.SIDE, TraceKind.MAIN]
+
+
+def test_a_fork_tells_what_it_shares_with_its_parent() -> None:
+    """A trainer can take over the work of so many tokens from the parent's trace."""
+    turns = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 7, 9], [5], parent=0)]
+    assert [trace.shared for trace in PrefixMerging().build(turns).traces] == [0, 3]
+
+
+@pytest.mark.parametrize("builder", ALL)
+def test_a_trace_names_the_pictures_in_its_context(builder: type[PerRequest]) -> None:
+    """In order, once each, by the digest under which a segment keeps them."""
+    calls = [
+        call(0, [1, 0], [2], messages=showing("data:a")),
+        call(1, [1, 0, 2, 0], [3], parent=0, messages=showing("data:b")),
+    ]
+    last = builder().build(calls).traces[-1]
+    assert last.images == (Image("data:a").digest, Image("data:b").digest)
+
+
+@pytest.mark.parametrize("builder", ALL)
+def test_another_picture_is_another_context(builder: type[PerRequest]) -> None:
+    """Equal ids do not make two prompts equal if their placeholders stand for other pictures."""
+    calls = [
+        call(0, [1, 0], [2], messages=showing("data:a")),
+        call(1, [1, 0, 2, 5], [3], messages=showing("data:b")),
+    ]
+    first, second = builder().build(calls).traces
+    assert (first.images, second.images) == (
+        (Image("data:a").digest,),
+        (Image("data:b").digest,),
+    )
+    assert second.mask.tolist() == [False] * 4 + [True]
+
+
+def test_ledgers_add_up() -> None:
+    """Per call, per trace and in sum; an empty sum is an empty ledger."""
+    calls = [
+        call(0, [1, 2], [3, 4], outcome=Outcome.CLIENT_GONE),
+        call(1, [1], [5, 6, 7]),
+    ]
+    traces, ledger = PrefixMerging(max_length=3).build(calls)
+    assert per_call(calls, traces) == {
+        0: Ledger(sampled=2, masked={Reason.CLIENT_GONE: 1}, dropped={Reason.OVER_LENGTH: 1}),
+        1: Ledger(sampled=3, trained=2, dropped={Reason.OVER_LENGTH: 1}),
+    }
+    assert [per_trace(trace) for trace in traces] == [
+        Ledger(sampled=1, masked={Reason.CLIENT_GONE: 1}),
+        Ledger(sampled=2, trained=2),
+    ]
+    assert total([ledger, ledger]) == Ledger(
+        sampled=10, trained=4, masked={Reason.CLIENT_GONE: 2}, dropped={Reason.OVER_LENGTH: 4}
+    )
+    assert total([]) == Ledger()
+
+
+# --------------------------------------------------------------------------- chosen by a task
+def task(builder: Part) -> Task:
+    """A task that names this builder."""
+    part = Part("shell", {"command": "true"})
+    return Task(id="t", instruction="", harness=part, evaluator=Part("tests", {}), builder=builder)
+
+
+def test_a_task_chooses_its_builder_by_name_or_by_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built in, ``module:Class`` or an entry point of an installed package; options go along."""
+    made = Parts().builder(task(Part("tree", {"max_length": 9})).builder)
+    assert isinstance(made, PrefixTree)
+    assert made.options.max_length == 9
+    (tmp_path / "theirs.py").write_text(
+        "class Own:\n    def __init__(self, **options):\n        self.options = options\n"
+    )
+    info = tmp_path / "theirs-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[tugline.builder]\nown = theirs:Own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("theirs:Own", "own"):
+        other = Parts().builder(task(Part(name, {"deep": 1})).builder)
+        assert type(other).__name__ == "Own"
+        assert other.options == {"deep": 1}  # type: ignore[attr-defined]
+    assert plugins.known("builder") == ["own", "per_request", "prefix_merging", "tree"]
+
+
+def test_a_wrong_builder_is_refused_at_the_door() -> None:
+    """Where a task comes in, not when its session is over."""
+    with pytest.raises(ConfigError, match=r"boundary is 'raw', must be 'exact' or 'canonical'"):
+        Parts().builder(Part("prefix_merging", {"boundary": "raw"}))
+    with pytest.raises(UnknownPlugin, match=r"unknown builder 'trees'; did you mean 'tree'"):
+        Parts().builder(Part("trees"))
+
+
 # --------------------------------------------------------------------------- refusals
-@pytest.mark.parametrize("name", ["per_request", "prefix_merging"])
+@pytest.mark.parametrize("name", ["per_request", "prefix_merging", "tree"])
 def test_unknown_option_is_named(name: str) -> None:
     """A misspelt option is refused by name, with what is known."""
     with pytest.raises(ConfigError, match=rf"{name}.*'max_lenght'.*max_length"):
         plugins.find("builder", name)(max_lenght=3)
 
 
+@pytest.mark.parametrize("builder", ALL)
 @pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
-def test_wrong_length_is_named(value: object) -> None:
+def test_wrong_length_is_named(builder: type[PerRequest], value: object) -> None:
     """A limit that is no positive whole number is refused with its value."""
     with pytest.raises(ConfigError, match=f"max_length is {value!r}"):
-        PrefixMerging(max_length=value)
+        builder(max_length=value)
+
+
+@pytest.mark.parametrize("builder", ALL)
+def test_a_wrong_switch_is_named(builder: type[PerRequest]) -> None:
+    """So is a word where true or false is wanted, and the builder that was told it."""
+    with pytest.raises(ConfigError, match="train_side is 'yes', must be true or false"):
+        builder(train_side="yes")
+
+
+def test_a_call_that_is_there_twice_is_refused() -> None:
+    """Its tokens would be counted twice, or two sessions were mixed up."""
+    with pytest.raises(CaptureError, match="session s: call 0 is there twice"):
+        PrefixMerging().build([call(0, [1], [2]), call(0, [1], [2])])
 
 
 @pytest.mark.parametrize(
@@ -242,124 +361,3 @@ def test_incomplete_call_is_refused(changes: dict[str, object], field: str) -> N
     """A call without its ids, logprobs or versions is an error that names the call."""
     with pytest.raises(CaptureError, match=rf"call 0 of session s: .*{field}"):
         PrefixMerging().build([call(0, [1], [2, 3], **changes)])
-
-
-# --------------------------------------------------------------------------- any session
-@st.composite
-def sessions(draw: DrawFn) -> list[Call]:
-    """A session grown call by call; few distinct ids, so accidental prefixes happen."""
-    ids = st.lists(st.integers(0, 2), max_size=4)
-    grown: list[Call] = []
-    for number in range(draw(st.integers(1, 9))):
-        base = draw(st.sampled_from(grown)) if grown else None
-        how = draw(st.sampled_from(["continue", "twin", "edit", "fresh"])) if base else "fresh"
-        prompt: list[int] = [draw(st.integers(0, 2)), *draw(ids)]
-        if base is not None and how != "fresh":
-            whole = [*base.prompt_ids.tolist(), *base.sampled_ids.tolist()]
-            if how == "continue":
-                prompt = whole + prompt
-            elif how == "twin":
-                prompt = base.prompt_ids.tolist()
-            else:
-                prompt = whole[: draw(st.integers(0, len(whole)))] + prompt
-        told = draw(st.sampled_from(["right", "none", "wrong"]))
-        parent = {"right": base and base.number, "none": None, "wrong": draw(st.integers(0, 9))}
-        grown.append(
-            call(
-                number,
-                prompt,
-                draw(ids),
-                parent=parent[told] if parent[told] != number else None,
-                finish=draw(st.sampled_from(Finish)),
-                outcome=draw(st.sampled_from(Outcome)),
-            )
-        )
-    return draw(st.permutations(grown))
-
-
-def trained_pairs(built: Built, calls: Sequence[Call]) -> Counter[tuple[object, ...]]:
-    """Every trained token as (call, context, token, logprob); checks its context on the way."""
-    by_number = {one.number: one for one in calls}
-    pairs: Counter[tuple[object, ...]] = Counter()
-    for trace in built.traces:
-        covered = np.zeros(len(trace.ids), np.bool_)
-        for span in trace.spans:
-            covered[span.start : span.end] = True
-            origin = by_number[span.call]
-            whole = np.concatenate([origin.prompt_ids, origin.sampled_ids])
-            assert np.array_equal(trace.ids[: span.end], whole[: span.end])
-            assert trace.mask[span.start : span.end].all() == (span.masked is None)
-            for at in range(span.start, span.end):
-                offset = at - len(origin.prompt_ids)
-                assert trace.logprobs[at] == origin.logprobs[offset]
-                if trace.mask[at]:
-                    context = tuple(trace.ids[:at].tolist())
-                    pairs[origin.number, context, int(trace.ids[at]), offset] += 1
-        assert not trace.mask[~covered].any()
-        assert not trace.logprobs[~covered].any()
-    return pairs
-
-
-@given(sessions(), st.none() | st.integers(1, 12))
-def test_builders_train_the_same_tokens_in_their_exact_contexts(
-    calls: list[Call], limit: int | None
-) -> None:
-    """On any session: contexts exact, each token once, ledgers balanced and equal, same tokens."""
-    plain = PerRequest(max_length=limit).build(calls)
-    merged = PrefixMerging(max_length=limit).build(calls)
-    pairs = trained_pairs(plain, calls)
-    assert pairs == trained_pairs(merged, calls)
-    assert max(pairs.values(), default=1) == 1
-    assert plain.ledger == merged.ledger
-    assert plain.ledger.balanced
-    assert plain.ledger.sampled == sum(len(one.sampled_ids) for one in calls)
-    assert plain.ledger.trained == pairs.total()
-    assert all(len(trace.ids) <= (limit or 99) for trace in merged.traces)
-
-
-@given(sessions())
-def test_only_untrained_tokens_have_a_reason(calls: list[Call]) -> None:
-    """Without a limit: a token is trained unless its call was aborted or never heard."""
-    built = PrefixMerging().build(calls)
-    masked = {span.call for trace in built.traces for span in trace.spans if span.masked}
-    for one in calls:
-        whole = [*one.prompt_ids.tolist(), *one.sampled_ids.tolist()]
-        echoed = any(
-            later.number > one.number and later.prompt_ids.tolist()[: len(whole)] == whole
-            for later in calls
-        )
-        aborted = one.outcome is Outcome.COMPLETE and one.finish is Finish.ABORT
-        if one.number in masked:
-            assert aborted or one.outcome is Outcome.CLIENT_GONE
-        elif len(one.sampled_ids):
-            assert not aborted
-            assert one.outcome is not Outcome.CLIENT_GONE or echoed
-
-
-@given(sessions(), st.randoms())
-def test_order_of_arrival_does_not_matter(calls: list[Call], random: object) -> None:
-    """Calls are numbered, so a shuffled recording gives the same traces."""
-    shuffled = list(calls)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = PrefixMerging().build(calls), PrefixMerging().build(shuffled)
-    assert one.ledger == other.ledger
-    assert [t.ids.tolist() for t in one.traces] == [t.ids.tolist() for t in other.traces]
-    assert [t.spans for t in one.traces] == [t.spans for t in other.traces]
-
-
-@given(sessions())
-def test_exact_continuations_of_an_open_trace_never_fork(calls: list[Call]) -> None:
-    """A new trace appears only where no trace, as it then stood, began the call's prompt."""
-    built = PrefixMerging().build(calls)
-    first = {i: t.spans[0].call for i, t in enumerate(built.traces) if t.spans}
-    tips: dict[int, list[int]] = {}
-    for one in sorted(calls, key=lambda one: one.number):
-        prompt = one.prompt_ids.tolist()
-        home = next(
-            (i for i, t in enumerate(built.traces) for s in t.spans if s.call == one.number), None
-        )
-        if home is None:
-            return  # an empty answer leaves no span to find it by
-        if first[home] == one.number:
-            assert not any(prompt[: len(tip)] == tip for tip in tips.values())
-        tips[home] = prompt + one.sampled_ids.tolist()

@@ -203,7 +203,9 @@ class _Sorting:
         self._images: dict[int, tuple[str, ...]] = {}
 
     def place(self, call: Call) -> None:
-        images = self._pictures(call)
+        self._images[call.number] = images = self._pictures(call)
+        if call.mode is Mode.TEXT:
+            return
         chain = self._fitting(call, images)
         if chain is None:
             chain = Chain(call, *self._standing(call), images)
@@ -211,7 +213,7 @@ class _Sorting:
         else:
             chain.add(call, images)
         self._owner[call.number] = chain
-        self._by_number[call.number], self._images[call.number] = call, images
+        self._by_number[call.number] = call
         if call.kind is not TraceKind.SIDE:
             self._latest[call.thread] = call.number
 
@@ -263,16 +265,16 @@ class _Sorting:
 
 
 def checked(calls: Iterable[Call]) -> list[Call]:
-    """Calls with ids, by number; of text-only ones nothing can be made. Raises `CaptureError`."""
+    """Calls in the order of their numbers. Raises `CaptureError` on one that lacks something."""
     ordered = sorted(calls, key=lambda call: call.number)
     for one, other in pairwise(ordered):
         if one.number == other.number:
             msg = f"session {one.session}: call {one.number} is there twice"
             raise CaptureError(msg)
-    kept = [call for call in ordered if call.mode is not Mode.TEXT]
-    for call in kept:
-        _check(call)
-    return kept
+    for call in ordered:
+        if call.mode is not Mode.TEXT:
+            _check(call)
+    return ordered
 
 
 def _check(call: Call) -> None:

@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from tugline.builders.base import Answer, Line, Options, checked, common, trace, untrained
-from tugline.types import Call, Finish, Ids, Trace, TraceKind
+from tugline.types import Call, Finish, Ids, Mode, Trace, TraceKind
 
 
 def traces(calls: Iterable[Call], options: Options) -> list[Trace]:
@@ -55,7 +55,8 @@ def unplaced(calls: Iterable[Call]) -> frozenset[int]:
 
 def _chains(calls: Iterable[Call]) -> list[list[Call]]:
     found: list[list[Call]] = []
-    for call in sorted(checked(calls), key=lambda call: (len(call.prompt_ids), call.number)):
+    with_ids = (call for call in checked(calls) if call.mode is not Mode.TEXT)
+    for call in sorted(with_ids, key=lambda call: (len(call.prompt_ids), call.number)):
         asked = call.prompt_ids
         fitting = [c for c in found if common(c[-1].prompt_ids, asked) == len(c[-1].prompt_ids)]
         if fitting:

@@ -90,25 +90,31 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
         parts = [np.arange(r.end - r.start, dtype=np.int32) + r.depth for r in self.runs]
         return np.concatenate([np.empty(0, np.int32), *parts], dtype=np.int32)
 
-    def views(self) -> tuple[Trace, ...]:
-        """A trace per branch of each session; each sampled token is covered in one of them.
+    def path(self, run: int | None) -> list[slice]:
+        """Where the tokens from the root to the end of a run are."""
+        return [slice(self.runs[i].start, self.runs[i].end) for i in self._up(run)][::-1]
+
+    def views(self) -> dict[str, tuple[Trace, ...]]:
+        """By session: a trace per branch; each sampled token is covered in one of them.
 
         A trace that another one of its session goes on with is part of that one's view.
         """
         owner = self._owners()
-        first = {view: number for number, view in reversed(list(enumerate(owner)))}
-        order = sorted(first, key=first.__getitem__)
-        index = {view: i for i, view in enumerate(order)}
         of_source = np.array([owner[source.trace] for source in self.sources], np.int32)
-        made: list[Trace] = []
-        for view in order:
-            above = self.members[first[view]].parent
-            parent = None if above is None or owner[above] == view else index[owner[above]]
+        made: dict[str, list[Trace]] = {}
+        index: dict[int, int] = {}
+        for first, view in enumerate(owner):
+            if view in index:
+                continue
+            mine = made.setdefault(self.members[first].session, [])
+            above = self.members[first].parent
+            parent = None if above is None else index.get(owner[above])
             trace = self._view(view, of_source, parent)
-            if parent is not None and parent < len(made):
-                trace = msgspec.structs.replace(trace, shared=shared(made[parent], trace))
-            made.append(trace)
-        return tuple(made)
+            if parent is not None:
+                trace = msgspec.structs.replace(trace, shared=shared(mine[parent], trace))
+            index[view] = len(mine)
+            mine.append(trace)
+        return {session: tuple(traces) for session, traces in made.items()}
 
     def _owners(self) -> list[int]:
         """For each member the one whose view holds it: itself, or one of its session beyond it."""
@@ -117,21 +123,20 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
         deepest_first = sorted(enumerate(self.members), key=lambda one: (-one[1].length, one[0]))
         for number, member in deepest_first:
             owner[number] = passed.get((member.session, member.run), number)
-            for run in self._way(member.run):
+            for run in self._up(member.run):
                 if passed.setdefault((member.session, run), number) != number:
                     break
         return owner
 
-    def _way(self, run: int | None) -> Iterator[int]:
-        """From a run up to its root."""
+    def _up(self, run: int | None) -> Iterator[int]:
+        """From a run to its root."""
         while run is not None:
             yield run
             run = self.runs[run].parent
 
     def _view(self, number: int, of_source: Ids, parent: int | None) -> Trace:
         member = self.members[number]
-        way = [self.runs[run] for run in reversed(list(self._way(member.run)))]
-        at = [slice(run.start, run.end) for run in way]
+        at = self.path(member.run)
         source = np.concatenate([self.source[part] for part in at])
         mine = source >= 0
         mine[mine] = of_source[source[mine]] == number
@@ -214,7 +219,7 @@ class _Node:
 def grow(sessions: Mapping[str, Sequence[Trace]]) -> Tree:
     """One tree of the traces of a session, or of all samples of a group, by session id.
 
-    Takes what any builder made; of `per_request` it makes the same tree.
+    Takes what any builder made.
     """
     roots: dict[tuple[str, ...], _Node] = {}
     sources: list[Source] = []
@@ -290,5 +295,5 @@ class PrefixTree(Builder):
 
     def build(self, calls: Sequence[Call]) -> Built:
         """A trace per branch; where none forks, the same as `prefix_merging` makes."""
-        made = self.tree(calls).views()
+        made = self.tree(calls).views().get(calls[0].session, ()) if calls else ()
         return Built(made, balance(calls, made))

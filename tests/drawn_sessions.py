@@ -1,0 +1,178 @@
+"""Calls written by hand, and whole sessions made of drawn bytes.
+
+A session is grown call by call the way harnesses do it: going on, asking again, many answers to one
+prompt, edits, compaction, sub-agents, titles, pictures, engines that render anew or tell only
+text. There are few distinct ids, so that accidental prefixes happen; byte 0 is always the plainest
+choice, so that a failing example shrinks to a simple one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Image,
+    Message,
+    Mode,
+    Outcome,
+    Role,
+    Sampling,
+    Timings,
+    TraceKind,
+    VersionSpan,
+)
+
+
+def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: Any) -> Call:
+    """One call whose logprob at each token names the call and the place."""
+    fields: dict[str, Any] = {
+        "session": "s",
+        "number": number,
+        "dialect": "openai_chat",
+        "messages": (),
+        "sampling": Sampling(),
+        "prompt_ids": np.array(prompt, np.int32),
+        "sampled_ids": np.array(sampled, np.int32),
+        "logprobs": -(number + np.arange(1, len(sampled) + 1, dtype=np.float32) / 100),
+        "versions": (VersionSpan(3, 0, len(sampled)),) if len(sampled) else (),
+        "finish": Finish.STOP,
+        "engine": "e",
+        "timings": Timings(received=0.0),
+    }
+    return Call(**(fields | changes))
+
+
+def showing(*urls: str) -> tuple[Message, ...]:
+    """The messages of a call that adds these pictures."""
+    return tuple(Message(Role.USER, images=(Image(url),)) for url in urls)
+
+
+def whole(one: Call) -> list[int]:
+    """All ids that a call leaves behind."""
+    return [*one.prompt_ids.tolist(), *one.sampled_ids.tolist()]
+
+
+class Drawn(NamedTuple):
+    """A session in an order of arrival, and which pictures each call's prompt holds."""
+
+    calls: list[Call]
+    images: dict[int, tuple[str, ...]]
+
+
+class _Bytes:
+    """Choices read from drawn bytes; 0 once they are used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._left = iter(data)
+
+    def below(self, n: int) -> int:
+        return next(self._left, 0) % n
+
+    def ids(self, most: int = 4) -> list[int]:
+        return [self.below(3) for _ in range(self.below(most + 1))]
+
+
+_WAYS = ("on", "on", "on", "again", "edit", "compact", "agent", "side", "fresh", "rerendered")
+_FINISH = (Finish.STOP, Finish.STOP, Finish.LENGTH, Finish.ABORT)
+_OUTCOME = (Outcome.COMPLETE, Outcome.COMPLETE, Outcome.CLIENT_GONE, Outcome.ENGINE_LOST)
+
+
+def session(data: bytes, name: str = "s") -> Drawn:
+    """The session that these bytes spell."""
+    draw = _Bytes(data)
+    grown: list[Call] = []
+    seen: dict[int, tuple[str, ...]] = {}
+    for number in range(1 + draw.below(9)):
+        one, pictures = _next(draw, number, grown, seen)
+        grown.append(_ended(draw, one, name))
+        seen[number] = pictures
+    random.Random(draw.below(256)).shuffle(grown)
+    return Drawn(grown, seen)
+
+
+def _next(
+    draw: _Bytes, number: int, grown: list[Call], seen: dict[int, tuple[str, ...]]
+) -> tuple[Call, tuple[str, ...]]:
+    """A call's question: its prompt, its links, and the pictures that its prompt holds."""
+    back = draw.below(2 * len(grown)) if grown else 0
+    base = grown[-1 - back if back < len(grown) else -1] if grown else None
+    way = _WAYS[draw.below(len(_WAYS))]
+    fresh = [draw.below(3), *draw.ids()]
+    new = ("", "data:a", "data:b")[draw.below(3)] if draw.below(4) == 3 else ""
+    added = showing(new) if new else ()
+    if base is None or way == "fresh":
+        return call(number, fresh, [], messages=added), _digests(added)
+    links: dict[str, Any] = {"parent": base.number, "thread": base.thread}
+    if way in ("on", "rerendered"):
+        known = seen[base.number]
+        prompt = whole(base) + fresh
+        if way == "rerendered":
+            prompt = whole(base)[: draw.below(len(whole(base)) + 1)] + fresh
+            links |= {"branch": Branch.ENGINE_RERENDERED, "mode": Mode.OBSERVED}
+        elif draw.below(4) == 3:  # the recorded parent is missing or wrong
+            links["parent"] = (None, draw.below(10))[draw.below(2)]
+            links["parent"] = None if links["parent"] == number else links["parent"]
+            everything = tuple(_URL[one] for one in known)
+            branch = None if links["parent"] is None else Branch.HISTORY_EDITED
+            links |= {"branch": branch, "messages": showing(*everything) + added}
+        return call(number, prompt, [], **({"messages": added} | links)), known + _digests(added)
+    prompt = base.prompt_ids.tolist() or fresh
+    if way == "again":
+        known = seen[base.number]
+        shown = showing(*(_URL[one] for one in known))
+        links |= {"parent": None, "messages": shown}
+        return call(number, prompt, [], **links), known
+    if way == "edit":
+        prompt = whole(base)[: draw.below(len(whole(base)) + 1)] + fresh
+        links["branch"] = Branch.HISTORY_EDITED
+    elif way == "compact":
+        prompt = prompt[: 1 + draw.below(len(prompt))] + fresh
+        links["branch"] = Branch.COMPACTED
+    elif way == "agent":
+        prompt = fresh
+        links |= {"branch": Branch.NEW_THREAD, "kind": TraceKind.SUBAGENT, "thread": f"t{number}"}
+        links["parent_thread"] = (base.thread, None)[draw.below(2)]
+    elif way == "side":
+        prompt = (fresh, whole(base) + fresh)[draw.below(2)]
+        links |= {"kind": TraceKind.SIDE, "parent": None}
+    return call(number, prompt, [], **(links | {"messages": added})), _digests(added)
+
+
+def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
+    """The same call with an answer."""
+    sampled = draw.ids()
+    swap = draw.below(len(sampled) + 1)
+    spans = (VersionSpan(3, 0, swap), VersionSpan(4, swap, len(sampled)))
+    fields = {one: getattr(asked, one) for one in asked.__struct_fields__}
+    fields |= {
+        "session": name,
+        "finish": _FINISH[draw.below(4)],
+        "outcome": _OUTCOME[draw.below(4)],
+        "stop": "x" if draw.below(8) == 7 else None,
+        "versions": tuple(span for span in spans if span.start < span.end),
+    }
+    for derived in ("number", "prompt_ids", "sampled_ids", "logprobs"):
+        del fields[derived]
+    if draw.below(10) == 9:
+        return call(
+            asked.number, [], [], **(fields | {"mode": Mode.TEXT, "unseen": 5, "versions": ()})
+        )
+    return call(asked.number, asked.prompt_ids.tolist(), sampled, **fields)
+
+
+_URL = {Image(url).digest: url for url in ("data:a", "data:b")}
+
+
+def _digests(messages: Sequence[Message]) -> tuple[str, ...]:
+    return tuple(image.digest for message in messages for image in message.images)
+
+
+SESSIONS = st.binary(min_size=150, max_size=150).map(session)
