@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -106,7 +107,7 @@ async def _one(
 # --------------------------------------------------------------------------- on the terminal
 def _show(judged: Judged) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{judged.session}[/] {judged.segment}")
+    console.print(f"[bold]{escape(judged.session)}[/] {escape(judged.segment)}")
     if judged.error is not None:
         console.print(judged.error, style="red", markup=False)
         return
@@ -142,6 +143,6 @@ def _show_sum(sums: Total) -> None:
     checks = ", ".join(f"{count} {name}" for name, count in sums.checks.items() if count)
     colour = "red" if sums.failed else "green"
     console.print(
-        f"[{colour}]{sums.sessions} sessions, {sums.failed} of them failed[/]; "
+        f"[{colour}]sessions: {sums.sessions}, {sums.failed} failed[/]; "
         f"turns: {seams or 'none'}; checks: {checks or 'none'}"
     )

@@ -47,8 +47,8 @@ class Texts:
     """Reads answers back; tokenizers and templates are made once for many sessions."""
 
     def __init__(self, tokenizer: Path | None = None) -> None:
-        """`tokenizer` is used in place of the one beside a segment."""
-        self._other = tokenizer
+        """`tokenizer` is used in place of those beside the segments. Raises `ConfigError`."""
+        self._other = None if tokenizer is None else Tokenizer.load(tokenizer)
         self._tokenizers: dict[tuple[Path, str], Tokenizer | None] = {}
         self._renderings: dict[tuple[Path, str, str, str], Rendering] = {}
 
@@ -78,7 +78,7 @@ class Texts:
     def _tokenizer(self, segment: Path, header: Header) -> Tokenizer:
         key = (segment.parent, header.tokenizer)
         if key not in self._tokenizers:
-            self._tokenizers[key] = tokenizer_of(segment, header, self._other)
+            self._tokenizers[key] = self._other or tokenizer_of(segment, header)
         tokenizer = self._tokenizers[key]
         if tokenizer is None:
             msg = "no tokenizer is kept beside the segment; give --tokenizer"

@@ -1,0 +1,128 @@
+"""Sessions as a gateway records them, for verifying: of a scripted engine, or of a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from msgspec.structs import replace
+
+from inference.tiny_model import tiny
+from rig import ASK, RENDERING, TOOLS, in_turn, rig
+from tugline.capture import segments
+from tugline.capture.segments import Segment, Writer
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.upstream import Upstream
+from tugline.inference.engine import Engine
+from tugline.inference.server import create_app
+from tugline.serving import serve
+from tugline.types import Call, Part, Sampling, Session, Task
+from tugline.verification.findings import Judged
+from tugline.verification.judge import judge
+from tugline.verification.texts import Texts
+
+LOOK = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
+WINDOW = 700
+
+
+def read_in(folder: Path) -> tuple[Path, Segment]:
+    """The one segment below a folder."""
+    (path,) = folder.rglob("*.seg")
+    return path, segments.read(path)
+
+
+def judged(folder: Path, tokenizer: Path | None = None) -> Judged:
+    """What is found out about it."""
+    return judge(*read_in(folder), Texts(tokenizer))
+
+
+def result(name: str, text: str) -> dict[str, Any]:
+    """What a tool said, in Anthropic's words."""
+    content = {"type": "tool_result", "tool_use_id": name, "content": text}
+    return {"role": "user", "content": [content]}
+
+
+async def work(folder: Path) -> None:
+    """Four calls: a tool is used, its arguments come back reordered, then history is rewritten."""
+    async with rig(folder, in_turn(f"Let me look.\n{LOOK}", "It is mended.", "Again.")) as it:
+        reply = await it.ask()
+        text, use = reply["content"]
+        use["input"] = {"n": 1, "path": "a.py"}
+        told = [*ASK, {"role": "assistant", "content": [text, use]}, result(use["id"], "def f")]
+        reply = await it.ask(told)
+        more = [
+            {"role": "assistant", "content": reply["content"]},
+            {"role": "user", "content": "?"},
+        ]
+        await it.ask([*told, *more])
+        await it.ask([{"role": "user", "content": "Mend it, please."}, *told[1:], *more])
+
+
+def rewritten(path: Path, segment: Segment, change: Callable[[Call], Call]) -> None:
+    """Write the segment anew with changed calls."""
+    path.unlink()
+    with Writer(path, segment.header, sync=False) as writer:
+        for call in segment.calls:
+            writer.append(change(call))
+        if segment.result is not None:
+            writer.note(segment.result)
+
+
+def changed(number: int, **fields: Any) -> Callable[[Call], Call]:
+    """A change of one call."""
+    return lambda call: replace(call, **fields) if call.number == number else call
+
+
+@dataclass
+class Modelled:
+    """A tiny model behind a gateway, and the requests' way in."""
+
+    engine: Engine
+    url: str
+    http: aiohttp.ClientSession
+    base: str
+
+    async def ask(self, messages: Sequence[Any], **fields: Any) -> dict[str, Any]:
+        """One whole answer of at most 40 tokens."""
+        body = {"model": "m", "max_tokens": 40, "messages": list(messages), "tools": TOOLS}
+        async with self.http.post(f"{self.base}/v1/messages", json=body | fields) as response:
+            reply: dict[str, Any] = await response.json()
+            assert response.status == 200, reply
+            return reply
+
+    async def talk(self, turns: int) -> None:
+        """So many calls, of which each goes on from the one before."""
+        messages = list(ASK)
+        for number in range(turns):
+            reply = await self.ask(messages)
+            messages.append({"role": "assistant", "content": reply["content"] or "-"})
+            messages.append({"role": "user", "content": f"And {number}?"})
+
+
+@contextlib.asynccontextmanager
+async def modelled(
+    folder: Path, sampling: Sampling | None = None, window: int = WINDOW
+) -> AsyncIterator[Modelled]:
+    """A session that is open, and whose engine is up, while the block lasts."""
+    task = Task(
+        id="t",
+        instruction="",
+        harness=Part("shell"),
+        evaluator=Part("tests"),
+        sampling=sampling or Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=1),
+    )
+    stops = RENDERING.stop_ids
+    async with (
+        Engine(tiny(), eos_ids=stops, max_model_len=window, threads=1) as engine,
+        serve(create_app(engine, model_name="m", tokenizer=RENDERING.tokenizer)) as url,
+        Gateway(Upstream(url, Embedded()), RENDERING, folder) as gateway,
+        gateway.open(Session(id="s1", task="t", sample=0), task) as opened,
+    ):
+        headers = {"x-api-key": opened.key, "anthropic-version": "2023-06-01"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            yield Modelled(engine, url, http, opened.base_url)

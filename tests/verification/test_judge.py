@@ -1,0 +1,334 @@
+"""A recorded session passes as it is, and every kind of falsehood in it is found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rig import RENDERING, ids, rig, says
+from tugline.builders.base import Built
+from tugline.builders.prefix_merging import PrefixMerging
+from tugline.capture.records import Header, Result
+from tugline.capture.segments import Segment, Writer, conclude
+from tugline.gateway.decoder import Decoder
+from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
+from tugline.types import (
+    Call,
+    Finish,
+    Message,
+    Mode,
+    Outcome,
+    Part,
+    Role,
+    Sampling,
+    Session,
+    Status,
+    Task,
+    Timings,
+    ToolCall,
+    VersionSpan,
+)
+from tugline.verification.findings import Seam, Verdict, total
+from tugline.verification.judge import judge
+from tugline.verification.texts import Texts
+from verification.recording import LOOK, changed, judged, read_in, rewritten, work
+
+LONG = " ".join(f"word{i}" for i in range(40))
+
+
+async def test_a_session_passes_and_says_how_each_turn_goes_on(tmp_path: Path) -> None:
+    """Exact, healed and forked are told apart; every check passes; what is missing is noted."""
+    await work(tmp_path)
+    found = judged(tmp_path)
+    seams = [(turn.status, turn.why) for turn in found.turns]
+    assert seams == [
+        (Seam.EXACT, ""),
+        (Seam.HEALED, "arguments"),
+        (Seam.EXACT, ""),
+        (Seam.FORKED, "history_edited"),
+    ]
+    fork = found.turns[3]
+    assert 0 < fork.shared < fork.prompt
+    assert {check.verdict for check in found.checks.values()} == {Verdict.PASS}
+    assert found.checks.keys() == {"seams", "text", "numbers", "ledger", "traces"}
+    assert found.notes == ["no result is recorded"]
+    assert not found.failed
+    sums = total([found])
+    assert (sums.sessions, sums.failed, sums.turns["exact"]) == (1, 0, 2)
+
+
+def _flip(call: Call) -> Call:
+    sampled = call.sampled_ids.copy()
+    sampled[3] = RENDERING.tokenizer.encode("Z")[0]
+    return replace(call, sampled_ids=sampled) if call.number == 0 else call
+
+
+def _other_prompt(call: Call) -> Call:
+    prompt = call.prompt_ids.copy()
+    prompt[5] += 1
+    return replace(call, prompt_ids=prompt) if call.number == 1 else call
+
+
+def _likelier(value: float) -> Callable[[Call], Call]:
+    def change(call: Call) -> Call:
+        logprobs = call.logprobs.copy()
+        logprobs[2] = value
+        return replace(call, logprobs=logprobs) if call.number == 2 else call
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong", "words"),
+    [
+        (_flip, {"seams", "text"}, "call 0 was told as text 'Let me look.'"),
+        (_other_prompt, {"seams"}, "call 1 has only 5 of the"),
+        (_likelier(0.5), {"numbers"}, "call 2 has the logprob 0.5 at sampled token 2"),
+        (_likelier(np.nan), {"numbers", "traces"}, "call 2 has the logprob nan at sampled token 2"),
+        (changed(2, versions=()), {"numbers", "ledger", "traces"}, "versions for none of 7"),
+        (
+            changed(2, versions=(VersionSpan(0, 0, 9),)),
+            {"numbers", "ledger", "traces"},
+            "versions for 0-9 of 7",
+        ),
+        (changed(2, answer=Message(Role.ASSISTANT, "Never.")), {"text"}, "'Never.'; its ids: text"),
+        (changed(3, branch=None), {"seams"}, "call 3 has only"),
+        (changed(3, parent=7), {"seams"}, "goes on from call 7, which is not recorded"),
+    ],
+)
+async def test_what_is_false_is_found(
+    change: Callable[[Call], Call], wrong: set[str], words: str, tmp_path: Path
+) -> None:
+    """One changed id, number, text or link fails its check and is named with its call."""
+    await work(tmp_path)
+    path, segment = read_in(tmp_path)
+    rewritten(path, segment, change)
+    found = judged(tmp_path)
+    failed = {name for name, check in found.checks.items() if check.verdict is Verdict.FAIL}
+    assert failed == wrong
+    assert words in " ".join(fault for turn in found.turns for fault in turn.faults)
+    assert found.failed
+
+
+async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
+    """A result with the same books passes, one with others fails."""
+    await work(tmp_path)
+    path, segment = read_in(tmp_path)
+    ledger = PrefixMerging().build(segment.calls).ledger
+    conclude(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger))
+    found = judged(tmp_path)
+    assert found.checks["ledger"].verdict is Verdict.PASS
+    assert found.notes == []
+    wrong = replace(ledger, trained=ledger.trained - 1, masked={})
+    conclude(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=wrong))
+    assert judged(tmp_path).checks["ledger"].verdict is Verdict.FAIL
+
+
+class Careless:
+    """A builder that trains on another context than was sampled in."""
+
+    def build(self, calls: list[Call]) -> Built:
+        """Like the default one, but for an id of the prompt."""
+        traces, ledger = PrefixMerging().build(calls)
+        ids = traces[0].ids.copy()
+        ids[0] += 1
+        return Built((replace(traces[0], ids=ids), *traces[1:]), ledger)
+
+
+class Lossy:
+    """A builder that loses a trace."""
+
+    def build(self, calls: list[Call]) -> Built:
+        """Without the last trace, in a ledger that does not say so."""
+        traces, ledger = PrefixMerging().build(calls)
+        return Built(traces[:-1], replace(ledger, sampled=ledger.sampled + 1))
+
+
+@pytest.mark.parametrize(
+    ("builder", "ledger", "traces"),
+    [
+        (f"{__name__}:Careless", Verdict.PASS, Verdict.FAIL),
+        (f"{__name__}:Lossy", Verdict.FAIL, Verdict.FAIL),
+        ("nobody:Knows", Verdict.UNCHECKED, Verdict.UNCHECKED),
+    ],
+)
+async def test_a_builder_is_held_to_what_was_sampled(
+    builder: str, ledger: Verdict, traces: Verdict, tmp_path: Path
+) -> None:
+    """A wrong context, a lost trace and a builder that is not here are told apart."""
+    await work(tmp_path)
+    path, segment = read_in(tmp_path)
+    assert segment.header is not None
+    segment.header = replace(
+        segment.header, task=replace(segment.header.task, builder=Part(builder))
+    )
+    found = judge(path, segment, Texts())
+    assert (found.checks["ledger"].verdict, found.checks["traces"].verdict) == (ledger, traces)
+
+
+# --------------------------------------------------------------------------- reading ids
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_sequences": ["word20"]},
+        {"tool_choice": {"type": "tool", "name": "read"}},
+        {"tool_choice": {"type": "any"}},
+        {"max_tokens": 30},
+    ],
+    ids=["stop", "named", "any", "cut"],
+)
+async def test_answers_that_the_gateway_shaped_are_read_back(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    """Stop strings, forced tool calls and cut answers say what was told."""
+    answer = LOOK if "tool_choice" in fields else LONG
+    async with rig(tmp_path, says(answer)) as it:
+        reply = await it.ask(**fields)
+        assert reply["status"] == 200, reply
+    found = judged(tmp_path)
+    assert found.checks["text"].verdict is Verdict.PASS, found.checks
+    assert read_in(tmp_path)[1].calls[0].answer is not None
+
+
+async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(tmp_path: Path) -> None:
+    """Both halves say what was told, and the second goes on exactly from the first."""
+    async with rig(tmp_path, says(LONG, delay_s=0.004)) as it:
+        response = await it.post(it.body(stream=True))
+        await response.content.readany()
+        await asyncio.sleep(0.2)
+        response.close()
+        await asyncio.sleep(1.0)
+        assert (await it.ask())["content"][0]["text"] == LONG
+    found = judged(tmp_path)
+    path, segment = read_in(tmp_path)
+    assert [call.outcome for call in segment.calls] == [Outcome.CLIENT_GONE, Outcome.COMPLETE]
+    assert [turn.status for turn in found.turns] == [Seam.EXACT, Seam.EXACT]
+    assert not found.failed, found.checks
+    rewritten(path, segment, changed(0, answer=Message(Role.ASSISTANT, "word0 wort1")))
+    assert judged(tmp_path).checks["text"].verdict is Verdict.FAIL
+
+
+def _joined(pieces: list[Piece]) -> Message:
+    """What a harness that hung up was told."""
+    texts = [one.text for one in pieces if isinstance(one, TextDelta)]
+    thoughts = [one.text for one in pieces if isinstance(one, ReasoningDelta)]
+    calls = tuple(one for one in pieces if isinstance(one, ToolCall))
+    reasoning = "".join(thoughts) or None
+    return Message(Role.ASSISTANT, "".join(texts), tool_calls=calls, reasoning=reasoning)
+
+
+def _call(sampled: list[int], answer: Message | None, outcome: Outcome, stop: str) -> Call:
+    count = len(sampled)
+    return Call(
+        session="s",
+        number=0,
+        dialect="anthropic",
+        messages=(Message(Role.USER, "x"),),
+        answer=answer,
+        sampling=Sampling(temperature=1.0, stop=(stop,) if stop else ()),
+        prompt_ids=RENDERING.first((Message(Role.USER, "x"),), ()),
+        sampled_ids=np.asarray(sampled, np.int32),
+        logprobs=np.zeros(count, np.float32),
+        versions=(VersionSpan(0, 0, count),) if count else (),
+        finish=Finish.STOP,
+        outcome=outcome,
+        engine="embedded",
+        timings=Timings(0.0),
+    )
+
+
+HEADER = Header(
+    session=Session(id="s", task="t", sample=0),
+    task=Task(id="t", instruction="", harness=Part("shell"), evaluator=Part("tests")),
+    created=0.0,
+    tugline="0",
+    template="qwen3",
+    thinking_retention="all",
+)
+PIECES = st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", LOOK, "é\n", " a"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_whatever_is_sampled_reads_the_same_again(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Random ids, told in random pieces to the end or until hung up on, are read back alike."""
+    words = data.draw(st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=8))
+    sampled = ids("".join(words), end=data.draw(st.booleans()))
+    sampled += data.draw(st.lists(st.integers(0, RENDERING.tokenizer.size - 1), max_size=4))
+    gone, stop = data.draw(st.booleans()), data.draw(st.sampled_from(["", "a", "\n"]))
+    prompt = RENDERING.first((Message(Role.USER, "x"),), ())
+    decoder = Decoder(RENDERING, prompt[-64:], "0", stops=(stop,) if stop else ())
+    at = 0
+    pieces: list[Piece] = []
+    while at < len(sampled) and decoder.stopped is None:
+        more = sampled[at : at + data.draw(st.integers(1, 9))]
+        pieces += decoder.feed(np.asarray(more, np.int32))
+        at += len(more)
+    folder = tmp_path_factory.getbasetemp() / "tokenizer"
+    if not folder.exists():
+        folder.mkdir()
+        RENDERING.tokenizer.save(folder)
+    told = _joined(pieces) if gone else decoder.finish()[1]
+    outcome = Outcome.CLIENT_GONE if gone else Outcome.COMPLETE
+    call = _call(sampled[: decoder.cut], told, outcome, stop)
+    assert Texts(folder).faults(folder / "s.seg", HEADER, [call]) == {}
+    lie = replace(call, answer=replace(told, content=told.content + "!"))
+    assert Texts(folder).faults(folder / "s.seg", HEADER, [lie])
+
+
+# --------------------------------------------------------------------------- other modes
+def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, Segment]:
+    path = tmp_path / "s.0.seg"
+    call = replace(
+        _call(ids("Hi. "), Message(Role.ASSISTANT, content), Outcome.COMPLETE, ""), mode=mode
+    )
+    if mode is Mode.TEXT:
+        none = np.empty(0, np.int32)
+        empty = np.empty(0, np.float32)
+        call = replace(call, prompt_ids=none, sampled_ids=none, logprobs=empty, versions=())
+        call = replace(call, unseen=4)
+    with Writer(path, replace(HEADER, template="", mode=mode), sync=False) as writer:
+        writer.append(call)
+    return read_in(tmp_path)
+
+
+def test_an_observed_answer_is_checked_with_a_tokenizer_and_never_without(tmp_path: Path) -> None:
+    """No tokenizer: said so, not passed. With one, the told words must be among the sampled."""
+    path, segment = _observed(tmp_path, Mode.OBSERVED)
+    check = judge(path, segment, Texts()).checks["text"]
+    assert check.verdict is Verdict.UNCHECKED
+    assert "give --tokenizer" in check.detail
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    RENDERING.tokenizer.save(folder)
+    assert judge(path, segment, Texts(folder)).checks["text"].verdict is Verdict.PASS
+    lie = replace(segment.calls[0], answer=Message(Role.ASSISTANT, "Ho."))
+    segment.calls = (lie,)
+    assert judge(path, segment, Texts(folder)).checks["text"].verdict is Verdict.FAIL
+
+
+def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path: Path) -> None:
+    """Text mode is neither exact nor broken."""
+    found = judge(*_observed(tmp_path, Mode.TEXT), Texts())
+    assert [turn.status for turn in found.turns] == [Seam.UNTOLD]
+    assert found.turns[0].sampled == 4
+    assert found.checks["ledger"].verdict is Verdict.PASS
+    assert "4 no_token_ids" in found.checks["ledger"].detail
+
+
+def test_findings_are_json(tmp_path: Path) -> None:
+    """What a script reads has every verdict by its name."""
+    found = judge(*_observed(tmp_path, Mode.OBSERVED), Texts())
+    told = msgspec.json.decode(msgspec.json.encode(found))
+    assert told["turns"][0]["status"] == "exact"
+    assert told["checks"]["seams"] == {"verdict": "pass", "detail": ""}

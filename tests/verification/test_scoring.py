@@ -1,0 +1,157 @@
+"""Captured log probabilities are compared with the engine's own, where they mean the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from inference.tiny_model import tiny
+from rig import rig, says
+from tugline.errors import EngineError
+from tugline.types import LogprobMeaning, Sampling
+from tugline.verification.findings import Judged, Verdict, total
+from tugline.verification.judge import judge, judge_logprobs
+from tugline.verification.scoring import scorer_at
+from tugline.verification.texts import Texts
+from verification.recording import Modelled, changed, modelled, read_in, rewritten
+
+CLOSE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tiny models are slower on more threads, and tests share the machine."""
+    torch.set_num_threads(1)
+
+
+async def scored(folder: Path, it: Modelled) -> Judged:
+    """All checks of the session in `folder`, the engine's included."""
+    path, segment = read_in(folder)
+    found = judge(path, segment, Texts())
+    async with scorer_at(it.url) as scorer:
+        await judge_logprobs(found, segment, scorer)
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+async def test_a_true_session_is_within_rounding(temperature: float, tmp_path: Path) -> None:
+    """Every sampled token of a chain is scored, at the temperature it was drawn at."""
+    sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=1)
+    async with modelled(tmp_path, sampling) as it:
+        await it.talk(3)
+        found = await scored(tmp_path, it)
+    assert found.checks["engine"].verdict is Verdict.PASS
+    assert not found.failed, found.checks
+    assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
+    sums = total([found])
+    assert sums.max_dlogprob is not None
+    assert sums.max_dlogprob < CLOSE
+    assert sums.kl3 is not None
+    assert 0 <= sums.kl3 < CLOSE
+
+
+@pytest.mark.engine
+async def test_a_wrong_context_shows(tmp_path: Path) -> None:
+    """Some changed prompt ids put that turn, and no other, nats away."""
+    async with modelled(tmp_path) as it:
+        await it.talk(2)
+        path, segment = read_in(tmp_path)
+        call = segment.calls[1]
+        prompt = call.prompt_ids.copy()
+        prompt[-20:] = 65
+        rewritten(path, segment, changed(1, prompt_ids=prompt))
+        found = await scored(tmp_path, it)
+    first, second = found.turns
+    assert first.max_dlogprob is not None
+    assert first.max_dlogprob < CLOSE
+    assert second.mean_dlogprob is not None
+    assert second.mean_dlogprob > 0.1
+    assert found.checks["engine"].verdict is Verdict.FAIL
+    assert "call 1" in found.checks["engine"].detail
+
+
+@pytest.mark.engine
+async def test_other_weights_are_told_and_not_judged(tmp_path: Path) -> None:
+    """What an engine of another version says is shown, noted, and no verdict."""
+    async with modelled(tmp_path) as it:
+        await it.talk(1)
+        await it.engine.swap(tiny(7).state_dict(), 5)
+        found = await scored(tmp_path, it)
+        await it.talk(1)
+        both = await scored(tmp_path, it)
+    assert found.checks["engine"].verdict is Verdict.UNCHECKED
+    why = "sampled under weights of version 0, the engine has 5"
+    assert why in found.checks["engine"].detail
+    assert found.turns[0].max_dlogprob is not None
+    assert found.turns[0].max_dlogprob > 0.1
+    assert both.checks["engine"].verdict is Verdict.PASS
+    assert any(why in note for note in both.notes)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"sampling": Sampling(temperature=1.0, top_p=0.9, top_k=0)}, "top_p or top_k"),
+        ({"constrained": True}, "a grammar or a ban"),
+    ],
+)
+async def test_what_means_something_else_is_not_judged(
+    change: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    """Truncated and constrained draws have no counterpart; raw ones have, whatever was drawn."""
+    async with modelled(tmp_path) as it:
+        await it.talk(1)
+        path, segment = read_in(tmp_path)
+        rewritten(path, segment, changed(0, **change))
+        found = await scored(tmp_path, it)
+        assert found.checks["engine"].verdict is Verdict.UNCHECKED
+        assert why in found.checks["engine"].detail
+        raw = {**change, "logprob_meaning": LogprobMeaning.RAW}
+        rewritten(path, segment, changed(0, **raw))
+        found = await scored(tmp_path, it)
+        assert found.checks["engine"].verdict is Verdict.PASS
+
+
+@pytest.mark.engine
+async def test_what_lies_beyond_the_window_is_left_out(tmp_path: Path) -> None:
+    """An answer that fills the window is scored but for what the engine has no room for."""
+    async with modelled(tmp_path, window=530) as it:
+        await it.ask([{"role": "user", "content": "x" * 20}], max_tokens=400)
+        found = await scored(tmp_path, it)
+    (turn,) = found.turns
+    assert turn.prompt + turn.sampled == 530
+    assert turn.scored == turn.sampled - 1
+    assert found.checks["engine"].verdict is Verdict.PASS
+
+
+@pytest.mark.engine
+async def test_broken_numbers_are_not_compared(tmp_path: Path) -> None:
+    """A logprob that is none fails by itself; the engine is not asked."""
+    async with modelled(tmp_path) as it:
+        await it.talk(1)
+        path, segment = read_in(tmp_path)
+        logprobs = np.full_like(segment.calls[0].logprobs, np.inf)
+        rewritten(path, segment, changed(0, logprobs=logprobs))
+        found = await scored(tmp_path, it)
+    assert found.checks["numbers"].verdict is Verdict.FAIL
+    assert found.checks["engine"].verdict is Verdict.UNCHECKED
+
+
+async def test_an_engine_that_cannot_score_says_so(tmp_path: Path) -> None:
+    """No model, no server: an `EngineError` in one line, never a passed check."""
+    async with rig(tmp_path, says("Hi.")) as it:
+        await it.ask()
+        path, segment = read_in(tmp_path)
+        found = judge(path, segment, Texts())
+        url = it.gateway._upstream.replicas[0].url
+        async with scorer_at(url) as scorer:
+            with pytest.raises(EngineError, match="prompt_logprobs=0 cannot be served"):
+                await judge_logprobs(found, segment, scorer)
+    with pytest.raises(EngineError, match="no engine answers at"):
+        async with scorer_at("http://127.0.0.1:9"):
+            pass
