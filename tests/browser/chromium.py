@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import shutil
-import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
-    " --disable-background-networking --disable-component-update --disable-sync --mute-audio"
-    " --disable-dev-shm-usage --remote-debugging-port=0 --window-size=1400,900"
-).split()
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-quic", "--remote-debugging-port=0", "--window-size=1400,900"),
+]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -78,7 +77,7 @@ class Tab:
     async def until(self, condition: str, seconds: float = 30) -> None:
         """Wait until an expression is true."""
         async with asyncio.timeout(seconds):
-            while not await self.js(f"Boolean({condition})"):
+            while not await self.js(f"Boolean({condition})"):  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
 
     async def key(self, name: str) -> None:
@@ -97,11 +96,6 @@ class Tab:
         await self.send("Input.dispatchMouseEvent", type="mousePressed", **at)
         await self.send("Input.dispatchMouseEvent", type="mouseReleased", **at)
 
-    async def picture(self, path: Path) -> None:
-        """A PNG of what is seen."""
-        shot = await self.send("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
-
 
 @contextlib.asynccontextmanager
 async def chromium(profile: Path) -> AsyncIterator[Tab]:
@@ -109,25 +103,31 @@ async def chromium(profile: Path) -> AsyncIterator[Tab]:
     program = next(filter(None, map(shutil.which, NAMES)), None)
     assert program, "there is no Chromium: apt-get install chromium"
     command = [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            port = await _port(profile / "DevToolsActivePort")
-            async with aiohttp.ClientSession() as http:
-                async with http.get(f"http://127.0.0.1:{port}/json/list") as reply:
-                    tabs = [one for one in await reply.json() if one["type"] == "page"]
-                url = tabs[0]["webSocketDebuggerUrl"]
-                async with http.ws_connect(url, max_msg_size=0) as socket:
-                    tab = Tab(socket)
-                    for domain in ("Page", "Runtime", "Log", "Network"):
-                        await tab.send(f"{domain}.enable")
-                    yield tab
-                await tab.reader
-        finally:
-            process.terminate()
+    quiet = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
+    try:
+        port = await asyncio.to_thread(_port, profile / "DevToolsActivePort")
+        async with aiohttp.ClientSession() as http:
+            async with http.get(f"http://127.0.0.1:{port}/json/list") as reply:
+                tabs = [one for one in await reply.json() if one["type"] == "page"]
+            url = tabs[0]["webSocketDebuggerUrl"]
+            async with http.ws_connect(url, max_msg_size=0) as socket:
+                tab = Tab(socket)
+                for domain in ("Page", "Runtime", "Log", "Network"):
+                    await tab.send(f"{domain}.enable")
+                yield tab
+            await tab.reader
+    finally:
+        process.terminate()
+        await asyncio.wait_for(process.wait(), 30)
 
 
-async def _port(file: Path) -> int:
-    async with asyncio.timeout(60):
-        while not (file.exists() and file.read_text().strip()):
-            await asyncio.sleep(0.05)
-    return int(file.read_text().split()[0])
+def _port(file: Path) -> int:
+    """The port that the browser writes there once it listens."""
+    late = time.monotonic() + 60
+    while time.monotonic() < late:
+        if file.exists() and (text := file.read_text()):
+            return int(text.split()[0])
+        time.sleep(0.05)
+    msg = "Chromium did not start within a minute"
+    raise TimeoutError(msg)

@@ -38,7 +38,10 @@ HOSTILE = "</script><img src=x onerror=alert(1)> \x1b[31m red \u202e backwards ç
 LAST_WORD = "zanzibar"
 START = 1_000_000.0
 """When every session began, in Unix seconds."""
-_WORDS = "the agent reads a file and then writes another one with care because tests fail".split()
+_WORDS = (
+    *("the", "agent", "reads", "a", "file", "and", "then", "writes", "another"),
+    *("one", "with", "care", "because", "tests", "fail"),
+)
 
 
 @cache
@@ -77,7 +80,7 @@ class Script:
         chosen = self.random.choices(_WORDS, k=count)
         return "".join(word + ("\n" if self.random.random() < 0.1 else " ") for word in chosen)
 
-    def call(  # noqa: PLR0913 - each is a field that some test wants
+    def call(
         self,
         prompt: list[int],
         said: str,

@@ -141,6 +141,7 @@ class App {
       tab.addEventListener("click", () => (tab.dataset.view === "tokens" ? this.showTokens() : this.show("conversation")));
     }
     $("theme").addEventListener("click", () => this.theme());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     $("help-open").addEventListener("click", () => $("help").showModal());
     document.addEventListener("keydown", (event) => this.key(event));
   }
@@ -148,7 +149,13 @@ class App {
   theme() {
     const dark = getComputedStyle(document.body).backgroundColor === "rgb(18, 22, 29)";
     document.documentElement.dataset.theme = dark ? "light" : "dark";
+    this.repaint();
+  }
+
+  repaint() {
+    colours.clear();
     this.timeline.draw();
+    this.map.plan();
   }
 
   key(event) {

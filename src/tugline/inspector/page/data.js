@@ -123,6 +123,19 @@ function visible(text) {
 // The same over many lines: their ends and tabs stay what they are.
 const readable = (text) => text.split(/([\n\t])/).map((part) => (part === "\n" || part === "\t" ? part : visible(part))).join("");
 
+// A colour of the style sheet as a canvas wants it. Forgotten when the theme changes.
+const colours = new Map();
+function colourOf(name) {
+  if (!colours.has(name)) {
+    const probe = make("span");
+    probe.style.color = `var(${name})`;
+    document.body.append(probe);
+    colours.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return colours.get(name);
+}
+
 // An element with attributes and children. Text is always text, never markup.
 function make(kind, attributes = {}, ...children) {
   const element = document.createElement(kind);

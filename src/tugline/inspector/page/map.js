@@ -4,8 +4,10 @@ class TokenMap {
   constructor(canvas, view) {
     this.canvas = canvas;
     this.view = view;
+    this.seen = make("div", { id: "seen" });
+    canvas.after(this.seen);
     view.changed = () => this.plan();
-    view.box.addEventListener("scroll", () => this.plan(), { passive: true });
+    view.box.addEventListener("scroll", () => this.follow(), { passive: true });
     new ResizeObserver(() => this.plan()).observe(canvas);
     const go = (event) => {
       if (!(event.buttons & 1)) return;
@@ -45,9 +47,13 @@ class TokenMap {
       line(row, span.masked ? masked : trained, 4, 14, view.rowOf(span.end - 1) - row + 1);
     }
     for (const k of view.places || []) line(view.rowOf(k), found, 0, 22);
-    pen.fillStyle = colourOf("--ink");
-    pen.globalAlpha = 0.22;
-    const { scrollTop, clientHeight, scrollHeight } = view.box;
-    pen.fillRect(0, (scrollTop / scrollHeight) * height, 22, (clientHeight / scrollHeight) * height);
+    this.follow();
+  }
+
+  // The part in sight. A scroll moves it and draws nothing.
+  follow() {
+    const { scrollTop, clientHeight, scrollHeight } = this.view.box;
+    this.seen.style.top = `${(100 * scrollTop) / scrollHeight}%`;
+    this.seen.style.height = `${(100 * clientHeight) / scrollHeight}%`;
   }
 }

@@ -104,13 +104,3 @@ class Timeline {
     }
   }
 }
-
-// A colour of the style sheet as the canvas wants it, in the theme that is on.
-function colourOf(name) {
-  const probe = make("span");
-  probe.style.color = `var(${name})`;
-  document.body.append(probe);
-  const found = getComputedStyle(probe).color;
-  probe.remove();
-  return found;
-}
