@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-harnesses test-engines bench clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-harnesses test-engines test-browser bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -18,8 +18,8 @@ setup: $(STAMP) ## make .venv ready (the other targets do this themselves)
 demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS="..."
 	@$(BIN)/tugline demo $(ARGS)
 
-test: checks ## every check, then every test that is not marked slow, harness or engines
-	@$(BIN)/pytest -m "not slow and not harness and not engines" $(ARGS)
+test: checks ## every check, then every test that is not marked slow, harness, engines or browser
+	@$(BIN)/pytest -m "not slow and not harness and not engines and not browser" $(ARGS)
 
 checks: lint types layers dependencies budgets ## every check, no other tests
 
@@ -44,7 +44,7 @@ budgets: $(STAMP) ## size budgets and whether the docs are complete
 	@$(BIN)/pytest -q tests/test_house.py
 
 unit: $(STAMP) ## tests without a real harness
-	@$(BIN)/pytest -m "not pi and not slow and not harness and not engines" $(ARGS)
+	@$(BIN)/pytest -m "not pi and not slow and not harness and not engines and not browser" $(ARGS)
 
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
@@ -58,6 +58,10 @@ test-harnesses: $(STAMP) ## every real harness against the gateway and a scripte
 test-engines: $(STAMP) ## the gateway against real vLLM and SGLang servers on CPU (4 GB on first use)
 	@$(BIN)/python tools/engines.py
 	@$(BIN)/pytest -m engines $(ARGS)
+
+test-browser: $(STAMP) ## the page of a session in a real Chromium (root on Debian gets one installed)
+	@$(BIN)/python tools/browser.py
+	@$(BIN)/pytest -m browser tests/browser $(ARGS)
 
 bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against transformers
 	@$(BIN)/tugline bench gateway $(ARGS)

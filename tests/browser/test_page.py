@@ -1,0 +1,204 @@
+"""The page of a session in a real Chromium: what it shows, what it asks for, whether it is smooth.
+
+``make test-browser`` runs these. Times are printed, not judged: this machine has other work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from browser.chromium import Tab, chromium
+from inspector.synthetic import HOSTILE, LAST_WORD, long, small
+from tugline.capture.folder import tokenizer_of
+from tugline.capture.segments import read
+from tugline.inspector.document import document
+from tugline.inspector.telling import Told, tell
+from tugline.inspector.texts import Texts
+
+pytestmark = pytest.mark.browser
+
+_SCROLL = """(async () => {
+  const box = document.getElementById("tokens"), times = [], nodes = [];
+  const frame = () => new Promise(requestAnimationFrame);
+  await frame();
+  for (let i = 0; i < 200; i++) {
+    const before = performance.now();
+    box.scrollTop = (box.scrollHeight - box.clientHeight) * i / 199;
+    await frame();
+    times.push(performance.now() - before);
+    nodes.push(document.getElementsByTagName("*").length);
+  }
+  times.sort((a, b) => a - b);
+  return {p50: times[100], p95: times[190], worst: times[199], nodes: Math.max(...nodes)};
+})()"""
+
+
+def page(segment: Path) -> tuple[Path, Told]:
+    """Its page, written beside it, and what it tells."""
+    found = read(segment)
+    assert found.header
+    told = tell(segment, found)
+    file = segment.with_suffix(".html")
+    file.write_text(document(told, Texts(tokenizer_of(segment, found.header))), encoding="utf-8")
+    return file, told
+
+
+@pytest.fixture
+async def tab(tmp_path: Path) -> AsyncIterator[Tab]:
+    """A page to go somewhere with; in the end it has neither complained nor asked the network."""
+    async with chromium(tmp_path / "profile") as one:
+        yield one
+        assert one.complaints == []
+        assert [url for url in one.requests if not url.startswith("file:")] == []
+        assert len(one.requests) == 1, "one file is all it needs"
+
+
+async def test_a_long_session_scrolls_with_few_elements(
+    tab: Tab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100k tokens: the document stays small wherever one scrolls, and the last token is reached."""
+    file, told = page(long(tmp_path))
+    last = told.story.traces[0].length - 1
+    assert last > 90_000
+    await tab.open(file)
+    ready = await tab.js("performance.now()")
+    await tab.js("tugline.showTokens()")
+    await tab.js("document.getElementById('fold').click()")
+    assert await tab.js("tugline.tokens.from.length") > 4000, "nothing is folded now"
+    first = await tab.js(_SCROLL)
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\npage of {last + 1:,} tokens, {file.stat().st_size / 1e3:,.0f} kB: ready after "
+            f"{ready:.0f} ms; a frame while scrolling takes {first['p50']:.0f} ms (p50), "
+            f"{first['p95']:.0f} ms (p95), {first['worst']:.0f} ms (worst)\n"
+        )
+    assert first["nodes"] < 5000
+    await tab.js("document.getElementById('tokens').focus()")
+    await tab.key("End")
+    assert await tab.js(f"document.querySelector('[data-k=\"{last}\"]').textContent")
+    assert f"position {last:,}" in await tab.js("document.getElementById('token').textContent")
+
+
+async def test_a_click_on_a_token_tells_what_is_known_of_it(tab: Tab, tmp_path: Path) -> None:
+    """Its id, logprob, version and call are those of the segment."""
+    file, told = page(small(tmp_path))
+    trace = told.traces[0]
+    span = trace.spans[1]
+    k = span.start + 2
+    await tab.open(file)
+    await tab.js(f"tugline.openTrace(0, {span.start})")
+    await tab.click(f'[data-k="{k}"]')
+    said = await tab.js("document.getElementById('token').innerText")
+    assert f"id {trace.ids[k]}" in said
+    assert f"call {span.call}" in said
+    assert f"version {span.version}" in said
+    assert f"logprob −{-trace.logprobs[k]:.3f}" in said  # noqa: RUF001 - a minus sign
+    assert "trained" in said
+    colour = await tab.js("document.querySelector('.k.here').className")
+    for key, kind in (("2", " h"), ("3", " h"), ("4", " v"), ("1", " trained")):
+        await tab.key(key)
+        colour = await tab.js("document.querySelector('.k.here').className")
+        assert kind in colour
+
+
+async def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab, tmp_path: Path) -> None:
+    """An end of script, a picture with a handler and marks of direction are shown, not obeyed."""
+    file, _ = page(small(tmp_path))
+    await tab.open(file)
+    await tab.js("tugline.openTurn(1)")
+    said = await tab.js("document.getElementById('conversation').innerText")
+    assert HOSTILE.split(" \x1b")[0] in said
+    assert "\\u{1b}[31m" in said
+    assert "\u202e" not in said
+    assert await tab.js("document.images.length") == 0
+    await tab.js("tugline.showTokens()")
+    stream = await tab.js("[...document.querySelectorAll('.k')].map(k => k.textContent).join('')")
+    assert HOSTILE.split(" \x1b")[0] in stream
+    assert "界🙂" in stream, "a character of several tokens is put together again"
+    assert await tab.js("document.scripts.length") == 2
+
+
+@pytest.mark.parametrize("view", ["conversation", "tokens"])
+async def test_search_finds_a_word_far_away(tab: Tab, tmp_path: Path, view: str) -> None:
+    """Typed like a person does: `/`, the word, Enter; the place is in sight and marked."""
+    file, told = page(long(tmp_path, turns=40, base=500))
+    await tab.open(file)
+    await tab.key("t" if view == "tokens" else "c")
+    await tab.key("/")
+    for letter in LAST_WORD:
+        await tab.key(letter)
+    await tab.until("document.getElementById('found').value.startsWith('1 of 1')")
+    if view == "tokens":
+        hits = "[...document.querySelectorAll('.hit')].map(hit => hit.textContent).join('')"
+        assert await tab.js(hits) == LAST_WORD
+    else:
+        assert await tab.js("document.querySelector('mark').textContent") == LAST_WORD
+        assert await tab.js("tugline.call") == told.calls[-1].number
+    await tab.key("Escape")
+    assert not await tab.js("document.querySelector('mark, .hit')")
+
+
+async def test_the_keyboard_leads_everywhere(tab: Tab, tmp_path: Path) -> None:
+    """Turns, views, answers, theme and help without a mouse."""
+    file, told = page(small(tmp_path))
+    await tab.open(file)
+    await tab.key("j")
+    await tab.key("j")
+    assert await tab.js("tugline.call") == 2
+    await tab.key("k")
+    assert await tab.js("tugline.call") == 1
+    await tab.key("t")
+    await tab.js("document.getElementById('tokens').focus()")
+    await tab.key("Home")
+    await tab.key("]")
+    await tab.key("]")
+    assert await tab.js("tugline.tokens.here") == told.traces[0].spans[1].start
+    await tab.key("ArrowRight")
+    assert await tab.js("tugline.tokens.here") == told.traces[0].spans[1].start + 1
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = await tab.js(ground)
+    await tab.key("d")
+    assert await tab.js(ground) != light
+    await tab.key("?")
+    assert await tab.js("document.getElementById('help').open")
+
+
+async def test_a_fork_links_to_where_it_left(tab: Tab, tmp_path: Path) -> None:
+    """The tree shows each trace below its parent, with a link to the last token they share."""
+    file, told = page(small(tmp_path))
+    await tab.open(file)
+    await tab.click("[data-list='traces']")
+    await tab.until(f"document.querySelectorAll('#traces .entry').length === {len(told.traces)}")
+    await tab.click("#traces .entry:nth-child(2) a")
+    assert await tab.js("tugline.index") == 0
+    assert await tab.js("tugline.tokens.here") == told.story.traces[1].shared - 1
+
+
+async def test_each_trace_is_put_together_from_what_its_parent_has(
+    tab: Tab, tmp_path: Path
+) -> None:
+    """The ids and logprobs in the page are those of the builder's traces, one by one."""
+    file, told = page(small(tmp_path))
+    await tab.open(file)
+    for index, trace in enumerate(told.traces):
+        one = f"tugline.traces[{index}]"
+        ids = await tab.js(f"[...{one}.places].map(place => {one}.page.ids[place])")
+        assert ids == trace.ids.tolist()
+        assert await tab.js(f"[...{one}.logprobs]") == pytest.approx(trace.logprobs.tolist())
+
+
+async def test_a_session_without_calls_is_shown(tab: Tab, tmp_path: Path) -> None:
+    """A harness that never asked for anything has a page, too."""
+    segment = small(tmp_path)
+    found = read(segment)
+    found.calls = ()
+    file = tmp_path / "none.html"
+    file.write_text(document(tell(segment, found), Texts(None)), encoding="utf-8")
+    await tab.open(file)
+    assert "no calls" in await tab.js("document.getElementById('conversation').innerText")
+    await asyncio.sleep(0.2)  # observers of sizes run late; `tab` sees what they complain about
