@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tugline.capture import segments
 from tugline.conformance.cells import Cell
 from tugline.conformance.models import Engine, scripted, served
 from tugline.conformance.script import Hitch, Script
@@ -146,7 +147,7 @@ async def rehearse(
             end = await _session(cell, stage, gateway, box)
         return Rehearsal(
             exit=end,
-            calls=gateway.calls(_SESSION.id),
+            calls=segments.read(gateway.segment(_SESSION)).calls,
             seen=tuple(gateway.seen),
             files=_texts(box.workdir),
             log="\n".join(_texts(box.logs).values()),
