@@ -42,6 +42,11 @@ from tugline.types import (
     Task,
 )
 from tugline.types import Outcome as End
+from tugline.verification.findings import Verdict
+from tugline.verification.judge import judge, judge_logprobs
+from tugline.verification.scoring import scorer_at
+from tugline.verification.texts import Texts
+from verification.recording import read_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 ROUTE_NAMES = ("generate", "completions", "chat")
@@ -473,3 +478,33 @@ async def test_a_prompt_beyond_the_window_is_the_error_harnesses_know(
         assert not it.calls
         await it.turn([{"role": "user", "content": "Mend north wharf."}])
         assert len(it.calls) == 1
+
+
+# --------------------------------------------------------------------------- asking again
+@pytest.mark.parametrize("sampling", [WARM, CALM], ids=["t1", "t0.5"])
+@pytest.mark.parametrize("name", ["generate", "chat"])
+async def test_verify_finds_what_the_engine_itself_recomputes(
+    served: Served, name: str, sampling: Sampling, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Captured while decoding, scored as a prompt: the same, where both mean the same."""
+    await served.examined()
+    async with bench(served, route(served, name), tmp_path, sampling) as it:
+        messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
+        await it.turn(messages)
+        await it.turn(messages)
+        path, segment = read_in(tmp_path)
+        found = judge(path, segment, Texts(served.folders.first))
+        async with scorer_at(served.url) as scorer:
+            assert scorer.version == served.version
+            await judge_logprobs(found, segment, scorer, CLOSE)
+    assert not found.failed, found
+    assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
+    told = found.checks["engine"]
+    if served.name == "sglang" and sampling is CALM:
+        assert told.verdict is Verdict.UNCHECKED
+        assert "captured at temperature 0.5, this engine recomputes at 1" in told.detail
+        return
+    assert told.verdict is Verdict.PASS
+    worst = max(turn.max_dlogprob or 0.0 for turn in found.turns)
+    request.node.user_properties.append((FURTHEST, worst))
+    assert worst < CLOSE

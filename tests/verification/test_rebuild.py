@@ -13,11 +13,12 @@ import pytest
 
 from cluster.test_local import local, task
 from tugline.capture import segments
-from tugline.capture.segments import Writer
+from tugline.capture.records import Result
+from tugline.capture.segments import Writer, conclude
 from tugline.capture.trajectories import INDEX, pack, read, read_folder, read_index
 from tugline.errors import CaptureError, UnknownPlugin, UsageError
-from tugline.types import Boundary, Part, Status
-from tugline.verification.rebuild import rebuild_all
+from tugline.types import Boundary, Ledger, Part, Reward, Status
+from tugline.verification.rebuild import rebuild, rebuild_all
 from verification.recording import work
 
 REBUILD = (
@@ -43,6 +44,20 @@ async def test_a_rebuilt_trajectory_is_the_one_that_was_committed(tmp_path: Path
     assert again.keys() == {one.session for one in committed}
     assert [pack(again[one.session]) for one in committed] == [pack(one) for one in committed]
     assert all(one.reward and one.reward.value == 1.0 and one.seconds for one in again.values())
+
+
+async def test_rewards_per_trace_stay_with_the_traces_they_are_for(tmp_path: Path) -> None:
+    """Another builder's traces get the session's reward alone."""
+    await work(tmp_path)
+    (path,) = segments_of(tmp_path)
+    reward = Reward(1.0, {"tests": 1.0}, per_trace=(1.0, 0.5))
+    result = Result(
+        status=Status.COMPLETED, builder="prefix_merging", ledger=Ledger(), reward=reward
+    )
+    conclude(path, result)
+    segment = segments.read(path)
+    assert rebuild(segment).reward == rebuild(segment, Part("prefix_merging")).reward == reward
+    assert rebuild(segment, Part("per_request")).reward == Reward(1.0, {"tests": 1.0})
 
 
 def segments_of(folder: Path) -> list[Path]:

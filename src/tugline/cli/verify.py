@@ -83,8 +83,8 @@ async def _all(
     judged = []
     async with AsyncExitStack() as stack:
         scorer = await stack.enter_async_context(scorer_at(url)) if url else None
-        quiet = len(found) < _MANY
-        for path in track(found, "verifying", console=Console(stderr=True), disable=quiet):
+        quiet, console = len(found) < _MANY, Console(stderr=True)
+        for path in track(found, "verifying", console=console, transient=True, disable=quiet):
             judged.append(await _one(path, scorer, tolerance, texts, salvage=salvage))
             if show:
                 _show(judged[-1])

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from tugline.builders.base import Builder
 from tugline.capture import segments
 from tugline.capture.segments import Segment
 from tugline.capture.trajectories import INDEX, Entry, Index, pack
@@ -23,16 +22,22 @@ from tugline.verification.ledgers import builder_of
 UNENDED = Failure(Boundary.INFRASTRUCTURE, "no result is recorded: the session did not end")
 
 
-def rebuild(segment: Segment, builder: Builder) -> Trajectory:
-    """The trajectory of a session. Raises `CaptureError` on a call or a segment that lacks parts.
+def rebuild(segment: Segment, part: Part | None = None) -> Trajectory:
+    """The trajectory of a session, by its task's own builder or the one that `part` names.
 
-    A session without a recorded result is a failed one, so that no trainer learns from it.
+    A session without a recorded result is a failed one, so that no trainer learns from it. Rewards
+    per trace are left out where another builder makes other traces. Raises `CaptureError` on a call
+    or a segment that lacks parts, `UsageError` on a builder that is not here.
     """
     header, result = segment.header, segment.result
     if header is None:
         msg = "the segment has no header, so it is not known whose it is"
         raise CaptureError(msg)
-    traces, ledger = builder.build(segment.calls)
+    own = header.task.builder
+    traces, ledger = builder_of(part or own).build(segment.calls)
+    reward = result.reward if result else None
+    if reward is not None and part not in (None, own):
+        reward = msgspec.structs.replace(reward, per_trace=())
     return Trajectory(
         session=header.session.id,
         task=header.task.id,
@@ -40,7 +45,7 @@ def rebuild(segment: Segment, builder: Builder) -> Trajectory:
         status=result.status if result else Status.FAILED,
         traces=traces,
         ledger=ledger,
-        reward=result.reward if result else None,
+        reward=reward,
         report=result.report if result else {},
         failure=result.failure if result else UNENDED,
         seconds=result.seconds if result else {},
@@ -89,8 +94,7 @@ def _one(
     session = file.stem
     try:
         segment = segments.read(path, salvage=salvage, bodies=False)
-        own = segment.header.task.builder if segment.header else Part("prefix_merging")
-        trajectory = rebuild(segment, builder_of(part or own))
+        trajectory = rebuild(segment, part)
     except (CaptureError, UsageError) as error:
         return Entry(session=session, segment=name, error=str(error))
     data = pack(trajectory)
