@@ -1,4 +1,4 @@
-"""Make sure that there is a Chromium, for `make test-browser`; root on Debian or Ubuntu gets one."""
+"""See that there is a Chromium, for `make test-browser`; root on Debian or Ubuntu gets one."""
 
 from __future__ import annotations
 

@@ -182,12 +182,18 @@ class Terminal:
         found = _plural(len(story.traces), "trace")
         self.say(f"{found} of {story.builder}, coloured by {self.by.value}")
         depth = depths(story.traces)
+        size = len(story.traces)
+        first, last = (size, size) if self.full else folded(size, _RUNS, _RUNS)
         for view, trace in zip(story.traces, self.told.traces, strict=True):
-            if view.index < _RUNS or self.full:
-                self.say("")
-            self._trace(view, "  " * min(depth[view.index], 8))
-            if view.index < _RUNS or self.full:
-                self._tokens(trace)
+            if view.index == first:
+                self.say((f"… {last - first:,} more traces (--full shows them) …", "dim"))
+            if not first <= view.index < last:
+                whole = view.index < _RUNS or self.full
+                if whole:
+                    self.say("")
+                self._trace(view, "  " * min(depth[view.index], 8))
+                if whole:
+                    self._tokens(trace)
 
     def _trace(self, view: TraceView, indent: str) -> None:
         of = {TraceKind.SUBAGENT: "started by", TraceKind.SIDE: "beside"}.get(view.kind, "leaves")

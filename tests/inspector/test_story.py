@@ -1,0 +1,148 @@
+"""What is told of a session: turns by their ids, ledgers that add up, and its JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from inspector.synthetic import START, Script, encode, small, whole
+from tugline.builders.ledger import total
+from tugline.capture.segments import read
+from tugline.errors import ConfigError, UsageError
+from tugline.inspector.story import How
+from tugline.inspector.telling import Told, as_json, tell
+from tugline.types import Branch, Heal, Mode, Outcome, Reason, TraceKind
+
+
+def told_of(path: Path, builder: str | None = None) -> Told:
+    """The story of a segment."""
+    return tell(path, read(path), builder)
+
+
+def test_each_turn_says_how_it_goes_on(tmp_path: Path) -> None:
+    """First, exact and forked are told from the ids, with the reason that was recorded."""
+    turns = told_of(small(tmp_path)).story.turns
+    assert [(turn.how, turn.why) for turn in turns] == [
+        (How.FIRST, ()),
+        (How.EXACT, ()),
+        (How.EXACT, ()),
+        (How.FORKED, ("history_edited",)),
+        (How.FIRST, ("new_thread",)),
+        (How.EXACT, ()),
+    ]
+    first, second = turns[:2]
+    assert second.reused == first.prompt + first.sampled
+    assert turns[3].reused == first.prompt, "a fork has what the ids share"
+    assert [turn.kind for turn in turns[4:]] == [TraceKind.SUBAGENT] * 2
+    assert first.tools == ("read",)
+    assert (first.at, first.first_token_s, first.total_s) == pytest.approx((0.0, 0.3, 1.5))
+
+
+def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
+    """Healed is said of ids that go on; a turn that leaves its parent is a fork in any case."""
+    script = Script(tmp_path)
+    first = script.call(encode("one two"), "three")
+    script.call([*whole(first), *encode("four")], "five", healed=(Heal.ARGUMENTS,))
+    script.call(encode("one other"), "six", parent=0)
+    gone = script.call(encode("one two"), "a b c", parent=None, outcome=Outcome.CLIENT_GONE)
+    script.call(whole(gone)[:-1], "d", parent=3)
+    script.call([], "seven", mode=Mode.TEXT, parent=None)
+    script.writer.close()
+    turns = told_of(script.path).story.turns
+    assert [(turn.how, turn.why) for turn in turns[1:]] == [
+        (How.HEALED, ("arguments",)),
+        (How.FORKED, ("unrecorded",)),
+        (How.FIRST, ()),
+        (How.FORKED, ("broken_off",)),
+        (How.TEXT, ()),
+    ]
+
+
+@pytest.mark.parametrize("builder", ["prefix_merging", "per_request", "tree"])
+def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
+    """Whatever the builder: each turn balances, and their sum is the session's."""
+    story = told_of(small(tmp_path), builder).story
+    assert all(turn.ledger.balanced for turn in story.turns)
+    assert total(turn.ledger for turn in story.turns) == story.ledger
+    assert story.turns[2].ledger.masked == {Reason.CLIENT_GONE: story.turns[2].sampled}
+    assert sum(view.trained for view in story.traces) == story.ledger.trained
+    assert story.builder == builder
+
+
+def test_events_stand_between_the_turns(tmp_path: Path) -> None:
+    """In seconds since the session began, with the call they happened to."""
+    events = told_of(small(tmp_path)).story.events
+    assert [(event.kind.value, round(event.at, 2), event.call) for event in events] == [
+        ("weights", 3.9, None),
+        ("engine_fault", 5.2, 2),
+    ]
+
+
+def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
+    """Without --full neither messages nor tokens; with it both, as they are in the segment."""
+    told = told_of(small(tmp_path))
+    brief = msgspec.json.decode(as_json(told, turn=None, full=False))
+    assert set(brief) == set(told.story.__struct_fields__)
+    assert "detail" not in brief["turns"][0]
+    assert "tokens" not in brief["traces"][0]
+    assert (brief["status"], brief["created"]) == ("completed", START)
+    full = msgspec.json.decode(as_json(told, turn=None, full=True))
+    assert full["turns"][1]["detail"]["messages"][0]["content"] == told.calls[1].messages[0].content
+    trace, tokens = told.traces[0], full["traces"][0]["tokens"]
+    assert tokens["ids"] == trace.ids.tolist()
+    assert tokens["trained"] == trace.mask.tolist()
+    sampled = [place for place, call in enumerate(tokens["calls"]) if call is not None]
+    assert sampled == [k for span in trace.spans for k in range(span.start, span.end)]
+    assert [tokens["logprobs"][k] for k in sampled] == trace.logprobs[sampled].tolist()
+    assert tokens["logprobs"][0] is None
+    one = msgspec.json.decode(as_json(told, turn=3, full=False))
+    assert [turn["call"] for turn in one["turns"]] == [3]
+    assert one["turns"][0]["detail"]["answer"]["content"] == "A fork."
+
+
+def test_a_session_that_cannot_be_built_is_told_all_the_same(tmp_path: Path) -> None:
+    """A call without logprobs stops every builder, and not the one who looks for the reason."""
+    script = Script(tmp_path)
+    script.call(encode("one"), "two", logprobs=np.empty(0, np.float32))
+    script.writer.close()
+    story = told_of(script.path).story
+    assert "logprobs" in story.unbuilt
+    assert story.traces == ()
+    assert story.turns[0].mean_logprob is None
+    assert not story.ledger.balanced
+
+
+def test_a_segment_without_its_header_is_told(tmp_path: Path) -> None:
+    """A file whose first record is lost has calls to show."""
+    segment = read(small(tmp_path))
+    segment.header = segment.result = None
+    story = tell(tmp_path, segment).story
+    assert (story.session, story.status, story.builder) == ("", None, "prefix_merging")
+    assert len(story.turns) == 6
+
+
+def test_a_wrong_builder_is_named(tmp_path: Path) -> None:
+    """The unknown one with the known ones; the known one with options it lacks."""
+    path = small(tmp_path)
+    with pytest.raises(UsageError, match="per_request"):
+        told_of(path, "per_requests")
+    segment = read(path)
+    assert segment.header
+    part = msgspec.structs.replace(segment.header.task.builder, options={"no_such": 1})
+    task = msgspec.structs.replace(segment.header.task, builder=part)
+    segment.header = msgspec.structs.replace(segment.header, task=task)
+    with pytest.raises(ConfigError, match="no_such"):
+        tell(path, segment)
+
+
+def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
+    """A new thread may begin with the same words: the record says that it is another one."""
+    script = Script(tmp_path)
+    first = script.call(encode("one"), "two")
+    script.call([*whole(first), *encode("three")], "four", branch=Branch.NEW_THREAD)
+    script.writer.close()
+    turn = told_of(script.path).story.turns[1]
+    assert (turn.how, turn.why, turn.reused) == (How.FORKED, ("new_thread",), len(whole(first)))

@@ -1,0 +1,127 @@
+"""A session on a terminal: readable without colour, short when it is long, never obeyed."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from inspector.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
+from tugline.capture.segments import read
+from tugline.inspector.telling import Told, tell
+from tugline.inspector.terminal import By, Terminal
+from tugline.inspector.texts import Texts, visible
+from tugline.tokenizer import Tokenizer
+
+
+def shown(told: Told, *, texts: Texts | None = None, turn: int | None = None, **how: object) -> str:
+    """What is printed; with `colour` as a terminal gets it."""
+    file = io.StringIO()
+    colour = bool(how.pop("colour", False))
+    system = "truecolor" if colour else None
+    console = Console(
+        file=file, force_terminal=colour, color_system=system, width=140, highlight=False
+    )
+    view = Terminal(console, told, texts or Texts(tokenizer()), **how)  # type: ignore[arg-type]
+    view.show() if turn is None else view.turn(turn)
+    return file.getvalue()
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    """The small session."""
+    path = small(tmp_path)
+    return tell(path, read(path))
+
+
+def test_all_is_said_in_words(told: Told) -> None:
+    """Without colour: who ran, each turn, what happened between, each trace, the ledger."""
+    text = shown(told)
+    assert "\x1b" not in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "completed, reward 0.5 (tests 0.5)" in lines["status"]
+    assert re.search(r"3 +main a +forked\(history_edited\) 0 +1,078\+9 +5 ", text)
+    assert re.search(r"2 +main a +exact +1,195\+1 +6 .* client_gone +5 ", text)
+    assert "~ 5.20 s  engine_fault in call 2  replica \\x1b[2J b died" in text
+    assert "trace 1  branch  1,092 tokens, 5 trained, 1 answer  leaves trace 0, 1,078 ids" in text
+    assert "call 2         6 (client_gone) never heard" in text
+    assert "sampled 87 = trained 81 + masked(client_gone) 6" in lines["ledger"]
+    assert "… 1,054 tokens …" in text
+
+
+@pytest.mark.parametrize(("by", "says"), [(By.LOGPROB, "-0.45"), (By.VERSION, "v4")])
+def test_what_colour_means_is_also_a_word(told: Told, by: By, says: str) -> None:
+    """The gutter has the mean logprob, or the version, of each answer."""
+    line = next(line for line in shown(told, by=by).splitlines() if "I read it." in line)
+    assert says in line
+
+
+def test_colour_follows_the_mask(told: Told) -> None:
+    """On a terminal, trained tokens are green and those that are not are yellow."""
+    text = shown(told, colour=True)
+    assert "\x1b[32mI read it." in text
+    assert "\x1b[33mnever heard" in text
+
+
+def test_nothing_that_was_written_reaches_the_terminal_raw(told: Told) -> None:
+    """Escape sequences and marks of direction of models and tools are spelled out."""
+    for text in (shown(told, full=True), shown(told, turn=1, full=True)):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert "\\x1b[31m red \\u202e backwards 界🙂" in text
+
+
+def test_one_turn_shows_all_that_was_said(told: Told) -> None:
+    """Its messages, its answer, its tokens and what became of them."""
+    text = shown(told, turn=1)
+    assert visible(HOSTILE) in text.split("tool\n")[1]
+    assert "assistant (told to the harness)" in text
+    assert "sampled 58 = trained 58" in text
+    assert "engine_fault" not in text
+    assert "engine_fault" in shown(told, turn=2)
+
+
+def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
+    """A line per turn, the first and last answers; everything only with --full, and in time."""
+    path = long(tmp_path, turns=400, base=400, words=20)
+    told = tell(path, read(path))
+    began = time.process_time()
+    text = shown(told)
+    assert time.process_time() - began < 5
+    lines = text.splitlines()
+    assert len(lines) < 401 + 300
+    assert "… 388 more answers" in text
+    assert LAST_WORD in "\n".join(lines[-60:])
+    whole = shown(told, full=True)
+    assert all(f"  call {call.number:<3} " in whole for call in told.calls)
+
+
+def test_many_traces_are_a_line_each_and_folded(tmp_path: Path) -> None:
+    """`per_request` makes one for each call: the first and last are told, all of them on demand."""
+    path = long(tmp_path, turns=40, base=50, words=5)
+    told = tell(path, read(path), "per_request")
+    assert "… 17 more traces" in shown(told)
+    assert "trace 20  main" in shown(told, full=True)
+
+
+def test_without_a_tokenizer_ids_are_shown(told: Told) -> None:
+    """Numbers instead of words, as many as there are tokens."""
+    line = next(
+        line for line in shown(told, texts=Texts(None)).splitlines() if line.startswith("  call 0 ")
+    )
+    assert line.split()[3:] == [str(token) for token in told.calls[0].sampled_ids]
+
+
+def test_tokens_keep_their_spaces_where_a_tokenizer_drops_the_first() -> None:
+    """Of a vocabulary that marks words by a leading bar, each piece has its space."""
+    backend = Backend(models.WordLevel({"▁a": 0, "▁world": 1, "?": 2}, unk_token="?"))
+    backend.decoder = decoders.Metaspace()
+    found = Tokenizer(backend, "metaspace")
+    found.spellings = None  # as for every vocabulary whose ids have no spelling of their own
+    assert Texts(found).pieces([0, 1, 1]) == [" a", " world", " world"]
