@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ from tugline.types import (
 )
 
 MANY = settings(max_examples=2000 if os.environ.get("CI") else 300)
+pytestmark = pytest.mark.timeout(600)
 LIMITS = st.none() | st.integers(1, 14)
 Pairs = Counter[tuple[object, ...]]
 

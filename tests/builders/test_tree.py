@@ -62,13 +62,13 @@ def test_context_that_another_call_sampled_is_that_calls() -> None:
 def test_a_trace_inside_another_needs_no_view() -> None:
     """Also if the longer one comes later: a question aside, taken up by the work."""
     calls = [
-        call(0, [1], [2]),
-        call(1, [1, 2, 7], [8], kind=TraceKind.SIDE),
+        call(0, [1, 2, 7], [8], kind=TraceKind.SIDE),
+        call(1, [1], [2]),
         call(2, [1, 2, 7, 8, 9], [3]),
     ]
     views, ledger = PrefixTree().build(calls)
     assert [view.ids.tolist() for view in views] == [[1, 2, 7, 8, 9, 3]]
-    assert [span.call for span in views[0].spans] == [0, 1, 2]
+    assert [span.call for span in views[0].spans] == [1, 0, 2]
     assert ledger == PrefixMerging().build(calls).ledger
 
 

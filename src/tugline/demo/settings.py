@@ -16,7 +16,7 @@ class DemoSettings(Config):
     command: str | None = None
     """The agent's own command line, for the `shell` harness."""
     builder: str = "prefix_merging"
-    """How recorded calls become traces: `prefix_merging` or `per_request`."""
+    """How recorded calls become traces: `prefix_merging`, `per_request` or `tree`."""
     seed: int = Field(default=0, ge=0)
     """Chooses the training tasks, the order of updates and every random draw of the sampler."""
     steps: int = Field(default=16, ge=1)
