@@ -33,7 +33,7 @@ _BODIES = 3
 _SMALL = 8192
 """New bytes of a body that are few enough to stop looking for a nearer one."""
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
-    3, window_log=17, hash_log=15, chain_log=15
+    3, window_log=17, hash_log=14, chain_log=14
 )
 """A stream stays open as long as its session: this is what keeps its memory small."""
 _PICTURE = "sha256:"
