@@ -116,10 +116,13 @@ async def chromium(profile: Path) -> AsyncIterator[Tab]:
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await tab.send(f"{domain}.enable")
                 yield tab
-            await tab.reader
-    finally:
-        process.terminate()
+                await tab.send("Browser.close")  # with its children, which a signal leaves behind
+                await tab.reader
         await asyncio.wait_for(process.wait(), 30)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def _port(file: Path) -> int:
