@@ -99,7 +99,6 @@ def export(  # noqa: PLR0913 - each is a flag
         selection=Selection(
             status=_words(status, Status, "--status"),
             tags=dict(_pair(text, "--tag") for text in tag or ()),
-            needs_reward=exporter.needs_reward,
             min_reward=min_reward,
             dedupe=dedupe,
             best_of=1 if best else best_of,

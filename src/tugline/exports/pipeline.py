@@ -104,7 +104,9 @@ class _Writing:
 
     def go(self, paths: Sequence[Path], tell: Progress) -> None:
         """Look, choose, write, and give the files their names."""
-        kept, dropped = select(self._survey(paths, tell), self.export.selection)
+        needed = self.export.exporter.needs_reward or self.export.selection.needs_reward
+        selection = msgspec.structs.replace(self.export.selection, needs_reward=needed)
+        kept, dropped = select(self._survey(paths, tell), selection)
         self.left += dropped
         dealt = self.export.split.deal(kept) if self.export.split is not None else {}
         for name, path in self.targets.items():

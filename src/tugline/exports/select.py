@@ -8,6 +8,7 @@ or on chance: what is drawn is drawn by hashes of names and a seed.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: any, and also sessions that have no result yet."""
     tags: dict[str, str] = {}
     needs_reward: bool = False
+    """Set where the format does."""
     min_reward: float | None = None
     dedupe: bool = False
     best_of: int | None = None
@@ -83,7 +85,7 @@ def survey(path: Path) -> Entry | None:
         epoch=header.session.epoch,
         tags=header.task.tags,
         status=result.status if result is not None else None,
-        reward=reward.value if reward is not None else None,
+        reward=reward.value if reward is not None and math.isfinite(reward.value) else None,
         said=_said(segment),
     )
 

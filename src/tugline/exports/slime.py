@@ -1,7 +1,7 @@
 """Lines for slime: each is what ``Sample.from_dict`` takes, one per trace.
 
-The traces of a session share ``index``, ``session_id`` and the reward; samples of a task share
-``group_index``.
+The traces of a session are siblings: they share ``rollout_id``, by which slime counts them as one
+rollout, ``index`` and the reward. Sessions of a task share ``group_index``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Slime(Exporter):
         return {
             "group_index": item.group,
             "index": item.number,
+            "rollout_id": item.number,
             "prompt": item.header.task.instruction,
             "tokens": trace.ids,
             "response_length": len(trace.ids) - first,

@@ -1,0 +1,112 @@
+"""Small sessions on disk, of which every token is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from tugline.capture.records import Header, Result
+from tugline.capture.segments import Writer
+from tugline.exports.pipeline import Export, Summary, run
+from tugline.plugins import find
+from tugline.types import (
+    Call,
+    Finish,
+    Ledger,
+    Message,
+    Part,
+    Reward,
+    Role,
+    Sampling,
+    Session,
+    Status,
+    Task,
+    Timings,
+    Tool,
+    ToolCall,
+    VersionSpan,
+)
+
+READ = Tool("read", "Read a file", {"type": "object", "properties": {"path": {"type": "string"}}})
+
+
+def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **fields: Any) -> Call:
+    """A call that goes on from the one before, and is answered with a tool call until the last."""
+    use = ToolCall(f"c{number}", "read", f'{{"path":"{number}.py"}}')
+    asked = (
+        Message(Role.TOOL, f"file {number}", tool_call_id=f"c{number - 1}")
+        if number
+        else Message(Role.USER, "Mend it.")
+    )
+    told: dict[str, Any] = {
+        "session": "s",
+        "number": number,
+        "parent": number - 1 if number else None,
+        "dialect": "openai_chat",
+        "messages": (asked,),
+        "answer": Message(Role.ASSISTANT, f"Look {number}.", (use,), reasoning="Hm."),
+        "tools": (READ,),
+        "sampling": Sampling(),
+        "prompt_ids": np.asarray(prompt, np.int32),
+        "sampled_ids": np.asarray(sampled, np.int32),
+        "logprobs": np.linspace(-0.1, -0.5, len(sampled)).astype(np.float32),
+        "versions": (VersionSpan(3 + number, 0, len(sampled)),),
+        "finish": Finish.STOP,
+        "engine": "embedded",
+        "timings": Timings(1.0, 1.5, 2.0, 3.0),
+    }
+    return Call(**told | fields)
+
+
+def two_turns(first: int = 10) -> list[Call]:
+    """``[10 11] -> 12 13``, then ``[10 11 12 13 14] -> 15``."""
+    ids = list(range(first, first + 6))
+    done = Message(Role.ASSISTANT, "Done.")
+    return [call(0, ids[:2], ids[2:4]), call(1, ids[:5], ids[5:], answer=done)]
+
+
+def record(
+    folder: Path,
+    session: str,
+    *,
+    task: str = "t",
+    sample: int = 0,
+    epoch: int = 0,
+    reward: float | None = 1.0,
+    status: Status | None = Status.COMPLETED,
+    tags: Mapping[str, str] | None = None,
+    calls: Sequence[Call] | None = None,
+) -> Path:
+    """Write a session of two turns; `status` None leaves it without a result."""
+    what = Task(
+        id=task,
+        instruction="Mend it.",
+        harness=Part("shell"),
+        evaluator=Part("tests"),
+        tags=dict(tags or {}),
+    )
+    who = Session(id=session, task=task, sample=sample, epoch=epoch)
+    header = Header(session=who, task=what, created=0.0, tugline="0", model="tiny")
+    path = folder / f"{session}.{epoch}.seg"
+    with Writer(path, header, sync=False) as writer:
+        for one in two_turns() if calls is None else calls:
+            writer.append(replace(one, session=session))
+        if status is not None:
+            judged = None if reward is None else Reward(reward, {"passed": reward})
+            ledger = Ledger(sampled=3, trained=3)
+            builder = "prefix_merging"
+            writer.note(Result(status=status, builder=builder, ledger=ledger, reward=judged))
+    return path
+
+
+def export(
+    form: str, where: Path, out: Path, *, options: Mapping[str, Any] | None = None, **plan: Any
+) -> Summary:
+    """Export every segment of a folder."""
+    exporter = find("export", form)(**options or {})
+    paths = sorted(where.rglob("*.seg"))
+    return run(Export(exporter=exporter, out=out, **plan), paths, lambda *_: None)

@@ -1,0 +1,318 @@
+"""Each format holds the tokens that were sampled, and opens in the tools it is made for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from msgspec.structs import replace
+from renderers import create_renderer
+
+from exports.made import call, export, record, two_turns
+from rig import ASK, RENDERING, in_turn, rig
+from tugline.builders.prefix_merging import PrefixMerging
+from tugline.errors import ConfigError
+from tugline.exports.base import Left, Wanted
+from tugline.gateway.templates import CONFIGS
+from tugline.types import (
+    Branch,
+    Call,
+    Finish,
+    Image,
+    Message,
+    Mode,
+    Role,
+    TraceKind,
+)
+
+IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
+LOGPROBS = np.asarray([0, 0, -0.1, -0.5, 0, -0.1], np.float32)
+
+
+def rows(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:
+    """What a table holds."""
+    out = where / "out"
+    export(form, where, out, force=True, **more)
+    table = pa.ipc.open_file(out).read_all() if form == "arrow" else pq.read_table(out)
+    found: list[dict[str, Any]] = table.to_pylist()
+    return found
+
+
+def lines(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:
+    """What a file of lines holds."""
+    out = where / "out"
+    export(form, where, out, force=True, **more)
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, Path], Any]:
+    """`datasets.load_dataset`, without a network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = importlib.import_module("datasets")  # reads the environment
+
+    def loaded(kind: str, path: Path) -> Any:
+        cache = str(tmp_path / "cache")
+        return datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=cache)
+
+    return loaded
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_a_row_is_a_trace_with_all_that_is_known_of_it(tmp_path: Path, form: str) -> None:
+    """Arrays, spans, reward and ledger come back as the builder and the evaluator made them."""
+    record(tmp_path, "a", tags={"b": "2", "a": "1"}, reward=0.5)
+    (row,) = rows(form, tmp_path)
+    assert row["ids"] == IDS
+    assert row["loss_mask"] == [bool(bit) for bit in MASK]
+    assert np.array_equal(np.asarray(row["logprobs"], np.float32), LOGPROBS)
+    assert row["versions"] == [-1, -1, 3, 3, -1, 4]
+    assert row["spans"][1] == {"call": 1, "start": 5, "end": 6, "version": 4, "masked": None}
+    assert row["tags"] == [{"key": "a", "value": "1"}, {"key": "b", "value": "2"}]
+    assert row["reward_parts"] == [{"key": "passed", "value": 0.5}]
+    assert row["ledger"] == {"sampled": 3, "trained": 3, "masked": [], "dropped": []}
+    told = {name: row[name] for name in ("session", "kind", "exact", "reward", "status", "harness")}
+    assert told == {
+        "session": "a",
+        "kind": "main",
+        "exact": True,
+        "reward": 0.5,
+        "status": "completed",
+        "harness": "shell",
+    }
+
+
+def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
+    tmp_path: Path,
+) -> None:
+    """What was never judged is neither 0 nor lost."""
+    record(tmp_path, "a", status=None)
+    record(tmp_path, "b", sample=1)
+    assert [row["reward"] for row in rows("parquet", tmp_path)] == [None, 1.0]
+    summary = export("trl", tmp_path, tmp_path / "out.trl")
+    assert (summary.kept, summary.left_out) == (1, {Left.NO_REWARD: 1})
+
+
+def test_a_call_is_a_row_with_its_messages_as_json(tmp_path: Path) -> None:
+    """The table of calls has what was asked, told and measured."""
+    record(tmp_path, "a")
+    first, second = rows("calls", tmp_path)
+    assert json.loads(first["messages"]) == [{"role": "user", "content": "Mend it."}]
+    function = json.loads(first["answer"])["tool_calls"][0]["function"]
+    assert function == {"name": "read", "arguments": '{"path":"0.py"}'}
+    assert (second["parent"], second["prompt_tokens"], second["sampled_tokens"]) == (0, 5, 1)
+    assert (second["received"], second["last_token"], second["finish"]) == (1.0, 3.0, "stop")
+
+
+def test_trl_is_told_what_a_rollout_returns(tmp_path: Path) -> None:
+    """The completion begins with the first sampled token; the mask leaves out tool results."""
+    record(tmp_path, "a", reward=1.0)
+    record(tmp_path, "b", sample=1, reward=0.0)
+    first, second = rows("trl", tmp_path)
+    assert (first["prompt_ids"], first["completion_ids"]) == (IDS[:2], IDS[2:])
+    assert (first["env_mask"], first["completion_mask"]) == (MASK[2:], MASK)
+    assert first["old_log_probs"][2:] == first["logprobs"] == LOGPROBS[2:].tolist()
+    assert (first["input_ids"], first["model_version"], first["group_id"]) == (IDS, 3, 0)
+    assert [first["advantage"], second["advantage"]] == pytest.approx([1, -1], abs=1e-5)
+
+
+def test_verl_is_padded_on_the_sides_it_expects(tmp_path: Path) -> None:
+    """Prompts on the left, responses on the right; the reward stands at the last real token."""
+    record(tmp_path, "a", reward=0.5)
+    (row,) = rows("verl", tmp_path)
+    assert row["responses"] == IDS[2:]
+    assert row["rm_scores"] == [0, 0, 0, 0.5]
+    options = {"prompt_length": "3", "response_length": "6", "pad_id": "99"}
+    (row,) = rows("verl", tmp_path, options=options)
+    assert row["prompts"] == [99, 10, 11]
+    assert row["responses"] == [12, 13, 14, 15, 99, 99]
+    assert row["input_ids"] == row["prompts"] + row["responses"]
+    assert row["attention_mask"] == [0, 1, 1, 1, 1, 1, 1, 0, 0]
+    assert row["position_ids"] == [0, 0, 1, 2, 3, 4, 5, 5, 5]
+    assert row["response_mask"] == [1, 1, 0, 1, 0, 0]
+    assert row["rm_scores"] == [0, 0, 0, 0.5, 0, 0]
+    assert (row["uid"], row["min_global_steps"], row["__num_turns__"]) == ("t", 3, 2)
+
+
+def test_verl_cuts_no_trace_to_its_lengths(tmp_path: Path) -> None:
+    """A trace that does not fit is left out and counted."""
+    record(tmp_path, "a")
+    longer = [*two_turns(), call(2, [10, 11, 12, 13, 14, 15, 16], [17])]
+    record(tmp_path, "b", sample=1, calls=longer)
+    options = {"prompt_length": 2, "response_length": 4}
+    summary = export("verl", tmp_path, tmp_path / "out", options=options)
+    assert (summary.kept, summary.rows_left_out) == (1, {Left.TOO_LONG: 1})
+    with pytest.raises(ConfigError, match="give prompt_length and response_length both"):
+        export("verl", tmp_path, tmp_path / "out", options={"prompt_length": 2})
+
+
+def test_slime_gets_siblings_of_one_rollout(tmp_path: Path) -> None:
+    """The traces of a session share its rollout, and the arrays have the response's length."""
+    forked = call(2, [10, 11, 99], [20, 21], parent=1, branch=Branch.HISTORY_EDITED)
+    cut = replace(forked, finish=Finish.LENGTH)
+    record(tmp_path, "a", calls=[*two_turns(), cut])
+    first, second = lines("slime", tmp_path)
+    assert (first["tokens"], first["response_length"]) == (IDS, 4)
+    assert first["loss_mask"] == [1, 1, 0, 1]
+    assert len(first["rollout_log_probs"]) == 4
+    assert first["weight_versions"] == ["3", "4"]
+    assert [first["status"], second["status"]] == ["completed", "truncated"]
+    same = ("index", "rollout_id", "group_index", "reward", "session_id")
+    assert [first[name] for name in same] == [second[name] for name in same]
+
+
+def test_what_trains_nothing_is_left_to_parquet(tmp_path: Path) -> None:
+    """A side call has a row in the full table, and none for a trainer."""
+    side = call(2, [50, 51], [52], parent=None, kind=TraceKind.SIDE)
+    record(tmp_path, "a", calls=[*two_turns(), side])
+    assert [row["kind"] for row in rows("parquet", tmp_path)] == ["main", "side"]
+    summary = export("slime", tmp_path, tmp_path / "out.slime")
+    assert summary.rows_left_out == {Left.UNTRAINED: 1}
+    only_side = Wanted(frozenset({TraceKind.SIDE}))
+    assert [row["ids"] for row in rows("parquet", tmp_path, wanted=only_side)] == [[50, 51, 52]]
+
+
+# --------------------------------------------------------------------------- chat
+def test_a_conversation_is_put_together_along_the_parents(tmp_path: Path) -> None:
+    """Each message is there once, thoughts and tool calls included."""
+    record(tmp_path, "a")
+    (line,) = lines("sft", tmp_path)
+    roles = [message["role"] for message in line["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    look = line["messages"][1]
+    assert look["reasoning_content"] == "Hm."
+    assert look["tool_calls"][0]["function"]["arguments"] == '{"path":"0.py"}'
+    assert line["messages"][2]["tool_call_id"] == look["tool_calls"][0]["id"]
+    assert line["tools"][0]["function"]["name"] == "read"
+    assert {name: line["metadata"][name] for name in ("session", "task", "reward", "turns")} == {
+        "session": "a",
+        "task": "t",
+        "reward": 1.0,
+        "turns": 2,
+    }
+
+
+def test_chat_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
+    """Without thoughts, with arguments as objects, as prompt and completion."""
+    record(tmp_path, "a")
+    options = {"reasoning": "false", "arguments": "object", "shape": "prompt_completion"}
+    (line,) = lines("sft", tmp_path, options=options)
+    assert [message["role"] for message in line["prompt"]] == ["user"]
+    look = line["completion"][0]
+    assert look["tool_calls"][0]["function"]["arguments"] == {"path": "0.py"}
+    assert "reasoning_content" not in look
+    with pytest.raises(ConfigError, match="arguments is 'json': Invalid enum value 'json'"):
+        export("sft", tmp_path, tmp_path / "x", options={"arguments": "json"})
+    with pytest.raises(ConfigError, match=r"has no option 'args' \(known: reasoning, arguments"):
+        export("sft", tmp_path, tmp_path / "x", options={"args": "object"})
+
+
+def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> None:
+    """A retry that led nowhere is counted; a sub-agent has a line of its own, a title none."""
+    asked = (Message(Role.DEVELOPER, "Be brief."), Message(Role.SYSTEM, "Now."))
+    agent = {"kind": TraceKind.SUBAGENT, "thread": "sub", "branch": Branch.NEW_THREAD}
+    calls = [
+        *two_turns(),
+        call(2, [10, 11], [30], parent=None),
+        call(3, [60], [61], parent=1, messages=(*asked, Message(Role.USER, "Go.")), **agent),
+        call(4, [70], [71], parent=None, kind=TraceKind.SIDE),
+    ]
+    record(tmp_path, "a", calls=calls)
+    main, sub = lines("sft", tmp_path)
+    assert (main["metadata"]["turns"], sub["metadata"]["kind"]) == (2, "subagent")
+    assert sub["messages"][0] == {"role": "system", "content": "Be brief.\n\nNow."}
+    summary = export("sft", tmp_path, tmp_path / "out", force=True)
+    assert summary.rows_left_out == {Left.KIND: 1, Left.SHORTER: 1}
+
+
+def test_an_answer_that_was_cut_off_is_not_taught(tmp_path: Path) -> None:
+    """The conversation ends with its last whole answer, and without one there is none."""
+    first, second = two_turns()
+    cut = replace(second, finish=Finish.LENGTH)
+    record(tmp_path, "a", calls=[first, cut])
+    (line,) = lines("sft", tmp_path)
+    assert line["metadata"]["turns"] == 1
+    record(tmp_path, "b", sample=1, calls=[replace(first, finish=Finish.LENGTH)])
+    summary = export("sft", tmp_path, tmp_path / "out", force=True)
+    assert (summary.kept, summary.left_out) == (1, {Left.EMPTY: 1})
+    assert summary.rows_left_out == {Left.UNANSWERED: 1}
+
+
+def test_text_mode_and_pictures(tmp_path: Path) -> None:
+    """Chat needs no ids, unless only exact ones are wanted; pictures have no place in it."""
+    empty: dict[str, Any] = {"mode": Mode.TEXT, "versions": (), "unseen": 2}
+    record(tmp_path, "a", calls=[call(0, [], [], **empty)])
+    seen = (Message(Role.USER, "Look", images=(Image("data:image/png;base64,AA=="),)),)
+    record(tmp_path, "b", sample=1, calls=[call(0, [1], [2], messages=seen)])
+    assert [line["metadata"]["session"] for line in lines("sft", tmp_path)] == ["a"]
+    record(tmp_path, "c", sample=2)
+    exact = Wanted(exact_only=True)
+    summary = export("sft", tmp_path, tmp_path / "out", wanted=exact, force=True)
+    assert summary.rows_left_out == {Left.INEXACT: 1, Left.IMAGES: 1}
+
+
+async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -> None:
+    """The text of a recorded session comes back, where its history was never rewritten."""
+    look = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
+    async with rig(tmp_path, in_turn(f"Let me look.\n{look}", "It is mended.")) as it:
+        answer = (await it.ask())["content"]
+        found = {"type": "tool_result", "tool_use_id": answer[1]["id"], "content": "def f"}
+        echo = {"role": "assistant", "content": answer}
+        await it.ask([*ASK, echo, {"role": "user", "content": [found]}])
+    renderer = create_renderer(RENDERING.tokenizer, CONFIGS["qwen3"](thinking_retention="all"))
+    (line,) = lines("sft", tmp_path, options={"arguments": "object"})
+    ids = renderer.render_ids(line["messages"], tools=line["tools"])
+    traces = PrefixMerging().build(it.calls).traces
+    (trace,) = traces
+    assert len(trace.spans) == line["metadata"]["turns"] == 2
+    told, seen = (RENDERING.tokenizer.decode(list(one)) for one in (ids, trace.ids))
+    unthought = told.replace("<think>\n\n</think>\n\n", "")  # Qwen3 adds it to recent turns
+    assert unthought.startswith(seen)
+
+
+# --------------------------------------------------------------------------- what opens them
+@pytest.mark.parametrize(
+    ("form", "kind"), [("parquet", "parquet"), ("calls", "parquet"), ("arrow", "arrow")]
+)
+def test_datasets_opens_a_table_as_it_is(
+    tmp_path: Path, form: str, kind: str, load: Callable[[str, Path], Any]
+) -> None:
+    """No conversion, no schema by hand."""
+    record(tmp_path, "a", tags={"k": "v"})
+    record(tmp_path, "b", status=None)
+    out = tmp_path / f"x.{kind}"
+    export(form, tmp_path, out)
+    loaded = load(kind, out)
+    assert set(loaded["session"]) == {"a", "b"}
+    if form != "calls":
+        assert loaded[0]["ids"] == IDS
+        assert loaded[0]["tags"] == [{"key": "k", "value": "v"}]
+
+
+@pytest.mark.parametrize("arguments", ["text", "object"])
+def test_datasets_opens_chat_with_different_tools(
+    tmp_path: Path, arguments: str, load: Callable[[str, Path], Any]
+) -> None:
+    """Arguments of one tool do not leak into those of another as nulls."""
+    other = replace(two_turns()[0], tools=())
+    record(tmp_path, "a")
+    record(tmp_path, "b", sample=1, calls=[_renamed(other)], status=None)
+    out = tmp_path / "x.jsonl"
+    export("sft", tmp_path, out, options={"arguments": arguments})
+    loaded = load("json", out)
+    given = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in loaded]
+    text = ['{"path":"0.py"}', '{"depth":2}']
+    assert given == (text if arguments == "text" else [json.loads(one) for one in text])
+
+
+def _renamed(one: Call) -> Call:
+    assert one.answer is not None
+    use = replace(one.answer.tool_calls[0], name="list", arguments='{"depth":2}')
+    return replace(one, answer=replace(one.answer, tool_calls=(use,)))

@@ -1,0 +1,99 @@
+"""An export is whole or not there, the same each time, and says what it left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from exports.made import call, export, record
+from tugline.errors import UnknownPlugin, UsageError
+from tugline.exports.base import Left
+from tugline.exports.select import Split
+from tugline.types import Part
+
+FORMS = ["parquet", "arrow", "calls", "sft", "trl", "verl", "slime"]
+
+
+def some(folder: Path) -> None:
+    """Twelve sessions of three tasks."""
+    for i in range(12):
+        record(folder, f"s{i}", task=f"t{i % 3}", sample=i // 3, reward=float(i % 2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_runs_write_the_same_bytes(tmp_path: Path, form: str) -> None:
+    """Neither a clock nor the order of a folder is in a file."""
+    some(tmp_path / "in")
+    export(form, tmp_path / "in", tmp_path / "first")
+    export(form, tmp_path / "in", tmp_path / "second")
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_a_split_is_a_folder_of_files(tmp_path: Path) -> None:
+    """Each has its count in the summary, and together they hold every session once."""
+    some(tmp_path / "in")
+    split = Split(shares={"train": 0.5, "test": 0.5}, seed=3)
+    summary = export("parquet", tmp_path / "in", tmp_path / "out", split=split)
+    tables = {name: pq.read_table(tmp_path / "out" / f"{name}.parquet") for name in split.shares}
+    held = {name: table["session"].to_pylist() for name, table in tables.items()}
+    assert sorted(held["train"] + held["test"]) == sorted(f"s{i}" for i in range(12))
+    assert not set(tables["train"]["task"].to_pylist()) & set(tables["test"]["task"].to_pylist())
+    assert {name: one.sessions for name, one in summary.files.items()} == {
+        name: len(sessions) for name, sessions in held.items()
+    }
+    assert sum(one.tasks for one in summary.files.values()) == 3
+    assert sum(one.tokens for one in summary.files.values()) == 12 * 6
+    assert sum(one.trained for one in summary.files.values()) == 12 * 3
+
+
+def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    """The old file stays as it is, and nothing half written beside it."""
+    record(tmp_path / "in", "a")
+    out = tmp_path / "out.jsonl"
+    out.write_text("precious")
+    with pytest.raises(UsageError, match=r"out.jsonl is there already; .* give --force"):
+        export("sft", tmp_path / "in", out)
+    assert out.read_text() == "precious"
+    export("sft", tmp_path / "in", out, force=True)
+    assert json.loads(out.read_text())["metadata"]["session"] == "a"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.jsonl"]
+
+
+def test_a_damaged_segment_is_named_and_the_rest_exported(tmp_path: Path) -> None:
+    """So is one that a builder refuses, and one that ends before its header."""
+    record(tmp_path, "a")
+    broken = record(tmp_path, "b", sample=1)
+    data = bytearray(broken.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    broken.write_bytes(data)
+    record(tmp_path, "c", sample=2, calls=[call(0, [], [1])])
+    (tmp_path / "d.0.seg").write_bytes(b"")
+    summary = export("parquet", tmp_path, tmp_path / "out")
+    assert (summary.found, summary.kept) == (4, 1)
+    assert summary.left_out == {Left.DAMAGED: 2, Left.NO_HEADER: 1}
+    assert str(broken) in summary.errors[0]
+    assert "prompt_ids is empty" in summary.errors[1]
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
+    """An empty file would be found much later."""
+    record(tmp_path, "a", status=None)
+    with pytest.raises(UsageError, match="nothing is left to export: of 1 segments, 1 no_reward"):
+        export("verl", tmp_path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.0.seg"]
+
+
+def test_traces_are_those_of_the_builder_asked_for(tmp_path: Path) -> None:
+    """Without one, a session is built as its task says."""
+    record(tmp_path, "a")
+    builder = Part("per_request", {"max_length": 5})
+    export("parquet", tmp_path, tmp_path / "out", builder=builder)
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert [row["ids"] for row in rows] == [[10, 11, 12, 13], [10, 11, 12, 13, 14]]
+    assert {row["builder"] for row in rows} == {"per_request"}
+    assert rows[0]["ledger"]["dropped"] == [{"key": "over_length", "value": 1}]
+    with pytest.raises(UnknownPlugin, match="unknown builder 'per_reqest'; did you mean"):
+        export("parquet", tmp_path, tmp_path / "new", builder=Part("per_reqest"))
