@@ -1,0 +1,90 @@
+"""``tugline export``: filters, splits and summaries from a shell, and its mistakes at the door."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from exports.made import record
+from tugline.cli.app import main
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+
+
+def export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command, to its end."""
+    command = [TUGLINE, "export", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
+    """Every filter is named on the command line; the counts add up."""
+    for i in range(8):
+        tags = {"level": "hard" if i < 6 else "easy"}
+        record(tmp_path / "in", f"s{i}", task=f"t{i // 2}", sample=i % 2, reward=i % 2, tags=tags)
+    out = tmp_path / "out"
+    filters = ["--tag", "level=hard", "--best", "--min-reward", "0.5", "--kind", "main,subagent"]
+    more = ["--status", "completed", "--exact-only", "--max-length", "9", "--one-per-task"]
+    split = ["--split", "train=0.7,test=0.3", "--stratify", "level", "--seed", "1", "--dedupe"]
+    done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["kept"] + sum(told["left_out"].values()) == told["found"] == 8
+    assert told["left_out"] == {"low_reward": 3, "tag": 2}
+    assert {name: one["sessions"] for name, one in told["files"].items()} == {"train": 2, "test": 1}
+    assert (out / "test.jsonl").read_text().count("\n") == 1
+
+    done = export("parquet", tmp_path / "in", "--out", tmp_path / "p", "--builder", "per_request")
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 sessions; left out: -" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["parket"], "unknown export 'parket'; did you mean 'parquet'? (known: arrow, calls,"),
+        (["sft", "--split", "train=0.9"], "shares must be above 0 and add up to 1"),
+        (["sft", "--split", "a=x"], "--split 'a=x' must be names and shares, such as train=0.9"),
+        (["sft", "--stratify", "k"], "--stratify k needs a --split, such as train=0.9,test=0.1"),
+        (["sft", "--status", "done"], "--status 'done': 'done' is not a valid Status; known: queu"),
+        (["sft", "--tag", "k"], "--tag 'k' must be key=value"),
+        (["sft", "--option", "max_length=3"], "--option max_length=3 is for a builder; name it"),
+        (["trl", "--with", "pad=1"], "export 'trl' has no option 'pad' (known: none)"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path,
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It names the flag, the value and what would be right; the exit code is 2."""
+    record(tmp_path, "a")
+    form, *rest = arguments
+    command = ["tugline", "export", form, str(tmp_path), "--out", str(tmp_path / "out"), *rest]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
+
+
+def test_without_pyarrow_the_extra_is_named() -> None:
+    """Chat needs nothing more than the core; a table says what to install."""
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from tugline.plugins import find; find('export', 'sft')\n"
+        "from tugline.errors import UsageError\n"
+        "try: find('export', 'parquet')\n"
+        "except UsageError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "pip install 'tugline[export]'" in done.stdout, done.stderr
