@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from tugline.capture import segments
 from tugline.capture.folder import locate, segments_in
@@ -123,17 +123,19 @@ def _show(judged: Judged) -> None:
 
 
 def _table(judged: Judged) -> Table:
-    scored = any(turn.scored for turn in judged.turns)
-    table = Table("call", "status", "why", box=None)
-    for name in ("prompt", "shared", "sampled", *(("max", "mean", "KL", "k3") if scored else ())):
-        table.add_column(name, justify="right")
+    """A line per call; the KL is the less noisy of the two estimates."""
+    names = ["prompt", "shared", "sampled"]
+    if any(turn.scored for turn in judged.turns):
+        names += ["max", "mean", "KL"]
+    table = Table("call", "status", Column("why", overflow="fold"), box=None)
+    for name in names:
+        table.add_column(name, justify="right", min_width=7)
     for turn in judged.turns:
         row = [str(turn.call), f"[{_SEAMS[turn.status]}]{turn.status}[/]", turn.why]
         row += [str(count) for count in (turn.prompt, turn.shared, turn.sampled)]
-        if scored:
-            values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl, turn.kl3)
-            row += ["" if value is None else f"{value:.1e}" for value in values]
-        table.add_row(*row, style="" if not turn.faults else "red")
+        values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl3)
+        row += ["" if value is None else f"{value:.1e}" for value in values]
+        table.add_row(*row[: 3 + len(names)], style="" if not turn.faults else "red")
     return table
 
 

@@ -150,11 +150,9 @@ def refusal(call: Call, scorer: Scorer) -> str:
         return ""
     if call.constrained:
         return "held by a grammar or a ban, which the engine does not know of"
-    if sampling.temperature == 0:
-        return ""  # told as at 1
     if sampling.top_p not in {None, 1.0} or sampling.top_k not in {None, 0}:
         return "captured after top_p or top_k, which no engine recomputes"
-    if _heat(call, scorer) != (sampling.temperature or 1.0):
+    if _heat(call, scorer) != (sampling.temperature or 1.0):  # at 0 they are told as at 1
         return f"captured at temperature {sampling.temperature:g}, this engine recomputes at 1"
     return ""
 
