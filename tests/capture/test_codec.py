@@ -199,3 +199,17 @@ def test_calls_of_one_conversation_share_memory(tmp_path: Path) -> None:
     assert found[20].prompt_ids.base is not shared
     with pytest.raises(ValueError, match="read-only"):
         found[0].prompt_ids[0] = 1
+
+
+def test_a_call_that_cannot_be_encoded_leaves_the_file_sound(tmp_path: Path) -> None:
+    """Half a character is refused; what comes after can still be read."""
+    path, ids = tmp_path / "a.seg", np.arange(50, dtype=np.int32)
+    seen = Message(Role.USER, "look", images=(Image(LARGE, 2),))
+    first, second = call(0, ids, ids[:5]), call(2, ids, ids[:9], messages=(seen,))
+    broken = call(1, ids[:30], ids, messages=(seen,), thread="\ud800")
+    with Writer(path) as writer:
+        writer.append(first)
+        with pytest.raises(UnicodeEncodeError):
+            writer.append(broken)
+        writer.append(second)
+    assert same(read(path).calls, [first, second])

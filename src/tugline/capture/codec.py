@@ -13,7 +13,6 @@ views of one buffer, so that a conversation of T turns takes O(tokens) of memory
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +37,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
 """A stream stays open as long as its session: this is what keeps its memory small."""
 _PICTURE = "sha256:"
 """An image's URL in a stored message: this and the digest of the picture that it stands for."""
+_FLUSH = zstandard.COMPRESSOBJ_FLUSH_BLOCK
 _IDS = np.dtype("<i4")
 _FLOATS = np.dtype("<f4")
 _NO_IDS = np.empty(0, np.int32)
@@ -123,18 +123,20 @@ class Packer:
         self._pictures: set[str] = set()
         self._stream = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compressobj()
 
-    def pack(self, record: Record, behind: bytes = b"") -> Packed:
-        """Any record, as it is."""
-        new = self._stream.compress(encode(record))
-        return new + self._stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK), behind
+    def pack(self, *records: Record, behind: bytes = b"") -> list[Packed]:
+        """Records as they are, and what stands behind the last.
 
-    def call(self, call: Call) -> Iterator[Packed]:
+        All are encoded before the stream takes any: one that cannot be leaves nothing in it.
+        """
+        encoded = [encode(record) for record in records]
+        new = [self._stream.compress(one) + self._stream.flush(_FLUSH) for one in encoded]
+        return [*((one, b"") for one in new[:-1]), (new[-1], behind)]
+
+    def call(self, call: Call) -> list[Packed]:
         """A call, after the pictures that it is the first to hold."""
         images = [image for message in call.messages for image in message.images]
-        for image in images:
-            if image.digest not in self._pictures:
-                self._pictures.add(image.digest)
-                yield self.pack(Picture(image.digest, image.url))
+        urls = {image.digest: image.url for image in images}
+        pictures = [Picture(*one) for one in urls.items() if one[0] not in self._pictures]
         base, keep = self._nearest(call)
         body_base, front, back = self._nearest_body(call.request)
         body, cuts = _without(images, call.request[front : len(call.request) - back])
@@ -150,8 +152,10 @@ class Packer:
             _bare(call), base, keep, len(call.sampled_ids), ids.tobytes(), high,
             _said_encoder.encode(said), same_tools, body_base, front, back, cuts, body,
         )  # fmt: skip
+        packed = self.pack(*pictures, record, behind=low)
+        self._pictures |= urls.keys()
         self._remember(call, record)
-        yield self.pack(record, low)
+        return packed
 
     def _nearest(self, call: Call) -> tuple[int, int]:
         """The call whose ids begin this prompt, and how many of them; its parent if it can be."""

@@ -198,21 +198,21 @@ class Writer:
         self.sync = sync
         self.dirty = False
         """Whether something was written since the last flush."""
+        self._end = 0
+        for frame in frames(path, _load(path) if path.exists() else b""):
+            self._end = frame.end
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             msg = f"cannot open segment {path}: {error.strerror}"
             raise CaptureError(msg) from error
-        self._end = 0
-        for frame in frames(path, _load(path)):
-            self._end = frame.end
         fresh = self._end <= len(MAGIC)
         os.ftruncate(self._fd, self._end)
         self._packer = Packer()
         self._write(MAGIC)
         if fresh and header is not None:
-            self._records([self._packer.pack(header)])
+            self._records(self._packer.pack(header))
 
     @property
     def closed(self) -> bool:
@@ -225,7 +225,7 @@ class Writer:
 
     def note(self, what: Event | Result) -> int:
         """Write an event, or what became of the session; returns the bytes it took."""
-        return self._records([self._packer.pack(what)])
+        return self._records(self._packer.pack(what))
 
     def _records(self, packed: Iterable[Packed]) -> int:
         if self.closed:

@@ -186,7 +186,7 @@ class Gateway:
         return self._folder / f"{session.id}.{session.epoch}.seg"
 
     def calls(self, session: str) -> tuple[Call, ...]:
-        """What the session's last attempt recorded, read back from disk."""
+        """What the session's last attempt recorded, read back without raw requests."""
         return segments.read(self._segments[session], bodies=False).calls
 
     async def conclude(self, session: str, result: Result) -> None:

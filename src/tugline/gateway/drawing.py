@@ -210,8 +210,8 @@ class Draw:
             try:
                 await self._read(avoid)
             except EngineError:
-                if self.sampled.length and self._used:
-                    detail = f"{self._used[-1]} after {self.sampled.length} tokens"
+                if self._used and (count := self.sampled.length + self.sampled.unseen):
+                    detail = f"{self._used[-1]} after {count} tokens"
                     self._live.note(EventKind.ENGINE_FAULT, detail, call=self.number)
                 again = self._decoder is not None and self.sampled.length
                 if not again or fault == _CONTINUATIONS:
