@@ -12,7 +12,7 @@ from inspector.synthetic import START, Script, encode, small, whole
 from tugline.builders.ledger import total
 from tugline.capture.segments import read
 from tugline.errors import ConfigError, UsageError
-from tugline.inspector.story import How
+from tugline.inspector.story import Detail, Happening, How, Story, Tokens, TraceView, Turn
 from tugline.inspector.telling import Told, as_json, tell
 from tugline.types import Branch, Heal, Mode, Outcome, Reason, TraceKind
 
@@ -146,3 +146,11 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
     script.writer.close()
     turn = told_of(script.path).story.turns[1]
     assert (turn.how, turn.why, turn.reused) == (How.FORKED, ("new_thread",), len(whole(first)))
+
+
+def test_every_field_of_the_json_is_documented() -> None:
+    """Whoever reads the object finds each of its keys in docs/trace.md."""
+    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
+    shapes = (Story, Turn, Detail, Happening, TraceView, Tokens)
+    names = [name for shape in shapes for name in shape.__struct_fields__]
+    assert [name for name in names if f"`{name}`" not in page] == []

@@ -21,7 +21,7 @@ from tugline.types import Call, Ledger, Message, Span, Trace, TraceKind
 
 _WIDTH = 120
 """Of a line of tokens where the output is no terminal."""
-_GUTTER = 24
+_GUTTER = 26
 _RUNS = 12
 """Answers of a trace, and traces of a session, that are shown token by token."""
 _CLIP = 2000
@@ -273,14 +273,14 @@ _TITLES: _Row = tuple(
         *("version", "at s", "first s", "total s", "calls"),
     )
 )
-_LEFT = {1, 2, 6, 11}
+_LEFT = {1, 2, 6}
 
 
 def _aligned(row: _Row, widths: Sequence[int]) -> Iterator[tuple[str, str]]:
     for place, ((text, style), width) in enumerate(zip(row, widths, strict=True)):
         gap = " " * (width - cell_len(text))
-        yield (text + gap if place in _LEFT else gap + text), style
-        yield "  ", ""
+        last = place == len(row) - 1
+        yield (text if last else f"{text}{gap}  " if place in _LEFT else f"{gap}{text}  "), style
 
 
 def _letters(threads: Sequence[str | None]) -> dict[str | None, str]:
