@@ -121,14 +121,13 @@ def _make(folder: Path) -> None:
 def _show(report: Report, *, kept: bool) -> None:
     say = Console(highlight=False, soft_wrap=True, markup=False).print
     program = " ".join(filter(None, (report.harness, report.version)))
+    done = f"{report.replayed} of {report.recorded} requests"
+    live = f", then {report.live} live" if report.live else ""
     if report.as_recorded:
-        live = f", then {report.live} live" if report.live else ""
-        say(f"{report.session} by {program}: all {report.recorded} requests as recorded{live}")
+        say(f"{report.session} by {program}: {done} as recorded{live}")
     else:
-        say(
-            f"{report.session} by {program}: {report.replayed} of {report.recorded} requests "
-            f"answered from the recording, {len(report.differences)} told to differ"
-        )
+        count = len(report.differences)
+        say(f"{report.session} by {program}: {done} answered{live}, {count} found to differ")
     for one in report.differences:
         _show_difference(one)
     if report.exact is not None:

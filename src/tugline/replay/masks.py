@@ -32,8 +32,6 @@ BUILT_IN: dict[str, str] = {
     "generated": r"(?<=Chunk ID: )[0-9a-f]+|(?<=\"nickname\":\")[^\"]+",
 }
 """Name to pattern."""
-TIMES = frozenset({"time", "duration"})
-"""Masks whose values say when, not what: nothing refers back to them."""
 
 
 def places(workdir: str, home: str) -> dict[str, str]:
@@ -44,7 +42,7 @@ def places(workdir: str, home: str) -> dict[str, str]:
     for name, path in (("workdir", workdir), ("home", home), ("folder", folder)):
         if path:
             dashed = re.sub(r"[^A-Za-z0-9]", "-", path)
-            found[name] = f"{re.escape(path)}|{re.escape(dashed)}"
+            found[name] = rf"(?:{re.escape(path)}|{re.escape(dashed)})(?!\w)"
     return found
 
 
@@ -63,6 +61,7 @@ class Masks:
         named = {**places, **own, **BUILT_IN}
         self._pattern = re.compile("|".join(f"(?P<{name}>{one})" for name, one in named.items()))
         self._known: dict[Message, Message] = {}
+        self._tools: tuple[Sequence[Tool], dict[str, str]] = ((), {})
 
     def text(self, text: str) -> str:
         """`text` with names in place of what they stand for."""
@@ -95,5 +94,8 @@ class Masks:
         return tuple(found)
 
     def tools(self, tools: Sequence[Tool]) -> dict[str, str]:
-        """Each tool's declaration by its name."""
-        return {tool.name: self.text(msgspec.json.encode(tool).decode()) for tool in tools}
+        """Each tool's declaration by its name; made once while they stay the same object."""
+        if tools is not self._tools[0]:
+            told = {tool.name: self.text(msgspec.json.encode(tool).decode()) for tool in tools}
+            self._tools = (tools, told)
+        return self._tools[1]

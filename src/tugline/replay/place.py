@@ -30,12 +30,11 @@ def mountable(old: Path) -> Iterator[tuple[str, ...] | None]:
     `old` is made if it is gone, and removed again when left.
     """
     made = [folder for folder in (old, *old.parents) if not folder.exists()]
-    try:
+    tries = (_AS_ROOT, _AS_USER) if os.geteuid() == 0 else (_AS_USER,)
+    with contextlib.suppress(OSError):
         old.mkdir(parents=True, exist_ok=True)
-        tries = (_AS_ROOT, _AS_USER) if os.geteuid() == 0 else (_AS_USER,)
+    try:
         yield next((start for start in tries if _works(start, old)), None)
-    except OSError:
-        yield None
     finally:
         for folder in made:
             with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ twice (I2), and what is sampled is sampled in the context that this run really h
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,53 +22,24 @@ import numpy as np
 
 from tugline.capture.codec import shared_prefix
 from tugline.capture.records import Header
-from tugline.errors import BudgetExhausted, EngineError, TuglineError
+from tugline.errors import BudgetExhausted
 from tugline.gateway.canonical import Mark
 from tugline.gateway.dialects.base import Request
-from tugline.gateway.engines.base import (
-    Ask,
-    CallDelta,
-    Delta,
-    EngineFormat,
-    Feature,
-    Post,
-    Reader,
-)
+from tugline.gateway.engines.base import Ask, CallDelta, Delta, EngineFormat, Feature
+from tugline.gateway.engines.generate import Generate
 from tugline.gateway.upstream import ModelCard, Replica, Source
 from tugline.replay.difference import Difference, of_messages, of_sampling, shared
-from tugline.replay.masks import TIMES, Masks
-from tugline.replay.takes import Take, takes
+from tugline.replay.masks import Masks
+from tugline.replay.takes import Take, order, ordered, takes
 from tugline.tokenizer import Tokenizer
-from tugline.types import Call, LogprobMeaning, Mode
+from tugline.types import Call, Message, Mode
 
 _PIECE = 16
 """Tokens that are told together."""
-
-
-@dataclass(slots=True)
-class Played:
-    """The engine format of a recording: all that any engine could do has been done."""
-
-    name: str
-    mode: Mode
-    logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED
-    features: frozenset[Feature] = frozenset(Feature)
-
-    def post(self, ask: Ask) -> Post:
-        """There is nobody to ask."""
-        raise _nobody()
-
-    def reader(self, ask: Ask) -> Reader:
-        """There is nobody to read from."""
-        raise _nobody()
-
-    def abort(self, request_id: str) -> Post | None:
-        """Nothing runs."""
-        return None
-
-    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
-        """Nobody says anything."""
-        return _nobody()
+_UNSAID = frozenset({"time", "duration", "order"})
+"""Masks whose values say when, not what: no answer refers to them."""
+_SHORTEST = 4
+"""Characters of a value that can be looked for in an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +85,10 @@ class Run:
     def in_its_words(self, text: str) -> str:
         """A recorded text with this run's names for what has others here."""
         for name, values in self.masked.items():
-            for old, new in values.items() if name not in TIMES else ():
-                text = text.replace(old, new)
+            for old, new in values.items() if name not in _UNSAID else ():
+                if len(old) >= _SHORTEST and old in text:
+                    literal = new.replace("\\", r"\\")
+                    text = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", literal, text)
         return text
 
 
@@ -145,8 +119,7 @@ class Recorded:
         self.takes = [take for take in every if take.call.number < fork]
         self._beyond = [take for take in every if take.call.number >= fork]
         self._runs: dict[str, Run] = {}
-        played = Played(header.engine, header.mode)
-        self.wire: EngineFormat = self._live.wire if self._live else played
+        self.wire: EngineFormat = live.engine.wire if live else _format(header)
         self.forked_from = f"{header.session.id}@{fork}" if live else ""
 
     async def __aenter__(self) -> Self:
@@ -205,9 +178,11 @@ class Recorded:
     # ----------------------------------------------------------------------- recognising
     def _take(self, run: Run, ask: Ask) -> Take | None:
         """The answer to this request; None where there is none, or the engine is to give it."""
-        request, number = ask.request, run.asked
-        if request is None or run.ended:
+        if ask.request is None or run.ended:
             return None
+        came, number = order(ask.request.messages), run.asked
+        messages = ordered(ask.request.messages)
+        request = msgspec.structs.replace(ask.request, messages=messages)
         run.asked += 1
         marks = tuple(run.alike.get(one, one) for one in run.masks.marks(request.messages))
         tools = run.masks.tools(request.tools)
@@ -222,6 +197,8 @@ class Recorded:
         run.left.remove(take)
         run.replayed += 1
         run.exact += _first_other(take, ask) is None and ask.prompt is not None
+        if take.order != came and sorted(take.order) == sorted(came):
+            _note_order(run, take.order, came)
         _compare(run, self._masks, take, request)
         sampling = of_sampling(take, request.asked)
         if sampling is not None:
@@ -238,15 +215,15 @@ class Recorded:
             or any(take.marks == marks for take in self._beyond)
         ):
             return None
-        near = max(run.left, key=lambda take: shared(take, marks), default=None)
-        known = self.takes if near is None else [near]
+        known = run.left or self.takes
         near = max(known, key=lambda take: shared(take, marks), default=None)
         if near is None:
-            run.note(Difference(number, None, "nothing is recorded"))
+            run.note(Difference(number, None, "nothing is recorded before the fork"))
         else:
-            where = of_messages(near, self._masks, request, run.masks, marks)
+            where, old, new = of_messages(near, self._masks, request, run.masks, marks)
+            where = where if run.left else f"one request more than recorded: {where}"
             at = _first_other(near, ask)
-            run.note(Difference(number, near.call.number, *where, id_at=at))
+            run.note(Difference(number, near.call.number, where, old, new, at))
         if not self._go_on or near is None or near not in run.left:
             run.ended = True
             return None
@@ -279,21 +256,19 @@ class Recorded:
         Its ids are the tokenizer's then and have no log probabilities, so 0 stands for them; like
         every replayed answer it is context and never trained.
         """
-        if self._tokenizer is None or call.mode is not Mode.EXACT:
-            if call.answer is not None:
-                answer = msgspec.convert(
-                    msgspec.json.decode(
-                        run.in_its_words(msgspec.json.encode(call.answer).decode())
-                    ),
-                    type(call.answer),
-                )
-                call = msgspec.structs.replace(call, answer=answer)
-            return call
-        text = self._tokenizer.decode(call.sampled_ids.tolist())
-        if run.in_its_words(text) == text:
+        known = self._tokenizer if call.mode is Mode.EXACT else None
+        text = (
+            msgspec.json.encode(call.answer).decode()
+            if known is None
+            else known.decode(call.sampled_ids.tolist())
+        )
+        told = run.in_its_words(text)
+        if told == text:
             return call
         run.adapted += 1
-        ids = np.asarray(self._tokenizer.encode(run.in_its_words(text)), np.int32)
+        if known is None:
+            return msgspec.structs.replace(call, answer=msgspec.json.decode(told, type=Message))
+        ids = np.asarray(known.encode(told), np.int32)
         last = msgspec.structs.replace(call.versions[-1], start=0, end=len(ids))
         zeros = np.zeros(len(ids), np.float32)
         return msgspec.structs.replace(call, sampled_ids=ids, logprobs=zeros, versions=(last,))
@@ -308,18 +283,25 @@ def _first_other(take: Take, ask: Ask) -> int | None:
     return None if at == len(theirs) == len(ours) else at
 
 
+def _note_order(run: Run, theirs: Sequence[str], ours: Sequence[str]) -> None:
+    """Results of parallel calls came in another order."""
+    was, now = zip(*((a, b) for a, b in zip(theirs, ours, strict=True) if a != b), strict=True)
+    run.masked.setdefault("order", {})[", ".join(was)] = ", ".join(now)
+
+
 def _compare(run: Run, old: Masks, take: Take, request: Request) -> None:
     """Learn what is masked and differs."""
     for theirs, ours in zip(take.messages, request.messages, strict=False):
-        pairs = zip(_values(old, theirs), _values(run.masks, ours), strict=False)
+        if theirs.content == ours.content:
+            continue
+        pairs = zip(old.values(theirs.content), run.masks.values(ours.content), strict=False)
         for (name, was), (other, now) in pairs:
             if name == other and was != now:
                 run.masked.setdefault(name, {})[was] = now
 
 
-def _values(masks: Masks, message: object) -> list[tuple[str, str]]:
-    return masks.values(getattr(message, "content", ""))
-
-
-def _nobody() -> EngineError:
-    return EngineError("there is no engine behind a recording")
+def _format(header: Header) -> EngineFormat:
+    """As the recorded engine's; nothing is ever asked of it, and all that it could do is done."""
+    wire = Generate(header.engine, features=frozenset(Feature))
+    wire.mode = header.mode
+    return wire

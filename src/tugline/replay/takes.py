@@ -12,9 +12,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from tugline.gateway.canonical import Mark
+from tugline.gateway.canonical import Mark, places_of
 from tugline.replay.masks import Masks
-from tugline.types import Call, Message, Outcome, VersionSpan
+from tugline.types import Branch, Call, Message, Outcome, Role, VersionSpan
+
+_GOES_ON = frozenset({None, Branch.ENGINE_RERENDERED})
+"""Calls that say only what they added to their parent's conversation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +27,9 @@ class Take:
     call: Call
     """With all that was sampled for its answer."""
     messages: tuple[Message, ...]
+    """In the order of `ordered`."""
+    order: tuple[str, ...]
+    """Calls of which the results came, in their own order."""
     marks: tuple[Mark, ...]
     tools: dict[str, str]
 
@@ -39,7 +45,7 @@ def takes(calls: Sequence[Call], masks: Masks) -> list[Take]:
     whole: dict[int, Call] = {}
     said: dict[int, tuple[Message, ...]] = {}
     for call in sorted(calls, key=lambda call: call.number):
-        parent = call.parent if call.parent in first and call.branch is None else None
+        parent = call.parent if call.parent in first and call.branch in _GOES_ON else None
         start = None if parent is None else first[parent]
         if start is not None and not call.messages:
             first[call.number] = start
@@ -52,10 +58,33 @@ def takes(calls: Sequence[Call], masks: Masks) -> list[Take]:
             answer = whole[start].answer
             before = (*said[start], answer) if answer is not None else said[start]
         said[call.number] = (*before, *call.messages)
-    return [
-        Take(call, said[n], masks.marks(said[n]), masks.tools(call.tools))
-        for n, call in whole.items()
-    ]
+    return [_take(call, said[number], masks) for number, call in whole.items()]
+
+
+def ordered(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The same with results of parallel calls in the order of the calls, not as they came."""
+    found: list[Message] = []
+    places: dict[str, int] = {}
+    start = 0
+    for message in messages:
+        found.append(message)
+        if message.role is not Role.TOOL:
+            places, start = places_of(message), len(found)
+        elif len(found) - start > 1:
+            found[start:] = sorted(
+                found[start:], key=lambda one: places.get(one.tool_call_id or "", 0)
+            )
+    return tuple(found)
+
+
+def order(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Calls of which the results came, as they came."""
+    return tuple(message.tool_call_id for message in messages if message.tool_call_id)
+
+
+def _take(call: Call, said: tuple[Message, ...], masks: Masks) -> Take:
+    messages = ordered(said)
+    return Take(call, messages, order(said), masks.marks(messages), masks.tools(call.tools))
 
 
 def _joined(call: Call, rest: Call) -> Call:

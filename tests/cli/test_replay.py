@@ -1,0 +1,88 @@
+"""``tugline replay``: what it says of a session, and its mistakes at the door."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replay.played import record, saying, tampered
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+
+
+def tugline(*options: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """``tugline replay``, to its end."""
+    command = [TUGLINE, "replay", *map(str, options)]
+    tests = str(Path(__file__).parents[1])  # where the judge of these sessions is
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
+        env={"PATH": f"{TUGLINE.parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": tests},
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one recorded run."""
+    folder = tmp_path_factory.mktemp("work")
+    asyncio.run(record(folder / "runs" / "one"))
+    return folder
+
+
+def test_a_session_is_found_by_its_id_and_told_in_a_line(run: Path) -> None:
+    """As recorded: exit code 0, and nothing is left behind."""
+    before = sorted(run.rglob("*.seg"))
+    done = tugline("s1", cwd=run)
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first == "s1 by shell: 3 of 3 requests as recorded"
+    assert "  reward: recorded 1, now 1" in rest
+    assert sorted(run.rglob("*.seg")) == before
+
+
+def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path) -> None:
+    """Exit code 1, where it is, and both texts; the run is kept if asked for."""
+    changed = tampered(
+        run / "runs" / "one" / "segments" / "s1.0.seg",
+        tmp_path / "tampered",
+        lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
+    )
+    done = tugline(changed)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0] == "s1 by shell: 1 of 3 requests answered, 1 found to differ"
+    assert lines[1].startswith("request 1, beside call 1: message 3 (tool), the result of bash ")
+    assert lines[2:4] == ["  - tool: wallaby", "  - <time>"]
+    assert "  + tool: walrus" in lines
+    told = tugline(changed, "--json", "--keep", tmp_path / "kept")
+    assert told.returncode == 1
+    (session,) = json.loads(told.stdout)["sessions"]
+    assert (session["replayed"], session["differences"][0]["request"]) == (1, 1)
+    assert Path(session["segment"]).is_relative_to(tmp_path / "kept")
+    assert Path(session["segment"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["nope"], "there is no segment 'nope'"),
+        (["s1", "--fork-at", "x", "--engine", "http://e"], "--fork-at is 'x', must be the number"),
+        (["s1", "--mask", "("], "--mask '(' is no regular expression"),
+        (["s1", "--fork-at", "1", "--keep", "/dev/null/x"], "--fork-at and --engine go together"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(run: Path, options: list[str], line: str) -> None:
+    """No traceback, nothing on stdout, exit code 2."""
+    done = tugline(*options, cwd=run)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,108 @@
+"""Sessions of a real agent, recorded with a scripted model, for replays to be held against."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tugline.capture.folder import keep_tokenizer
+from tugline.capture.segments import Segment, Writer, read
+from tugline.conformance.models import Model, scripted
+from tugline.conformance.script import Hitch, Turn, tokenizer
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import EmbeddedChat
+from tugline.gateway.upstream import Upstream
+from tugline.inference.server import create_app
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.serving import serve
+from tugline.types import Call, Part, Reward, Session, Task
+
+ROOT = Path(__file__).parents[2]
+AGENT = Part("shell", {"command": ["python3", str(Path(__file__).with_name("agent.py"))]})
+LOOP = Part("shell", {"command": ["python3", str(ROOT / "examples/agents/openai_loop.py")]})
+INSTRUCTION = "Copy one.txt to second.txt."
+FILES = {"one.txt": "walrus\n"}
+
+
+def run(command: str) -> tuple[str, dict[str, object]]:
+    """A call of the agent's shell tool."""
+    return "bash", {"command": command}
+
+
+TURNS = (
+    Turn("I look.", calls=(run("cat one.txt; date -Iseconds"), run("pwd"))),
+    Turn(reasoning="It is short.", calls=(run("cat one.txt > second.txt"),)),
+    Turn("Done."),
+)
+
+
+class Copied:
+    """A judge that needs no program: whether the agent made the copy."""
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """1 if it did."""
+        done = outcome.patch.files.get("second.txt") == FILES["one.txt"]
+        return Verdict(Reward(float(done)), {})
+
+
+def task(harness: Part = AGENT, **changes: Any) -> Task:
+    """A task that its own test judges."""
+    given = {"evaluator": Part("replay.played:Copied"), "files": FILES, "instruction": INSTRUCTION}
+    return Task(id="t", harness=harness, **{**given, **changes})
+
+
+@contextlib.asynccontextmanager
+async def observed(turns: Sequence[Turn]) -> AsyncIterator[Model]:
+    """The same model behind an engine that renders by itself."""
+    async with scripted({INSTRUCTION: turns}, {}) as model:
+        app = create_app(model.engine, model_name="scripted", tokenizer=tokenizer())
+        async with serve(app) as url:
+            yield Model(Upstream(url, EmbeddedChat()), None)
+
+
+async def record(
+    folder: Path,
+    what: Task | None = None,
+    turns: Sequence[Turn] = TURNS,
+    hitches: dict[int, Hitch] | None = None,
+    model: Model | None = None,
+) -> Path:
+    """Run one session to its end and give its segment."""
+    async with contextlib.AsyncExitStack() as stack:
+        answering = scripted({INSTRUCTION: turns}, hitches or {})
+        answers = model or await stack.enter_async_context(answering)
+        gateway = Gateway(answers.upstream, answers.rendering, folder / "segments")
+        await stack.enter_async_context(gateway)
+        session = Session(id="s1", task="t", sample=0)
+        directory = folder / "sessions" / "s1.0"
+        await roll_out(what or task(), session, gateway=gateway, directory=directory, parts=Parts())
+    return folder / "segments" / "s1.0.seg"
+
+
+def tampered(segment: Path, folder: Path, change: Callable[[Sequence[Call]], list[Call]]) -> Path:
+    """A copy of a recording with other calls in it."""
+    found: Segment = read(segment)
+    assert found.header is not None
+    path = folder / segment.name
+    keep_tokenizer(tokenizer(), folder)
+    with Writer(path, found.header) as writer:
+        for call in change(found.calls):
+            writer.append(call)
+        if found.result is not None:
+            writer.note(found.result)
+    return path
+
+
+def saying(call: Call, old: str, new: str) -> Call:
+    """`call` with another text in what was added to the conversation."""
+    messages = tuple(
+        msgspec.structs.replace(one, content=one.content.replace(old, new)) for one in call.messages
+    )
+    assert messages != call.messages
+    return msgspec.structs.replace(call, messages=messages)

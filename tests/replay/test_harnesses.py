@@ -1,0 +1,116 @@
+"""Every real harness, recorded with the scripted model and replayed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from replay.played import saying, tampered
+from tugline.capture.segments import read
+from tugline.conformance import sessions
+from tugline.conformance.cells import Cell, cells_of
+from tugline.conformance.models import scripted
+from tugline.conformance.rehearsal import Stage, rehearse
+from tugline.conformance.script import Turn
+from tugline.replay.recorded import Live
+from tugline.replay.run import Recording, fork, replay
+from tugline.types import Role
+
+HARNESSES = (
+    "codex",
+    "claude_code",
+    "qwen_code",
+    "gemini_cli",
+    "opencode",
+    "mini_swe_agent",
+    "pi",
+)
+
+
+def unhurried(cell: Cell) -> Stage:
+    """The plain session with commands that take a moment: Qwen Code loses output of quick ones."""
+
+    def slow(turn: Turn) -> Turn:
+        calls = [
+            (name, {**told, cell.argument: f"{told[cell.argument]}; sleep 0.3"})
+            for name, told in turn.calls
+        ]
+        return msgspec.structs.replace(turn, calls=tuple(calls))
+
+    *turns, last = sessions.script(cell)
+    return Stage({sessions.INSTRUCTION: (*map(slow, turns), last)}, sessions.FILES)
+
+
+async def recorded(name: str, stage: Callable[[Cell], Stage], folder: Path) -> Path:
+    """The segment of one session of the real program."""
+    cell = cells_of(name)[0]
+    await rehearse(cell, stage(cell), folder)
+    return folder / "segments" / "check-0.0.seg"
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("name", HARNESSES)
+async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> None:
+    """All requests are as recorded; what the world says otherwise is found where it is said."""
+    segment = await recorded(name, unhurried, tmp_path / "first")
+    recording = Recording.load(segment)
+    report = await replay(recording, tmp_path / "again")
+    assert report.as_recorded, report.differences
+    assert report.replayed == len(recording.calls) == 4
+    assert report.same_place
+    changed = tampered(
+        segment,
+        tmp_path / "tampered",
+        lambda calls: [*calls[:3], saying(calls[3], "heron", "bittern")],
+    )
+    report = await replay(Recording.load(changed), tmp_path / "told")
+    (told,) = report.differences
+    assert (told.request, told.call) == (3, 3)
+    assert "(tool), the result of" in told.where
+    assert ("bittern" in told.recorded, "heron" in told.replayed) == (True, True)
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("name", ["codex", "claude_code", "pi"])
+async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
+    """Two recorded answers, then live ones to the end, in a history that continues exactly."""
+    recording = Recording.load(await recorded(name, unhurried, tmp_path / "first"))
+    stage = unhurried(cells_of(name)[0])
+    async with scripted(stage.scripts, {}) as model:
+        (report,) = await fork(recording, tmp_path / "fork", Live(model.upstream, 2))
+    assert report.as_recorded, report.differences
+    assert (report.replayed, report.live) == (2, 2)
+    calls = read(Path(report.segment)).calls
+    assert [(call.replayed, call.branch) for call in calls] == [
+        (True, None),
+        (True, None),
+        (False, None),
+        (False, None),
+    ]
+    results = [one.content for call in calls for one in call.messages if one.role is Role.TOOL]
+    assert "heron" in results[-1]
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize(
+    ("name", "stage", "answers"),
+    [
+        ("codex", sessions.team, 5),
+        ("opencode", sessions.titled, 5),
+        ("pi", sessions.faulty, 4),
+        ("claude_code", sessions.short, 2),
+    ],
+    ids=["sub-agent", "title", "faults", "budget"],
+)
+async def test_sub_agents_titles_faults_and_budgets_are_replayed(
+    name: str, stage: Callable[[Cell], Stage], answers: int, tmp_path: Path
+) -> None:
+    """An agent is waited for by its new id; what broke off is whole; refusals come again."""
+    recording = Recording.load(await recorded(name, stage, tmp_path / "first"))
+    report = await replay(recording, tmp_path / "again")
+    assert report.as_recorded, report.differences
+    assert report.replayed == answers
+    assert report.adapted == (name == "codex")

@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from replay.played import INSTRUCTION, LOOP, TURNS, observed, record, run, saying, tampered, task
+from tugline.capture.segments import read
+from tugline.conformance.models import scripted
+from tugline.conformance.script import Turn
+from tugline.errors import CaptureError, UsageError
+from tugline.replay.masks import Masks, places
+from tugline.replay.recorded import Live
+from tugline.replay.run import Options, Recording, fork, replay
+from tugline.replay.takes import ordered
+from tugline.runtimes.local import Local
+from tugline.types import Limits, Message, Part, Reason, Role, ToolCall
+from tugline.verification.judge import judge
+from tugline.verification.texts import Texts
+
+PI = Part("pi")
+
+
+@pytest.fixture(scope="module")
+def segment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One session of three calls, recorded once."""
+    return asyncio.run(record(tmp_path_factory.mktemp("first")))
+
+
+@pytest.mark.parametrize(
+    "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP], ids=["pi", "loop"]
+)
+async def test_the_same_program_asks_the_same(harness: Part, tmp_path: Path) -> None:
+    """Every request of a real agent is as recorded, in the recorded folder, with its verdict."""
+    recording = Recording.load(await record(tmp_path / "first", task(harness)))
+    report = await replay(recording, tmp_path / "again")
+    assert report.as_recorded, report.differences
+    assert (report.recorded, report.replayed, report.live, report.adapted) == (3, 3, 0, 0)
+    assert report.failure is None
+    assert report.reward == report.recorded_reward
+    assert report.reward is not None
+    assert report.reward.value == 1.0
+    assert report.same_place
+    assert report.exact is not None
+    assert report.exact >= 1, "only a second that has passed changes a later prompt"
+    again, header = read(Path(report.segment)), recording.header
+    assert again.header is not None
+    assert (again.header.workdir, again.header.home) == (header.workdir, header.home)
+    assert all(call.replayed for call in again.calls)
+    for old, new in zip(recording.calls, again.calls, strict=True):
+        assert np.array_equal(old.sampled_ids, new.sampled_ids)
+        assert np.array_equal(old.logprobs, new.logprobs)
+        assert (old.versions, old.finish, old.sampling) == (new.versions, new.finish, new.sampling)
+    left = Path(header.workdir) / "second.txt"
+    assert left.read_text() == "walrus\n", "the recorded folder is as it was"
+
+
+async def test_where_folders_cannot_be_laid_over_paths_are_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without namespaces replays in a folder of its own and says so."""
+    recording = Recording.load(await record(tmp_path / "first"))
+    (tmp_path / "unshare").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    report = await replay(recording, tmp_path / "elsewhere")
+    assert report.as_recorded, report.differences
+    assert not report.same_place
+    (old,) = report.masked["workdir"]
+    assert old == recording.header.workdir
+    assert report.masked["workdir"][old].startswith(str(tmp_path / "elsewhere"))
+
+
+async def test_a_folder_that_is_gone_is_lent_and_taken_back(tmp_path: Path) -> None:
+    """A recording whose run was moved is replayed at its old path, of which nothing stays."""
+    segment = await record(tmp_path / "first")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    recording = Recording.load(tmp_path / "moved" / "segments" / segment.name)
+    report = await replay(recording, tmp_path / "again")
+    assert report.as_recorded, report.differences
+    assert report.same_place
+    assert not (tmp_path / "first").exists()
+
+
+async def test_the_first_difference_is_told_with_its_tool_call(
+    segment: Path, tmp_path: Path
+) -> None:
+    """A tool that answers otherwise than recorded is found at its request, with both texts."""
+    changed = tampered(
+        segment,
+        tmp_path / "tampered",
+        lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
+    )
+    report = await replay(Recording.load(changed), tmp_path / "again")
+    (told,) = report.differences
+    assert (told.request, told.call, report.replayed) == (1, 1, 1)
+    assert told.where.startswith("message 3 (tool), the result of bash ")
+    assert "cat one.txt" in told.where
+    assert (told.recorded[:13], told.replayed[:12]) == ("tool: wallaby", "tool: walrus")
+
+
+async def test_after_a_difference_the_rest_can_be_seen_too(segment: Path, tmp_path: Path) -> None:
+    """With `go_on` the recorded answers are told all the same, and each difference once."""
+    changed = tampered(
+        segment,
+        tmp_path / "tampered",
+        lambda calls: [
+            calls[0],
+            saying(calls[1], "walrus", "wallaby"),
+            saying(calls[2], "(no output)", "(nothing)"),
+        ],
+    )
+    report = await replay(Recording.load(changed), tmp_path / "again", Options(go_on=True))
+    assert [one.request for one in report.differences] == [1, 2]
+    assert report.replayed == 3
+    masked = await replay(
+        Recording.load(changed), tmp_path / "masked", Options(masks=("walrus|wallaby", r"\(no.*\)"))
+    )
+    assert masked.as_recorded, "what is masked on both sides does not count"
+    assert masked.masked["mask1"] == {"wallaby": "walrus"}
+
+
+async def test_other_wishes_are_told_and_answered(segment: Path, tmp_path: Path) -> None:
+    """A harness that asks for other sampling than it did is told so, once, and goes on."""
+    changed = tampered(
+        segment,
+        tmp_path / "tampered",
+        lambda calls: [
+            msgspec.structs.replace(one, asked=msgspec.structs.replace(one.asked, temperature=0.25))
+            for one in calls
+        ],
+    )
+    report = await replay(Recording.load(changed), tmp_path / "again")
+    (told,) = report.differences
+    assert (told.where, told.recorded, told.replayed) == ("sampling.temperature", "0.25", "None")
+    assert report.replayed == 3
+
+
+async def test_more_and_fewer_requests_are_differences(segment: Path, tmp_path: Path) -> None:
+    """One request beyond the recording, and one that was not made."""
+    short = tampered(segment, tmp_path / "short", lambda calls: list(calls[:2]))
+    report = await replay(Recording.load(short), tmp_path / "again")
+    (told,) = report.differences
+    assert (told.request, told.call) == (2, 1)
+    assert told.where == "one request more than recorded: message 5 (assistant) is new"
+
+    def longer(calls: object) -> list[object]:
+        *all_, last = calls  # type: ignore[misc]
+        more = msgspec.structs.replace(last, number=3, parent=2, messages=last.messages)
+        return [*all_, last, more]
+
+    long = tampered(segment, tmp_path / "long", longer)  # type: ignore[arg-type]
+    report = await replay(Recording.load(long), tmp_path / "once more")
+    (told,) = report.differences
+    assert (told.request, told.call, report.replayed) == (3, 3, 3)
+    assert told.where == "the end: 1 of the recorded requests were not made"
+
+
+async def test_an_answer_that_was_taken_up_is_one_answer(segment: Path, tmp_path: Path) -> None:
+    """What broke off and went on in a second call is told whole, once."""
+
+    def halved(calls: object) -> list[object]:
+        first, *rest = calls  # type: ignore[misc]
+        at = len(first.sampled_ids) // 2
+        ends = [msgspec.structs.replace(first.versions[0], start=0, end=n) for n in (at,)]
+        whole = np.concatenate((first.prompt_ids, first.sampled_ids))
+        gone = msgspec.structs.replace(
+            first,
+            sampled_ids=first.sampled_ids[:at],
+            logprobs=first.logprobs[:at],
+            versions=tuple(ends),
+            outcome="client_gone",
+        )
+        left = len(first.sampled_ids) - at
+        again = msgspec.structs.replace(
+            first,
+            number=1,
+            parent=0,
+            messages=(),
+            prompt_ids=whole[: len(first.prompt_ids) + at],
+            sampled_ids=first.sampled_ids[at:],
+            logprobs=first.logprobs[at:],
+            versions=(msgspec.structs.replace(first.versions[0], start=0, end=left),),
+        )
+        later = [
+            msgspec.structs.replace(one, number=one.number + 1, parent=one.number) for one in rest
+        ]
+        return [gone, again, *later]
+
+    broken = tampered(segment, tmp_path / "broken", halved)  # type: ignore[arg-type]
+    report = await replay(Recording.load(broken), tmp_path / "again")
+    assert report.as_recorded, report.differences
+    assert (report.recorded, report.replayed) == (3, 3)
+
+
+async def test_budgets_end_a_replay_where_they_ended_the_session(tmp_path: Path) -> None:
+    """The refusal of a spent budget is part of the replay."""
+    limits = Limits(max_turns=2)
+    recording = Recording.load(await record(tmp_path / "first", task(limits=limits)))
+    report = await replay(recording, tmp_path / "again")
+    assert report.as_recorded, report.differences
+    assert report.replayed == 2
+
+
+async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_path: Path) -> None:
+    """Observed mode: requests are told apart by what they say, answers told as they were."""
+    async with observed(TURNS) as model:
+        segment = await record(tmp_path / "first", model=model)
+    recording = Recording.load(segment)
+    report = await replay(recording, tmp_path / "again")
+    assert report.as_recorded, report.differences
+    assert (report.replayed, report.exact) == (3, None)
+    again = read(Path(report.segment)).calls
+    for old, new in zip(recording.calls, again, strict=True):
+        assert np.array_equal(old.sampled_ids, new.sampled_ids)
+        assert old.answer == new.answer
+
+
+# --------------------------------------------------------------------------- going live
+async def test_a_fork_goes_on_live_and_trains_what_is_new(segment: Path, tmp_path: Path) -> None:
+    """Samples share the recorded prefix, sample their own rest, are judged, and verify."""
+    recording = Recording.load(segment)
+    other = (
+        *TURNS[:1],
+        Turn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
+        Turn("Done otherwise."),
+    )
+    async with scripted({INSTRUCTION: other}, {}) as model:
+        live = Live(model.upstream, 1, samples=2, slots=2)
+        reports = await fork(recording, tmp_path / "forks", live)
+        assert model.engine is not None
+        assert len(model.engine.calls) == 4, "the recorded call was not sampled again"
+    assert [one.session for one in reports] == ["s1-at1-0", "s1-at1-1"]
+    for report in reports:
+        assert report.as_recorded, report.differences
+        assert (report.replayed, report.live, report.failure) == (1, 2, None)
+        assert report.reward is not None
+        assert report.reward.value == 1.0
+        path = Path(report.segment)
+        forked = read(path)
+        assert forked.header is not None
+        assert forked.header.forked_from == "s1@1"
+        assert [call.replayed for call in forked.calls] == [True, False, False]
+        assert forked.result is not None
+        ledger = forked.result.ledger
+        recorded = len(recording.calls[0].sampled_ids)
+        assert ledger.masked == {Reason.REPLAYED: recorded}
+        assert ledger.trained == sum(len(call.sampled_ids) for call in forked.calls[1:])
+        judged = judge(path, forked, Texts())
+        assert not judged.failed, judged
+    with pytest.raises(UsageError, match="must be from 0 to 3"):
+        await fork(recording, tmp_path / "beyond", Live(model.upstream, 4))
+
+
+async def test_a_fork_that_does_not_reach_its_turn_says_why(segment: Path, tmp_path: Path) -> None:
+    """A difference before the fork ends the session; nothing is sampled."""
+    changed = tampered(
+        segment,
+        tmp_path / "tampered",
+        lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
+    )
+    async with scripted({INSTRUCTION: TURNS}, {}) as model:
+        (report,) = await fork(Recording.load(changed), tmp_path / "fork", Live(model.upstream, 2))
+        assert model.engine is not None
+        assert not model.engine.calls
+    assert [one.request for one in report.differences] == [1]
+    assert report.live == 0
+
+
+_KILLED = """
+import asyncio, sys
+from pathlib import Path
+from replay.played import record
+from tugline.conformance.script import Hitch
+asyncio.run(record(Path(sys.argv[1]), hitches={2: Hitch(first_s=60.0)}))
+"""
+
+
+async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
+    """After ``kill -9`` of everything, the answers that were given are not sampled again."""
+    folder = tmp_path / "killed"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _KILLED, str(folder)),
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    segment = folder / "segments" / "s1.0.seg"
+    async with asyncio.timeout(40):
+        while not segment.exists() or len(read(segment).calls) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    Local().reap(folder)
+    recording = Recording.load(segment)
+    assert recording.result is None
+    async with scripted({INSTRUCTION: TURNS}, {}) as model:
+        live = Live(model.upstream, len(recording.calls))
+        (report,) = await fork(recording, tmp_path / "recovered", live)
+        assert model.engine is not None
+        assert len(model.engine.calls) == 1
+    assert report.as_recorded, report.differences
+    assert report.failure is None
+    assert report.reward is not None
+    assert report.reward.value == 1.0
+
+
+# --------------------------------------------------------------------------- at the door
+async def test_what_cannot_be_replayed_is_told(tmp_path: Path) -> None:
+    """No file, no calls, no tokenizer: one line each that says what is missing."""
+    with pytest.raises(CaptureError, match="cannot read"):
+        Recording.load(tmp_path / "none.seg")
+    segment = await record(tmp_path / "first")
+    empty = tampered(segment, tmp_path / "empty", lambda _calls: [])
+    with pytest.raises(UsageError, match="holds no calls"):
+        Recording.load(empty)
+    for one in segment.parent.glob("tokenizer-*.json"):
+        one.unlink()
+    with pytest.raises(UsageError, match="give it with --tokenizer"):
+        Recording.load(segment)
+
+
+def test_results_of_parallel_calls_may_come_in_any_order() -> None:
+    """They are compared in the order of their calls, and stay with them."""
+    calls = tuple(ToolCall(name, "bash", "{}") for name in ("a", "b"))
+    front = (Message(Role.USER, "x"), Message(Role.ASSISTANT, "", tool_calls=calls))
+    first, second = (Message(Role.TOOL, "one", tool_call_id=name) for name in ("a", "b"))
+    after = (Message(Role.USER, "y"),)
+    assert ordered((*front, second, first, *after)) == (*front, first, second, *after)
+    assert ordered((*front, first, second, *after)) == (*front, first, second, *after)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("on 2026-11-21 at", "on 2027-01-02 at"),
+        ("it is Saturday, November 21, 2026.", "it is Sunday, February 7, 2027."),
+        ("-rw-r--r-- 1 me me 6 Nov 21 08:45 a", "-rw-r--r-- 1 me me 6 Feb  7 21:00 a"),
+        ("Wall time: 0.0539 seconds", "Wall time: 12.1 seconds"),
+        ("1 passed in 0.02s", "1 passed in 1.5s"),
+        (
+            "agent 01a1fd58-1ff7-7c71-92e5-a24d2d90bfc4",
+            "agent 01a1fd59-0913-7803-b84c-1d0336df84d9",
+        ),
+        ("see /w/one/x and -w-one-x", "see /v/two/x and -v-two-x"),
+        ("Process Group PGID: 9726", "Process Group PGID: 26057"),
+        ("http://127.0.0.1:4711/s/s1/v1", "http://127.0.0.1:815/s/s2/v1"),
+        ("object at 0x7f59be513750>", "object at 0x7fdfb22eeed0>"),
+    ],
+)
+def test_what_two_runs_may_differ_in_is_masked(one: str, other: str) -> None:
+    """Dates, durations, ids, folders, processes and addresses; and no more than that."""
+    old, new = Masks(places("/w/one", "/w/home")), Masks(places("/v/two", "/v/home"))
+    assert one != other
+    assert old.text(one) == new.text(other) != one
+    assert old.text(f"walrus {one}") != new.text(f"heron {other}")
+    for plain in ("5 files, 12 lines", "version 2.1.3", "a - b", "/x/one", "sleep 5s"):
+        assert old.text(plain) == plain
