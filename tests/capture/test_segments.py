@@ -113,6 +113,21 @@ def test_unfilled_blocks_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
     assert len(read(path).calls) == 1
 
 
+def test_a_record_whose_blocks_were_not_all_filled_is_a_torn_tail(tmp_path: Path) -> None:
+    """Zeros from a sector's start to the end are a power cut's; zeros from elsewhere are damage."""
+    path = tmp_path / "a.seg"
+    with Writer(path) as writer:
+        first = len(MAGIC) + writer.append(growing(1)[0])
+        writer.append(call(1, list(range(900, 0, -1)), list(range(700)), os.urandom(3000)))
+    whole = path.read_bytes()
+    sector = len(whole) // 512 * 512 - 512
+    path.write_bytes(whole[:sector] + bytes(len(whole) - sector))
+    assert (len(read(path).calls), read(path).torn_bytes) == (1, len(whole) - first)
+    path.write_bytes(whole[:-8] + bytes(8))
+    with pytest.raises(CaptureError, match=f"offset {first}: the checksum"):
+        read(path)
+
+
 def written(path: Path, turns: int = 3) -> list[int]:
     """Write a segment; returns the offset of each record."""
     starts = [len(MAGIC)]
