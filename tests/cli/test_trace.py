@@ -45,7 +45,7 @@ def test_json_and_html_at_once(tmp_path: Path) -> None:
     """Stdout is one object, the page is a file, what was written is told on stderr."""
     path = small(tmp_path)
     done = tugline(str(path), "--json", "--html", "page.html", cwd=tmp_path)
-    assert json.loads(done.stdout)["session"] == "s-1"
+    assert json.loads(done.stdout)["header"]["session"]["id"] == "s-1"
     assert done.stderr.startswith("wrote page.html")
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 

@@ -60,7 +60,13 @@ class Script:
 
     def __init__(self, folder: Path, *, name: str = "s-1") -> None:
         self.random = random.Random(7)
-        task = Task(id="t-1", instruction="Mend it.", harness=Part("pi"), evaluator=Part("tests"))
+        task = Task(
+            id="t-1",
+            instruction="Mend it.",
+            harness=Part("pi"),
+            evaluator=Part("tests"),
+            files={"a.py": "pass\n"},
+        )
         header = Header(
             session=Session(id=name, task="t-1", sample=3),
             task=task,

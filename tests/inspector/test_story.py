@@ -88,7 +88,8 @@ def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
     assert set(brief) == set(told.story.__struct_fields__)
     assert "detail" not in brief["turns"][0]
     assert "tokens" not in brief["traces"][0]
-    assert (brief["status"], brief["created"]) == ("completed", START)
+    assert (brief["result"]["status"], brief["started"]) == ("completed", START)
+    assert brief["header"]["task"]["files"] == {}, "a workspace may be large"
     full = msgspec.json.decode(as_json(told, turn=None, full=True))
     assert full["turns"][1]["detail"]["messages"][0]["content"] == told.calls[1].messages[0].content
     trace, tokens = told.traces[0], full["traces"][0]["tokens"]
@@ -120,7 +121,7 @@ def test_a_segment_without_its_header_is_told(tmp_path: Path) -> None:
     segment = read(small(tmp_path))
     segment.header = segment.result = None
     story = tell(tmp_path, segment).story
-    assert (story.session, story.status, story.builder) == ("", None, "prefix_merging")
+    assert (story.header, story.result, story.builder) == (None, None, "prefix_merging")
     assert len(story.turns) == 6
 
 

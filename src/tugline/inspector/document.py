@@ -71,9 +71,9 @@ def document(told: Told, texts: Texts) -> str:
             for turn, call in zip(told.story.turns, told.calls, strict=True)
         ),
     )
-    folder = files("tugline.inspector") / "page"
+    folder, header = files("tugline.inspector") / "page", told.story.header
     parts = {
-        "title": html.escape(f"{told.story.session or told.story.segment} - Tugline"),
+        "title": html.escape(f"{header.session.id if header else told.story.segment} - Tugline"),
         "style": (folder / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join(
             (folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS

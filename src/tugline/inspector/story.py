@@ -12,18 +12,14 @@ from enum import StrEnum
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tugline.capture.records import EventKind
+from tugline.capture.records import EventKind, Header, Result
 from tugline.types import (
-    Failure,
     Finish,
     Ledger,
     Message,
-    Mode,
     Outcome,
-    Reward,
     Sampling,
     Span,
-    Status,
     TraceKind,
     VersionSpan,
 )
@@ -134,34 +130,20 @@ class TraceView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):
-    """A session. Of one whose first record is lost, names are empty and numbers 0."""
+    """A session."""
 
     segment: str
     """Path of the file."""
     damage: str
     """Why the end of the file could not be read; empty if all of it was."""
     torn_bytes: int
-    session: str
-    sample: int
-    attempt: int
-    task: str
-    instruction: str
-    harness: str
-    model: str
-    engine: str
-    mode: Mode
-    template: str
-    thinking_retention: str
-    window: int
-    tugline: str
-    created: float
-    """Unix seconds."""
-    forked_from: str
-    status: Status | None
-    """Null as long as no result is recorded."""
-    reward: Reward | None
-    failure: Failure | None
-    seconds: dict[str, float]
+    """Length of a record at the end that was cut off."""
+    started: float
+    """Unix seconds, from which the times of turns and events count."""
+    header: Header | None
+    """As recorded, without the task's files; null where the first record is lost."""
+    result: Result | None
+    """As recorded; null as long as there is none."""
     turns: tuple[Turn, ...]
     events: tuple[Happening, ...]
     builder: str

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from tugline.builders.base import Builder
 from tugline.builders.ledger import per_call
@@ -36,36 +37,22 @@ class Told(NamedTuple):
 
 def tell(path: Path, segment: Segment, builder: str | None = None) -> Told:
     """The story of a segment, with the traces of `builder` (by default the task's own)."""
-    header, result = segment.header, segment.result
+    header = segment.header
     part = header.task.builder if header else Part("prefix_merging")
     if builder is not None and builder != part.name:
         part = Part(builder)
     calls = tuple(sorted(segment.calls, key=lambda call: call.number))
     traces, ledger, unbuilt = _build(part, calls)
     start = header.created if header else min((c.timings.received for c in calls), default=0.0)
+    if header:
+        header = replace(header, task=replace(header.task, files={}))
     story = Story(
         segment=str(path),
         damage=segment.damage,
         torn_bytes=segment.torn_bytes,
-        session=header.session.id if header else "",
-        sample=header.session.sample if header else 0,
-        attempt=header.session.attempt if header else 0,
-        task=header.task.id if header else "",
-        instruction=header.task.instruction if header else "",
-        harness=header.task.harness.name if header else "",
-        model=header.model if header else "",
-        engine=header.engine if header else "",
-        mode=header.mode if header else Mode.EXACT,
-        template=header.template if header else "",
-        thinking_retention=header.thinking_retention if header else "",
-        window=header.window if header else 0,
-        tugline=header.tugline if header else "",
-        created=start,
-        forked_from=header.forked_from if header else "",
-        status=result.status if result else None,
-        reward=result.reward if result else None,
-        failure=result.failure if result else None,
-        seconds=result.seconds if result else {},
+        started=start,
+        header=header,
+        result=segment.result,
         turns=_turns(calls, traces, start),
         events=tuple(
             Happening(kind=event.kind, at=event.at - start, call=event.call, detail=event.detail)
@@ -180,7 +167,7 @@ def detailed(turn: Turn, call: Call) -> Turn:
         asked=call.asked,
         offered=tuple(tool.name for tool in call.tools),
     )
-    return msgspec.structs.replace(turn, detail=detail)
+    return replace(turn, detail=detail)
 
 
 # --------------------------------------------------------------------------- traces
@@ -217,7 +204,7 @@ def with_tokens(view: TraceView, trace: Trace) -> TraceView:
         calls=calls,
         versions=versions,
     )
-    return msgspec.structs.replace(view, tokens=tokens)
+    return replace(view, tokens=tokens)
 
 
 def as_json(told: Told, *, turn: int | None, full: bool) -> bytes:
@@ -232,4 +219,4 @@ def as_json(told: Told, *, turn: int | None, full: bool) -> bytes:
     traces = story.traces
     if full:
         traces = tuple(map(with_tokens, traces, told.traces))
-    return msgspec.json.encode(msgspec.structs.replace(story, turns=tuple(turns), traces=traces))
+    return msgspec.json.encode(replace(story, turns=tuple(turns), traces=traces))

@@ -6,18 +6,20 @@ and the middle of long sessions are folded, so that hundreds of turns stay a pag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import groupby
 
+from msgspec.structs import asdict
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from tugline.inspector.story import Happening, How, Story, TraceView, Turn
+from tugline.capture.records import Result
+from tugline.inspector.story import Happening, How, TraceView, Turn
 from tugline.inspector.telling import Told, mean
 from tugline.inspector.texts import NEWLINE, Texts, folded, visible
-from tugline.types import Call, Ledger, Message, Span, Trace, TraceKind
+from tugline.types import Ledger, Message, Sampling, Span, Trace, TraceKind
 
 _WIDTH = 120
 """Of a line of tokens where the output is no terminal."""
@@ -65,52 +67,48 @@ class Terminal:
 
     # ----------------------------------------------------------------------- header
     def _header(self) -> None:
-        story = self.told.story
-        self.say((visible(story.session) or "a session whose first record is lost", "bold"))
-        where = f"{story.harness} -> {story.model} on {story.engine}"
-        how = " ".join(filter(None, [story.mode, story.template, story.thinking_retention]))
-        facts = {
-            "task": f"{story.task} (sample {story.sample}, attempt {story.attempt})",
-            "ran": f"{where}, {how}",
-            "file": story.segment,
-            "forked from": story.forked_from,
-            "status": _status(story),
-            "failure": f"{story.failure.boundary}: {story.failure.message}"
-            if story.failure
-            else "",
-            "seconds": ", ".join(f"{name} {s:.1f}" for name, s in story.seconds.items()),
-            "damage": story.damage,
-            "torn": f"{story.torn_bytes} bytes at the end were cut off" if story.torn_bytes else "",
-        }
-        for name, fact in facts.items():
-            style = "red" if name in {"failure", "damage", "torn"} else ""
-            if fact:
-                self.say((f"{name:<12}", "dim"), (visible(fact), style))
+        story, header, result = self.told.story, self.told.story.header, self.told.story.result
+        facts = {"file": story.segment}
+        if header is not None:
+            facts |= {
+                "task": f"{header.task.id} (sample {header.session.sample})",
+                "ran": f"{header.task.harness.name} -> {header.model} on {header.engine}",
+                "prompts": f"{header.mode} {header.template} {header.thinking_retention}",
+                "forked from": header.forked_from,
+            }
+        if result is not None:
+            parts = [f"{name} {s:.1f}" for name, s in result.seconds.items()]
+            facts["seconds"] = ", ".join(parts)
+        facts |= {"status": _status(result), "damage": story.damage}
+        if story.torn_bytes:
+            facts["damage"] += f"{story.torn_bytes} bytes at the end were cut off"
         if len(self._threads) > 1:
-            named = [
-                f"{letter} = {thread or 'unnamed'}" for thread, letter in self._threads.items()
-            ]
-            self.say((f"{'threads':<12}", "dim"), visible(", ".join(named)))
+            named = (f"{letter} = {one or 'unnamed'}" for one, letter in self._threads.items())
+            facts["threads"] = ", ".join(named)
+        self.say((visible(header.session.id if header else "the first record is lost"), "bold"))
+        self._facts(facts, alarms={"damage"})
+
+    def _facts(self, facts: Mapping[str, str], alarms: Collection[str] = ()) -> None:
+        for name, fact in facts.items():
+            if said := visible(fact.strip()):
+                self.say((f"{name:<12}", "dim"), (said, "red" if name in alarms else ""))
 
     # ----------------------------------------------------------------------- turns
     def _turns(self) -> None:
         story = self.told.story
         moments: list[Turn | Happening] = [*story.turns, *story.events]
-        moments.sort(key=lambda one: one.at)
-        rows = [self._row(one) if isinstance(one, Turn) else None for one in moments]
-        self._table([_TITLES, *rows], moments)
+        self._table(sorted(moments, key=lambda one: one.at))
 
-    def _table(self, rows: Sequence[_Row | None], moments: Sequence[Turn | Happening]) -> None:
-        cells = [row for row in rows if row is not None]
+    def _table(self, moments: Sequence[Turn | Happening]) -> None:
+        rows = [self._row(one) if isinstance(one, Turn) else _event(one) for one in moments]
+        cells = [_TITLES, *(row for row in rows if isinstance(row, tuple))]
         widths = [max(cell_len(row[i][0]) for row in cells) for i in range(len(_TITLES))]
         self.say("")
-        for row, moment in zip(rows, [None, *moments], strict=True):
-            if row is not None:
+        for row in (_TITLES, *rows):
+            if isinstance(row, tuple):
                 self.say(*_aligned(row, widths))
-            elif isinstance(moment, Happening):
-                which = "" if moment.call is None else f" in call {moment.call}"
-                what = f"~ {moment.at:.2f} s  {moment.kind.value}{which}  {visible(moment.detail)}"
-                self.say((" " * (widths[0] + 2) + what, "magenta"))
+            else:
+                self.say((" " * (widths[0] + 2) + row, "magenta"))
 
     def _row(self, turn: Turn) -> _Row:
         thread = self._threads.get(turn.thread, "") if len(self._threads) > 1 else ""
@@ -139,10 +137,19 @@ class Terminal:
         place = next(i for i, turn in enumerate(story.turns) if turn.call == number)
         turn, call = story.turns[place], self.told.calls[place]
         mine = [event for event in story.events if event.call == number]
-        self._table([_TITLES, self._row(turn), *[None] * len(mine)], [turn, *mine])
+        self._table([turn, *mine])
         self.say("")
-        for name, fact in _facts(turn, call).items():
-            self.say((f"{name:<12}", "dim"), visible(fact))
+        self._facts(
+            {
+                "thread": call.thread or "",
+                "dialect": f"{call.dialect}, {call.mode.value}",
+                "sampling": _told(call.sampling),
+                "asked for": _told(call.asked),
+                "stop": repr(call.stop) if call.stop else "",
+                "replicas": ", ".join(call.replicas),
+                "tools": ", ".join(tool.name for tool in call.tools),
+            }
+        )
         for message in call.messages:
             self._message(message)
         if call.answer is not None:
@@ -276,6 +283,11 @@ _TITLES: _Row = tuple(
 _LEFT = {1, 2, 6}
 
 
+def _event(event: Happening) -> str:
+    which = "" if event.call is None else f" in call {event.call}"
+    return f"~ {event.at:.2f} s  {event.kind.value}{which}  {visible(event.detail)}"
+
+
 def _aligned(row: _Row, widths: Sequence[int]) -> Iterator[tuple[str, str]]:
     for place, ((text, style), width) in enumerate(zip(row, widths, strict=True)):
         gap = " " * (width - cell_len(text))
@@ -301,37 +313,20 @@ def _plural(count: int, what: str) -> str:
     return f"{count:,} {what}" + "s" * (count != 1)
 
 
-def _status(story: Story) -> str:
-    if story.status is None:
+def _status(result: Result | None) -> str:
+    if result is None:
         return "no result recorded: it is still running, or its node died"
-    if story.reward is None:
-        return f"{story.status.value}, no reward"
-    parts = ", ".join(f"{name} {value:g}" for name, value in story.reward.parts.items())
-    return f"{story.status.value}, reward {story.reward.value:g}" + (f" ({parts})" if parts else "")
+    if result.failure is not None:
+        return f"{result.status}, {result.failure.boundary}: {result.failure.message}"
+    if result.reward is None:
+        return f"{result.status}, no reward"
+    parts = ", ".join(f"{name} {value:g}" for name, value in result.reward.parts.items())
+    return f"{result.status}, reward {result.reward.value:g}" + (f" ({parts})" if parts else "")
 
 
-def _facts(turn: Turn, call: Call) -> dict[str, str]:
-    found = {
-        "thread": call.thread or "",
-        "dialect": f"{call.dialect}, {call.mode.value}",
-        "sampling": _sampling(call),
-        "stop": repr(turn.stop) if turn.stop else "",
-        "replicas": ", ".join(turn.replicas),
-        "tools": ", ".join(tool.name for tool in call.tools),
-    }
-    return {name: fact for name, fact in found.items() if fact}
-
-
-def _sampling(call: Call) -> str:
-    def told(sampling: object) -> str:
-        fields = {name: getattr(sampling, name) for name in call.sampling.__struct_fields__}
-        return ", ".join(f"{name} {value}" for name, value in fields.items() if value not in _UNSET)
-
-    asked = told(call.asked)
-    return told(call.sampling) + (f" (asked for: {asked})" if asked else "")
-
-
-_UNSET: tuple[object, ...] = (None, ())
+def _told(sampling: Sampling) -> str:
+    fields = asdict(sampling).items()
+    return ", ".join(f"{name} {value}" for name, value in fields if value not in (None, ()))
 
 
 def _origin(span: Span | None) -> str:

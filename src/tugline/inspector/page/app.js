@@ -2,30 +2,30 @@
 
 const $ = (id) => document.getElementById(id);
 
-function showHeader(story) {
-  const bad = { failed: "bad", timed_out: "bad", cancelled: "mid", completed: "good" };
-  const status = story.status || "no result";
-  const reward = story.reward ? `reward ${Number(story.reward.value.toFixed(4))}` : null;
+function showHeader({ header, result, segment, builder, turns, started, damage, torn_bytes, unbuilt }) {
+  const kinds = { failed: "bad", timed_out: "bad", cancelled: "mid", completed: "good" };
+  const badge = (kind, text) => make("span", { class: `badge ${kind}` }, text);
+  const reward = result?.reward;
   $("headline").replaceChildren(
-    story.session || story.segment,
-    make("span", { class: `badge ${bad[story.status] || "mid"}` }, status.replace("_", " ")),
-    reward ? make("span", { class: `badge ${story.reward.value > 0 ? "good" : "mid"}` }, reward) : "",
+    header ? header.session.id : segment,
+    badge(kinds[result?.status] || "mid", (result?.status || "no result").replace("_", " ")),
+    reward ? badge(reward.value > 0 ? "good" : "mid", `reward ${Number(reward.value.toFixed(4))}`) : "",
   );
-  const parts = Object.entries(story.reward?.parts || {}).map(([name, value]) => `${name} ${value}`);
+  const listed = (entries) => Object.entries(entries || {}).map(([name, x]) => `${name} ${Number(x.toFixed(3))}`).join(", ");
   const facts = {
-    task: `${story.task} (sample ${story.sample}, attempt ${story.attempt})`,
-    ran: [story.harness, story.model, story.engine].filter(Boolean).join(" → "),
-    prompts: [story.mode, story.template, story.thinking_retention].filter(Boolean).join(" "),
-    builder: story.builder,
-    calls: count(story.turns.length),
-    created: new Date(story.created * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC",
-    "reward parts": parts.join(", "),
-    seconds: Object.entries(story.seconds).map(([name, s]) => `${name} ${s.toFixed(1)}`).join(", "),
-    "forked from": story.forked_from,
-    failure: story.failure ? `${story.failure.boundary}: ${story.failure.message}` : "",
-    damage: story.damage,
-    torn: story.torn_bytes ? `${count(story.torn_bytes)} bytes at the end were cut off` : "",
-    "no traces": story.unbuilt,
+    task: header && `${header.task.id} (sample ${header.session.sample})`,
+    ran: header && [header.task.harness.name, header.model, header.engine].filter(Boolean).join(" → "),
+    prompts: header && [header.mode, header.template, header.thinking_retention].filter(Boolean).join(" "),
+    builder,
+    calls: count(turns.length),
+    started: new Date(started * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC",
+    "reward parts": listed(reward?.parts),
+    seconds: listed(result?.seconds),
+    "forked from": header?.forked_from,
+    failure: result?.failure && `${result.failure.boundary}: ${result.failure.message}`,
+    damage,
+    torn: torn_bytes ? `${count(torn_bytes)} bytes at the end were cut off` : "",
+    "no traces": unbuilt,
   };
   const alarms = new Set(["failure", "damage", "torn", "no traces"]);
   for (const [name, fact] of Object.entries(facts)) {
