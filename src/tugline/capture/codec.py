@@ -135,15 +135,17 @@ class Packer:
     def call(self, call: Call) -> list[Packed]:
         """A call, after the pictures that it is the first to hold."""
         images = [image for message in call.messages for image in message.images]
-        urls = {image.digest: image.url for image in images}
-        pictures = [Picture(*one) for one in urls.items() if one[0] not in self._pictures]
+        names = {image.url: image.digest for image in images}
+        pictures = [Picture(name, url) for url, name in names.items() if name not in self._pictures]
         base, keep = self._nearest(call)
         body_base, front, back = self._nearest_body(call.request)
-        body, cuts = _without(images, call.request[front : len(call.request) - back])
+        body, cuts = _without(
+            [image.url for image in images], names, call.request[front : len(call.request) - back]
+        )
         high, low = split_floats(call.logprobs)
         same_tools = self.tools is not None and self.tools == call.tools
         said = Said(
-            tuple(map(_pictures_named, call.messages)) if images else call.messages,
+            tuple(_named(one, names) for one in call.messages) if images else call.messages,
             call.answer,
             () if same_tools else call.tools,
         )
@@ -153,7 +155,7 @@ class Packer:
             _said_encoder.encode(said), same_tools, body_base, front, back, cuts, body,
         )  # fmt: skip
         packed = self.pack(*pictures, record, behind=low)
-        self._pictures |= urls.keys()
+        self._pictures.update(names.values())
         self._remember(call, record)
         return packed
 
@@ -213,8 +215,8 @@ def _bare(call: Call) -> Call:
     )
 
 
-def _pictures_named(message: Message) -> Message:
-    named = tuple(_with_url(one, _PICTURE + one.digest) for one in message.images)
+def _named(message: Message, names: dict[str, str]) -> Message:
+    named = tuple(_with_url(one, _PICTURE + names[one.url]) for one in message.images)
     return msgspec.structs.replace(message, images=named) if named else message
 
 
@@ -222,19 +224,19 @@ def _with_url(image: Image, url: str) -> Image:
     return msgspec.structs.replace(image, url=url)
 
 
-def _without(images: list[Image], body: bytes) -> tuple[bytes, tuple[Cut, ...]]:
-    """`body` without the data of `images`, and where these stood."""
+def _without(urls: list[str], names: dict[str, str], body: bytes) -> tuple[bytes, tuple[Cut, ...]]:
+    """`body` without the data of pictures, and where these stood."""
     cuts: list[Cut] = []
     pieces: list[bytes] = []
     at = left = 0
-    for image in images if body else ():
-        start = image.url.find(",") + 1
-        data = image.url[start:].encode() if image.url.startswith("data:") else b""
+    for url in urls if body else ():
+        start = url.find(",") + 1
+        data = url[start:].encode() if url.startswith("data:") else b""
         found = body.find(data, at) if data else -1
         if found >= 0:
             pieces.append(body[at:found])
             left += found - at
-            cuts.append(Cut(left, image.digest, start))
+            cuts.append(Cut(left, names[url], start))
             at = found + len(data)
     return b"".join((*pieces, body[at:])), tuple(cuts)
 
