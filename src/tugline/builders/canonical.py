@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from tugline.builders.base import Answer, Line, Options, checked, common, trace, untrained
-from tugline.types import Call, Finish, Ids, Mode, Trace, TraceKind
+from tugline.types import Call, Finish, Ids, Mode, Trace
 
 
 def traces(calls: Iterable[Call], options: Options) -> list[Trace]:
@@ -41,7 +41,7 @@ def traces(calls: Iterable[Call], options: Options) -> list[Trace]:
             answers.append(Answer(call, length + len(tail), why, ()))
             pieces += (tail, call.sampled_ids)
             length += len(tail) + len(call.sampled_ids)
-        line = Line(_kind(chain[0], first=not made), None, exact=False)
+        line = Line(chain[0].kind, None, exact=False)
         made.append(trace(np.concatenate(pieces), answers, line, options.max_length, made))
     return made
 
@@ -80,9 +80,3 @@ def _tails(chain: Sequence[Call]) -> list[Ids]:
             break
         tails.append(beyond[int((beyond == ends[0]).argmax()) + 1 :])
     return tails
-
-
-def _kind(call: Call, *, first: bool) -> TraceKind:
-    if call.kind is not TraceKind.MAIN:
-        return call.kind
-    return TraceKind.MAIN if first else TraceKind.BRANCH

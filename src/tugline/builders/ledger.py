@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from tugline.builders.canonical import unplaced
-from tugline.types import Call, Ledger, Reason, Trace
+from tugline.types import Call, Ledger, Reason, Span, Trace
 
 
 def per_call(calls: Iterable[Call], traces: Iterable[Trace]) -> dict[int, Ledger]:
@@ -21,36 +23,35 @@ def per_call(calls: Iterable[Call], traces: Iterable[Trace]) -> dict[int, Ledger
     that made the traces.
     """
     calls, traces = list(calls), list(traces)
-    kept: dict[int, Counter[Reason | None]] = {call.number: Counter() for call in calls}
+    spans: dict[int, list[Span]] = {call.number: [] for call in calls}
     for trace in traces:
         for span in trace.spans:
-            kept[span.call][span.masked] += span.end - span.start
+            spans[span.call].append(span)
     left_out = frozenset[int]() if all(one.exact for one in traces) else unplaced(calls)
-    return {call.number: _of(call, kept[call.number], call.number in left_out) for call in calls}
-
-
-def _of(call: Call, kept: Counter[Reason | None], left_out: bool) -> Ledger:  # noqa: FBT001
-    sampled = len(call.sampled_ids)
-    rest = Reason.UNMERGED if left_out else Reason.OVER_LENGTH
-    dropped = {rest: sampled - kept.total(), Reason.NO_TOKEN_IDS: call.unseen}
-    return Ledger(
-        sampled=sampled + call.unseen,
-        trained=kept[None],
-        masked={reason: count for reason, count in kept.items() if reason is not None},
-        dropped={reason: count for reason, count in dropped.items() if count},
-    )
+    found: dict[int, Ledger] = {}
+    for call in calls:
+        held = _held(spans[call.number])
+        rest = Reason.UNMERGED if call.number in left_out else Reason.OVER_LENGTH
+        lost = {rest: len(call.sampled_ids) - held.sampled, Reason.NO_TOKEN_IDS: call.unseen}
+        found[call.number] = msgspec.structs.replace(
+            held,
+            sampled=len(call.sampled_ids) + call.unseen,
+            dropped={reason: count for reason, count in lost.items() if count},
+        )
+    return found
 
 
 def per_trace(trace: Trace) -> Ledger:
     """The sampled tokens that a trace holds; what was dropped is in none."""
+    return _held(trace.spans)
+
+
+def _held(spans: Iterable[Span]) -> Ledger:
     kept: Counter[Reason | None] = Counter()
-    for span in trace.spans:
+    for span in spans:
         kept[span.masked] += span.end - span.start
-    return Ledger(
-        sampled=kept.total(),
-        trained=kept[None],
-        masked={reason: count for reason, count in kept.items() if reason is not None},
-    )
+    masked = {reason: count for reason, count in kept.items() if reason is not None}
+    return Ledger(sampled=kept.total(), trained=kept[None], masked=masked)
 
 
 def total(ledgers: Iterable[Ledger]) -> Ledger:

@@ -24,7 +24,7 @@ import numpy as np
 from tugline.builders.base import Builder, Built, Options, shared
 from tugline.builders.ledger import balance
 from tugline.builders.prefix_merging import exact_traces
-from tugline.types import Call, Ids, Logprobs, Mask, Reason, Span, Trace, TraceKind
+from tugline.types import Call, Ids, Logprobs, Mask, Reason, Span, Trace
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -57,13 +57,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     run: int
     """Index of the run that it ends with."""
     length: int
-    kind: TraceKind
     parent: int | None
     """Index of the member that it forked from or was started by."""
-    thread: str | None
-    thinking_retention: str
-    exact: bool
-    images: tuple[str, ...]
+    about: Trace
+    """Its kind, thread and so on; the tokens are left out."""
 
 
 class Tree(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,8 +107,8 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
             above = self.members[first].parent
             parent = None if above is None else index.get(owner[above])
             trace = self._view(view, of_source, parent)
-            if parent is not None:
-                trace = msgspec.structs.replace(trace, shared=shared(mine[parent], trace))
+            common = 0 if parent is None else shared(mine[parent], trace)
+            trace = msgspec.structs.replace(trace, shared=common)
             index[view] = len(mine)
             mine.append(trace)
         return {session: tuple(traces) for session, traces in made.items()}
@@ -141,17 +138,13 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
         mine = source >= 0
         mine[mine] = of_source[source[mine]] == number
         source[~mine] = -1
-        return Trace(
+        return msgspec.structs.replace(
+            member.about,
             ids=np.concatenate([self.ids[part] for part in at]),
             mask=np.concatenate([self.mask[part] for part in at]) & mine,
             logprobs=np.where(mine, np.concatenate([self.logprobs[part] for part in at]), 0),
             spans=tuple(self._spans(source)),
-            kind=member.kind,
             parent=parent,
-            thread=member.thread,
-            thinking_retention=member.thinking_retention,
-            exact=member.exact,
-            images=member.images,
         )
 
     def _spans(self, source: Ids) -> Iterator[Span]:
@@ -273,12 +266,10 @@ def _member(session: str, first: int, trace: Trace, end: _Node) -> Member:
         session=session,
         run=end.index,
         length=len(trace.ids),
-        kind=trace.kind,
         parent=None if trace.parent is None else first + trace.parent,
-        thread=trace.thread,
-        thinking_retention=trace.thinking_retention,
-        exact=trace.exact,
-        images=trace.images,
+        about=msgspec.structs.replace(
+            trace, ids=trace.ids[:0], mask=trace.mask[:0], logprobs=trace.logprobs[:0], spans=()
+        ),
     )
 
 
