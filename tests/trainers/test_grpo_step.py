@@ -346,6 +346,21 @@ def test_earlier_turns_can_count_for_less() -> None:
         assert set(one.advantages[last.start : last.end]) == {sign * 0.5}
 
 
+def test_what_is_not_trained_is_no_turn() -> None:
+    """Where the second answer is masked, the first is the last turn and has the whole advantage."""
+    batch = two_sessions(tiny())
+    (one,) = batch[1].traces
+    first, last = one.spans
+    gone = msgspec.structs.replace(last, masked=Reason.CLIENT_GONE)
+    mask = one.mask & (np.arange(len(one.ids)) < last.start)
+    cut = msgspec.structs.replace(one, spans=(first, gone), mask=mask)
+    batch[1] = session([cut], task="t", sample=1, reward=0.0)
+    config = GrpoConfig(reward="discounted", turn_discount=0.5, advantage="dr_grpo")
+    samples, _ = prepare(batch, config, version=VERSION)
+    assert set(samples[2].advantages[first.start : first.end]) == {-0.5}
+    assert not samples[2].advantages[first.end :].any()
+
+
 def test_a_step_without_samples_changes_nothing() -> None:
     """When every session failed outside the policy, the report says so and the weights stay."""
     model = tiny()
