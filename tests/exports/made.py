@@ -80,6 +80,7 @@ def record(
     status: Status | None = Status.COMPLETED,
     tags: Mapping[str, str] | None = None,
     calls: Sequence[Call] | None = None,
+    tokenizer: str = "",
 ) -> Path:
     """Write a session of two turns; `status` None leaves it without a result."""
     what = Task(
@@ -90,7 +91,9 @@ def record(
         tags=dict(tags or {}),
     )
     who = Session(id=session, task=task, sample=sample, epoch=epoch)
-    header = Header(session=who, task=what, created=0.0, tugline="0", model="tiny")
+    header = Header(
+        session=who, task=what, created=0.0, tugline="0", model="tiny", tokenizer=tokenizer
+    )
     path = folder / f"{session}.{epoch}.seg"
     with Writer(path, header, sync=False) as writer:
         for one in two_turns() if calls is None else calls:

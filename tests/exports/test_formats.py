@@ -28,6 +28,7 @@ from tugline.types import (
     Image,
     Message,
     Mode,
+    Outcome,
     Role,
     TraceKind,
 )
@@ -227,9 +228,23 @@ def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> Non
     record(tmp_path, "a", calls=calls)
     main, sub = lines("sft", tmp_path)
     assert (main["metadata"]["turns"], sub["metadata"]["kind"]) == (2, "subagent")
+    assert [message["role"] for message in sub["messages"][:3]] == ["system", "system", "user"]
+    _, sub = lines("sft", tmp_path, options={"system": "front"})
     assert sub["messages"][0] == {"role": "system", "content": "Be brief.\n\nNow."}
     summary = export("sft", tmp_path, tmp_path / "out", force=True)
     assert summary.rows_left_out == {Left.KIND: 1, Left.SHORTER: 1}
+
+
+def test_a_resumed_answer_is_told_once(tmp_path: Path) -> None:
+    """A retry that goes on in the middle of an answer takes the place of what there was of it."""
+    first, second = two_turns()
+    begun = replace(first, finish=Finish.ABORT, outcome=Outcome.CLIENT_GONE)
+    resumed = call(1, [10, 11, 12, 13], [14], messages=(), answer=first.answer)
+    third = replace(second, number=2, parent=1)
+    record(tmp_path, "a", calls=[begun, resumed, third])
+    (line,) = lines("sft", tmp_path)
+    roles = [message["role"] for message in line["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
 
 
 def test_an_answer_that_was_cut_off_is_not_taught(tmp_path: Path) -> None:

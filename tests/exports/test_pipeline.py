@@ -97,3 +97,14 @@ def test_traces_are_those_of_the_builder_asked_for(tmp_path: Path) -> None:
     assert rows[0]["ledger"]["dropped"] == [{"key": "over_length", "value": 1}]
     with pytest.raises(UnknownPlugin, match="unknown builder 'per_reqest'; did you mean"):
         export("parquet", tmp_path, tmp_path / "new", builder=Part("per_reqest"))
+
+
+def test_ids_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
+    """A trainer of ids would learn nonsense; the full table says whose they are."""
+    record(tmp_path, "a", tokenizer="1f")
+    record(tmp_path, "b", sample=1, tokenizer="2f")
+    with pytest.raises(UsageError, match="token ids are of 2 tokenizers; export one at a time"):
+        export("trl", tmp_path, tmp_path / "out")
+    export("parquet", tmp_path, tmp_path / "out")
+    assert pq.read_table(tmp_path / "out")["tokenizer"].to_pylist() == ["1f", "2f"]
+    assert export("sft", tmp_path, tmp_path / "chat").kept == 2

@@ -28,6 +28,7 @@ def entry(name: str, **fields: Any) -> Entry:
         "tags": {},
         "status": Status.COMPLETED,
         "reward": 1.0,
+        "ids": "",
         "said": name.encode(),
     }
     return Entry(**told | fields)

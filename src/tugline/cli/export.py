@@ -120,7 +120,8 @@ def export(  # noqa: PLR0913 - each is a flag
 
 
 def _run(plan: Export, paths: list[Path]) -> Summary:
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bars = {what: progress.add_task(what, total=None) for what in ("reading", "writing")}
         return run(
             plan, paths, lambda what, n, of: progress.update(bars[what], completed=n, total=of)

@@ -127,7 +127,8 @@ class Exporter:
     needs_reward = True
     """Whether a session without a reward has no place in it."""
     trains = True
-    """Whether a trace is a row only if it has tokens to train on and no pictures."""
+    """Whether rows are for a trainer of token ids: of one tokenizer, each with tokens to train on,
+    without pictures."""
     Options: type[msgspec.Struct] = NoOptions
 
     def __init__(self, **options: object) -> None:

@@ -9,8 +9,6 @@ import msgspec
 
 from tugline.types import Call, Message, Role, Tool
 
-_SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
-
 
 def message_of(
     message: Message, *, reasoning: bool = True, objects: bool = False
@@ -64,19 +62,24 @@ def tool_of(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def dialogue(calls: Sequence[Call]) -> list[Message]:
-    """What was said in `calls`, each of which goes on from the one before, in templates' roles.
+def dialogue(calls: Sequence[Call], *, front: bool = False) -> list[Message]:
+    """What was said in `calls`, each of which goes on from the one before; no one is a developer.
 
-    Leading system and developer messages become one system message, and later ones speak as the
-    user, as most templates have it in exact mode.
+    A call without messages went on in the middle of the answer before it, and tells it whole. With
+    `front`, leading system messages become one, and later ones speak as the user.
     """
     said: list[Message] = []
     for call in calls:
+        if not call.messages and said and said[-1].role is Role.ASSISTANT:
+            said.pop()
         said += [*call.messages, *([call.answer] if call.answer is not None else [])]
-    front = next((i for i, one in enumerate(said) if one.role not in _SYSTEM), len(said))
-    joined = "\n\n".join(one.content for one in said[:front])
-    leading = [Message(Role.SYSTEM, joined)] if front else []
-    return leading + [
-        msgspec.structs.replace(one, role=Role.USER) if one.role in _SYSTEM else one
-        for one in said[front:]
-    ]
+    said = [_as(Role.SYSTEM, one) if one.role is Role.DEVELOPER else one for one in said]
+    if not front:
+        return said
+    at = next((i for i, one in enumerate(said) if one.role is not Role.SYSTEM), len(said))
+    leading = [Message(Role.SYSTEM, "\n\n".join(one.content for one in said[:at]))] if at else []
+    return leading + [_as(Role.USER, one) if one.role is Role.SYSTEM else one for one in said[at:]]
+
+
+def _as(role: Role, message: Message) -> Message:
+    return msgspec.structs.replace(message, role=role)

@@ -27,7 +27,7 @@ class Parquet(TableExporter):
         thread:text exact:bool thinking_retention:text ids:ids loss_mask:bools logprobs:floats
         versions:ids spans:spans images:texts reward:float trace_reward:float
         reward_parts:numbers status:text failure:failure ledger:ledger tags:tags model:text
-        harness:text builder:text"""
+        tokenizer:text harness:text builder:text"""
 
     def row(self, item: Item, index: int, trace: Trace) -> Mapping[str, object]:
         """What the trace holds, and what became of its session."""
@@ -99,6 +99,7 @@ def _session(item: Item) -> dict[str, object]:
         "group": item.group,
         "tags": pairs(item.header.task.tags),
         "model": item.header.model,
+        "tokenizer": item.header.tokenizer,
         "harness": item.header.task.harness.name,
         "builder": item.builder_name,
     }

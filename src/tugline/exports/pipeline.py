@@ -108,6 +108,10 @@ class _Writing:
         selection = msgspec.structs.replace(self.export.selection, needs_reward=needed)
         kept, dropped = select(self._survey(paths, tell), selection)
         self.left += dropped
+        vocabularies = len({entry.ids for entry in kept})
+        if self.export.exporter.trains and vocabularies > 1:
+            msg = f"the sessions' token ids are of {vocabularies} tokenizers; export one at a time"
+            raise UsageError(msg)
         dealt = self.export.split.deal(kept) if self.export.split is not None else {}
         for name, path in self.targets.items():
             self.sinks[name] = self.export.exporter.open(_partial(path))

@@ -33,6 +33,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     status: Status | None
     """None while there is no result."""
     reward: float | None
+    ids: str
+    """Whose token ids these are: a tokenizer's digest, or a model's name where that is unknown."""
     said: bytes
     """Digest of everything the model said."""
 
@@ -86,6 +88,7 @@ def survey(path: Path) -> Entry | None:
         tags=header.task.tags,
         status=result.status if result is not None else None,
         reward=reward.value if reward is not None and math.isfinite(reward.value) else None,
+        ids=header.tokenizer or header.model,
         said=_said(segment),
     )
 

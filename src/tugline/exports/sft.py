@@ -23,6 +23,8 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True):
     """Whether thoughts are written, as ``reasoning_content``."""
     arguments: Literal["text", "object"] = "text"
     """Arguments of tool calls: JSON text as in the OpenAI API, or an object."""
+    system: Literal["keep", "front"] = "keep"
+    """Where system messages stand: where they were, or as one at the front."""
     shape: Literal["messages", "prompt_completion"] = "messages"
     """One list, or two: what the model was given first, and all that came of it."""
 
@@ -31,6 +33,7 @@ class Sft(Exporter):
     """One row per conversation."""
 
     needs_reward = False
+    trains = False
     Options = _Options
 
     def rows(self, item: Item) -> Iterator[Row | Left]:
@@ -44,7 +47,7 @@ class Sft(Exporter):
         tokens = len(calls[-1].prompt_ids) + len(calls[-1].sampled_ids)
         exact = all(call.mode is not Mode.TEXT for call in calls)
         left = item.wanted.refuses(kind, exact=exact, length=tokens, usual=_USUAL)
-        said = dialogue(calls)
+        said = dialogue(calls, front=self.options.system == "front")
         if left is None and any(message.images for message in said):
             left = Left.IMAGES
         if left is not None:
