@@ -198,21 +198,30 @@ async def test_answers_that_the_gateway_shaped_are_read_back(
     assert read_in(tmp_path)[1].calls[0].answer is not None
 
 
-async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tool_choice": {"type": "tool", "name": "read"}}, {"tool_choice": {"type": "any"}}],
+    ids=["free", "named", "any"],
+)
+async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
     """Both halves say what was told, and the second goes on exactly from the first."""
-    async with rig(tmp_path, says(LONG, delay_s=0.004)) as it:
-        response = await it.post(it.body(stream=True))
+    answer = LOOK.replace("a.py", LONG) if fields else LONG
+    async with rig(tmp_path, says(answer, delay_s=0.004)) as it:
+        response = await it.post(it.body(stream=True, **fields))
         await response.content.readany()
         await asyncio.sleep(0.2)
         response.close()
-        await asyncio.sleep(1.0)
-        assert (await it.ask())["content"][0]["text"] == LONG
+        await asyncio.sleep(0.8)
+        (told,) = (await it.ask(**fields))["content"]
+    assert told.get("text") == LONG or told["input"] == {"path": LONG, "n": 1}
     found = judged(tmp_path)
     path, segment = read_in(tmp_path)
     assert [call.outcome for call in segment.calls] == [Outcome.CLIENT_GONE, Outcome.COMPLETE]
     assert [turn.status for turn in found.turns] == [Seam.EXACT, Seam.EXACT]
     assert not found.failed, found.checks
-    rewritten(path, segment, changed(0, answer=Message(Role.ASSISTANT, "word0 wort1")))
+    rewritten(path, segment, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
     assert judged(tmp_path).checks["text"].verdict is Verdict.FAIL
 
 

@@ -33,7 +33,7 @@ from tugline.gateway.dialects.base import (
     TextDelta,
     Usage,
 )
-from tugline.gateway.engines.base import Ask, Delta
+from tugline.gateway.engines.base import NO_IDS, Ask, Delta
 from tugline.gateway.policy import kind_of
 from tugline.gateway.sessions import LiveSession
 from tugline.gateway.tokens import Tokens
@@ -81,7 +81,7 @@ class Draw:
         self._live, self._backend, self._request = live, backend, request
         self._sampling = sampling
         self._prefix = self._forced()
-        self._taken_up = False
+        self._resumed = NO_IDS
         self._decoder: Decoder | None = None
         self._assembler: Assembler | None = None
         if backend.rendering is not None:
@@ -129,9 +129,7 @@ class Draw:
     @property
     def usage(self) -> Usage:
         """Counts so far, as the client sees them."""
-        count = self.sampled.length + self.sampled.unseen
-        if self._taken_up and self._prefix is not None:
-            count += len(self._prefix)
+        count = len(self._resumed) + self.sampled.length + self.sampled.unseen
         reasoning = self._decoder.reasoning_tokens if self._decoder is not None else 0
         return Usage(len(self.plan.prompt), count, self.plan.reused, reasoning)
 
@@ -139,11 +137,8 @@ class Draw:
         """Go on with an answer that broke off: its ids become context, its pieces are retold."""
         if self._decoder is None:
             return []
-        so_far, _ = earlier.sampled.joined()
-        if earlier._prefix is not None and earlier._taken_up:
-            so_far = np.concatenate((earlier._prefix, so_far))
-        self._prefix, self._taken_up = so_far, True
-        pieces = self._decoder.feed(so_far)
+        self._resumed = np.concatenate((earlier._resumed, earlier.sampled.joined()[0]))
+        pieces = self._decoder.feed(self._resumed)
         self.plan = replace(self.plan, parent=earlier.number, branch=None, added=())
         return pieces
 
@@ -287,8 +282,7 @@ class Draw:
 
     def _stop(self, decoder: Decoder) -> None:
         """A stop string is complete: what was sampled behind it is not of the answer."""
-        before = len(self._prefix) if self._taken_up and self._prefix is not None else 0
-        self.sampled.cut(max(0, decoder.cut - before))
+        self.sampled.cut(max(0, decoder.cut - len(self._resumed)))
         self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.stopped
 
     async def _finish(self, outcome: Outcome) -> None:
@@ -382,13 +376,18 @@ class Draw:
             return None
         return self._backend.rendering.forced(choice)
 
+    @property
+    def _given(self) -> list[Ids]:
+        """What the answer has before what is sampled now: forced ids, and an earlier beginning."""
+        return [ids for ids in (self._prefix, self._resumed) if ids is not None and len(ids)]
+
     def _context(self) -> Tokens:
-        prompt = self.plan.prompt
-        return prompt if self._prefix is None else prompt.extended(self._prefix)
+        given = self._given
+        return self.plan.prompt.extended(np.concatenate(given)) if given else self.plan.prompt
 
     def _whole(self, sampled: Ids) -> Ids:
-        """The answer from where the template ends: what was given of it, and what was sampled."""
-        return sampled if self._prefix is None else np.concatenate((self._prefix, sampled))
+        """The answer from where the template ends."""
+        return np.concatenate((*self._given, sampled))
 
     def _left(self) -> int:
         limit = self._sampling.max_tokens
