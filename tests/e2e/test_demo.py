@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tugline.capture import segments
+from tugline.capture.folder import segments_in
 from tugline.demo.metrics import Step
 from tugline.server.store import Store
 from tugline.trainers.grpo import checkpoint
@@ -86,7 +87,8 @@ def test_the_real_pi_is_trained_and_every_number_is_told(tmp_path: Path) -> None
     assert merged["tokens_forwarded"] <= single["tokens_forwarded"]
     for name in ("learning.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
         assert (folder / name).stat().st_size > 0
-    calls = [call for file in (folder / "segments").iterdir() for call in segments.read(file).calls]
+    files = segments_in(folder / "segments")
+    calls = [call for file in files for call in segments.read(file).calls]
     turns = [call for call in calls if call.number > 0]
     assert turns
     assert [call.branch for call in turns if call.branch is not None] == []
