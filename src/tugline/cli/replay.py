@@ -79,12 +79,14 @@ def replay(  # noqa: PLR0913 - each is a flag
             source = asyncio.run(connect([engine], mode=recording.header.mode))
             live = Live(source, at, samples, slots)
             reports = asyncio.run(fork(recording, folder, live, options))
+    if keep is None:  # nothing is there any more
+        reports = [msgspec.structs.replace(report, segment="") for report in reports]
     if as_json:
         typer.echo(msgspec.json.encode({"sessions": reports}))
     else:
         for report in reports:
-            _show(report, kept=keep is not None)
-    if any(report.differences or (report.failure and at is not None) for report in reports):
+            _show(report)
+    if not all(report.as_recorded for report in reports):
         raise typer.Exit(1)
 
 
@@ -118,7 +120,7 @@ def _make(folder: Path) -> None:
 
 
 # --------------------------------------------------------------------------- telling
-def _show(report: Report, *, kept: bool) -> None:
+def _show(report: Report) -> None:
     say = Console(highlight=False, soft_wrap=True, markup=False).print
     program = " ".join(filter(None, (report.harness, report.version)))
     done = f"{report.replayed} of {report.recorded} requests"
@@ -126,11 +128,11 @@ def _show(report: Report, *, kept: bool) -> None:
     if report.as_recorded:
         say(f"{report.session} by {program}: {done} as recorded{live}")
     else:
-        count = len(report.differences)
-        say(f"{report.session} by {program}: {done} answered{live}, {count} found to differ")
+        differ = f", {count} found to differ" if (count := len(report.differences)) else ""
+        say(f"{report.session} by {program}: {done} answered{live}{differ}")
     for one in report.differences:
         _show_difference(one)
-    if report.exact is not None:
+    if report.exact is not None and report.replayed:
         say(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
     if report.adapted:
         say(f"  answers told with this run's values: {report.adapted} of {report.replayed}")
@@ -139,13 +141,13 @@ def _show(report: Report, *, kept: bool) -> None:
         say(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
     if not report.same_place:
         say("  it ran in another folder than the recorded session; paths are masked")
-    if report.failure is not None:
+    if report.failure is not None and not report.differences:
         say(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")
     rewards = [
         f"{one.value:g}" if one else "none" for one in (report.recorded_reward, report.reward)
     ]
     say(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
-    if kept:
+    if report.segment:
         say(f"  {report.segment}")
 
 

@@ -26,10 +26,10 @@ from tugline.node.session import roll_out
 from tugline.replay.difference import Difference
 from tugline.replay.masks import Masks, places
 from tugline.replay.place import SamePlace, mountable
-from tugline.replay.recorded import Live, Recorded, Run
+from tugline.replay.recorded import Live, Recorded
 from tugline.runtimes.base import Runtime
 from tugline.tokenizer import Tokenizer
-from tugline.types import Call, Failure, Mode, Part, Reward, Session, Status, Task
+from tugline.types import Boundary, Call, Failure, Mode, Part, Reward, Session, Status, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     same_place: bool
     """Whether programs found their folder where the recorded ones did."""
     segment: str
+    """Its path; empty where it was not kept."""
     status: Status
     reward: Reward | None = None
     recorded_reward: Reward | None = None
@@ -94,7 +95,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def as_recorded(self) -> bool:
         """Whether every recorded answer was asked for, and nothing else before the fork."""
-        return not self.differences
+        return not self.differences and not self.broken
+
+    @property
+    def broken(self) -> bool:
+        """Whether it failed otherwise than by having no verdict, which many recordings lack."""
+        return self.failure is not None and self.failure.boundary is not Boundary.EVALUATOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +175,10 @@ async def _perform(
                     task, session, gateway=gateway, directory=directory, parts=parts
                 )
             run = source.run(session.id)
-            _note_rest(run)
+            rest = [take for take in run.left if take.needed]
+            if rest and run.asked and not run.ended:
+                where = f"the end: {len(rest)} of the recorded requests were not made"
+                run.note(Difference(run.asked, rest[0].call.number, where))
             return Report(
                 session=session.id,
                 harness=task.harness.name,
@@ -199,14 +208,6 @@ def _task(task: Task, version: str | None) -> Task:
         return task
     part = Part(task.harness.name, {**task.harness.options, "version": version})
     return msgspec.structs.replace(task, harness=part)
-
-
-def _note_rest(run: Run) -> None:
-    """A harness that stopped early did not do as recorded either."""
-    rest = [take for take in run.left if take.needed]
-    if rest and not run.ended:
-        where = f"the end: {len(rest)} of the recorded requests were not made"
-        run.note(Difference(run.asked, rest[0].call.number, where))
 
 
 # --------------------------------------------------------------------------- where it runs
