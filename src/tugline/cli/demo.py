@@ -32,7 +32,9 @@ def demo(  # noqa: PLR0913 - each is a flag
     command: Annotated[
         str | None, typer.Option(help="Your agent's command, for --harness shell.")
     ] = None,
-    builder: Annotated[str | None, typer.Option(help="prefix_merging, per_request or tree.")] = None,
+    builder: Annotated[
+        str | None, typer.Option(help="prefix_merging, per_request or tree.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of tasks, updates and sampling.")] = None,
     steps: Annotated[int | None, typer.Option(help="GRPO steps.")] = None,
     heldout: Annotated[int | None, typer.Option(help="Held-out tasks, before and after.")] = None,
