@@ -203,10 +203,12 @@ class Terminal:
                     self._tokens(trace)
 
     def _trace(self, view: TraceView, indent: str) -> None:
-        of = {TraceKind.SUBAGENT: "started by", TraceKind.SIDE: "beside"}.get(view.kind, "leaves")
         parent = ""
         if view.parent is not None:
-            parent = f"  {of} trace {view.parent}, {view.shared:,} ids in common"
+            whole = self.told.story.traces[view.parent].length
+            goes_on = "goes on from" if view.shared == whole else "leaves"
+            how = "started by" if view.kind is TraceKind.SUBAGENT else goes_on
+            parent = f"  {how} trace {view.parent}, {view.shared:,} ids in common"
         answers = _plural(len({span.call for span in view.spans}), "answer")
         self.say(
             (f"{indent}trace {view.index}  {view.kind.value}", "bold"),

@@ -118,7 +118,7 @@ class TraceTree {
     const whence = parent === null ? null : make(
       "a",
       { onclick: (event) => (event.stopPropagation(), this.open(parent, Math.max(0, shared - 1))) },
-      kind === "subagent" ? `started by trace ${parent}` : `leaves trace ${parent} after ${plural(shared, "token")}`,
+      this.whence(trace),
     );
     return make(
       "div",
@@ -136,6 +136,12 @@ class TraceTree {
         make("div", { class: "below" }, `${count(trained)} trained in ${plural(calls, "answer")}  `, whence),
       ),
     );
+  }
+
+  whence({ kind, parent, shared }) {
+    if (kind === "subagent") return `started by trace ${parent}`;
+    if (shared === this.traces[parent].length) return `goes on from trace ${parent}`;
+    return `leaves trace ${parent} after ${plural(shared, "token")}`;
   }
 
   choose(index) {
