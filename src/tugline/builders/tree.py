@@ -168,8 +168,8 @@ class _Node:
 
     def same(self, ids: Ids, source: Ids) -> int:
         """How many of these tokens can be this run's: equal ids, and at most one was sampled."""
-        if self.ids[0] != ids[0]:
-            return 0
+        if self.ids[0] != ids[0] or (self.source[0] >= 0 and source[0] >= 0):
+            return 0  # as for most; the arrays need not be looked at
         n = min(len(self.ids), len(ids))
         differs = self.ids[:n] != ids[:n]
         differs |= (self.source[:n] >= 0) & (source[:n] >= 0)
