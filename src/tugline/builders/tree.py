@@ -262,14 +262,13 @@ def _numbered(roots: Iterable[_Node]) -> tuple[list[_Node], list[Run]]:
 
 
 def _member(session: str, first: int, trace: Trace, end: _Node) -> Member:
+    none = np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.float32)
     return Member(
         session=session,
         run=end.index,
         length=len(trace.ids),
         parent=None if trace.parent is None else first + trace.parent,
-        about=msgspec.structs.replace(
-            trace, ids=trace.ids[:0], mask=trace.mask[:0], logprobs=trace.logprobs[:0], spans=()
-        ),
+        about=msgspec.structs.replace(trace, ids=none[0], mask=none[1], logprobs=none[2], spans=()),
     )
 
 
