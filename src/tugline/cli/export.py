@@ -26,89 +26,94 @@ _NONE = "-"
 _SUM = 1e-6
 
 
+Form = Annotated[
+    str,
+    typer.Argument(metavar="FORMAT", help="parquet, arrow, calls, sft, trl, verl, slime or yours."),
+]
+Sessions = Annotated[
+    list[str], typer.Argument(help="Segment files, folders of them, or ids of sessions.")
+]
+Out = Annotated[Path, typer.Option(help="File to write; with --split, a folder.")]
+With = Annotated[_Texts, typer.Option("--with", help="key=value for the format; repeatable.")]
+Builder = Annotated[
+    str | None, typer.Option("--builder", help="Builder to use (default: the one of each task).")
+]
+Options = Annotated[_Texts, typer.Option("--option", help="key=value for the builder; repeatable.")]
+Statuses = Annotated[
+    str | None, typer.Option(help="Only sessions that ended so, such as completed,timed_out.")
+]
+Tag = Annotated[_Texts, typer.Option(help="Only tasks with this tag, key=value; repeatable.")]
+MinReward = Annotated[float | None, typer.Option(help="Only sessions that earned at least this.")]
+BestOf = Annotated[
+    int | None, typer.Option(min=1, help="Only this many of the best sessions of each task.")
+]
+Best = Annotated[bool, typer.Option("--best", help="The same as --best-of 1.")]
+OnePerTask = Annotated[
+    bool, typer.Option("--one-per-task", help="One session of each task, drawn by --seed.")
+]
+Dedupe = Annotated[
+    bool, typer.Option("--dedupe", help="Of sessions of a task that say the same, the first.")
+]
+Kinds = Annotated[
+    str | None, typer.Option(help="Only traces of these kinds, such as main,subagent.")
+]
+ExactOnly = Annotated[
+    bool, typer.Option("--exact-only", help="Only traces in the exact context of sampling.")
+]
+MaxLength = Annotated[
+    int | None, typer.Option(min=1, help="Only traces of at most so many tokens.")
+]
+Shares = Annotated[
+    str | None, typer.Option(help="Deal tasks to files, such as train=0.9,test=0.1.")
+]
+Stratify = Annotated[
+    str | None, typer.Option(help="Deal each value of this tag in the shares of --split.")
+]
+Seed = Annotated[int, typer.Option(help="Of --split and --one-per-task.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")]
+
+
 def export(  # noqa: PLR0913 - each is a flag
-    form: Annotated[
-        str,
-        typer.Argument(
-            metavar="FORMAT", help="parquet, arrow, calls, sft, trl, verl, slime or module:Class."
-        ),
-    ],
-    sessions: Annotated[
-        list[str], typer.Argument(help="Segment files, folders of them, or ids of sessions.")
-    ],
+    form: Form,
+    sessions: Sessions,
     *,
-    out: Annotated[Path, typer.Option(help="File to write; with --split, a folder.")],
-    options: Annotated[
-        _Texts, typer.Option("--with", help="key=value for the format; may be given again.")
-    ] = None,
-    builder: Annotated[
-        str | None, typer.Option(help="Builder to use (default: the one of each task).")
-    ] = None,
-    builder_options: Annotated[
-        _Texts, typer.Option("--option", help="key=value for the builder; may be given again.")
-    ] = None,
-    status: Annotated[
-        str | None, typer.Option(help="Only sessions that ended so, such as completed,timed_out.")
-    ] = None,
-    tag: Annotated[
-        _Texts, typer.Option(help="Only tasks with this tag, as key=value; may be given again.")
-    ] = None,
-    min_reward: Annotated[
-        float | None, typer.Option(help="Only sessions that earned at least this.")
-    ] = None,
-    best_of: Annotated[
-        int | None, typer.Option(min=1, help="Only this many of the best sessions of each task.")
-    ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The same as --best-of 1.")] = False,
-    one_per_task: Annotated[
-        bool, typer.Option("--one-per-task", help="One session of each task, drawn by --seed.")
-    ] = False,
-    dedupe: Annotated[
-        bool, typer.Option("--dedupe", help="Of sessions of a task that say the same, the first.")
-    ] = False,
-    kind: Annotated[
-        str | None, typer.Option(help="Only traces of these kinds, such as main,subagent.")
-    ] = None,
-    exact_only: Annotated[
-        bool, typer.Option("--exact-only", help="Only traces in the exact context of sampling.")
-    ] = False,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Only traces of at most so many tokens.")
-    ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Deal tasks to files, such as train=0.9,test=0.1.")
-    ] = None,
-    stratify: Annotated[
-        str | None, typer.Option(help="Deal each value of this tag in the shares of --split.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of --split and --one-per-task.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one JSON object.")
-    ] = False,
+    out: Out,
+    given: With = None,
+    builder: Builder = None,
+    options: Options = None,
+    status: Statuses = None,
+    tag: Tag = None,
+    min_reward: MinReward = None,
+    best_of: BestOf = None,
+    best: Best = False,
+    one_per_task: OnePerTask = False,
+    dedupe: Dedupe = False,
+    kind: Kinds = None,
+    exact_only: ExactOnly = False,
+    max_length: MaxLength = None,
+    split: Shares = None,
+    stratify: Stratify = None,
+    seed: Seed = 0,
+    force: Force = False,
+    as_json: Json = False,
 ) -> None:
     """Write recorded sessions to a file that other tools and trainers read."""
-    exporter = find("export", form)(**dict(_pair(text, "--with") for text in options or ()))
-    if builder is None and builder_options:
-        msg = f"--option {builder_options[0]} is for a builder; name it with --builder"
-        raise UsageError(msg)
-    given = dict(_pair(text, "--option") for text in builder_options or ())
+    selection = Selection(
+        status=_words(status, Status, "--status"),
+        tags=_pairs(tag, "--tag"),
+        min_reward=min_reward,
+        dedupe=dedupe,
+        best_of=1 if best else best_of,
+        one_per_task=one_per_task,
+        seed=seed,
+    )
     plan = Export(
-        exporter=exporter,
+        exporter=find("export", form)(**_pairs(given, "--with")),
         out=out,
-        selection=Selection(
-            status=_words(status, Status, "--status"),
-            tags=dict(_pair(text, "--tag") for text in tag or ()),
-            min_reward=min_reward,
-            dedupe=dedupe,
-            best_of=1 if best else best_of,
-            one_per_task=one_per_task,
-            seed=seed,
-        ),
+        selection=selection,
         wanted=Wanted(_words(kind, TraceKind, "--kind"), exact_only, max_length),
-        builder=Part(builder, {key: _value(text) for key, text in given.items()})
-        if builder is not None
-        else None,
+        builder=_part(builder, options),
         split=_split(split, stratify, seed),
         force=force,
     )
@@ -137,12 +142,24 @@ def _paths(sessions: Iterable[str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _pair(text: str, flag: str) -> tuple[str, str]:
-    key, given, value = text.partition("=")
-    if not key or not given:
-        msg = f"{flag} {text!r} must be key=value"
-        raise UsageError(msg)
-    return key, value
+def _pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
+    pairs = {}
+    for text in texts or ():
+        key, given, pairs[key] = text.partition("=")
+        if not key or not given:
+            msg = f"{flag} {text!r} must be key=value"
+            raise UsageError(msg)
+    return pairs
+
+
+def _part(builder: str | None, options: list[str] | None) -> Part | None:
+    if builder is None:
+        if options:
+            msg = f"--option {options[0]} is for a builder; name it with --builder"
+            raise UsageError(msg)
+        return None
+    given = _pairs(options, "--option")
+    return Part(builder, {key: _value(text) for key, text in given.items()})
 
 
 def _value(text: str) -> Any:
@@ -171,7 +188,7 @@ def _split(text: str | None, stratify: str | None, seed: int) -> Split | None:
             raise UsageError(msg)
         return None
     try:
-        shares = {k: float(v) for k, v in (_pair(one, "--split") for one in text.split(","))}
+        shares = {k: float(v) for k, v in _pairs(text.split(","), "--split").items()}
     except ValueError as error:
         msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
