@@ -59,25 +59,16 @@ def replay(  # noqa: PLR0913 - each is a flag
     log.configure(level="error")
     recording = Recording.load(locate(session), tokenizer)
     options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
-    at = _call(fork_at, recording)
-    if (at is None) is not (engine is None) or (at is None and samples > 1):
-        msg = "--fork-at and --engine go together, and --samples with them"
-        raise UsageError(msg)
-    if at is not None and keep is None:
-        keep = _free(RUNS / f"{recording.header.session.id}-at{at}")
-    if keep is not None:
-        _make(keep)
-    name = recording.header.task.harness.name
+    live = _live(recording, fork_at, engine, (samples, slots))
+    keep = _kept(keep, recording, live)
     with (
         tempfile.TemporaryDirectory(prefix="tugline-replay-") as scratch,
-        Console(stderr=True).status(f"{name} on {len(recording.calls)} recorded calls"),
+        Console(stderr=True).status(f"running {recording.header.task.harness.name}"),
     ):
         folder = keep or Path(scratch)
-        if at is None or engine is None:
+        if live is None:
             reports = [asyncio.run(replayed(recording, folder, options))]
         else:
-            source = asyncio.run(connect([engine], mode=recording.header.mode))
-            live = Live(source, at, samples, slots)
             reports = asyncio.run(fork(recording, folder, live, options))
     if keep is None:  # nothing is there any more
         reports = [msgspec.structs.replace(report, segment="") for report in reports]
@@ -90,33 +81,36 @@ def replay(  # noqa: PLR0913 - each is a flag
         raise typer.Exit(1)
 
 
-def _call(given: str | None, recording: Recording) -> int | None:
-    """The number of the call from which on it is live."""
-    if given is None:
+def _live(
+    recording: Recording, at: str | None, engine: str | None, many: tuple[int, int]
+) -> Live | None:
+    """The fork that is asked for; None for a plain replay."""
+    if at is None and engine is None and many[0] == 1:
         return None
-    if given == _LAST:
-        return len(recording.calls)
-    if not given.isdecimal():
-        msg = f"--fork-at is {given!r}, must be the number of a call or 'last'"
+    if at is None or engine is None:
+        msg = "--fork-at and --engine go together, and --samples with them"
         raise UsageError(msg)
-    return int(given)
+    if at != _LAST and not at.isdecimal():
+        msg = f"--fork-at is {at!r}, must be the number of a call or 'last'"
+        raise UsageError(msg)
+    number = len(recording.calls) if at == _LAST else int(at)
+    source = asyncio.run(connect([engine], mode=recording.header.mode))
+    return Live(source, number, *many)
 
 
-def _free(wanted: Path) -> Path:
-    """`wanted`, or with a number behind it if that is taken."""
-    number, path = 1, wanted
-    while path.exists():
-        number += 1
-        path = wanted.with_name(f"{wanted.name}-{number}")
-    return path
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        msg = f"cannot make {folder}: {error.strerror}; choose another --keep"
-        raise UsageError(msg) from error
+def _kept(keep: Path | None, recording: Recording, live: Live | None) -> Path | None:
+    """The new folder of the run, made; None for one that is not kept."""
+    if keep is None and live is not None:
+        wanted = f"{recording.header.session.id}-at{live.at}"
+        taken = len(list(RUNS.glob(f"{wanted}*")))
+        keep = RUNS / (f"{wanted}-{taken + 1}" if taken else wanted)
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True)
+        except OSError as error:
+            msg = f"cannot make {keep}: {error.strerror}; choose another --keep"
+            raise UsageError(msg) from error
+    return keep
 
 
 # --------------------------------------------------------------------------- telling

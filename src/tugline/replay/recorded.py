@@ -186,7 +186,7 @@ class Recorded:
         run.asked += 1
         marks = tuple(run.alike.get(one, one) for one in run.masks.marks(request.messages))
         tools = run.masks.tools(request.tools)
-        same = [one for one in run.left if one.marks == marks and one.tools == tools]
+        same = [one for one in run.left if one.asks(marks, tools)]
         if not same:
             expected = self._differs(run, ask, request, marks, number)
             if expected is None:
@@ -212,7 +212,7 @@ class Recorded:
         if self._live is not None and (
             run.live
             or not any(take.needed for take in run.left)
-            or any(take.marks == marks for take in self._beyond)
+            or any(take.asks(marks, run.masks.tools(request.tools)) for take in self._beyond)
         ):
             return None
         known = run.left or self.takes

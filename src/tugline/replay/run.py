@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -152,20 +154,11 @@ async def _perform(
     with _place(header) as start:
         parts = _Parts(header, start)
         harness = parts.harness(task.harness)
-        was = places(header.workdir, header.home)
-        here = {one.id: was if start else _places(_directory(folder, one)) for one in sessions}
-        source = Recorded(
-            header,
-            recording.calls,
-            Masks(was, options.masks),
-            lambda session: Masks(here[session], options.masks),
-            tokenizer=recording.tokenizer,
-            spent_status=spent_status(harness),
-            go_on=options.go_on,
-            live=live,
-        )
+        here = {} if start else {one.id: _places(_directory(folder, one)) for one in sessions}
+        source = _source(recording, options, live, here, spent_status(harness))
         gateway = _Gateway(source, recording.rendering(), folder / "segments")
-        gateway.folders = (header.workdir, header.home) if start else None
+        if start:
+            gateway.folders = {"workdir": header.workdir, "home": header.home}
         gate = asyncio.Semaphore(live.slots if live else 1)
 
         async def one(session: Session) -> Report:
@@ -200,6 +193,27 @@ async def _perform(
 
         async with gateway:
             return list(await asyncio.gather(*map(one, sessions)))
+
+
+def _source(
+    recording: Recording,
+    options: Options,
+    live: Live | None,
+    here: Mapping[str, Mapping[str, str]],
+    status: int,
+) -> Recorded:
+    """The recording as an engine; `here` has the folders of sessions that are not in its place."""
+    was = places(recording.header.workdir, recording.header.home)
+    return Recorded(
+        recording.header,
+        recording.calls,
+        Masks(was, options.masks),
+        lambda session: Masks(here.get(session, was), options.masks),
+        tokenizer=recording.tokenizer,
+        spent_status=status,
+        go_on=options.go_on,
+        live=live,
+    )
 
 
 def _task(task: Task, version: str | None) -> Task:
@@ -249,27 +263,10 @@ class _Parts(Parts):
 class _Gateway(Gateway):
     """A gateway that writes down where programs see their folders."""
 
-    folders: tuple[str, str] | None = None
+    folders: Mapping[str, str] = MappingProxyType({})
 
     @contextlib.asynccontextmanager
-    async def open(
-        self,
-        session: Session,
-        task: Task,
-        *,
-        spent_status: int = 400,
-        offers_tools: bool = False,
-        workdir: str = "",
-        home: str = "",
-    ) -> AsyncIterator[Opened]:
+    async def open(self, session: Session, task: Task, **how: Any) -> AsyncIterator[Opened]:
         """See `tugline.gateway.app.Gateway.open`."""
-        seen = self.folders or (workdir, home)
-        async with super().open(
-            session,
-            task,
-            spent_status=spent_status,
-            offers_tools=offers_tools,
-            workdir=seen[0],
-            home=seen[1],
-        ) as opened:
+        async with super().open(session, task, **{**how, **self.folders}) as opened:
             yield opened

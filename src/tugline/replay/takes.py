@@ -6,7 +6,7 @@ be recognised by what it says. An answer that broke off and was taken up again i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +32,10 @@ class Take:
     """Calls of which the results came, in their own order."""
     marks: tuple[Mark, ...]
     tools: dict[str, str]
+
+    def asks(self, marks: tuple[Mark, ...], tools: Mapping[str, str]) -> bool:
+        """Whether a request that means this is the recorded one."""
+        return len(marks) == len(self.marks) and marks == self.marks and tools == self.tools
 
     @property
     def needed(self) -> bool:
