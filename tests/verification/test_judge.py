@@ -41,7 +41,7 @@ from tugline.verification.judge import judge
 from tugline.verification.texts import Texts
 from verification.recording import LOOK, changed, judged, read_in, rewritten, work
 
-LONG = " ".join(f"word{i}" for i in range(40))
+LONG = " ".join(f"word{i}" for i in range(20))
 
 
 async def test_a_session_passes_and_says_how_each_turn_goes_on(tmp_path: Path) -> None:
@@ -77,6 +77,10 @@ def _other_prompt(call: Call) -> Call:
     return replace(call, prompt_ids=prompt) if call.number == 1 else call
 
 
+def _negative(call: Call) -> Call:
+    return replace(call, sampled_ids=call.sampled_ids - 999) if call.number == 3 else call
+
+
 def _likelier(value: float) -> Callable[[Call], Call]:
     def change(call: Call) -> Call:
         logprobs = call.logprobs.copy()
@@ -91,6 +95,7 @@ def _likelier(value: float) -> Callable[[Call], Call]:
     [
         (_flip, {"seams", "text"}, "call 0 was told as text 'Let me look.'"),
         (_other_prompt, {"seams"}, "call 1 has only 5 of the"),
+        (_negative, {"text", "numbers"}, "call 3 has an id below 0"),
         (_likelier(0.5), {"numbers"}, "call 2 has the logprob 0.5 at sampled token 2"),
         (_likelier(np.nan), {"numbers", "traces"}, "call 2 has the logprob nan at sampled token 2"),
         (changed(2, versions=()), {"numbers", "ledger", "traces"}, "versions for none of 7"),
@@ -178,7 +183,7 @@ async def test_a_builder_is_held_to_what_was_sampled(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"stop_sequences": ["word20"]},
+        {"stop_sequences": ["word12"]},
         {"tool_choice": {"type": "tool", "name": "read"}},
         {"tool_choice": {"type": "any"}},
         {"max_tokens": 30},
@@ -211,7 +216,7 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
     async with rig(tmp_path, says(answer, delay_s=0.004)) as it:
         response = await it.post(it.body(stream=True, **fields))
         await response.content.readany()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.15)
         response.close()
         await asyncio.sleep(0.8)
         (told,) = (await it.ask(**fields))["content"]

@@ -67,7 +67,7 @@ async def judge_logprobs(
     again = await recompute(scorer, segment.calls)
     refused: list[str] = []
     far: list[str] = []
-    judged_by_it = 0
+    compared: list[Turn] = []
     for turn, call in _pairs(judged, segment):
         if call.number in again:
             compare(turn, call, again[call.number])
@@ -75,7 +75,7 @@ async def judge_logprobs(
         if why:
             refused.append(f"call {call.number} was {why}")
         elif turn.mean_dlogprob is not None:
-            judged_by_it += 1
+            compared.append(turn)
             if not turn.mean_dlogprob <= tolerance:
                 apart = f"{turn.mean_dlogprob:.3g} nats apart on average, more than {tolerance:g}"
                 far.append(f"call {call.number}: captured and recomputed logprobs are {apart}")
@@ -84,14 +84,14 @@ async def judge_logprobs(
     versions = sorted({span.version for call in segment.calls for span in call.versions})
     if scorer.version is None and len(versions) > 1:
         judged.notes.append(f"sampled under versions {versions}; the engine does not tell its own")
-    if judged_by_it:
-        judged.checks["engine"] = settled(far, _summary(judged))
+    if compared:
+        judged.checks["engine"] = settled(far, _summary(compared))
     else:
         judged.checks["engine"] = Check(Verdict.UNCHECKED, (*refused, "nothing was sampled")[0])
 
 
-def _summary(judged: Judged) -> str:
-    sums = total([judged])
+def _summary(compared: list[Turn]) -> str:
+    sums = total([Judged(session="", segment="", turns=compared)])
     return (
         f"{sums.scored} tokens: max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, "
         f"KL {sums.kl:.2g} (k3 {sums.kl3:.2g})"

@@ -80,6 +80,8 @@ def number_faults(call: Call) -> list[str]:
     faults = []
     if call.mode is not Mode.TEXT and not len(call.prompt_ids):
         faults.append(f"{where} has no prompt ids")
+    if min(call.prompt_ids.min(initial=0), call.sampled_ids.min(initial=0)) < 0:
+        faults.append(f"{where} has an id below 0")
     if len(call.logprobs) != sampled:
         faults.append(f"{where} has {sampled} sampled ids but {len(call.logprobs)} logprobs")
     wrong = ~np.isfinite(call.logprobs) | (call.logprobs > CERTAIN)

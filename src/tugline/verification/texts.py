@@ -49,8 +49,8 @@ class Texts:
     def __init__(self, tokenizer: Path | None = None) -> None:
         """`tokenizer` is used in place of those beside the segments. Raises `ConfigError`."""
         self._other = None if tokenizer is None else Tokenizer.load(tokenizer)
-        self._tokenizers: dict[tuple[Path, str], Tokenizer | None] = {}
-        self._renderings: dict[tuple[Path, str, str, str], Rendering] = {}
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._renderings: dict[tuple[str, str, str], Rendering] = {}
 
     def faults(self, segment: Path, header: Header | None, calls: Sequence[Call]) -> dict[int, str]:
         """One line for each call, by number, whose ids do not say its answer.
@@ -65,7 +65,7 @@ class Texts:
             raise ConfigError(msg)
         known = {call.number: call for call in calls}
         tokenizer = self._tokenizer(segment, header)
-        rendering = self._rendering(segment, header, tokenizer) if header.template else None
+        rendering = self._rendering(header, tokenizer) if header.template else None
         faults = {}
         for call in told:
             exact = rendering if call.mode is Mode.EXACT else None
@@ -76,21 +76,21 @@ class Texts:
         return faults
 
     def _tokenizer(self, segment: Path, header: Header) -> Tokenizer:
-        key = (segment.parent, header.tokenizer)
-        if key not in self._tokenizers:
-            self._tokenizers[key] = self._other or tokenizer_of(segment, header)
-        tokenizer = self._tokenizers[key]
-        if tokenizer is None:
-            msg = "no tokenizer is kept beside the segment; give --tokenizer"
-            raise ConfigError(msg)
-        return tokenizer
+        known = self._other or self._tokenizers.get(header.tokenizer)
+        if known is None:
+            known = tokenizer_of(segment, header)
+            if known is None:
+                msg = "no tokenizer is kept beside the segment; give --tokenizer"
+                raise ConfigError(msg)
+            self._tokenizers[header.tokenizer] = known
+        return known
 
-    def _rendering(self, segment: Path, header: Header, tokenizer: Tokenizer) -> Rendering:
-        key = (segment.parent, header.tokenizer, header.template, header.thinking_retention)
+    def _rendering(self, header: Header, tokenizer: Tokenizer) -> Rendering:
+        retention = header.thinking_retention or "all"
+        key = (header.tokenizer, header.template, retention)
         if key not in self._renderings:
-            self._renderings[key] = Rendering(
-                tokenizer, header.template, thinking_retention=header.thinking_retention or "all"
-            )
+            made = Rendering(tokenizer, header.template, thinking_retention=retention)
+            self._renderings[key] = made
         return self._renderings[key]
 
 
@@ -98,6 +98,8 @@ def _otherwise(
     tokenizer: Tokenizer, rendering: Rendering | None, call: Call, known: Mapping[int, Call]
 ) -> str:
     """What the ids of a call say in place of its answer; empty if they say that."""
+    if call.sampled_ids.min(initial=0) < 0:
+        return "no tokens"
     if rendering is None:
         return "" if _holds(tokenizer, call) else "not all of that"
     plain = None
@@ -113,17 +115,15 @@ def _readings(rendering: Rendering, call: Call, known: Mapping[int, Call]) -> It
     """What the gateway can have told for these ids; the plain reading first."""
     yield _read(rendering, call, _Start(call.prompt_ids))
     begun = _taken_up(call, known)
-    starts = [begun] if begun is not None else []
-    prompt = begun.prompt if begun is not None else call.prompt_ids
-    names = [(), *((tool.name,) for tool in call.tools)]
-    for name in names:
-        mode = ChoiceMode.NAMED if name else ChoiceMode.REQUIRED
-        forced = rendering.forced(ToolChoice(mode, name))
-        if forced is not None and np.array_equal(prompt[len(prompt) - len(forced) :], forced):
-            before = _NONE if begun is None else begun.before
-            starts.append(_Start(prompt[: len(prompt) - len(forced)], forced, before))
-    for start in starts:
-        yield _read(rendering, call, start)
+    if begun is not None:
+        yield _read(rendering, call, begun)
+    start = begun or _Start(call.prompt_ids)
+    for names in ((), *((tool.name,) for tool in call.tools)):
+        mode = ChoiceMode.NAMED if names else ChoiceMode.REQUIRED
+        forced = rendering.forced(ToolChoice(mode, names))
+        if forced is not None and np.array_equal(start.prompt[-len(forced) :], forced):
+            prompt = start.prompt[: -len(forced)]
+            yield _read(rendering, call, _Start(prompt, forced, start.before))
 
 
 def _taken_up(call: Call, known: Mapping[int, Call]) -> _Start | None:
