@@ -124,6 +124,17 @@ def test_trl_is_told_what_a_rollout_returns(tmp_path: Path) -> None:
     assert [first["advantage"], second["advantage"]] == pytest.approx([1, -1], abs=1e-5)
 
 
+def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
+    """However many traces it has, the mean that it is measured against is that of sessions."""
+    fork = call(2, [10, 11, 99], [20], parent=1, branch=Branch.HISTORY_EDITED)
+    record(tmp_path, "a", calls=[*two_turns(), fork], reward=1.0)
+    record(tmp_path, "b", sample=1, reward=0.0)
+    record(tmp_path, "c", task="u", reward=1.0)
+    found = [(row["session"], row["group_id"], row["advantage"]) for row in rows("trl", tmp_path)]
+    assert [(name, group) for name, group, _ in found] == [("a", 0), ("a", 0), ("b", 0), ("c", 1)]
+    assert [worth for _, _, worth in found] == pytest.approx([1, 1, -1, 0], abs=1e-5)
+
+
 def test_verl_is_padded_on_the_sides_it_expects(tmp_path: Path) -> None:
     """Prompts on the left, responses on the right; the reward stands at the last real token."""
     record(tmp_path, "a", reward=0.5)

@@ -81,7 +81,7 @@ class Item:
     group: int
     """Place of its task among those exported."""
     advantage: float | None
-    """(reward - mean) / std over the exported sessions of its task; None without a reward."""
+    """(reward - mean) / std over the chosen sessions of its task; None without a reward."""
 
     @cached_property
     def built(self) -> Built:
