@@ -213,7 +213,7 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
 ) -> None:
     """Both halves say what was told, and the second goes on exactly from the first."""
     answer = LOOK.replace("a.py", LONG) if fields else LONG
-    async with rig(tmp_path, says(answer, delay_s=0.004)) as it:
+    async with rig(tmp_path, says(answer, delay_s=0.012)) as it:
         response = await it.post(it.body(stream=True, **fields))
         await response.content.readany()
         await asyncio.sleep(0.15)
