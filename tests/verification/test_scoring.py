@@ -118,6 +118,18 @@ async def test_what_means_something_else_is_not_judged(
 
 
 @pytest.mark.engine
+async def test_what_was_replayed_is_judged_where_it_was_sampled(tmp_path: Path) -> None:
+    """A fork's prompts may differ from those that its replayed answers were sampled after."""
+    async with modelled(tmp_path) as it:
+        await it.talk(1)
+        path, segment = read_in(tmp_path)
+        rewritten(path, segment, changed(0, replayed=True))
+        found = await scored(tmp_path, it)
+    assert found.checks["engine"].verdict is Verdict.UNCHECKED
+    assert "another session" in found.checks["engine"].detail
+
+
+@pytest.mark.engine
 async def test_what_lies_beyond_the_window_is_left_out(tmp_path: Path) -> None:
     """An answer that fills the window is scored but for what the engine has no room for."""
     async with modelled(tmp_path, window=530) as it:

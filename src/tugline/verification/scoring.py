@@ -141,6 +141,8 @@ def _decoded(raw: bytes, kind: type[T]) -> T:
 # --------------------------------------------------------------------------- comparing
 def refusal(call: Call, scorer: Scorer) -> str:
     """Why this engine cannot judge what was captured for `call`; empty if it can."""
+    if call.replayed:
+        return "told from another session's recording; judge it there"
     sampling, version = call.sampling, scorer.version
     others = sorted({span.version for span in call.versions} - {version})
     if version is not None and others:
