@@ -17,14 +17,18 @@ from pathlib import Path
 from tugline.errors import UsageError
 from tugline.runtimes.base import Box, Exit, Runtime
 
-_AS_ROOT = ("unshare", "--mount")
-_AS_USER = ("unshare", "--user", "--map-current-user", "--keep-caps", "--mount")
+Start = tuple[tuple[str, ...], tuple[str, ...]]
+"""What stands before the mounting, and before the program once it is done."""
+_AS_ROOT: Start = (("unshare", "--mount"), ())
+_SAME_USER = ("unshare", "--user", "--map-current-user")
+_AS_USER: Start = ((*_SAME_USER, "--keep-caps", "--mount"), _SAME_USER)
+"""The second name space takes away what the first one gave: the right to mount, and others."""
 _MOUNT = 'mount --bind "$0" "$1" && cd "$2" && shift 2 && exec "$@"'
 _PROBE_S = 20.0
 
 
 @contextlib.contextmanager
-def mountable(old: Path) -> Iterator[tuple[str, ...] | None]:
+def mountable(old: Path) -> Iterator[Start | None]:
     """What to start programs with so that they see another folder at `old`; None if they cannot.
 
     `old` is made if it is gone, and removed again when left.
@@ -41,8 +45,8 @@ def mountable(old: Path) -> Iterator[tuple[str, ...] | None]:
                 folder.rmdir()
 
 
-def _works(start: Sequence[str], old: Path) -> bool:
-    command = [*start, "sh", "-c", _MOUNT, str(old), str(old), str(old), "true"]
+def _works(start: Start, old: Path) -> bool:
+    command = [*start[0], "sh", "-c", _MOUNT, str(old), str(old), str(old), *start[1], "true"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -53,7 +57,7 @@ def _works(start: Sequence[str], old: Path) -> bool:
 class SamePlace:
     """A runtime whose programs find their folder at `old`; `start` is what `mountable` gave."""
 
-    def __init__(self, inner: Runtime, old: Path, start: Sequence[str]) -> None:
+    def __init__(self, inner: Runtime, old: Path, start: Start) -> None:
         self._inner, self._old, self._start = inner, old, start
 
     @contextlib.asynccontextmanager
@@ -72,7 +76,7 @@ class SamePlace:
 class _Box:
     """See `tugline.runtimes.base.Box`; paths are this machine's, programs are told the others."""
 
-    def __init__(self, inner: Box, old: Path, start: Sequence[str]) -> None:
+    def __init__(self, inner: Box, old: Path, start: Start) -> None:
         self.workdir, self.home, self.logs = inner.workdir, inner.home, inner.logs
         self._inner, self._old, self._start = inner, old, start
         self._here = inner.workdir.parent
@@ -93,10 +97,11 @@ class _Box:
         log_name: str = "agent",
     ) -> Exit:
         """Run a program where it finds its folder at the old place."""
+        before, after = self._start
         here, old, work = str(self._here), str(self._old), self._seen(str(self.workdir))
         own = {"HOME": self._seen(str(self.home)), "TMPDIR": str(self._old / "tmp")}
         return await self._inner.run(
-            (*self._start, "sh", "-c", _MOUNT, here, old, work, *map(self._seen, argv)),
+            (*before, "sh", "-c", _MOUNT, here, old, work, *after, *map(self._seen, argv)),
             env={**own, **{name: self._seen(value) for name, value in env.items()}},
             timeout_s=timeout_s,
             log_name=log_name,

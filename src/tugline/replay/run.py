@@ -27,7 +27,7 @@ from tugline.node.parts import Parts
 from tugline.node.session import roll_out
 from tugline.replay.difference import Difference
 from tugline.replay.masks import Masks, places
-from tugline.replay.place import SamePlace, mountable
+from tugline.replay.place import SamePlace, Start, mountable
 from tugline.replay.recorded import Live, Recorded
 from tugline.runtimes.base import Runtime
 from tugline.tokenizer import Tokenizer
@@ -236,7 +236,7 @@ def _places(directory: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _place(header: Header) -> Iterator[tuple[str, ...] | None]:
+def _place(header: Header) -> Iterator[Start | None]:
     """How programs are started to find their folder where the recorded ones did; None if not."""
     old = Path(header.workdir).parent
     apart = header.task.runtime.name != "local" or old == Path(old.anchor)
@@ -250,7 +250,7 @@ def _place(header: Header) -> Iterator[tuple[str, ...] | None]:
 class _Parts(Parts):
     """The task's parts, but a runtime whose programs are where the recorded ones were."""
 
-    def __init__(self, header: Header, start: Sequence[str] | None) -> None:
+    def __init__(self, header: Header, start: Start | None) -> None:
         super().__init__()
         self._old, self._start = Path(header.workdir).parent, start
 
