@@ -72,10 +72,10 @@ def rebuild_all(
     if part is not None:
         builder_of(part)
     entries = []
-    for path, superseded in _attempts(found):
-        name = path.relative_to(root).as_posix()
-        session = _session(path)
-        if superseded:
+    superseded = _superseded(found)
+    for path in found:
+        name, (session, _) = path.relative_to(root).as_posix(), _attempt(path)
+        if path in superseded:
             entries.append(Entry(session=session, segment=name, note="a later attempt counts"))
         else:
             file = Path(name).with_name(f"{session}.traj")
@@ -122,21 +122,17 @@ def _notes(segment: Segment) -> Iterator[str]:
         yield f"made of what comes before the damage: {segment.damage}"
 
 
-def _attempts(found: list[Path]) -> Iterator[tuple[Path, bool]]:
-    """Each segment, and whether another of the same session in the same folder is later."""
-    latest: dict[tuple[Path, str], int] = {}
+def _superseded(found: list[Path]) -> set[Path]:
+    """Those of which the same folder has a later attempt at the same session."""
+    latest: dict[tuple[Path, str], tuple[int, Path]] = {}
     for path in found:
-        key = (path.parent, _session(path))
-        latest[key] = max(latest.get(key, -1), _epoch(path))
-    for path in found:
-        yield path, _epoch(path) < latest[path.parent, _session(path)]
+        session, epoch = _attempt(path)
+        key = (path.parent, session)
+        latest[key] = max(latest.get(key, (epoch, path)), (epoch, path))
+    return set(found) - {path for _, path in latest.values()}
 
 
-def _session(path: Path) -> str:
-    stem, _, epoch = path.stem.rpartition(".")
-    return stem if stem and epoch.isdigit() else path.stem
-
-
-def _epoch(path: Path) -> int:
-    _, _, epoch = path.stem.rpartition(".")
-    return int(epoch) if epoch.isdigit() else 0
+def _attempt(path: Path) -> tuple[str, int]:
+    """Session and epoch, by the file's name."""
+    session, _, epoch = path.stem.rpartition(".")
+    return (session, int(epoch)) if session and epoch.isdecimal() else (path.stem, 0)
