@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replay.played import record, saying, tampered
+from replay.played import TURNS, observed, record, saying, tampered
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 
@@ -71,12 +71,24 @@ def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path
     assert Path(session["segment"]).exists()
 
 
+async def test_a_fork_is_kept_below_runs(run: Path) -> None:
+    """The engine's format is found out, each sample has its segment, the next has another name."""
+    async with observed(TURNS) as model:
+        options = ("s1", "--fork-at", "2", "--engine", model.upstream.replicas[0].url)
+        done = await asyncio.to_thread(tugline, *options, cwd=run)
+        assert done.returncode == 0, done.stdout + done.stderr
+        first, *_, last = done.stdout.splitlines()
+        assert first == "s1-at2-0 by shell: 2 of 2 requests as recorded, then 1 live"
+        assert last == "  runs/s1-at2/segments/s1-at2-0.0.seg"
+        again = await asyncio.to_thread(tugline, *options, cwd=run)
+    assert again.stdout.splitlines()[-1] == "  runs/s1-at2-2/segments/s1-at2-1.0.seg"
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (["nope"], "there is no segment 'nope'"),
         (["s1", "--fork-at", "x", "--engine", "http://e"], "--fork-at is 'x', must be the number"),
-        (["s1", "--mask", "("], "--mask '(' is no regular expression"),
         (["s1", "--fork-at", "1", "--keep", "/dev/null/x"], "--fork-at and --engine go together"),
     ],
 )

@@ -232,11 +232,11 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(segment: Path, tmp_pat
         Turn("Done otherwise."),
     )
     async with scripted({INSTRUCTION: other}, {}) as model:
-        live = Live(model.upstream, 1, samples=2, slots=2)
+        live = Live(model.upstream, 1, samples=2, slots=2, first=3)
         reports = await fork(recording, tmp_path / "forks", live)
         assert model.engine is not None
         assert len(model.engine.calls) == 4, "the recorded call was not sampled again"
-    assert [one.session for one in reports] == ["s1-at1-0", "s1-at1-1"]
+    assert [one.session for one in reports] == ["s1-at1-3", "s1-at1-4"]
     for report in reports:
         assert report.as_recorded, report.differences
         assert (report.replayed, report.live, report.failure) == (1, 2, None)
@@ -360,3 +360,9 @@ def test_what_two_runs_may_differ_in_is_masked(one: str, other: str) -> None:
     assert old.text(f"walrus {one}") != new.text(f"heron {other}")
     for plain in ("5 files, 12 lines", "version 2.1.3", "a - b", "/x/one", "sleep 5s"):
         assert old.text(plain) == plain
+
+
+def test_a_mask_that_is_no_pattern_is_refused() -> None:
+    """The error names the flag, the text and what is wrong with it."""
+    with pytest.raises(UsageError, match=r"--mask '\(' is no regular expression: missing \)"):
+        Masks({}, ("(",))

@@ -95,7 +95,8 @@ def _live(
         raise UsageError(msg)
     number = len(recording.calls) if at == _LAST else int(at)
     source = asyncio.run(connect([engine], mode=recording.header.mode))
-    return Live(source, number, *many)
+    earlier = RUNS.rglob(f"{recording.header.session.id}-at{number}-*.seg")
+    return Live(source, number, *many, first=len(list(earlier)))
 
 
 def _kept(keep: Path | None, recording: Recording, live: Live | None) -> Path | None:

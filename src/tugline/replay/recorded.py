@@ -53,6 +53,8 @@ class Live:
     """Sessions that go live from there."""
     slots: int = 1
     """How many of them run at a time."""
+    first: int = 0
+    """Number of the first; earlier forks from the same call have those before it."""
 
 
 @dataclass(slots=True)

@@ -134,10 +134,10 @@ async def fork(
         msg = f"--fork-at is {live.at}, must be from 0 to {len(recording.calls)}, all its calls"
         raise UsageError(msg)
     old = recording.header.session
-    first = max(recording.header.task.samples, old.sample + 1)
+    others = max(recording.header.task.samples, old.sample + 1)
     sessions = [
-        Session(id=f"{old.id}-at{live.at}-{n}", task=old.task, sample=first + n)
-        for n in range(live.samples)
+        Session(id=f"{old.id}-at{live.at}-{n}", task=old.task, sample=others + n)
+        for n in range(live.first, live.first + live.samples)
     ]
     return await _perform(recording, folder, sessions, options or Options(), live)
 
