@@ -317,7 +317,7 @@ def _plural(count: int, what: str) -> str:
 
 def _status(result: Result | None) -> str:
     if result is None:
-        return "no result recorded: it is still running, or its node died"
+        return "no result recorded: it runs, its node died, or nobody judged it"
     if result.failure is not None:
         return f"{result.status}, {result.failure.boundary}: {result.failure.message}"
     if result.reward is None:
