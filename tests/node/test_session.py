@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,6 +308,36 @@ async def test_every_failure_names_its_boundary(
     assert trajectory.failure.boundary is boundary
     assert str(error) in trajectory.failure.message
     assert legal(stages, trajectory.status)
+
+
+class Dying:
+    """A runtime that is lost as soon as the agent has done its work."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, *args: Any) -> AsyncIterator[Any]:
+        """A box whose `run` does not come back with an end."""
+        async with Local().open(*args) as box:
+            run = box.run
+
+            async def lost(*args: Any, **how: Any) -> None:
+                await run(*args, **how)
+                msg = "the machine is gone"
+                raise RuntimeFault(msg)
+
+            yield SimpleNamespace(
+                home=box.home, workdir=box.workdir, logs=box.logs, write=box.write, run=lost
+            )
+
+
+async def test_what_was_sampled_before_a_failure_is_accounted_for(
+    gateway: StubGateway, tmp_path: Path
+) -> None:
+    """A session that is lost in RUN has its traces and a ledger of every token, in both places."""
+    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, Given(runtime=Dying()))
+    assert trajectory.failure == Failure(Boundary.INFRASTRUCTURE, "the machine is gone")
+    assert trajectory.ledger.sampled == trajectory.ledger.trained > 0
+    assert sum(int(trace.mask.sum()) for trace in trajectory.traces) == trajectory.ledger.trained
+    assert gateway.results["t-0"].ledger == trajectory.ledger
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.05, 0.3])

@@ -144,6 +144,7 @@ async def roll_out(
         await rollout.evaluate()
     except _Stopped as stopped:
         failure = stopped.failure
+        rollout.save()
     return await rollout.conclude(failure)
 
 
@@ -207,6 +208,14 @@ class _Rollout:
     def build(self) -> None:
         """BUILD: traces from what was recorded."""
         with self._stage(Status.BUILD):
+            self.calls = self.gateway.calls(self.session.id)
+            self.built = self.builder.build(self.calls)
+
+    def save(self) -> None:
+        """Account for what was sampled before a failure, if it came before BUILD (I2)."""
+        if not self.opened or Status.BUILD.value in self.seconds:
+            return
+        with contextlib.suppress(CaptureError):  # the failure there is already says more
             self.calls = self.gateway.calls(self.session.id)
             self.built = self.builder.build(self.calls)
 
