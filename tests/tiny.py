@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from tugline.gateway.rendering import Rendering
-from tugline.gateway.templates import CONFIGS
+from tugline.gateway.words.rendering import Rendering
+from tugline.gateway.words.templates import CONFIGS
 from tugline.tokenizer import Tokenizer
 
 _CHATML = (

@@ -22,8 +22,8 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.engines.base import EngineFormat
 from tugline.gateway.engines.chat import Chat
 from tugline.gateway.engines.generate import Generate
-from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
+from tugline.gateway.words.rendering import Rendering
 from tugline.serving import run, settle
 from tugline.tokenizer import Tokenizer
 from tugline.types import Part, Sampling, Session, Task

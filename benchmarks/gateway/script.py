@@ -26,7 +26,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.words.rendering import Rendering
 from tugline.tokenizer import Tokenizer
 from tugline.types import Ids, Logprobs, Message, Role, Tool
 

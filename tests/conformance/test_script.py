@@ -20,7 +20,7 @@ from tugline.conformance.rehearsal import Rehearsal, Seen
 from tugline.conformance.script import Hitch, Player, Turn, tokenizer
 from tugline.conformance.worker import checks_of, parts_of
 from tugline.errors import UsageError
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.words.rendering import Rendering
 from tugline.runtimes.base import Exit
 from tugline.types import (
     Branch,

@@ -22,7 +22,7 @@ from tugline.demo.warm_start import (
     recorded,
     rendered,
 )
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.words.rendering import Rendering
 from tugline.tokenizer import Tokenizer
 from tugline.types import Tool, Trace
 

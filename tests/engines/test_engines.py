@@ -24,11 +24,11 @@ from engines.tool_model import RECITE, TOOLS
 from inference.tiny_model import truth
 from tugline.builders.prefix_merging import PrefixMerging
 from tugline.gateway.app import Gateway
-from tugline.gateway.diagnosis import ROUTES, Outcome
-from tugline.gateway.direct import Direct
+from tugline.gateway.doctor.diagnosis import ROUTES, Outcome
+from tugline.gateway.doctor.direct import Direct
 from tugline.gateway.engines.base import EngineFormat
-from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
+from tugline.gateway.words.rendering import Rendering
 from tugline.tokenizer import Tokenizer
 from tugline.types import (
     Branch,

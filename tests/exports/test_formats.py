@@ -20,7 +20,7 @@ from rig import ASK, RENDERING, in_turn, rig
 from tugline.builders.prefix_merging import PrefixMerging
 from tugline.errors import ConfigError
 from tugline.exports.base import Left, Wanted
-from tugline.gateway.templates import CONFIGS
+from tugline.gateway.words.templates import CONFIGS
 from tugline.types import (
     Branch,
     Call,

@@ -18,8 +18,8 @@ from tugline.builders.base import Built
 from tugline.builders.prefix_merging import PrefixMerging
 from tugline.capture.records import Header, Result
 from tugline.capture.segments import Segment, Writer, conclude
-from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
+from tugline.gateway.words.decoder import Decoder
 from tugline.types import (
     Call,
     Finish,

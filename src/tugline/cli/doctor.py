@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tugline.errors import UsageError
-from tugline.gateway.diagnosis import Outcome, Report
-from tugline.gateway.doctor import probe
+from tugline.gateway.doctor.diagnosis import Outcome, Report
+from tugline.gateway.doctor.probe import probe
 from tugline.types import Mode
 
 _COLOUR = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNKNOWN: "yellow"}

@@ -17,7 +17,7 @@ from rich.console import Console
 from tugline import log
 from tugline.capture.folder import RUNS, locate
 from tugline.errors import UsageError
-from tugline.gateway.connect import connect
+from tugline.gateway.doctor.connect import connect
 from tugline.replay.difference import Difference
 from tugline.replay.recorded import Live
 from tugline.replay.run import Options, Recording, Report, fork

@@ -17,7 +17,7 @@ from tugline.conformance.cells import Cell
 from tugline.conformance.models import Engine, outside
 from tugline.conformance.worker import Job, Result, checks_of
 from tugline.errors import HarnessError, UsageError
-from tugline.gateway.doctor import probe
+from tugline.gateway.doctor.probe import probe
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
 from tugline.types import Mode

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tugline.conformance.script import END, Hitch, Player, Script, tokenizer
-from tugline.gateway.diagnosis import Report
+from tugline.gateway.doctor.diagnosis import Report
 from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
+from tugline.gateway.words.rendering import Rendering
 from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.serving import serve

@@ -18,8 +18,8 @@ from tugline.conformance.models import Engine, scripted, served
 from tugline.conformance.script import Hitch, Script
 from tugline.gateway.app import Gateway
 from tugline.gateway.asgi import Message, Receive, Send
-from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import Upstream
+from tugline.gateway.words.rendering import Rendering
 from tugline.harnesses.base import Harness, Seat, offers_tools, spent_status
 from tugline.plugins import find
 from tugline.runtimes.base import Box, Exit

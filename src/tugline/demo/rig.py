@@ -17,8 +17,8 @@ from tugline.capture import segments
 from tugline.cluster.local import Local, OnDone
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
-from tugline.gateway.connect import connect
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.doctor.connect import connect
+from tugline.gateway.words.rendering import Rendering
 from tugline.inference.base import GenerationEngine
 from tugline.inference.server import create_app
 from tugline.node.parts import Parts

@@ -28,7 +28,7 @@ from transformers import Qwen3ForCausalLM
 
 from tugline.demo.family import Problem, ToolTurn, Turn, generate
 from tugline.demo.tokenizer import PAD, train_tokenizer
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.words.rendering import Rendering
 from tugline.tokenizer import Tokenizer
 from tugline.types import Ids, Mask, Message, Role, Tool, Trace
 

@@ -37,9 +37,9 @@ from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Action, Dialect, Incoming, Request
 from tugline.gateway.dialects.registry import DIALECTS, fallback
 from tugline.gateway.proxy import Exchange, repeats
-from tugline.gateway.rendering import Rendering
 from tugline.gateway.sessions import LiveSession, Sessions, Terms
 from tugline.gateway.upstream import ModelCard, Source
+from tugline.gateway.words.rendering import Rendering
 from tugline.serving import serve
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from tugline.capture.folder import keep_tokenizer
 from tugline.capture.records import Header
-from tugline.gateway.rendering import Rendering
 from tugline.gateway.upstream import ModelCard, Source
+from tugline.gateway.words.rendering import Rendering
 from tugline.types import Mode, Session, Task
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from tugline.errors import Unsupported
 from tugline.gateway import branching
 from tugline.gateway.canonical import Mark, chained, healed, mark, places_of, tools_digest
-from tugline.gateway.rendering import Rendering
 from tugline.gateway.tokens import Tokens
 from tugline.gateway.turns import Plan, Turn
+from tugline.gateway.words.rendering import Rendering
 from tugline.types import Branch, Ids, Message, Role, Tool
 
 _EMPTY = Tokens(np.empty(0, np.int32))

@@ -23,7 +23,6 @@ from tugline.capture.records import EventKind
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.assembler import Assembler, told
 from tugline.gateway.backend import Backend
-from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import (
     Answer,
     ChoiceMode,
@@ -38,6 +37,7 @@ from tugline.gateway.policy import kind_of
 from tugline.gateway.sessions import LiveSession
 from tugline.gateway.tokens import Tokens
 from tugline.gateway.turns import Plan
+from tugline.gateway.words.decoder import Decoder
 from tugline.types import (
     Call,
     Finish,

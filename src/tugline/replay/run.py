@@ -21,7 +21,7 @@ from tugline.capture.records import Header, Result
 from tugline.capture.segments import read
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway, Opened
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.words.rendering import Rendering
 from tugline.harnesses.base import spent_status
 from tugline.node.parts import Parts
 from tugline.node.session import roll_out

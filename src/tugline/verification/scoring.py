@@ -18,7 +18,7 @@ import numpy as np
 
 from tugline.builders.base import chains
 from tugline.errors import EngineError
-from tugline.gateway.direct import Card, Direct
+from tugline.gateway.doctor.direct import Card, Direct
 from tugline.gateway.engines.generate import engine_error, number
 from tugline.gateway.tokens import Tokens
 from tugline.types import Call, Ids, LogprobMeaning, Logprobs

@@ -19,7 +19,6 @@ import numpy as np
 from tugline.capture.folder import tokenizer_of
 from tugline.capture.records import Header
 from tugline.errors import ConfigError
-from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import (
     ChoiceMode,
     Piece,
@@ -27,7 +26,8 @@ from tugline.gateway.dialects.base import (
     TextDelta,
     ToolChoice,
 )
-from tugline.gateway.rendering import END, Rendering
+from tugline.gateway.words.decoder import Decoder
+from tugline.gateway.words.rendering import END, Rendering
 from tugline.tokenizer import Tokenizer
 from tugline.types import Call, Ids, Message, Mode, Outcome, Role, ToolCall
 from tugline.verification.seams import held

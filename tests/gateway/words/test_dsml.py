@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tugline.gateway.dsml import read
+from tugline.gateway.words.dsml import read
 
 
 def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from tugline.errors import ContextOverflow, EngineError, TuglineError
-from tugline.gateway.diagnosis import ROUTES, Check, Outcome, Report
-from tugline.gateway.direct import PATIENCE_S, Card, Direct
+from tugline.gateway.doctor.diagnosis import ROUTES, Check, Outcome, Report
+from tugline.gateway.doctor.direct import PATIENCE_S, Card, Direct
 from tugline.gateway.engines.base import Ask, EngineFormat
 from tugline.gateway.tokens import Tokens
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool

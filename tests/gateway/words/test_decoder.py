@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import OFFLINE, SPECIALS, rendering, tokenizer
-from tugline.gateway.decoder import Decoder
 from tugline.gateway.dialects.base import (
     ChoiceMode,
     Piece,
@@ -19,7 +18,8 @@ from tugline.gateway.dialects.base import (
     TextDelta,
     ToolChoice,
 )
-from tugline.gateway.rendering import Rendering
+from tugline.gateway.words.decoder import Decoder
+from tugline.gateway.words.rendering import Rendering
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 READ = Tool("read", "", {"type": "object", "properties": {"path": {"type": "string"}}})

@@ -9,7 +9,7 @@ import pytest
 from rig import RENDERING, says
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
-from tugline.gateway.connect import connect
+from tugline.gateway.doctor.connect import connect
 from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.serving import serve

@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from tiny import rendering
 from tugline.errors import EngineError, UsageError
-from tugline.gateway.diagnosis import Outcome, Report
-from tugline.gateway.doctor import probe
+from tugline.gateway.doctor.diagnosis import Outcome, Report
+from tugline.gateway.doctor.probe import probe
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.serving import serve

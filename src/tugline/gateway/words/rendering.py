@@ -23,8 +23,8 @@ from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
 from tugline.errors import ConfigError, Unsupported
 from tugline.gateway.dialects.base import ChoiceMode, ToolChoice
-from tugline.gateway.plain import Plain, json_call, plain_message, plain_tool, written
-from tugline.gateway.templates import CONFIGS, Markers, Template, template
+from tugline.gateway.words.plain import Plain, json_call, plain_message, plain_tool, written
+from tugline.gateway.words.templates import CONFIGS, Markers, Template, template
 from tugline.tokenizer import Tokenizer
 from tugline.types import Ids, Message, Role, Tool
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from tugline import log
 from tugline.errors import UsageError
-from tugline.gateway.diagnosis import Report
-from tugline.gateway.doctor import probe
+from tugline.gateway.doctor.diagnosis import Report
+from tugline.gateway.doctor.probe import probe
 from tugline.gateway.upstream import Upstream
 from tugline.types import Mode
 

@@ -17,12 +17,12 @@ from enum import Enum, auto
 
 import numpy as np
 
-from tugline.gateway import dsml
 from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
-from tugline.gateway.plain import written
-from tugline.gateway.rendering import Rendering
-from tugline.gateway.templates import Channels
-from tugline.gateway.voice import Voice
+from tugline.gateway.words import dsml
+from tugline.gateway.words.plain import written
+from tugline.gateway.words.rendering import Rendering
+from tugline.gateway.words.templates import Channels
+from tugline.gateway.words.voice import Voice
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 _RECIPIENT = re.compile(r"to=functions\.[^\s<]")

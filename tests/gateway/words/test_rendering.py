@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiny import OFFLINE, SPECIALS, rendering, tokenizer
 from tugline.errors import ConfigError, Unsupported
 from tugline.gateway.dialects.base import ChoiceMode, ToolChoice
-from tugline.gateway.rendering import Rendering
-from tugline.gateway.templates import CONFIGS, template
+from tugline.gateway.words.rendering import Rendering
+from tugline.gateway.words.templates import CONFIGS, template
 from tugline.tokenizer import Tokenizer
 from tugline.types import Ids, Image, Message, Role, Tool, ToolCall
 
