@@ -255,7 +255,7 @@ def test_arguments_are_read_by_their_schema() -> None:
 
 def test_the_documented_table_is_true() -> None:
     """Each row of the page on templates says what its template does here."""
-    page = Path(__file__).parents[2] / "docs" / "templates.md"
+    page = Path(__file__).parents[3] / "docs" / "templates.md"
     rows = {
         cells[0].strip("`"): cells[1:]
         for line in page.read_text(encoding="utf-8").splitlines()
