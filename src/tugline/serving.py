@@ -130,10 +130,12 @@ def settle() -> None:
     """Call once when a serving process has started: its collections then cost what is new.
 
     What was made until now (modules, templates, vocabularies) is never looked at again; without
-    this a full collection stops every stream for some 80 ms.
+    this a full collection stops every stream for some 80 ms. What sessions hold is kept for long
+    and has few cycles, so it is looked through less often than is usual.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def listen(host: str, port: int) -> socket.socket:
