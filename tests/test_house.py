@@ -30,6 +30,7 @@ DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
 ALLOWED: dict[str, str] = {
     "types.py": "every noun and every reason code on one page; a line of it is a definition",
+    "protocol.py": "every body of the API on one page; a line of it is a definition",
 }
 """What may be over its budget, and why: ``gateway/proxy.py`` or ``gateway/proxy.py:call``."""
 
@@ -64,9 +65,9 @@ def test_everything_is_within_its_budget() -> None:
         ("lines in a docstring", 25, [(_name(path), _docstring_lines(path)) for path in SOURCES]),
         ("lines in a package face", 60, [(_name(path), _lines(path)) for path in faces]),
         # 14,000 were meant for one dialect and one template. There are four APIs, 28 templates and
-        # six engine formats now (9,400 lines), and a room each that shows, verifies, exports and
-        # replays what was recorded (5,400).
-        ("lines in all", 28_000, [("tugline", sum(map(_lines, SOURCES)))]),
+        # six engine formats now (9,400 lines), a room each that shows, verifies, exports and
+        # replays what was recorded (5,400), and a durable server with its API, nodes and clients.
+        ("lines in all", 36_000, [("tugline", sum(map(_lines, SOURCES)))]),
     ]
     over = [
         f"{name}: {size} {what}, the budget is {budget}"

@@ -9,7 +9,7 @@ TuglineError
  |   +- Unsupported       asks for something this engine or template cannot do (400)
  |   +- NotFound          no such route or model (404)
  |   +- TooLarge          the body, a header or a field is beyond its bound (413)
- |   +- UpgradeRequired   a websocket was asked for; plain HTTP is spoken here (426)
+ |   +- UpgradeRequired   a websocket was asked for (426)
  |   +- ContextOverflow   prompt and answer do not fit the engine's window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
  |   +- Unauthorized      unknown, closed or wrong session secret (401)
@@ -19,7 +19,10 @@ TuglineError
  +- RuntimeFault          the sandbox cannot be made or used
  +- EvaluatorError        the verdict could not be had; says nothing about the agent
  +- CaptureError          a segment cannot be written or read; names file and offset
- +- FencedError           a result came with a lost lease's epoch and is refused
+ +- ServerError           the rollout server cannot be reached or refuses; carries the problem
+ |   +- Invalid, Missing, Conflict  a field is wrong, an id unknown or taken (422, 404, 409)
+ |   +- FencedError       a lease was lost; what came with its epoch is refused (409)
+ +- StoreError            the database cannot be used now: full, locked, restarting (503)
 """
 
 from __future__ import annotations
@@ -151,5 +154,43 @@ class CaptureError(TuglineError):
     """A segment is damaged, foreign or cannot be written."""
 
 
-class FencedError(TuglineError):
+class ServerError(TuglineError):
+    """The rollout server did not do what it was asked to.
+
+    `status` is that of its answer, None when there was none; `field` names what is wrong.
+    """
+
+    status: int | None = None
+
+    def __init__(self, message: str, *, status: int | None = None, field: str = "") -> None:
+        super().__init__(message)
+        self.status = status if status is not None else type(self).status
+        self.field = field
+
+
+class Invalid(ServerError):
+    """A field is not what it must be."""
+
+    status = 422
+
+
+class Missing(ServerError):
+    """Nothing has this id."""
+
+    status = 404
+
+
+class Conflict(ServerError):
+    """Something else has this id."""
+
+    status = 409
+
+
+class FencedError(ServerError):
     """Somebody else owns this session by now."""
+
+    status = 409
+
+
+class StoreError(TuglineError):
+    """What is kept cannot be read or written at the moment; nothing acknowledged is lost."""

@@ -71,6 +71,20 @@ class Boundary(StrEnum):
     INFRASTRUCTURE = "infrastructure"
 
 
+RETRIES: dict[Boundary, int | None] = {
+    Boundary.INFRASTRUCTURE: None,
+    Boundary.RUNTIME: None,
+    Boundary.HARNESS: 1,
+    Boundary.ENGINE: 0,
+    Boundary.AGENT: 0,
+    Boundary.EVALUATOR: 0,
+}
+"""How often a session is tried again after a failure there; None: as often as its task allows.
+
+An evaluation is repeated by itself, before it counts as failed.
+"""
+
+
 class Failure(msgspec.Struct, frozen=True):
     """Why a session did not complete."""
 
@@ -95,6 +109,8 @@ class Limits(msgspec.Struct, frozen=True):
     max_turns: int | None = None
     """Model calls a session may make."""
     max_sampled_tokens: int | None = None
+    total_s: float | None = None
+    """Seconds from INIT to the end of EVAL: a safety net, for which also waiting counts."""
     calls_s: float | None = None
     """Seconds after which model calls are refused: a soft end, before that of `agent_s`."""
 
@@ -123,6 +139,36 @@ class Policy(StrEnum):
     """The call is refused, naming the field."""
 
 
+class Stale(StrEnum):
+    """What happens to a session that runs while the weights move on too far."""
+
+    MARK = "mark"
+    """It goes on; its trace says which version each token has."""
+    ABORT = "abort"
+    """It is stopped and starts again with the new weights, as long as it has attempts."""
+
+
+class Group(msgspec.Struct, frozen=True):
+    """How the samples of a task belong together. None means no bound."""
+
+    enough: int | None = None
+    """Usable samples (judged ones) after which the rest is cancelled."""
+    deadline_s: float | None = None
+    """Seconds from submission after which what is there is released, and the rest cancelled."""
+    attempts: int = 3
+    """How often a sample may be tried when the infrastructure fails it."""
+    max_staleness: int | None = None
+    """How many weight versions a session may fall behind the one it started with."""
+    on_stale: Stale = Stale.MARK
+
+
+class Callback(msgspec.Struct, frozen=True):
+    """Where to tell of each result and of the end of the group; signed by the server."""
+
+    url: str
+    """``http://`` or ``https://``."""
+
+
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One problem, to be attempted `samples` times (the GRPO group)."""
 
@@ -139,6 +185,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0)
     """The sampling contract; a field that is None leaves the choice to the harness."""
     sampling_policy: Policy = Policy.ENFORCE
+    tenant: str = "default"
+    """Who pays: tenants share the nodes by their weights."""
+    priority: int = 0
+    """-10 to 10: each step puts a task one minute further ahead in its tenant's line."""
+    group: Group = Group()
+    callback: Callback | None = None
     tags: dict[str, str] = {}
 
 
