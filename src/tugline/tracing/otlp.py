@@ -1,0 +1,98 @@
+"""Send spans to an OpenTelemetry collector over HTTP. Needs the extra ``otel``.
+
+The library's own queue is bounded and emptied by a thread of its own: a collector that is slow or
+gone costs the spans that do not fit any more, and no session waits for it. Address, headers,
+sampling and time limits are read from the variables that every OpenTelemetry program knows.
+"""
+
+from __future__ import annotations
+
+import threading
+from importlib.metadata import version
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+from tugline.tracing.spans import Rollout, Span, linked, rollout_span, trace_id
+
+_QUEUED = 16_384
+"""Spans that wait to be sent; a session has one for each of its calls."""
+_CLOSE_S = 3.0
+
+
+class _Ids(RandomIdGenerator):
+    """Random ids of spans, and the id that the next trace is to have."""
+
+    trace = 1
+
+    def generate_trace_id(self) -> int:
+        return self.trace
+
+
+class Otlp:
+    """A `Tracer` of its own: it leaves the process-wide one to whoever embeds Tugline."""
+
+    def __init__(self, *, node: str) -> None:
+        """`node` names the instance of the service."""
+        release = version("tugline")
+        resource = Resource.create(
+            {
+                "service.name": "tugline",
+                "service.version": release,
+                "service.instance.id": node,
+            }
+        ).merge(OTELResourceDetector().detect())
+        self._ids = _Ids()
+        self._lock = threading.Lock()
+        self._provider = TracerProvider(
+            resource=resource, id_generator=self._ids, shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=_QUEUED)
+        )
+        self._tracer = self._provider.get_tracer("tugline", release)
+
+    def tell(self, rollout: Rollout) -> None:
+        """Queue the spans of a session."""
+        link = linked(rollout.task)
+        links = [] if link is None else [trace.Link(_context(*link))]
+        with self._lock:
+            self._ids.trace = trace_id(rollout.session)
+            self._send(rollout_span(rollout), None, links)
+
+    def close(self) -> None:
+        """Send what is queued, for three seconds at most."""
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+
+    def _send(self, span: Span, parent: trace.Span | None, links: list[trace.Link]) -> None:
+        context = None if parent is None else trace.set_span_in_context(parent)
+        kind = trace.SpanKind.CLIENT if span.remote else trace.SpanKind.INTERNAL
+        made = self._tracer.start_span(
+            span.name,
+            context or trace.set_span_in_context(trace.INVALID_SPAN),
+            kind=kind,
+            attributes=span.attributes,
+            links=links,
+            start_time=_ns(span.start),
+        )
+        for mark in span.marks:
+            made.add_event(mark.name, mark.attributes, _ns(mark.at))
+        for child in span.children:
+            self._send(child, made, [])
+        if span.error is not None:
+            made.set_status(trace.StatusCode.ERROR, span.error)
+        made.end(_ns(span.end))
+
+
+def _context(trace_number: int, span_number: int) -> trace.SpanContext:
+    return trace.SpanContext(trace_number, span_number, is_remote=True)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
