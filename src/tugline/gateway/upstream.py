@@ -120,7 +120,7 @@ class Upstream:
         idle_s: float = 300.0,
     ) -> None:
         """`model` is a served name, the first if None; `idle_s` how long a reply may pause."""
-        self._model = model
+        self.name = model
         self.replicas = [Replica(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.replicas:
             msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
@@ -255,7 +255,7 @@ class Upstream:
                 if response.status != 200:
                     raise self.wire.error(response.status, body, None)
                 cards = msgspec.json.decode(body, type=_Models).data
-                return [card for card in cards if self._model in {None, card.id}][0]  # noqa: RUF015
+                return [card for card in cards if self.name in {None, card.id}][0]  # noqa: RUF015
         except EngineError:
             raise
         except (

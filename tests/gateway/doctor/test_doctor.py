@@ -247,7 +247,7 @@ async def test_nothing_there_is_one_clear_error() -> None:
     with pytest.raises(EngineError, match="no engine answers at"):
         await probe("http://127.0.0.1:9")
     async with served(Stub()) as url:
-        with pytest.raises(EngineError, match="serves no model 'x'; it serves m"):
+        with pytest.raises(UsageError, match="serves no model 'x'; it serves m"):
             await probe(url, "x")
 
 

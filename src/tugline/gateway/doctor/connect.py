@@ -25,7 +25,7 @@ async def connect(
     """The replicas at `urls`, in `mode` or the best they are sound in.
 
     Raises `EngineError` if one does not answer, `UsageError` naming the flag to add if the mode is
-    not sound, or what differs between two of them.
+    not sound, the models there are if it is none of them, or what differs between two engines.
     """
     reports = await asyncio.gather(*(probe(url, model) for url in urls))
     if not reports:

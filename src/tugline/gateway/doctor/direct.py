@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tugline.errors import EngineError
+from tugline.errors import EngineError, UsageError
 from tugline.gateway.engines.base import Ask, Delta, EngineFormat
 from tugline.types import Ids
 
@@ -102,7 +102,7 @@ class Direct:
         if not found:
             names = ", ".join(card.id for card in cards) or "none"
             msg = f"the engine serves no model {model!r}; it serves {names}"
-            raise EngineError(msg)
+            raise UsageError(msg)
         return found[0]
 
     async def get(self, path: str) -> bytes:
