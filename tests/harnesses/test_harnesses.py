@@ -52,6 +52,12 @@ def test_shell_finds_scripts_where_tugline_was_started(
     assert line == ("sh", "-c", f"cd src && python3 '{folder}/a.py' | tee out")
 
 
+def test_a_script_may_be_a_word() -> None:
+    """No file has so long a name; the word stays what it is."""
+    script = "print(1);" * 1000
+    assert Shell(command=["python3", "-c", script]).launch(SEAT).argv == ("python3", "-c", script)
+
+
 def test_a_long_instruction_is_only_in_the_file() -> None:
     """The system would refuse to start a program with so large a variable."""
     seat = msgspec.structs.replace(SEAT, instruction="x" * 200_000)

@@ -6,6 +6,7 @@ hosted model runs here as it is.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,8 @@ class Shell:
 
 
 def _found(word: str, start: Path, *, quote: bool) -> str:
-    if not word.strip() or Path(word).is_absolute() or not (start / word).is_file():
+    # `Path.is_file` raises for a word that is longer than any name, such as a script after -c.
+    if not word.strip() or Path(word).is_absolute() or not os.path.isfile(start / word):  # noqa: PTH113
         return word
     path = str(start / word)
     return shlex.quote(path) if quote else path
