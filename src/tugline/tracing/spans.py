@@ -118,7 +118,9 @@ def rollout_span(rollout: Rollout) -> Span:
 def _stage_span(rollout: Rollout, status: Status, start: float, end: float) -> Span:
     """A stage; RUN is named as the conventions name the work of an agent, and holds its calls."""
     attributes: dict[str, Value | None] = {"tugline.stage": status.value}
-    name, marks, children = status.value, (), ()
+    name = status.value
+    marks: tuple[Mark, ...] = ()
+    children: tuple[Span, ...] = ()
     if status is Status.RUN:
         agent = rollout.task.harness.name
         name = f"invoke_agent {agent}"

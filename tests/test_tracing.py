@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rig import RENDERING, says
+from tugline.errors import UsageError
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.upstream import Upstream
+from tugline.inference.scripted import ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.serving import serve
+from tugline.tracing.spans import Rollout, linked, rollout_span
+from tugline.tracing.tracer import ENDPOINTS, Tracer, open_tracer
+from tugline.types import Boundary, Failure, Ledger, Part, Session, Task, Trajectory
+from tugline.types import Status as Stage
+
+TWICE = (
+    "import json, os, urllib.request as r\n"
+    "for turn in range(2):\n"
+    "    body = json.dumps({'messages': [{'role': 'user', 'content': f'{turn}'}]}).encode()\n"
+    "    head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+    "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+    "    r.urlopen(r.Request(url, body, head)).read()\n"
+)
+PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+TASK = Task(
+    id="t",
+    instruction="",
+    harness=Part("shell", {"command": ["python3", "-I", "-c", TWICE]}),
+    evaluator=Part("tests"),
+    files={"test_it.py": "def test_it():\n    pass\n"},
+    tags={"traceparent": PARENT},
+)
+SESSION = Session(id="t-0", task="t", sample=0, epoch=3)
+
+
+class Collector:
+    """Keeps the spans that it is sent."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.resource: dict[str, str] = {}
+
+    async def take(self, request: Request) -> Response:
+        """The OTLP route for traces."""
+        sent = ExportTraceServiceRequest.FromString(await request.body())
+        for part in sent.resource_spans:
+            found = part.resource.attributes
+            self.resource |= {one.key: one.value.string_value for one in found}
+            self.spans += [span for scope in part.scope_spans for span in scope.spans]
+        return Response(media_type="application/x-protobuf")
+
+
+@pytest.fixture
+async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
+    """A real receiver on loopback, which the environment names."""
+    taking = Collector()
+    routes = [Route("/v1/traces", taking.take, methods=["POST"])]
+    async with serve(Starlette(routes=routes)) as url:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        yield taking
+
+
+@contextlib.contextmanager
+def tracing(url: str) -> Iterator[Tracer]:
+    """A tracer, closed at the end."""
+    tracer = open_tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, node="here")
+    assert tracer is not None
+    yield tracer
+    tracer.close()
+
+
+async def rolled(folder: Path) -> Rollout:
+    """A real session of two model calls."""
+    engine = ScriptedEngine(says("Hello."), vocab_size=RENDERING.tokenizer.size)
+    began: list[tuple[Stage, float]] = []
+    async with (
+        serve(create_app(engine, model_name="scripted")) as url,
+        Gateway(Upstream([url], Embedded()), RENDERING, folder / "segments") as gateway,
+    ):
+        trajectory = await roll_out(
+            TASK,
+            SESSION,
+            gateway=gateway,
+            directory=folder / "work",
+            parts=Parts(),
+            on_stage=lambda status: began.append((status, time.time())),
+        )
+        calls = gateway.calls(SESSION.id)
+    return Rollout(
+        task=TASK,
+        session=SESSION,
+        trajectory=trajectory,
+        began=began,
+        ended=time.time(),
+        calls=calls,
+        node="here",
+        model="scripted",
+    )
+
+
+def values(span: Span) -> dict[str, Any]:
+    """The attributes as plain values."""
+    found: dict[str, Any] = {}
+    for one in span.attributes:
+        kind = one.value.WhichOneof("value")
+        value = getattr(one.value, kind)
+        if kind == "array_value":
+            value = [each.string_value for each in value.values]
+        found[one.key] = value
+    return found
+
+
+async def test_a_session_is_one_trace(collector: Collector, tmp_path: Path) -> None:
+    """Root, stages and model calls arrive at a real collector, with the counts of the capture."""
+    rollout = await rolled(tmp_path)
+    tracer = open_tracer(os.environ, node="here")
+    assert tracer is not None
+    await asyncio.to_thread(tracer.tell, rollout)
+    await asyncio.to_thread(tracer.close)
+    assert collector.resource["service.name"] == "tugline"
+    assert collector.resource["service.instance.id"] == "here"
+    ours = hashlib.sha256(b"t-0.3").digest()[:16]
+    assert {span.trace_id for span in collector.spans} == {ours}
+    by_name = {span.name: span for span in collector.spans}
+    root, run = by_name["rollout"], by_name["invoke_agent shell"]
+    stages = [span for span in collector.spans if span.parent_span_id == root.span_id]
+    stages.sort(key=lambda span: span.start_time_unix_nano)
+    assert [values(span)["tugline.stage"] for span in stages] == (
+        ["init", "ready", "run", "build", "eval"]
+    )
+    assert root.parent_span_id == b""
+    assert [(link.trace_id, link.span_id) for link in root.links] == [(b"\xab" * 16, b"\xcd" * 8)]
+    told = values(root)
+    assert told["tugline.session"] == told["gen_ai.conversation.id"] == "t-0"
+    assert told["tugline.status"] == "completed"
+    assert told["tugline.tokens.sampled"] == rollout.trajectory.ledger.sampled
+    (judged,) = by_name["eval"].events
+    assert judged.name == "gen_ai.evaluation.result"
+
+    chats = [span for span in collector.spans if span.parent_span_id == run.span_id]
+    assert [span.name for span in chats] == ["chat scripted"] * 2
+    assert all(span.kind == Span.SPAN_KIND_CLIENT for span in chats)
+    for span, call in zip(chats, rollout.calls, strict=True):
+        found = values(span)
+        assert found["gen_ai.operation.name"] == "chat"
+        assert found["gen_ai.provider.name"] == "embedded"
+        assert found["gen_ai.usage.input_tokens"] == len(call.prompt_ids)
+        assert found["gen_ai.usage.output_tokens"] == len(call.sampled_ids) > 0
+        assert found["gen_ai.response.finish_reasons"] == ["stop"]
+        assert found["gen_ai.request.temperature"] == 1.0
+        assert found["gen_ai.response.time_to_first_chunk"] >= 0
+        assert run.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.start_time_unix_nano <= span.end_time_unix_nano <= run.end_time_unix_nano
+
+
+async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
+    """Telling returns at once, closing within its bound, whoever does not listen."""
+    rollout = await rolled(tmp_path)
+    started = time.monotonic()
+    with tracing("http://127.0.0.1:9") as tracer:
+        for epoch in range(200):
+            tracer.tell(structs.replace(rollout, session=replace_epoch(epoch)))
+        told = time.monotonic()
+    assert told - started < 2.0
+    assert time.monotonic() - told < 4.0
+
+
+def replace_epoch(epoch: int) -> Session:
+    """Another attempt at the session."""
+    return structs.replace(SESSION, epoch=epoch)
+
+
+def test_a_failure_is_told_where_it_happened() -> None:
+    """The root and the stage that broke have the error; the stages before it do not."""
+    failed = Trajectory(
+        session="t-0",
+        task="t",
+        sample=0,
+        status=Stage.FAILED,
+        traces=(),
+        ledger=Ledger(),
+        failure=Failure(Boundary.HARNESS, "no such program"),
+    )
+    began = [(Stage.INIT, 10.0), (Stage.READY, 11.0), (Stage.RUN, 12.0)]
+    rollout = Rollout(task=TASK, session=SESSION, trajectory=failed, began=began, ended=15.0)
+    root = rollout_span(rollout)
+    assert (root.start, root.end, root.error) == (10.0, 15.0, "no such program")
+    assert root.attributes["error.type"] == "harness"
+    assert [(span.start, span.end, span.error) for span in root.children] == [
+        (10.0, 11.0, None),
+        (11.0, 12.0, None),
+        (12.0, 15.0, "no such program"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "00-zz-1-01", "00-" + "0" * 32 + "-" + "cd" * 8 + "-01", PARENT + "x", "ab" * 27]
+)
+def test_a_parent_that_is_none_is_no_link(text: str) -> None:
+    """A tag that does not follow W3C Trace Context costs the link, not the session."""
+    assert linked(structs.replace(TASK, tags={"traceparent": text})) is None
+
+
+def test_the_environment_switches_it_on() -> None:
+    """Nothing is imported or sent unless an address is given; another protocol is refused."""
+    assert open_tracer({}, node="n") is None
+    asked = {ENDPOINTS[0]: "http://127.0.0.1:9"}
+    assert open_tracer(asked | {"OTEL_SDK_DISABLED": "true"}, node="n") is None
+    with pytest.raises(UsageError, match=r"'grpc'; traces are sent by http/protobuf alone"):
+        open_tracer(asked | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, node="n")
+
+
+def test_without_the_extra_the_error_names_it() -> None:
+    """An installation that lacks the library says what to install, and needs it only if asked."""
+    program = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "from tugline.tracing.tracer import open_tracer\n"
+        "assert open_tracer({}, node='n') is None\n"
+        "open_tracer({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://127.0.0.1:9'}, node='n')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert "UsageError: " in done.stderr
+    assert "pip install 'tugline[otel]'" in done.stderr
