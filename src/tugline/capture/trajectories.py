@@ -54,6 +54,11 @@ def pack(trajectory: Trajectory) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL).compress(encode(trajectory))
 
 
+def unpack(data: bytes) -> Trajectory:
+    """The trajectory in the bytes of a file. Raises `ZstdError` or `msgspec.DecodeError`."""
+    return decode(zstandard.ZstdDecompressor().decompress(data), Trajectory)
+
+
 def read(path: Path, sha256: str = "") -> Trajectory:
     """The trajectory in a file, which must have this digest if one is given.
 
@@ -64,7 +69,7 @@ def read(path: Path, sha256: str = "") -> Trajectory:
         if sha256 and hashlib.sha256(data).hexdigest() != sha256:
             msg = f"{path} is not the file that {INDEX} names: its SHA-256 differs"
             raise CaptureError(msg)
-        return decode(zstandard.ZstdDecompressor().decompress(data), Trajectory)
+        return unpack(data)
     except OSError as error:
         msg = f"cannot read trajectory {path}: {error.strerror}"
         raise CaptureError(msg) from error
