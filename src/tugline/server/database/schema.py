@@ -13,7 +13,9 @@ from tugline.server.database.base import Dialect
 
 _FIRST = """
 CREATE TABLE positions (name TEXT PRIMARY KEY, at BIGINT NOT NULL);
-INSERT INTO positions VALUES ('events', 0), ('places', 0), ('control', 0);
+INSERT INTO positions VALUES
+    ('events', 0), ('places', 0),
+    ('completed', 0), ('failed', 0), ('timed_out', 0), ('cancelled', 0);  -- sessions that ended so
 CREATE TABLE control (
     only INTEGER PRIMARY KEY, generation BIGINT NOT NULL, paused TEXT, version BIGINT NOT NULL
 );
@@ -46,7 +48,10 @@ CREATE TABLE tasks (
     created DOUBLE PRECISION NOT NULL
 );
 CREATE INDEX tasks_released ON tasks (released);
-CREATE INDEX tasks_due ON tasks (deadline) WHERE released IS NULL AND deadline IS NOT NULL;
+CREATE INDEX tasks_open ON tasks (place) WHERE released IS NULL;
+CREATE INDEX tasks_of_tenant ON tasks (tenant, place);
+CREATE INDEX tasks_due ON tasks (deadline)
+    WHERE released IS NULL AND deadline IS NOT NULL AND why = '';
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY,
     place BIGINT NOT NULL UNIQUE,
@@ -62,12 +67,15 @@ CREATE TABLE sessions (
     version BIGINT NOT NULL DEFAULT 0,        -- newest weights when it was leased
     stop TEXT,                                -- why it is asked to stop, while it runs
     stop_by TEXT NOT NULL DEFAULT '',
+    stop_at DOUBLE PRECISION,                 -- when it was asked to
+    avoid TEXT,                               -- the node where the last attempt went wrong
     created DOUBLE PRECISION NOT NULL,
     updated DOUBLE PRECISION NOT NULL
 );
 CREATE INDEX sessions_in_line ON sessions (tenant, turn, place) WHERE status = 'queued';
 CREATE INDEX sessions_of_task ON sessions (task, sample);
 CREATE INDEX sessions_of_node ON sessions (node) WHERE node IS NOT NULL;
+CREATE INDEX sessions_stopping ON sessions (stop_at) WHERE stop IS NOT NULL;
 CREATE INDEX sessions_by_status ON sessions (status, place);
 CREATE TABLE nodes (
     id TEXT PRIMARY KEY,
@@ -107,12 +115,13 @@ CREATE TABLE outbox (
     task TEXT NOT NULL,
     kind TEXT NOT NULL,
     url TEXT NOT NULL,
+    host TEXT NOT NULL,                       -- of the URL, with its port
     state TEXT NOT NULL,
     tries INTEGER NOT NULL DEFAULT 0,
     next_try DOUBLE PRECISION NOT NULL,
     error TEXT NOT NULL DEFAULT ''
 );
-CREATE INDEX outbox_due ON outbox (next_try) WHERE state = 'pending';
+CREATE INDEX outbox_due ON outbox (host, next_try) WHERE state = 'pending';
 CREATE INDEX outbox_dead ON outbox (id) WHERE state = 'dead';
 """
 

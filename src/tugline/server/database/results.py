@@ -1,0 +1,127 @@
+"""One result per session, read in the order of commits or as whole groups.
+
+A row has what is listed and where the encoded trajectory lies, never tokens (I7). The position of a
+result is that of its event, so one cursor serves both, and it is safe: see `events`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tugline.protocol import EventKind, ResultView, Results, TaskView
+from tugline.server.database import events
+from tugline.server.database.base import Tx
+from tugline.server.database.tasks import view as view_of
+
+_view = msgspec.msgpack.Decoder(ResultView)
+
+
+def put(tx: Tx, view: ResultView, digest: str, blob: str) -> int:
+    """Keep a session's result and tell of it; returns its position, which `view` then has, too."""
+    detail: dict[str, str | int | float] = {
+        "status": view.status.value,
+        "sample": view.sample,
+        "attempt": view.attempt,
+    }
+    if view.reward is not None:
+        detail["reward"] = view.reward
+    position = events.add(tx, EventKind.RESULT, task=view.task, session=view.session, detail=detail)
+    tx.run(
+        "INSERT INTO results (position, session, task, digest, blob, view)"
+        " VALUES (:position, :session, :task, :digest, :blob, :view)",
+        position=position,
+        session=view.session,
+        task=view.task,
+        digest=digest,
+        blob=blob,
+        view=msgspec.msgpack.encode(msgspec.structs.replace(view, position=position)),
+    )
+    return position
+
+
+def digest_of(tx: Tx, session: str) -> str | None:
+    """Of its encoded trajectory; None while there is no result."""
+    row = tx.one("SELECT digest FROM results WHERE session = :session", session=session)
+    return row[0] if row else None
+
+
+def blob_of(tx: Tx, session: str) -> str | None:
+    """Where its trajectory lies: empty if it never ran, None while there is no result."""
+    row = tx.one("SELECT blob FROM results WHERE session = :session", session=session)
+    return row[0] if row else None
+
+
+def one(tx: Tx, session: str) -> ResultView | None:
+    """The result of a session, if it has one."""
+    row = tx.one("SELECT view FROM results WHERE session = :session", session=session)
+    return _view.decode(row[0]) if row else None
+
+
+def known(tx: Tx, blobs: Sequence[str]) -> set[str]:
+    """Those of the named blobs that a result points to. A blob's name begins with its session."""
+    sessions = [name.rsplit(".", 2)[0] for name in blobs]
+    named, values = _among("session", sessions)
+    rows = tx.all(f"SELECT blob FROM results WHERE {named}", **values)  # noqa: S608 - constants
+    return {blob for (blob,) in rows}
+
+
+def page(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
+    """Up to `limit` results after a position, of these tasks or of all, in order of commit."""
+    named, values = _among("task", tasks)
+    rows = tx.all(
+        f"SELECT view FROM results WHERE position > :after AND {named}"  # noqa: S608 - constants
+        " ORDER BY position LIMIT :limit",
+        after=after,
+        limit=limit,
+        **values,
+    )
+    items = tuple(_view.decode(view) for (view,) in rows)
+    return Results(items=items, cursor=items[-1].position if items else after)
+
+
+def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -> Results:
+    """Whole groups released after a position: as many as fit into `limit` results, at least one.
+
+    The results of a group stand together, by sample; `TaskView.missing` names those without use.
+    """
+    chosen = _released(tx, after, limit, tasks)
+    if not chosen:
+        return Results(items=(), cursor=after)
+    named, values = _among("task", [group.id for group in chosen])
+    rows = tx.all(f"SELECT view FROM results WHERE {named}", **values)  # noqa: S608 - constants
+    order = {group.id: place for place, group in enumerate(chosen)}
+    items = sorted(
+        (_view.decode(view) for (view,) in rows),
+        key=lambda item: (order[item.task], item.sample),
+    )
+    return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
+
+
+def _released(tx: Tx, after: int, limit: int, among: Sequence[str] | None) -> list[TaskView]:
+    named, values = _among("id", among)
+    rows = tx.all(
+        f"SELECT id, samples FROM tasks WHERE released > :after AND {named}"  # noqa: S608 - constants
+        " ORDER BY released LIMIT :limit",
+        after=after,
+        limit=limit,
+        **values,
+    )
+    chosen: list[TaskView] = []
+    total = 0
+    for task, samples in rows:
+        total += samples
+        if chosen and total > limit:
+            break
+        chosen.append(view_of(tx, task))
+    return chosen
+
+
+def _among(column: str, names: Iterable[str] | None) -> tuple[str, dict[str, str]]:
+    """A condition on `column`, and its values; None does not restrict."""
+    if names is None:
+        return "1 = 1", {}
+    values = {f"name{n}": name for n, name in enumerate(names)}
+    listed = ", ".join(f":{name}" for name in values)
+    return (f"{column} IN ({listed})" if values else "1 = 0"), values
