@@ -26,7 +26,10 @@ def add(
     node: str | None = None,
     detail: Mapping[str, str | int | float] = {},
 ) -> int:
-    """Note what happened; returns its position."""
+    """Note what happened; returns its position.
+
+    Wakes who listens to ``events``, to the kind (``session.result``) or to ``task:ID``.
+    """
     [(position,)] = tx.all("UPDATE positions SET at = at + 1 WHERE name = 'events' RETURNING at")
     tx.run(
         "INSERT INTO events (position, kind, task, session, node, detail, created)"
@@ -39,6 +42,7 @@ def add(
         detail=json.dumps(dict(detail)),
         created=time.time(),
     )
+    tx.wake("events", kind.value, *([f"task:{task}"] if task is not None else []))
     return int(position)
 
 
@@ -50,10 +54,10 @@ def latest(tx: Tx) -> int:
 
 def page(tx: Tx, after: int, limit: int, task: str | None = None) -> list[Event]:
     """Up to `limit` events after a position, of one task or of all."""
+    where = "" if task is None else "AND task = :task"
     rows = tx.all(
-        "SELECT position, kind, created, task, session, node, detail FROM events"
-        f" WHERE position > :after {'AND task = :task' if task is not None else ''}"  # noqa: S608 - constants
-        " ORDER BY position LIMIT :limit",
+        "SELECT position, kind, created, task, session, node, detail FROM events"  # noqa: S608 - constants
+        f" WHERE position > :after {where} ORDER BY position LIMIT :limit",
         after=after,
         limit=limit,
         **({} if task is None else {"task": task}),

@@ -27,7 +27,7 @@ def host_of(url: str) -> str:
 
 
 def add(tx: Tx, *, id: int, task: str, kind: EventKind, url: str, now: float) -> None:  # noqa: A002 - as in Delivery
-    """Tell `url` of the event at position `id`."""
+    """Tell `url` of the event at position `id`. Wakes who listens to ``outbox``."""
     tx.run(
         "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"
         " VALUES (:id, :task, :kind, :url, :host, 'pending', :now)",
@@ -38,6 +38,7 @@ def add(tx: Tx, *, id: int, task: str, kind: EventKind, url: str, now: float) ->
         host=host_of(url),
         now=now,
     )
+    tx.wake("outbox")
 
 
 def hosts(tx: Tx) -> dict[str, float]:
@@ -60,7 +61,7 @@ def claim(tx: Tx, host: str, *, now: float, until: float, limit: int) -> list[De
     rows = tx.all(
         "UPDATE outbox SET next_try = :until WHERE id IN (SELECT id FROM outbox"  # noqa: S608 - constants
         " WHERE state = 'pending' AND host = :host AND next_try <= :now"
-        f" ORDER BY next_try LIMIT :limit {tx.dialect.skip_locked})"
+        " ORDER BY next_try LIMIT :limit)"
         f" RETURNING {_COLUMNS}",
         host=host,
         now=now,
@@ -112,6 +113,7 @@ def again(tx: Tx, id: int, now: float) -> Delivery:  # noqa: A002 - as in Delive
     if not rows:
         msg = f"no delivery {id}"
         raise Missing(msg)
+    tx.wake("outbox")
     return _delivery(rows[0])
 
 

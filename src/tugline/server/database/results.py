@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tugline.protocol import EventKind, ResultView, Results, TaskView
+from tugline.protocol import EventKind, Results, ResultView, TaskView
 from tugline.server.database import events
 from tugline.server.database.base import Tx
 from tugline.server.database.tasks import view as view_of
