@@ -19,6 +19,7 @@ _TAKES = {
     "gateway": ("--json", "--quick"),
     "trajectories": ("--json", "--quick"),
     "builders": ("--json", "--sessions"),
+    "server": ("--json", "--quick", "--store"),
 }
 """Every part, and the options that its program takes."""
 
@@ -36,12 +37,15 @@ def bench(
         Path | None,
         typer.Option(help="builders: the recorded sessions of this folder, not new ones."),
     ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="server: where it keeps its tasks, sqlite or postgres.")
+    ] = None,
 ) -> None:
     """Measure what a part costs, next to the least that it could."""
     if part not in _TAKES:
         msg = f"there is no benchmark of {part!r}; it must be one of {', '.join(_TAKES)}"
         raise UsageError(msg)
-    given = {"--json": as_json, "--quick": quick, "--sessions": sessions}
+    given = {"--json": as_json, "--quick": quick, "--sessions": sessions, "--store": store}
     asked = [option for option, value in given.items() if value]
     for option in asked:
         if option not in _TAKES[part]:
@@ -57,6 +61,8 @@ def bench(
         raise UsageError(msg)
     if sessions is not None:
         asked.append(str(sessions))
+    if store is not None:
+        asked.append(store)
     done = subprocess.run([sys.executable, str(program), *asked], check=False)
     if done.returncode:
         raise typer.Exit(2 if done.returncode == 2 else 1)

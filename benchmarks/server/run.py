@@ -1,0 +1,82 @@
+"""What the rollout server costs: sessions through one node, dispatch, and a queue of 100,000.
+
+Server, node and load generator (this program, with an engine that has no model) are one process
+each, on loopback. `docs/benchmarks.md` says what each figure means.
+
+    python benchmarks/server/run.py [--json] [--quick] [--store sqlite|postgres]
+"""
+
+# ruff: noqa: INP001 - programs, not a package
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvloop
+from measures import SIZES, dispatch, pipeline, queue
+
+from rig import Server, note, postgres
+
+STORES = ("sqlite", "postgres")
+MEASURES = {"pipeline": pipeline, "dispatch": dispatch, "queue": queue}
+
+
+async def run(store: str, size: str) -> dict[str, Any]:
+    """Everything, each on a server of its own."""
+    began, load = time.time(), os.getloadavg()[0]
+    told: dict[str, Any] = {"store": store}
+    for name, measure in MEASURES.items():
+        note(f"measuring: {name}")
+        with tempfile.TemporaryDirectory(prefix="tugline-bench-") as name_, ExitStack() as stack:
+            folder = Path(name_)
+            pg = store == "postgres"
+            url = stack.enter_context(postgres(folder / "pg")) if pg else None
+            server = Server(folder, url)
+            stack.callback(server.stop)
+            await server.up()
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+                told |= await measure(server, http, SIZES[size])
+            await asyncio.sleep(0.1)
+    told["size"] = size
+    told["machine"] = {
+        "cpus": os.cpu_count(),
+        "load_before": round(load, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "seconds": round(time.time() - began),
+    }
+    return told
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--quick",
+        action="store_const",
+        const="quick",
+        dest="size",
+        help="fewer sessions and tasks, rougher figures",
+    )
+    parser.add_argument("--size", choices=SIZES, help=argparse.SUPPRESS)
+    parser.add_argument("--store", choices=STORES, default="sqlite", help="where the server keeps")
+    parser.set_defaults(size="full")
+    options = parser.parse_args()
+    told = uvloop.run(run(options.store, options.size))
+    rows = (f"{key:<28}{value}" for key, value in told.items())
+    sys.stdout.write((json.dumps(told) if options.json else "\n".join(rows)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""An engine without a model as a process of its own: ``engine.py PORT TOKENIZER``.
+
+What it answers depends on the prompt alone, so it says the same after every restart, and goes on
+where it was when the prompt ends within an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zlib
+from pathlib import Path
+
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.serving import run, serve
+from tugline.tokenizer import Tokenizer
+from tugline.types import Ids
+
+WINDOW = 16_384
+
+
+async def main(port: int, tokenizer: Tokenizer) -> None:
+    """Serve until killed."""
+    opening, end = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.encode("<|im_end|>")
+
+    def reply(prompt: Ids, _request: str) -> Reply:
+        starts = (prompt == opening[0]).nonzero()[0]
+        begun = int(starts[-1]) + len(opening)
+        dice = zlib.crc32(prompt[:begun].tobytes())
+        answer = [*tokenizer.encode(f"answer {dice:x} {'so ' * (dice % 9)}"), *end]
+        return Reply(answer[len(prompt) - begun :], delay_s=0.002 + dice % 5 * 0.003)
+
+    engine = ScriptedEngine(
+        reply, vocab_size=tokenizer.size, max_model_len=WINDOW, eos_ids=tuple(end)
+    )
+    app = create_app(engine, model_name="chaos", tokenizer=tokenizer)
+    async with serve(app, port=port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    run(main(int(sys.argv[1]), Tokenizer.load(Path(sys.argv[2]))))

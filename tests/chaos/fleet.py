@@ -1,0 +1,240 @@
+"""Everything that takes part in a run, as processes that can be killed and started again.
+
+Nothing here waits for a process to end well: whoever dies is started again at once, as a
+supervisor would, and a death that nobody ordered is written down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.wire import Api
+from tiny import tokenizer
+
+HERE = Path(__file__).parent
+TUGLINE = str(Path(sys.executable).with_name("tugline"))
+READY_S = 60.0
+LEASE_S = 3.0
+
+
+@dataclass
+class Program:
+    """One process, and how it is started."""
+
+    name: str
+    argv: tuple[str, ...]
+    folder: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    back: float | None = None
+    """When it is to be started again; None while it runs."""
+    frozen: float | None = None
+    """Until when it is stopped."""
+
+    def start(self) -> None:
+        """Start it; what it says goes to a file beside the others'."""
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv,
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": str(HERE.parent), **self.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.back = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, stopped or not."""
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self, back_in_s: float = 0.0) -> None:
+        """SIGKILL; `Fleet.tend` starts it again after so many seconds."""
+        assert self.process is not None
+        self.back = time.time() + back_in_s
+        self.process.kill()
+        self.process.wait(10)
+        self.frozen = None
+
+    def freeze(self, for_s: float) -> None:
+        """SIGSTOP; `Fleet.tend` lets it go on after so many seconds."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        self.frozen = time.time() + for_s
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self.process is not None
+        self.frozen = None
+        self.process.send_signal(signal.SIGCONT)
+
+
+@dataclass
+class Outage:
+    """A time without a server."""
+
+    down: float
+    started: float
+    ready: float = 0.0
+
+    @property
+    def recovery_s(self) -> float:
+        """From the start of the process to the first good answer."""
+        return self.ready - self.started
+
+
+class Fleet:
+    """Server, two nodes, engine, receiver and trainer of one run, in `folder`."""
+
+    def __init__(
+        self, folder: Path, store: str | None = None, *, lease_s: float = LEASE_S, slots: int = 6
+    ) -> None:
+        """`store` is the URL of another store than the server's own."""
+        self.folder, self.lease_s = folder, lease_s
+        self.ports = dict(zip(("server", "engine", "receiver"), _free_ports(3), strict=True))
+        self.url = f"http://127.0.0.1:{self.ports['server']}"
+        self.callback = f"http://127.0.0.1:{self.ports['receiver']}/done"
+        self.programs: dict[str, Program] = {}
+        self.outages: list[Outage] = []
+        self.deserters: list[str] = []
+        """Who died without being killed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(tokenizer().text(), encoding="utf-8")
+        server = {"lease_s": lease_s, **({"store": store} if store else {})}
+        self._write("server.yaml", {"server": server})
+        engine = {"tokenizer": "tokenizer.json", "renderer": "qwen3"}
+        self._write("node.yaml", {"engine": engine, "node": {"slots": slots}})
+
+    def _write(self, name: str, values: object) -> None:
+        (self.folder / name).write_text(json.dumps(values), encoding="utf-8")
+
+    def add(self, name: str, *argv: str, **env: str) -> Program:
+        """A program of this run; it is not started yet."""
+        self.programs[name] = Program(name, argv, self.folder, env)
+        return self.programs[name]
+
+    def launch(self, nodes: int = 2) -> None:
+        """Start all, in their order."""
+        engine_url = f"http://127.0.0.1:{self.ports['engine']}"
+        python = (sys.executable,)
+        self.add("engine", *python, str(HERE / "engine.py"), str(self.ports["engine"]),
+                 "tokenizer.json").start()  # fmt: skip
+        self.add("receiver", *python, str(HERE / "receiver.py"), str(self.ports["receiver"]),
+                 "delivered.jsonl").start()  # fmt: skip
+        self.add("server", TUGLINE, "up", "--no-node", "--config", "server.yaml",
+                 "--dir", "server", "--port", str(self.ports["server"]))  # fmt: skip
+        self.start_server(time.time())
+        until(lambda: bool(self.outages[0].ready), "the server to answer")
+        for number in range(nodes):
+            name = f"node{number}"
+            self.add(name, TUGLINE, "node", "--server", self.url, "--config", "node.yaml",
+                     "--dir", name, "--name", name, "--engine", engine_url,
+                     TUGLINE_JOIN_TOKEN=self.tokens["join"]).start()  # fmt: skip
+        self.add("trainer", *python, str(HERE / "trainer.py"), self.url, self.tokens["client"],
+                 "trained.jsonl").start()  # fmt: skip
+
+    @property
+    def tokens(self) -> dict[str, str]:
+        """Those that the server made when it was started first."""
+        told: dict[str, str] = json.loads((self.folder / "server" / "tokens.json").read_text())
+        return told
+
+    @property
+    def nodes(self) -> list[Program]:
+        """The nodes."""
+        return [one for name, one in self.programs.items() if name.startswith("node")]
+
+    def api(self, within_s: float = 60.0) -> Api:
+        """The server, as a client."""
+        return Api(self.url, self.tokens["client"], within_s=within_s)
+
+    def start_server(self, down: float) -> None:
+        """Start the server and take the time until it answers."""
+        outage = Outage(down, time.time())
+        self.outages.append(outage)
+        self.programs["server"].start()
+        threading.Thread(target=self._time, args=(outage,), daemon=True).start()
+
+    def _time(self, outage: Outage) -> None:
+        until = time.time() + READY_S
+        while time.time() < until and self.outages[-1] is outage:
+            try:
+                status, _ = Api(self.url, self.tokens["client"]).once(
+                    "GET", "/v1/status", timeout_s=2.0
+                )
+            except OSError:
+                status = 0
+            if status == 200:
+                outage.ready = time.time()
+                return
+            time.sleep(0.01)
+
+    def tend(self) -> None:
+        """Start again who is due, let go on who was stopped long enough."""
+        now = time.time()
+        for name, one in self.programs.items():
+            if one.back is None and not one.alive:
+                code = one.process.returncode if one.process else None
+                self.deserters.append(f"{name} ended by itself with code {code}")
+                one.back = now
+            if one.back is not None and one.back <= now:
+                if name == "server":
+                    self.start_server(one.back)
+                else:
+                    one.start()
+            if one.frozen is not None and one.frozen <= now:
+                one.thaw()
+
+    def agents(self) -> list[int]:
+        """Processes of the fake agents that work in this run's folders."""
+        return [pid for pid, cwd in _working_directories() if self.folder in cwd.parents]
+
+    def close(self) -> None:
+        """End everything, agents included."""
+        for one in self.programs.values():
+            if one.alive:
+                one.kill()
+        for pid in self.agents():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _working_directories() -> Iterator[tuple[int, Path]]:
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"agent.py" in (entry / "cmdline").read_bytes():
+                yield int(entry.name), (entry / "cwd").resolve(strict=True)
+        except OSError:
+            continue
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def until(done: Callable[[], bool], what: str, within_s: float = READY_S) -> None:
+    """Wait for it, or raise `TimeoutError` that says for what."""
+    until = time.time() + within_s
+    while not done():
+        if time.time() > until:
+            msg = f"waited {within_s} s for {what}"
+            raise TimeoutError(msg)
+        time.sleep(0.02)

@@ -1,0 +1,15 @@
+"""The evaluator of the fake agents, named ``chaos.judge:Answer`` in their tasks."""
+
+from __future__ import annotations
+
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.types import Reward
+
+
+class Answer:
+    """1 for an agent that left its answer, 0 for one that did not."""
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """Looks at the changed files only."""
+        left = outcome.patch.files.get("answer.txt") or ""
+        return Verdict(Reward(float(bool(left))), {"characters": len(left)})

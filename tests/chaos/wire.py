@@ -1,0 +1,91 @@
+"""The API as a stranger speaks it: standard library only, so it checks our client's work, too."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class Refused(Exception):
+    """The server answered, and the answer is no."""
+
+    def __init__(self, status: int, text: bytes) -> None:
+        super().__init__(f"{status}: {text[:400].decode(errors='replace')}")
+        self.status = status
+
+
+class Api:
+    """A client of `url`; every call asks again until it has an answer or `within_s` are over."""
+
+    def __init__(self, url: str, token: str = "", *, within_s: float = 60.0) -> None:
+        self._address, self._token, self._within_s = urlsplit(url).netloc, token, within_s
+
+    def get(self, path: str) -> Any:
+        """What is at `path`, out of its JSON."""
+        return json.loads(self.bytes("GET", path))
+
+    def post(self, path: str, body: object) -> Any:
+        """The answer to `body`."""
+        return json.loads(self.bytes("POST", path, json.dumps(body).encode()))
+
+    def bytes(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """The answer as it is. Raises `Refused` for a 4xx, `TimeoutError` when there is none."""
+        until = time.monotonic() + self._within_s
+        while True:
+            try:
+                status, text = self.once(method, path, body)
+                if status < 400:
+                    return text
+                if status < 500 and status != 429:
+                    raise Refused(status, text)
+                trouble = f"{status}: {text[:200]!r}"
+            except (OSError, http.client.HTTPException) as error:
+                trouble = repr(error)
+            if time.monotonic() > until:
+                msg = f"{method} {path}: no good answer within {self._within_s} s, last {trouble}"
+                raise TimeoutError(msg)
+            time.sleep(0.05)
+
+    def once(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = 30.0
+    ) -> tuple[int, bytes]:
+        """One try: status and body."""
+        connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
+        headers = {"authorization": f"Bearer {self._token}", "accept": "application/json"}
+        if body is not None:
+            headers["content-type"] = "application/json"
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+class Book:
+    """Lines of JSON that are on the disk when `write` returns; a torn last line is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        whole = path.read_bytes() if path.exists() else b""
+        whole = whole[: whole.rfind(b"\n") + 1]
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._file, len(whole))
+        os.lseek(self._file, 0, os.SEEK_END)
+
+    def write(self, *lines: dict[str, Any]) -> None:
+        """Add and sync."""
+        os.write(self._file, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        os.fsync(self._file)
+        self.lines += lines
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """What a book holds, whoever has it open."""
+        whole = path.read_bytes() if path.exists() else b""
+        return [json.loads(line) for line in whole[: whole.rfind(b"\n") + 1].splitlines()]
