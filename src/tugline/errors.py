@@ -22,6 +22,7 @@ TuglineError
  +- ServerError           the rollout server cannot be reached or refuses; carries the problem
  |   +- Invalid, Missing, Conflict  a field is wrong, an id unknown or taken (422, 404, 409)
  |   +- FencedError       a lease was lost; what came with its epoch is refused (409)
+ +- BadSignature          a callback is not from our server, was changed or is old
  +- StoreError            the database cannot be used now: full, locked, restarting (503)
 """
 
@@ -190,6 +191,10 @@ class FencedError(ServerError):
     """Somebody else owns this session by now."""
 
     status = 409
+
+
+class BadSignature(TuglineError):
+    """A callback is not from the server that shares the secret, or was changed, or is old."""
 
 
 class StoreError(TuglineError):
