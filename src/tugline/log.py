@@ -1,9 +1,15 @@
-"""Structured logging to stderr or a file: one event name, then key=value. Never a prompt's text."""
+"""Structured logging to stderr or a file: one event name, then key=value. Never a prompt's text.
+
+Whoever begins the work of a node or a session says so with `about`, once; every event from there
+on, in whatever module, task or thread, carries the ids. What other libraries log comes out in the
+same form.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +37,33 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
         logger_factory=structlog.WriteLoggerFactory(file=stream),
         cache_logger_on_first_use=False,
     )
+    root = logging.getLogger()
+    if not any(isinstance(handler, _Others) for handler in root.handlers):
+        root.addHandler(_Others())
+
+
+class _Others(logging.Handler):
+    """Warnings and errors of libraries, as events of the part that is named like their logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        get(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
 def get(name: str) -> Any:
     """A logger whose events carry ``part=name``."""
     return structlog.get_logger(part=name)
+
+
+def about(**ids: object) -> AbstractContextManager[None]:
+    """Events of this task, and of tasks and threads that it starts, carry `ids` for a while."""
+    return structlog.contextvars.bound_contextvars(**ids)
+
+
+def bind(**ids: object) -> None:
+    """Events of this task carry `ids` from here on, to its end."""
+    structlog.contextvars.bind_contextvars(**ids)
+
+
+def bound() -> dict[str, Any]:
+    """The ids that events carry here."""
+    return structlog.contextvars.get_contextvars()

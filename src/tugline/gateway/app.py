@@ -31,7 +31,7 @@ from tugline.errors import (
     UsageError,
 )
 from tugline.gateway import policy
-from tugline.gateway.asgi import Http, Message, Receive, Send
+from tugline.gateway.asgi import Http, Message, Receive, Send, lifespan
 from tugline.gateway.backend import Backend
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.dialects.base import Action, Dialect, Incoming, Request
@@ -101,6 +101,7 @@ class Gateway:
         self._flush_s, self._raw, self._raw_limit = flush_s, raw, raw_limit
         self._backend = Backend(upstream, ModelCard("", 0), rendering)
         self._backend.gate.set()
+        self.traffic = self._backend.traffic
         self._host, self._port = host, port
         self._sessions = Sessions()
         self._recent: dict[str, deque[Exchange]] = {}
@@ -240,7 +241,7 @@ class Gateway:
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
         """The ASGI application; the session comes by path prefix or by key alone."""
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await lifespan(receive, send)
             return
         if scope["type"] != "http":
             return
@@ -256,11 +257,13 @@ class Gateway:
         try:
             session = parts["session"] if parts else None
             live = self._sessions.find(dialect.key(http.headers, http.query), session)
+            log.bind(**live.about)
             await self._serve(http, dialect, action, incoming, live)
         except ClientGone:
             return
         except TuglineError as error:
             status, headers, body = dialect.error(error)
+            self.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
             if live is not None:
                 live.refused(error, status)
@@ -392,9 +395,3 @@ def _route(incoming: Incoming) -> tuple[Dialect, Action | None]:
         if action is not None:
             return dialect, action
     return fallback(incoming), None
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    for stage in ("startup", "shutdown"):
-        await receive()
-        await send({"type": f"lifespan.{stage}.complete"})

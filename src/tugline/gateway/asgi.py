@@ -120,6 +120,13 @@ class Http:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+async def lifespan(receive: Receive, send: Send) -> None:
+    """Agree to start, and to stop."""
+    for stage in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{stage}.complete"})
+
+
 def _too_large(size: int) -> TooLarge:
     return TooLarge(f"the request body has {size} bytes or more; the bound is {MAX_BODY}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,8 @@ from tugline.capture.folder import keep_tokenizer
 from tugline.capture.records import Header
 from tugline.gateway.upstream import ModelCard, Source
 from tugline.gateway.words.rendering import Rendering
-from tugline.types import Mode, Session, Task
+from tugline.measures import MOMENTS, Distribution
+from tugline.types import Call, Mode, Session, Task
 
 
 class InFlight(Protocol):
@@ -30,6 +32,32 @@ class InFlight(Protocol):
 
 
 @dataclass(slots=True)
+class Traffic:
+    """Model calls that were recorded, added up."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """By what became of the answer (`Outcome`)."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Requests that were answered by an error, by its class."""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    first_token_s: Distribution = field(default_factory=lambda: Distribution(MOMENTS))
+    """From the request to the first token."""
+    answer_s: Distribution = field(default_factory=Distribution)
+    """From the request to the last token."""
+
+    def add(self, call: Call) -> None:
+        """One more."""
+        times = call.timings
+        self.calls[call.outcome] += 1
+        self.prompt_tokens += len(call.prompt_ids)
+        self.sampled_tokens += len(call.sampled_ids) + call.unseen
+        if times.first_token is not None and times.last_token is not None:
+            self.first_token_s.add(times.first_token - times.received)
+            self.answer_s.add(times.last_token - times.received)
+
+
+@dataclass(slots=True)
 class Backend:
     """What answers are made with, and whether they may be made now."""
 
@@ -42,6 +70,7 @@ class Backend:
     """Of the weights, as announced; for engines that do not say it themselves."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     running: set[InFlight] = field(default_factory=set)
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def mode(self) -> Mode:

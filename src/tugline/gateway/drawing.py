@@ -352,6 +352,7 @@ class Draw:
         self._recorded = True
         call = call if self._replayed is None else replayed(call, self._replayed)
         await self._live.append(call)
+        backend.traffic.add(call)
         if message is not None and kind is not TraceKind.SIDE:
             self._live.conversation.record(self.plan, self.number, self._whole(ids), message)
 

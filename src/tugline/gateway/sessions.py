@@ -13,7 +13,7 @@ import hmac
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from tugline import log
 from tugline.capture.records import Event, EventKind
@@ -76,6 +76,8 @@ class LiveSession:
     running: set[InFlight] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Calls of parallel agents are written one after the other."""
+    about: dict[str, Any] = field(default_factory=log.bound)
+    """Ids that its log events carry: those of whoever opened it."""
     noted: list[Event] = field(default_factory=list)
     """Events that the next call takes along."""
 
