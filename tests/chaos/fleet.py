@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 
 from chaos.wire import Api
@@ -127,7 +128,6 @@ class Fleet:
 
     def launch(self, nodes: int = 2) -> None:
         """Start all, in their order."""
-        engine_url = f"http://127.0.0.1:{self.ports['engine']}"
         python = (sys.executable,)
         self.add("engine", *python, str(HERE / "engine.py"), str(self.ports["engine"]),
                  "tokenizer.json").start()  # fmt: skip
@@ -138,12 +138,16 @@ class Fleet:
         self.start_server(time.time())
         until(lambda: bool(self.outages[0].ready), "the server to answer")
         for number in range(nodes):
-            name = f"node{number}"
-            self.add(name, TUGLINE, "node", "--server", self.url, "--config", "node.yaml",
-                     "--dir", name, "--name", name, "--engine", engine_url,
-                     TUGLINE_JOIN_TOKEN=self.tokens["join"]).start()  # fmt: skip
+            self.add_node(f"node{number}").start()
         self.add("trainer", *python, str(HERE / "trainer.py"), self.url, self.tokens["client"],
                  "trained.jsonl").start()  # fmt: skip
+
+    def add_node(self, name: str) -> Program:
+        """A node with this name; it is not started yet."""
+        engine = f"http://127.0.0.1:{self.ports['engine']}"
+        return self.add(name, TUGLINE, "node", "--server", self.url, "--config", "node.yaml",
+                        "--dir", name, "--name", name, "--engine", engine,
+                        TUGLINE_JOIN_TOKEN=self.tokens["join"])  # fmt: skip
 
     @property
     def tokens(self) -> dict[str, str]:
@@ -174,7 +178,7 @@ class Fleet:
                 status, _ = Api(self.url, self.tokens["client"]).once(
                     "GET", "/v1/status", timeout_s=2.0
                 )
-            except OSError:
+            except (OSError, HTTPException):
                 status = 0
             if status == 200:
                 outage.ready = time.time()

