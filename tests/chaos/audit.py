@@ -56,11 +56,11 @@ def gather(fleet: Fleet) -> Evidence:
     return Evidence(
         tasks=list(_pages(api, "/v1/tasks?", "tasks")),
         results=results,
-        events=list(_events(api)),
+        events=list(_listed(api, "/v1/events", "position")),
         trajectories={one: decode(unpack(data), Trajectory) for one, data in bodies.items()},
         trained=Book.read(fleet.folder / "trained.jsonl"),
         delivered=Book.read(fleet.folder / "delivered.jsonl"),
-        deliveries=api.get("/v1/deliveries?limit=1000"),
+        deliveries=list(_listed(api, "/v1/deliveries", "id")),
     )
 
 
@@ -79,11 +79,11 @@ def _results(api: Api) -> Iterator[Mapping[str, Any]]:
         after = page["cursor"]
 
 
-def _events(api: Api) -> Iterator[Mapping[str, Any]]:
+def _listed(api: Api, path: str, key: str) -> Iterator[Mapping[str, Any]]:
     after = 0
-    while page := api.get(f"/v1/events?after={after}&limit=500"):
+    while page := api.get(f"{path}?after={after}&limit=500"):
         yield from page
-        after = page[-1]["position"]
+        after = page[-1][key]
 
 
 # --------------------------------------------------------------------------- checks
