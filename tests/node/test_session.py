@@ -114,7 +114,7 @@ async def test_a_rollout_ends_with_traces_and_a_reward(
     assert len(trajectory.traces) == 1
     assert trajectory.ledger.balanced
     assert trajectory.ledger.trained == 6
-    assert set(trajectory.seconds) == {"init", "run", "build", "eval"}
+    assert set(trajectory.seconds) == {"init", "ready", "run", "build", "eval"}
     assert legal(stages, trajectory.status)
     first, _, third = gateway.requests["t-0"]
     assert first["messages"][-1]["content"] in (

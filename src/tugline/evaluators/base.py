@@ -46,3 +46,9 @@ class Evaluator(Protocol):
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Raises `EvaluatorError` when no verdict can be had."""
         ...
+
+
+def wants_box(evaluator: Evaluator) -> bool:
+    """Whether it is worth opening a box before it asks; its own ``wants_box``, else yes."""
+    wants: bool = getattr(evaluator, "wants_box", True)
+    return wants

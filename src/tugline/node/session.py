@@ -5,7 +5,9 @@ a trajectory whatever happens (I5); only cancellation and the caller's own error
 exceptions. The name of the boundary that was crossed comes from *where* something failed and from
 what kind of error it was (`_failure`, `blame_others`).
 
-An agent that runs out of time is still built and judged: a partial trajectory is data.
+Every stage has a clock of its own, which starts when the session gets its place there (`course`):
+waiting is charged to nobody but `total_s`. An agent that runs out of time is still built and
+judged, one that is cancelled is still built: a partial trajectory is data (I2).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -31,10 +33,12 @@ from tugline.errors import (
     TuglineError,
     UsageError,
 )
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Outcome, Verdict, wants_box
 from tugline.evaluators.patch import Patch, compare
 from tugline.harnesses.base import Seat, offers_tools, spent_status
+from tugline.node.course import Course, Halt
 from tugline.node.parts import Parts
+from tugline.node.warm import Warm
 from tugline.runtimes.base import Box, Exit
 from tugline.types import (
     Boundary,
@@ -114,14 +118,14 @@ class _Ran(NamedTuple):
 
 
 class _Stopped(Exception):
-    """The rollout ends here, for this reason."""
+    """The rollout ends here, with this."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+    def __init__(self, failure: Failure | None, status: Status = Status.FAILED) -> None:
+        super().__init__(status)
+        self.failure, self.status = failure, status
 
 
-async def roll_out(
+async def roll_out(  # noqa: PLR0913 - what a session is, where it runs, and who is told
     task: Task,
     session: Session,
     *,
@@ -129,29 +133,32 @@ async def roll_out(
     directory: Path,
     parts: Parts,
     on_stage: OnStage = lambda _status: None,
+    course: Course | None = None,
 ) -> Trajectory:
     """Run one attempt in `directory`, an empty or new folder that stays, and say what came of it.
 
-    Raises what `on_stage` raises, which is how a caller that lost its lease stops a rollout, and
-    `ConfigError` for a task that `Parts.check` would not have let in.
+    Without a `course` no stage waits. Raises what `on_stage` raises, which is how a caller that
+    lost its lease stops a rollout, and `ConfigError` for a task that `Parts.check` would not have
+    let in.
     """
-    rollout = _Rollout(task, session, gateway, directory, parts, on_stage)
-    failure = None
+    rollout = _Rollout(task, session, gateway, directory, parts, on_stage, course or Course())
+    end = None
     try:
-        await rollout.run_agent()
-        rollout.build()
-        rollout.blame_others()
-        await rollout.evaluate()
+        async with contextlib.aclosing(rollout.spare):
+            await rollout.run_agent()
+            await rollout.build()
+            rollout.blame_others()
+            await rollout.evaluate()
     except _Stopped as stopped:
-        failure = stopped.failure
-        rollout.save()
-    return await rollout.conclude(failure)
+        end = stopped
+        await rollout.save()
+    return await rollout.conclude(end)
 
 
 class _Rollout:
     """The stages, with a clock each, and what they have found so far."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what `roll_out` was given
         self,
         task: Task,
         session: Session,
@@ -159,13 +166,16 @@ class _Rollout:
         directory: Path,
         parts: Parts,
         on_stage: OnStage,
+        course: Course,
     ) -> None:
         self.task, self.session, self.gateway = task, session, gateway
-        self.directory, self.on_stage = directory, on_stage
+        self.directory, self.on_stage, self.course = directory, on_stage, course
         self.harness = parts.harness(task.harness)
         self.runtime = parts.runtime(task.runtime)
         self.evaluator = parts.evaluator(task.evaluator)
         self.builder = parts.builder(task.builder)
+        self.spare = Warm(self._new_box)
+        """A box that waits for the evaluator."""
         self.ran: _Ran | None = None
         self.calls: Sequence[Call] = ()
         self.built = Built((), Ledger())
@@ -176,48 +186,44 @@ class _Rollout:
         """Whether the gateway took calls of it."""
 
     async def run_agent(self) -> None:
-        """INIT and RUN: what the agent does to its files, and how it ends."""
+        """INIT, READY and RUN: what the agent does to its files, and how it ends."""
         limits = self.task.limits
         async with contextlib.AsyncExitStack() as stack:
-            with self._stage(Status.INIT):
+            async with self._stage(Status.INIT):
                 # Not on the clock: the first installation takes as long as it takes.
                 await self.harness.install()
                 async with asyncio.timeout(limits.init_s):
                     box = await stack.enter_async_context(
                         self.runtime.open(self.directory / "agent", self.task.files)
                     )
-                    endpoint = await stack.enter_async_context(
-                        self.gateway.open(
-                            self.session,
-                            self.task,
-                            spent_status=spent_status(self.harness),
-                            offers_tools=offers_tools(self.harness),
-                            workdir=str(box.workdir),
-                            home=str(box.home),
-                        )
-                    )
+                    endpoint = await stack.enter_async_context(self._endpoint(box))
                     self.opened = True
                     launch = self.harness.launch(self._seat(box, endpoint))
                     await box.write(box.home, launch.files)
+            self.course.log = box.logs / "agent.log"
             self.on_stage(Status.READY)
-            with self._stage(Status.RUN):
-                end = await box.run(launch.argv, env=launch.env, timeout_s=limits.agent_s)
-                patch = await asyncio.to_thread(compare, self.task.files, box.workdir)
-                self.ran = _Ran(end, patch, await asyncio.to_thread(_tail, box.logs))
+            async with self._stage(Status.RUN):
+                if wants_box(self.evaluator):
+                    self.spare.prepare(self.course.spares)
+                clock = self.course.clock(limits.agent_s)
+                end = await box.run(launch.argv, env=launch.env, timeout_s=clock)
+                self.ran = await asyncio.to_thread(_left, end, self.task.files, box)
 
-    def build(self) -> None:
+    async def build(self) -> None:
         """BUILD: traces from what was recorded."""
-        with self._stage(Status.BUILD):
-            self.calls = self.gateway.calls(self.session.id)
-            self.built = self.builder.build(self.calls)
+        async with self._stage(Status.BUILD):
+            self.calls, self.built = await asyncio.to_thread(self._build)
 
-    def save(self) -> None:
-        """Account for what was sampled before a failure, if it came before BUILD (I2)."""
+    async def save(self) -> None:
+        """Account for what was sampled before an early end, if it came before BUILD (I2)."""
         if not self.opened or Status.BUILD.value in self.seconds:
             return
-        with contextlib.suppress(CaptureError):  # the failure there is already says more
-            self.calls = self.gateway.calls(self.session.id)
-            self.built = self.builder.build(self.calls)
+        with contextlib.suppress(CaptureError, EngineError):  # the end there already says more
+            self.calls, self.built = await asyncio.to_thread(self._build)
+
+    def _build(self) -> tuple[Sequence[Call], Built]:
+        calls = self.gateway.calls(self.session.id)
+        return calls, self.builder.build(calls)
 
     def blame_others(self) -> None:
         """Stop if the end was a fault of the engine, or of a program that never did its work.
@@ -236,7 +242,7 @@ class _Rollout:
 
     async def evaluate(self) -> None:
         """EVAL, a second time if the first gave no verdict."""
-        with self._stage(Status.EVAL):
+        async with self._stage(Status.EVAL):
             try:
                 self.verdict = await self._evaluate_once()
             except (EvaluatorError, RuntimeFault, TimeoutError) as error:
@@ -248,13 +254,23 @@ class _Rollout:
             msg = "an agent that did not run cannot be judged"
             raise EvaluatorError(msg)
         limit = self.task.limits.eval_s
-        outcome = Outcome(self.task.files, self.ran.patch, self._fresh_box, limit)
+        outcome = Outcome(self.task.files, self.ran.patch, self.spare.open, limit)
         async with asyncio.timeout(limit + _EVAL_GRACE_S):
             return await self.evaluator.evaluate(outcome)
 
-    def _fresh_box(self, files: Mapping[str, str]) -> AbstractAsyncContextManager[Box]:
+    def _new_box(self, files: Mapping[str, str]) -> AbstractAsyncContextManager[Box]:
         self.boxes += 1
         return self.runtime.open(self.directory / f"eval-{self.boxes}", files)
+
+    def _endpoint(self, box: Box) -> AbstractAsyncContextManager[Endpoint]:
+        return self.gateway.open(
+            self.session,
+            self.task,
+            spent_status=spent_status(self.harness),
+            offers_tools=offers_tools(self.harness),
+            workdir=str(box.workdir),
+            home=str(box.home),
+        )
 
     def _seat(self, box: Box, endpoint: Endpoint) -> Seat:
         return Seat(
@@ -266,23 +282,32 @@ class _Rollout:
             model=MODEL,
         )
 
-    @contextlib.contextmanager
-    def _stage(self, status: Status) -> Iterator[None]:
-        """Time a stage and give its failure a name."""
-        self.on_stage(status)
-        began = time.monotonic()
+    @contextlib.asynccontextmanager
+    async def _stage(self, status: Status) -> AsyncIterator[None]:
+        """Wait for a place, time the stage, and give its failure a name."""
+        runs = status is Status.RUN
+        if not runs:  # that one begins when READY ends
+            self.on_stage(status)
+        asked = began = time.monotonic()
         try:
-            yield
+            async with self.course.halt.limit(), self.course.place(status):
+                began = time.monotonic()
+                if runs:
+                    self.seconds[Status.READY.value] = began - asked
+                    self.on_stage(status)
+                yield
         except Exception as error:
+            if self.course.halt.pulled and isinstance(error, TimeoutError):
+                raise _halted(status, self.course.halt) from error
             failure = _failure(status, error)
             _log.warning("failed", session=self.session.id, stage=status, exc_info=error)
             raise _Stopped(failure) from error
         finally:
             self.seconds[status.value] = time.monotonic() - began
 
-    async def conclude(self, failure: Failure | None) -> Trajectory:
+    async def conclude(self, end: _Stopped | None) -> Trajectory:
         """All that is known by now, written down beside the calls if any could be made."""
-        trajectory = self._trajectory(failure)
+        trajectory = self._trajectory(end)
         if not self.opened:
             return trajectory
         result = Result(
@@ -297,24 +322,33 @@ class _Rollout:
         try:
             await self.gateway.conclude(self.session.id, result)
         except CaptureError as error:
-            return self._trajectory(Failure(Boundary.INFRASTRUCTURE, str(error)))
+            return self._trajectory(_Stopped(Failure(Boundary.INFRASTRUCTURE, str(error))))
         return trajectory
 
-    def _trajectory(self, failure: Failure | None) -> Trajectory:
+    def _trajectory(self, end: _Stopped | None) -> Trajectory:
         timed_out = self.ran is not None and self.ran.exit.timed_out
         done = Status.TIMED_OUT if timed_out else Status.COMPLETED
         return Trajectory(
             session=self.session.id,
             task=self.task.id,
             sample=self.session.sample,
-            status=done if failure is None else Status.FAILED,
+            status=end.status if end else done,
             traces=self.built.traces,
             ledger=self.built.ledger,
             reward=self.verdict.reward if self.verdict else None,
             report=self.verdict.report if self.verdict else {},
-            failure=failure,
+            failure=end.failure if end else None,
             seconds=self.seconds,
         )
+
+
+def _halted(status: Status, halt: Halt) -> _Stopped:
+    """The end that somebody asked for, or that `total_s` brought."""
+    if not halt.over:
+        return _Stopped(None, Status.CANCELLED)
+    boundary = {Status.RUN: Boundary.AGENT, Status.EVAL: Boundary.EVALUATOR}.get(status)
+    failure = Failure(boundary or Boundary.INFRASTRUCTURE, f"total_s was over in {status.value}")
+    return _Stopped(failure, Status.TIMED_OUT)
 
 
 def _failure(status: Status, error: Exception) -> Failure:
@@ -332,6 +366,11 @@ def _failure(status: Status, error: Exception) -> Failure:
         return Failure(boundary, f"{status.value} was out of time")
     known = isinstance(error, TuglineError)
     return Failure(boundary, str(error) if known else f"{type(error).__name__}: {error}")
+
+
+def _left(end: Exit, files: Mapping[str, str], box: Box) -> _Ran:
+    """What the agent left behind; reads its folder, so it blocks."""
+    return _Ran(end, compare(files, box.workdir), _tail(box.logs))
 
 
 def _tail(logs: Path) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tugline.errors import UsageError
 from tugline.runtimes.base import Box, Exit, Runtime
+from tugline.runtimes.clock import Clock
 
 Start = tuple[tuple[str, ...], tuple[str, ...]]
 """What stands before the mounting, and before the program once it is done."""
@@ -93,7 +94,7 @@ class _Box:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float,
+        timeout_s: float | Clock,
         log_name: str = "agent",
     ) -> Exit:
         """Run a program where it finds its folder at the old place."""

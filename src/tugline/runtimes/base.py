@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from tugline.errors import RuntimeFault, UsageError
+from tugline.runtimes.clock import Clock
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -49,11 +50,12 @@ class Box(Protocol):
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float,
+        timeout_s: float | Clock,
         log_name: str = "agent",
     ) -> Exit:
         """Run a program to its end or to the end of its time; nothing of it is left behind.
 
+        A `Clock` is a time that may be held meanwhile: see `runtimes.clock.limit`.
         ``python3`` is a Python with pytest; `env` is added to a clean environment.
         """
         ...

@@ -24,6 +24,7 @@ import msgspec
 
 from tugline.errors import ConfigError, RuntimeFault
 from tugline.runtimes.base import Exit, write_files
+from tugline.runtimes.clock import Clock, limit
 from tugline.runtimes.processes import MARK, Started, end, start_time
 
 _RECORD = ".started"
@@ -108,7 +109,7 @@ class LocalBox:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float,
+        timeout_s: float | Clock,
         log_name: str = "agent",
     ) -> Exit:
         """Run `argv` in the workdir; on timeout, cancellation or its end, all of it is ended."""
@@ -121,7 +122,7 @@ class LocalBox:
             process = await self._spawn(argv, env, started.mark, log_name)
             started = Started(process.pid, start_time(process.pid), started.mark)
             await asyncio.to_thread(self._remember, started)
-            async with asyncio.timeout(timeout_s):
+            async with limit(timeout_s):
                 await process.wait()
         except TimeoutError:
             timed_out = True

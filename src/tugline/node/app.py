@@ -1,0 +1,228 @@
+"""A node: takes sessions from a server, leads them through their stages, commits what came of them.
+
+`Node.run` reads like its life: end what a dead predecessor left, offer the results it had, join,
+work until drained. Beside the sessions go on, each in a task of its own so that none waits for
+another: asking for work (one question is always open), renewing the lease, looking after the disk,
+sending the logs that somebody reads.
+
+The server may be away for as long as it likes: sessions go on and their results wait in the
+journal (I3). Whether a lease was lost meanwhile is the server's to say; epochs fence what is late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tugline import log
+from tugline.errors import FencedError, ServerError
+from tugline.node.control import Controls, Pausable
+from tugline.node.crew import Crew
+from tugline.node.housekeeping import Housekeeping
+from tugline.node.link import Link
+from tugline.node.live import Fate
+from tugline.node.parts import Parts
+from tugline.node.settings import NodeSettings
+from tugline.node.stats import Observer, Stats
+from tugline.protocol import (
+    LEASE_WAIT_S,
+    Ask,
+    Dispatcher,
+    Hello,
+    Orders,
+    Renewal,
+    Welcome,
+)
+
+_SETTLE_S = 0.25
+"""How often the server is asked while a control is being put in place."""
+_LEAVE_S = 10.0
+"""How long results may take to be committed once the grace of a drain is over."""
+_log = log.get("node")
+
+
+class Node:
+    """Runs sessions in ``folder/sessions`` and keeps results in ``folder/journal``; see `run`."""
+
+    def __init__(  # noqa: PLR0913 - what it works for, with, in and by, and who watches
+        self,
+        dispatcher: Dispatcher,
+        gateway: Pausable,
+        parts: Parts,
+        folder: Path,
+        settings: NodeSettings,
+        *,
+        segments: Path | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        """`segments` is the folder of the gateway's segments, kept as long as the sessions are."""
+        self.stats = Stats()
+        self.settings = settings
+        self._gateway, self._parts, self._server = gateway, parts, dispatcher
+        self._changed = asyncio.Event()
+        self._link = Link(dispatcher, self.stats)
+        self.crew = Crew(
+            self._link,
+            gateway,
+            parts,
+            folder,
+            settings,
+            stats=self.stats,
+            observer=observer,
+            changed=self._changed.set,
+        )
+        self._controls = Controls(gateway, self.crew.pause)
+        sessions = folder / "sessions"
+        self._disk = Housekeeping(sessions, segments, settings, self.stats, self.crew.is_needed)
+        self._draining = asyncio.Event()
+        self.id = ""
+        """As the server calls it, once it has joined."""
+
+    # ----------------------------------------------------------------------- its life
+    async def run(self) -> None:
+        """Work until drained; when cancelled, end all sessions and leave what is not committed.
+
+        Raises `ServerError` when the server refuses this node.
+        """
+        kept = [f"{session}.{epoch}" for session, epoch in self.crew.journal.left()]
+        await asyncio.to_thread(self._disk.reap, self._parts, kept)
+        beside = [
+            asyncio.create_task(self._disk.run(), name="node-disk"),
+            asyncio.create_task(self.crew.logs.run(), name="node-logs"),
+            asyncio.create_task(self._drained(), name="node-drain"),
+        ]
+        try:
+            await self.crew.offer()
+            while not await self._member():
+                self.stats.rejoined += 1
+        finally:
+            self._controls.close()
+            for task in beside:
+                task.cancel()
+            await self.crew.close()
+            await asyncio.wait(beside)
+
+    def drain(self) -> None:
+        """Take no more work, finish what runs within the grace, hand back the rest, end."""
+        self._draining.set()
+        self._changed.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no more work."""
+        return self._draining.is_set()
+
+    async def _member(self) -> bool:
+        """Join and work; True when drained, False if the lease was lost and it must join again."""
+        welcome = await self._link.answer(lambda: self._server.register(self._hello()))
+        self.id = welcome.node
+        self._controls.put(welcome.control)
+        _log.info("joined", node=self.id, name=self.settings.name)
+        tasks = {
+            asyncio.create_task(self._renew(welcome), name="node-renew"),
+            asyncio.create_task(self._lease(welcome.node), name="node-lease"),
+        }
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        try:
+            for task in ended:
+                task.result()
+        except ServerError as error:
+            if not isinstance(error, FencedError) and error.status not in {401, 403}:
+                raise
+            _log.warning("the node's lease is lost", node=self.id, error=str(error))
+            self.crew.call_off(Fate.DROP)
+            return False
+        return True
+
+    def _hello(self) -> Hello:
+        own = self.settings
+        return Hello(
+            name=own.name,
+            slots=own.slots,
+            room=own.room,
+            gateway=self._gateway.url,
+            labels=own.labels,
+            versions=own.versions,
+        )
+
+    async def _drained(self) -> None:
+        """Once it is to end: what has not started goes back now, the rest when time is over."""
+        await self._draining.wait()
+        _log.info("draining", node=self.id, sessions=len(self.crew.live))
+        self.crew.call_off(Fate.DRAIN, started=False)
+        await asyncio.sleep(self.settings.grace_s)
+        self.crew.call_off(Fate.DRAIN)
+        await asyncio.sleep(_LEAVE_S)
+        await self.crew.close()
+
+    # ----------------------------------------------------------------------- the lease
+    async def _lease(self, node: str) -> None:
+        """Keep one question open; returns when the node is drained."""
+        told = False
+        while not (self.draining and not self.crew.live):
+            if self.draining and not told:
+                await self._link.answer(lambda: self._server.drain(node))
+                told = True
+            orders = await self._ask(node)
+            if orders is not None:
+                self._obey(orders)
+            if not self._controls.settled:
+                await self._controls.wait(_SETTLE_S)
+
+    async def _ask(self, node: str) -> Orders | None:
+        """The server's answer; None if the question was out of date before that came."""
+        self._changed.clear()
+        room = self._room()
+        # While a control is being put in place the answer would come at once, again and again.
+        wait_s = LEASE_WAIT_S if self._controls.settled else 0.0
+
+        def ask() -> Ask:
+            applied = self._controls.applied
+            return Ask(room=room, held=self.crew.held(), applied=applied, wait_s=wait_s)
+
+        poll = asyncio.ensure_future(self._link.answer(lambda: self._server.lease(node, ask())))
+        try:
+            while not poll.done() and not self._outdated(room):
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({poll, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                self._changed.clear()
+            return poll.result() if poll.done() else None
+        finally:
+            poll.cancel()
+            await asyncio.wait({poll})
+
+    def _outdated(self, room: int) -> bool:
+        """Whether an open question for so much room should be asked anew."""
+        if self.draining:
+            return room > 0 or not self.crew.live
+        return room == 0 and self._room() > 0
+
+    def _room(self) -> int:
+        closed = self.draining or self.stats.disk_low or not self._controls.settled
+        return 0 if closed else self.crew.stages.room()
+
+    async def _renew(self, welcome: Welcome) -> None:
+        def renewal() -> Renewal:
+            return Renewal(held=self.crew.held(), applied=self._controls.applied)
+
+        while True:
+            await asyncio.sleep(welcome.lease_s / 3)
+            self._obey(await self._link.answer(lambda: self._server.renew(welcome.node, renewal())))
+
+    def _obey(self, orders: Orders) -> None:
+        for stop in orders.stop:
+            self.crew.stop(stop)
+        for work in orders.work:
+            self.crew.take(work)
+        self._controls.put(orders.control)
+        self.crew.logs.follow(orders.follow)
+        if orders.draining and not self.draining:
+            self.drain()
+        if self.draining and orders.work:
+            self.crew.call_off(Fate.DRAIN, started=False)

@@ -1,0 +1,75 @@
+"""What agents print, told to the server: while somebody reads it, and its end in any case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from tugline import log
+from tugline.errors import ServerError, StoreError
+from tugline.node.live import Live
+from tugline.protocol import Dispatcher
+
+CHUNK = 64 << 10
+"""Bytes told at once, and how much of the end is told of a log that nobody followed."""
+EVERY_S = 0.5
+_END_S = 5.0
+_log = log.get("node.logs")
+
+
+class LogSender:
+    """Sends the logs of live sessions."""
+
+    def __init__(self, server: Dispatcher, live: Mapping[str, Live]) -> None:
+        self._server, self._live = server, live
+        self._followed: frozenset[str] = frozenset()
+        self._wanted = asyncio.Event()
+
+    def follow(self, sessions: Collection[str]) -> None:
+        """Send these from now on, and no others."""
+        self._followed = frozenset(sessions)
+        (self._wanted.set if sessions else self._wanted.clear)()
+
+    async def run(self) -> None:
+        """Send what is new, twice a second while anything is followed."""
+        while True:
+            await self._wanted.wait()
+            for live in [one for name, one in self._live.items() if name in self._followed]:
+                await self._try(live)
+            await asyncio.sleep(EVERY_S)
+
+    async def finish(self, live: Live) -> None:
+        """Send the end: all that is new of a log that was followed, else the last 64 KiB."""
+        if live.course.log is not None:
+            await self._try(live)
+
+    async def _try(self, live: Live) -> None:
+        try:
+            async with asyncio.timeout(_END_S), live.logging:
+                await self._send(live)
+        except (ServerError, StoreError, OSError, TimeoutError) as error:
+            # A result is never late for its log.
+            _log.info("log not sent", session=live.id, error=str(error))
+
+    async def _send(self, live: Live) -> None:
+        path = live.course.log
+        while path is not None:
+            start, chunk = await asyncio.to_thread(_read, path, live.sent)
+            if not chunk:
+                return
+            length = await self._server.log(live.id, live.epoch, start, chunk)
+            if length <= live.sent:
+                return  # it takes no more
+            live.sent = length
+
+
+def _read(path: Path, start: int) -> tuple[int, bytes]:
+    """From `start` on; from the beginning, no more than the last 64 KiB."""
+    if not path.exists():
+        return 0, b""
+    with path.open("rb") as file:
+        if not start:
+            start = max(0, file.seek(0, 2) - CHUNK)
+        file.seek(start)
+        return start, file.read(CHUNK)
