@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
+SPREAD := -n auto --maxprocesses 8 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-harnesses test-engines test-browser bench clean
 
@@ -19,7 +21,7 @@ demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS=
 	@$(BIN)/tugline demo $(ARGS)
 
 test: checks ## every check, then every test that is not marked slow, harness, engines or browser
-	@$(BIN)/pytest -m "not slow and not harness and not engines and not browser" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser" $(ARGS)
 
 checks: lint types layers dependencies budgets ## every check, no other tests
 
@@ -44,7 +46,7 @@ budgets: $(STAMP) ## size budgets and whether the docs are complete
 	@$(BIN)/pytest -q tests/test_house.py
 
 unit: $(STAMP) ## tests without a real harness
-	@$(BIN)/pytest -m "not pi and not slow and not harness and not engines and not browser" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "not pi and not slow and not harness and not engines and not browser" $(ARGS)
 
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
