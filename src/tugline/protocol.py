@@ -210,6 +210,19 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last try."""
 
 
+class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The body of a callback: a result, or a group when it is released."""
+
+    id: str
+    """The same each time it is sent, and as in the header ``webhook-id``."""
+    delivery: int
+    """Its number in the outbox."""
+    kind: EventKind
+    task: str
+    result: ResultView | None = None
+    group: TaskView | None = None
+
+
 # --------------------------------------------------------------------------- nodes
 class PauseMode(StrEnum):
     """What becomes of model calls in flight when the weights are about to change."""

@@ -17,7 +17,7 @@ from tugline.server.database.base import Row, Tx
 _COLUMNS = "id, task, kind, url, state, tries, next_try, error"
 _ERROR = 300
 """Characters that are kept of an error."""
-_TRIM = 1000
+_TRIM = 2000
 """Rows that go in one step."""
 
 

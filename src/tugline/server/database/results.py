@@ -59,6 +59,12 @@ def one(tx: Tx, session: str) -> ResultView | None:
     return _view.decode(row[0]) if row else None
 
 
+def at(tx: Tx, position: int) -> ResultView | None:
+    """The result that was committed at a position, if one was."""
+    row = tx.one("SELECT view FROM results WHERE position = :position", position=position)
+    return _view.decode(row[0]) if row else None
+
+
 def known(tx: Tx, blobs: Sequence[str]) -> set[str]:
     """Those of the named blobs that a result points to. A blob's name begins with its session."""
     sessions = [name.rsplit(".", 2)[0] for name in blobs]

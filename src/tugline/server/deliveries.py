@@ -1,0 +1,250 @@
+"""Callbacks on their way: what the outbox has is sent until it arrives or is given up (I3).
+
+A callback is a row that was committed together with what it tells of, so no crash loses one; it may
+come more than once, with the same ``webhook-id``, and in any order. Each host has a sender of its
+own: one that does not answer holds up nobody else, and is asked less and less often. What is given
+up stays in the outbox as DEAD, with an event, until somebody sends it again by hand.
+
+Whoever submits a task chooses where the server sends to. `hosts` restricts that; redirects are
+never followed, and no answer is read beyond its headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import hashlib
+import random
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Self
+
+import aiohttp
+import msgspec
+
+from tugline import log
+from tugline.errors import Missing, StoreError
+from tugline.protocol import Delivery, EventKind, Notice
+from tugline.server.database import outbox, results
+from tugline.server.database.base import Tx
+from tugline.server.database.database import Database
+from tugline.server.database.tasks import view as view_of
+from tugline.server.hub import Bell
+from tugline.signing import sign
+
+LOOK_S = 30.0
+"""The outbox is looked through that often even if nobody says that there is something new."""
+TRIM_S = 10.0
+REST_S = 30.0
+"""The longest that a host is left alone after failures."""
+RETRY_AFTER_S = 3600.0
+"""The longest that a receiver may ask us to wait."""
+_log = log.get("deliveries")
+
+
+class Patience(NamedTuple):
+    """How long a receiver is waited for; as it stands, a callback is given up after 4 hours."""
+
+    tries: int = 32
+    first_s: float = 1.0
+    """Before the second try; each further pause is twice as long, less a random part."""
+    longest_s: float = 600.0
+    timeout_s: float = 15.0
+    at_once: int = 4
+    """Callbacks to one host at the same time."""
+
+    def pause(self, failures: int) -> float:
+        """Seconds after that many failures."""
+        longest = min(self.first_s * 2.0 ** min(failures - 1, 30), self.longest_s)
+        return longest * random.uniform(0.5, 1.0)
+
+
+PATIENCE = Patience()
+
+
+class _Fate(NamedTuple):
+    """What became of one try."""
+
+    delivery: Delivery
+    error: str = ""
+    final: bool = False
+    """Trying again cannot help."""
+    answered: bool = True
+    """The host is there, and not overloaded."""
+    after_s: float = 0.0
+    """It asked us to wait that long."""
+
+
+class Deliveries:
+    """Sends what is due while it is open. Without a `secret` nothing is signed.
+
+    `hosts` names those that may be sent to, with their port if it matters; None allows all.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        secret: bytes = b"",
+        *,
+        hosts: frozenset[str] | None = None,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self._database, self._secret = database, secret
+        self._hosts, self._patience = hosts, patience
+        self._name = hashlib.sha256(secret).hexdigest()[:12]
+        self._senders: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._client = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._patience.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"User-Agent": "tugline", "Content-Type": "application/json"},
+        )
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        tasks = [self._watching, *self._senders.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await self._client.close()
+
+    # ------------------------------------------------------------------ when
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        trimmed = -TRIM_S
+        with self._database.hub.listen("outbox") as bell:
+            while True:
+                pause = 1.0
+                try:
+                    if loop.time() - trimmed > TRIM_S:
+                        await self._database.write(outbox.trim, durable=False)
+                        trimmed = loop.time()
+                    waiting = await self._database.read(outbox.hosts)
+                    pause = self._start(waiting, bell)
+                except StoreError as error:
+                    _log.warning("outbox cannot be read", error=str(error))
+                await bell.heard(loop.time() + pause)
+
+    def _start(self, waiting: dict[str, float], bell: Bell) -> float:
+        """A sender for each host with something due; returns when to look again, in seconds."""
+        now = time.time()
+        free = {host: at for host, at in waiting.items() if host not in self._senders}
+        for host in [host for host, at in free.items() if at <= now]:
+            sender = asyncio.create_task(self._serve(host))
+            self._senders[host] = sender
+            sender.add_done_callback(partial(self._ended, host, bell))
+            del free[host]
+        return min(LOOK_S, max(min(free.values(), default=now + LOOK_S) - now, 0.01))
+
+    def _ended(self, host: str, bell: Bell, sender: asyncio.Task[None]) -> None:
+        del self._senders[host]
+        bell.ring()  # something may have fallen due while it was about to end
+        if not sender.cancelled() and (error := sender.exception()) is not None:
+            _log.error("sender failed", host=host, exc_info=error)
+
+    # ------------------------------------------------------------------ one host
+    async def _serve(self, host: str) -> None:
+        """Send what is due at a host, a few at a time, until there is nothing more."""
+        failures = 0
+        try:
+            while claimed := await self._claim(host):
+                fates = await asyncio.gather(*map(self._send, claimed))
+                await self._database.write(partial(_settle, fates, self._patience))
+                failures = 0 if any(fate.answered for fate in fates) else failures + 1
+                if failures:
+                    _log.info("receiver fails", host=host, error=fates[0].error)
+                    await asyncio.sleep(min(self._patience.pause(failures), REST_S))
+        except StoreError as error:
+            _log.warning("outbox cannot be used", host=host, error=str(error))
+            await asyncio.sleep(1.0)
+
+    async def _claim(self, host: str) -> list[Delivery]:
+        now = time.time()
+        until = now + self._patience.timeout_s + 5.0
+        some = partial(outbox.claim, host=host, now=now, until=until, limit=self._patience.at_once)
+        return await self._database.write(some, durable=False)
+
+    async def _send(self, delivery: Delivery) -> _Fate:
+        """One try, which is over in `timeout_s`."""
+        name, now = f"{self._name}_{delivery.id}", int(time.time())
+        if not may_send(delivery.url, self._hosts):
+            return _Fate(delivery, "this host is not among callback_hosts", final=True)
+        try:
+            body = await self._database.read(partial(_body, delivery=delivery, name=name))
+        except Missing as error:
+            return _Fate(delivery, str(error), final=True)
+        headers = {"webhook-id": name, "webhook-timestamp": str(now)}
+        if self._secret:
+            headers["webhook-signature"] = sign(self._secret, name, now, body)
+        try:
+            async with self._client.post(
+                delivery.url, data=body, headers=headers, allow_redirects=False
+            ) as answer:
+                return _judged(delivery, answer.status, answer.headers.get("Retry-After", ""))
+        except TimeoutError:
+            error_text = f"no answer within {self._patience.timeout_s:g} s"
+            return _Fate(delivery, error_text, answered=False)
+        except (aiohttp.ClientError, ValueError) as error:  # the latter for what is no URL
+            return _Fate(delivery, str(error) or type(error).__name__, answered=False)
+
+
+def may_send(url: str, hosts: frozenset[str] | None) -> bool:
+    """Whether `hosts` has the host of this URL, as ``name`` or as ``name:port``."""
+    if hosts is None:
+        return True
+    host = outbox.host_of(url)
+    return host in hosts or host.rpartition(":")[0] in hosts
+
+
+def _body(tx: Tx, delivery: Delivery, name: str) -> bytes:
+    notice = Notice(id=name, delivery=delivery.id, kind=delivery.kind, task=delivery.task)
+    if delivery.kind is EventKind.RELEASED:
+        notice = msgspec.structs.replace(notice, group=view_of(tx, delivery.task))
+    else:
+        result = results.at(tx, delivery.id)
+        if result is None:
+            msg = f"no result at position {delivery.id}"
+            raise Missing(msg)
+        notice = msgspec.structs.replace(notice, result=result)
+    return msgspec.json.encode(notice)
+
+
+def _judged(delivery: Delivery, status: int, retry_after: str) -> _Fate:
+    if 200 <= status < 300:
+        return _Fate(delivery)
+    if status == 410:
+        return _Fate(delivery, "410: the receiver wants no more of it", final=True)
+    error = f"answered {status}"
+    if 300 <= status < 400:
+        error += ", and redirects are not followed"
+    overloaded = status == 429 or status >= 500
+    return _Fate(delivery, error, answered=not overloaded, after_s=_seconds(retry_after))
+
+
+def _seconds(retry_after: str) -> float:
+    """The header, which is a number of seconds or a date; 0 if it is neither."""
+    try:
+        wait = float(retry_after)
+    except ValueError:
+        try:
+            wait = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(max(wait, 0.0), RETRY_AFTER_S)
+
+
+def _settle(fates: Sequence[_Fate], patience: Patience, tx: Tx) -> None:
+    """Write down what became of some tries."""
+    for fate in fates:
+        tries = fate.delivery.tries + 1
+        if not fate.error:
+            outbox.delivered(tx, fate.delivery.id)
+        elif fate.final or tries >= patience.tries:
+            outbox.dead(tx, fate.delivery.id, fate.error)
+        else:
+            pause = max(patience.pause(tries), fate.after_s)
+            outbox.failed(tx, fate.delivery.id, fate.error, time.time() + pause)
