@@ -1,41 +1,25 @@
 """``tugline``: gathers the commands, and turns every known error into one line and an exit code.
 
 0: done. 2: something the caller can mend (`UsageError`). 1: any other failure. 130: interrupted.
+A command's file is imported when the command is called, so that a server that was killed is back
+before its clients have noticed.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.metadata import version
 
 import typer
 
-from tugline.cli.bench import bench
-from tugline.cli.demo import INTERRUPTED, demo
-from tugline.cli.doctor import doctor
-from tugline.cli.export import export
-from tugline.cli.harness import harness
-from tugline.cli.rebuild import rebuild
-from tugline.cli.replay import replay
-from tugline.cli.trace import trace
-from tugline.cli.verify import verify
+from tugline.cli.demo import INTERRUPTED
 from tugline.errors import TuglineError, UsageError
 
-app = typer.Typer(
-    help="Reinforcement learning on real agent harnesses, unmodified.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(bench)
-app.command()(demo)
-app.command()(doctor)
-app.command()(export)
-app.command()(rebuild)
-app.command()(replay)
-app.command()(trace)
-app.command()(verify)
-app.add_typer(harness, name="harness")
+COMMANDS = (
+    "bench", "demo", "doctor", "export", "harness", "rebuild", "replay", "trace", "verify",
+)  # fmt: skip
+"""Each is a function, or a group of commands, of the same name in the file of that name."""
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's own call
@@ -44,7 +28,6 @@ def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's own call
         raise typer.Exit
 
 
-@app.callback()
 def root(
     *,
     _version: bool = typer.Option(
@@ -58,10 +41,28 @@ def root(
     """Train the model behind an agent without rewriting the agent."""
 
 
+def program(called: str) -> typer.Typer:
+    """The command line: the command that is called, or all of them where none of that name is."""
+    app = typer.Typer(
+        help="Reinforcement learning on real agent harnesses, unmodified.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(root)
+    for name in (called,) if called in COMMANDS else COMMANDS:
+        command = getattr(import_module(f"tugline.cli.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
+
+
 def main() -> None:
     """Run a command; the entry point of the ``tugline`` program."""
     try:
-        app()
+        program(sys.argv[1] if len(sys.argv) > 1 else "")()
     except TuglineError as error:
         _fail(str(error), 2 if isinstance(error, UsageError) else 1)
     except OSError as error:
