@@ -35,7 +35,11 @@ class ObjectBlobs:
         try:
             self._store = from_url(
                 where,
-                client_options={"timeout": TIMEOUT, "connect_timeout": timedelta(seconds=10)},
+                client_options={
+                    "timeout": TIMEOUT,
+                    "connect_timeout": timedelta(seconds=10),
+                    "allow_http": True,  # for an endpoint that says so; the default is HTTPS
+                },
                 retry_config={"max_retries": 8, "retry_timeout": PATIENCE},
             )
         except (BaseError, ValueError) as error:
@@ -50,12 +54,16 @@ class ObjectBlobs:
     async def get(self, name: str) -> bytes:
         """Download it."""
         with self._explained("read", name):
-            found = await obstore.get_async(self._store, name)
+            try:
+                found = await obstore.get_async(self._store, name)
+            except FileNotFoundError:
+                msg = f"no blob {name!r}"
+                raise Missing(msg) from None
             return bytes(await found.bytes_async())
 
     async def delete(self, name: str) -> None:
         """Delete the object."""
-        with contextlib.suppress(Missing), self._explained("remove", name):
+        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
             await obstore.delete_async(self._store, name)
 
     async def older(self, than: float) -> AsyncIterator[list[str]]:
@@ -72,9 +80,6 @@ class ObjectBlobs:
     def _explained(self, verb: str, name: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:
-            msg = f"no blob {name!r}"
-            raise Missing(msg) from error
         except (BaseError, OSError) as error:
             msg = f"cannot {verb} {self._where}/{name}: {_first(error)}"
             raise StoreError(msg) from error

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tugline.errors import Missing, StoreError, UsageError
+from tugline.server.blobs import Blobs, LocalBlobs, open_blobs
+
+KEY = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A real S3 server on loopback with an empty bucket; its address."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(params=["directory", "s3"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blobs:
+    """An empty place of each kind."""
+    if request.param == "directory":
+        return open_blobs(str(tmp_path / "blobs"))
+    address = request.getfixturevalue("s3")
+    for name, value in (KEY | {"AWS_ENDPOINT_URL": address}).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{time.time_ns()}"
+    _make_bucket(address, bucket)
+    return open_blobs(f"s3://{bucket}/some/prefix")
+
+
+def _make_bucket(address: str, bucket: str) -> None:
+    import boto3  # noqa: PLC0415 - comes with moto
+
+    boto3.client(
+        "s3",
+        endpoint_url=address,
+        region_name="us-east-1",
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+    ).create_bucket(Bucket=bucket)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+async def _names(blobs: Blobs, than: float) -> set[str]:
+    found: AsyncIterator[list[str]] = blobs.older(than)
+    return {name async for names in found for name in names}
+
+
+async def test_what_was_put_comes_back(blobs: Blobs) -> None:
+    """Bytes are kept by name, replaced, deleted; an unknown name is Missing."""
+    data = os.urandom(100_000)
+    await blobs.put("task-0.1.abc", data)
+    await blobs.put("task-1.1.def", b"")
+    assert await blobs.get("task-0.1.abc") == data
+    assert await blobs.get("task-1.1.def") == b""
+    await blobs.put("task-1.1.def", b"new")
+    assert await blobs.get("task-1.1.def") == b"new"
+    await blobs.delete("task-1.1.def")
+    await blobs.delete("task-1.1.def")
+    with pytest.raises(Missing, match="task-1"):
+        await blobs.get("task-1.1.def")
+
+
+async def test_old_ones_can_be_listed(blobs: Blobs) -> None:
+    """Only what was put before the given time is listed, each name once."""
+    names = {f"task-{n}.1.x" for n in range(20)}
+    for name in names:
+        await blobs.put(name, b"x")
+    assert await _names(blobs, time.time() - 60) == set()
+    assert await _names(blobs, time.time() + 60) == names
+
+
+async def test_a_blob_is_whole_or_not_there(tmp_path: Path) -> None:
+    """A disk that takes no more leaves the old bytes, a clear error and nothing half-written."""
+    blobs = LocalBlobs(tmp_path)
+    await blobs.put("task-0.1.a", b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StoreError, match=r"cannot write .*task-0\.1\.a: File too large"):
+            await blobs.put("task-0.1.a", os.urandom(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert await blobs.get("task-0.1.a") == b"old"
+    assert [path.name for path in _files(tmp_path)] == ["task-0.1.a"]
+
+
+async def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
+    """A temporary file of a dead server goes with the next look through the old ones."""
+    blobs = LocalBlobs(tmp_path)
+    await blobs.put("task-0.1.a", b"x")
+    [path] = _files(tmp_path)
+    half = path.with_name(".tmp-1234")
+    half.write_bytes(b"half")
+    assert await _names(blobs, time.time() - 60) == set()
+    assert half.exists(), "it may be written right now"
+    assert await _names(blobs, time.time() + 60) == {"task-0.1.a"}
+    assert _files(tmp_path) == [path]
+
+
+async def test_a_name_is_no_path(tmp_path: Path) -> None:
+    """No name leads out of the folder."""
+    (tmp_path / "secret").write_text("x")
+    blobs = LocalBlobs(tmp_path / "blobs")
+    for name in ("../../secret", "/etc/passwd", "..", ""):
+        with pytest.raises(Missing):
+            await blobs.get(name)
+
+
+async def test_a_place_that_refuses_is_a_store_error(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the object store says is passed on, in one line, with the place."""
+    for name, value in (KEY | {"AWS_ENDPOINT_URL": s3}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError, match=r"cannot write s3://nowhere/x/task-0\.1\.a: .*[^\n]$"):
+        await open_blobs("s3://nowhere/x").put("task-0.1.a", b"x")
+
+
+def test_a_wrong_place_is_refused() -> None:
+    """A URL that nothing serves is named at once, with what would be right."""
+    with pytest.raises(UsageError, match=r"'s4://bucket' cannot be used, expected s3://"):
+        open_blobs("s4://bucket")

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tugline.errors import Missing
+from tugline.server.logs import PIECES, LogPart, Logs
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def _all(logs: Logs, session: str, limit: int = 65536) -> bytes:
+    data, offset = b"", 0
+    while True:
+        part = await logs.read(session, offset=offset, limit=limit, ended=True)
+        data, offset = data + part.data, part.offset
+        if part.ended:
+            return data
+
+
+async def test_a_chunk_is_added_once(tmp_path: Path) -> None:
+    """What comes again is trimmed, what lies beyond the end is refused with the length."""
+    logs = Logs(tmp_path)
+    assert await logs.append("t-0", 1, 0, b"hello ") == 6
+    assert await logs.append("t-0", 1, 0, b"hello ") == 6
+    assert await logs.append("t-0", 1, 3, b"lo world") == 11
+    assert await logs.append("t-0", 1, 100, b"lost") == 11
+    assert await Logs(tmp_path).append("t-0", 1, 11, b"!") == 12, "a restart changes nothing"
+    assert await _all(logs, "t-0") == b"hello world!"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 5000])
+async def test_a_log_keeps_its_head_and_its_tail(tmp_path: Path, chunk: int) -> None:
+    """Beyond the limit the middle goes, and the reader is told how much of it."""
+    limit, text = 800, os.urandom(5000).replace(b"\n", b".")
+    logs = Logs(tmp_path, limit)
+    for at in range(0, len(text), chunk):
+        length = min(at + chunk, len(text))
+        assert await logs.append("t-0", 1, at, text[at : at + chunk]) == length
+    assert sum(path.stat().st_size for path in _files(tmp_path)) <= limit
+    head, line, tail = (await _all(logs, "t-0", limit=50)).split(b"\n")
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert len(head) == limit // PIECES
+    assert len(tail) >= limit // 2
+    assert line == b"[%d bytes left out]" % (len(text) - len(head) - len(tail))
+
+
+async def test_offsets_stay_when_the_middle_goes(tmp_path: Path) -> None:
+    """Who follows a log that grows beyond its limit misses nothing of what is still there."""
+    logs = Logs(tmp_path, 800)
+    await logs.append("t-0", 1, 0, b"a" * 850)
+    part = await logs.read("t-0", offset=840)
+    assert part == LogPart(b"a" * 10, 850, ended=False)
+    await logs.append("t-0", 1, 850, b"b" * 600)
+    part = await logs.read("t-0", offset=850)
+    assert part == LogPart(b"b" * 600, 1450, ended=False)
+
+
+async def test_a_second_lease_goes_on_below(tmp_path: Path) -> None:
+    """What the next node prints follows what the lost one did, under a line that says so."""
+    logs = Logs(tmp_path)
+    await logs.append("t-0", 1, 0, b"one")
+    first = await logs.read("t-0")
+    assert await logs.append("t-0", 2, 0, b"two") == 3
+    assert await logs.read("t-0", offset=first.offset) == LogPart(b"\n[lease 2]\ntwo", 6, False)
+    assert await _all(logs, "t-0") == b"one\n[lease 2]\ntwo"
+
+
+async def test_reading_from_the_end(tmp_path: Path) -> None:
+    """A negative offset counts from the end, and begins at 0 where there is less."""
+    logs = Logs(tmp_path)
+    await logs.append("t-0", 1, 0, b"0123456789")
+    assert await logs.read("t-0", offset=-3) == LogPart(b"789", 10, ended=False)
+    assert await logs.read("t-0", offset=-30, limit=4) == LogPart(b"0123", 4, ended=False)
+    assert await logs.read("t-0", offset=99, ended=True) == LogPart(b"", 10, ended=True)
+    assert await logs.read("t-1", offset=-3, ended=True) == LogPart(b"", 0, ended=True)
+
+
+async def test_following_waits_for_what_comes(tmp_path: Path) -> None:
+    """A reader sleeps until there is more, until the session ends, or for as long as it said."""
+    logs = Logs(tmp_path)
+    reader = asyncio.create_task(logs.read("t-0", wait_s=10))
+    await asyncio.sleep(0.05)
+    assert logs.followed() == ("t-0",)
+    await logs.append("t-1", 1, 0, b"another session")
+    await logs.append("t-0", 1, 0, b"at last")
+    async with asyncio.timeout(2):
+        assert await reader == LogPart(b"at last", 7, ended=False)
+        reader = asyncio.create_task(logs.read("t-0", offset=7, wait_s=10))
+        await asyncio.sleep(0.05)
+        logs.wake("t-0")
+        assert await reader == LogPart(b"", 7, ended=False)
+        assert await logs.read("t-0", offset=7, wait_s=0.05) == LogPart(b"", 7, ended=False)
+
+
+async def test_old_logs_are_forgotten(tmp_path: Path) -> None:
+    """By age, and the oldest first while all together are too large; the newest stay."""
+    logs = Logs(tmp_path, keep_s=1000, total=250)
+    for n in range(5):
+        await logs.append(f"t-{n}", 1, 0, b"x" * 100)
+        [path] = [path for path in _files(tmp_path) if path.parent.name == f"t-{n}"]
+        age = 5000 if n == 3 else 100 - n
+        os.utime(path, (time.time() - age,) * 2)
+    assert await logs.sweep() == 3
+    assert {path.parent.name for path in _files(tmp_path)} == {"t-2", "t-4"}
+    assert await logs.append("t-3", 1, 100, b"late") == 0, "its node is told to begin again"
+
+
+async def test_a_session_is_no_path(tmp_path: Path) -> None:
+    """No id leads out of the folder."""
+    with pytest.raises(Missing):
+        await Logs(tmp_path / "logs").append("../../t-0", 1, 0, b"x")
+    assert _files(tmp_path) == []
