@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -19,6 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+T = TypeVar("T")
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of a page."""
 MOMENTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -51,14 +53,17 @@ class Distribution:
         return sum(self.counts)
 
 
-Labelled = Mapping[str | tuple[str, ...], float]
+Labelled = Mapping[str, float] | Mapping[tuple[str, ...], float]
 """A value for each label, or for each combination of labels."""
+
+Spreads = Mapping[str, Distribution] | Mapping[tuple[str, ...], Distribution]
+"""The same of distributions."""
 
 
 def gauge(name: str, text: str, values: Labelled | float, *labels: str) -> Metric:
     """What is so now."""
     family = GaugeMetricFamily(name, text, labels=labels)
-    for key, value in _each(values):
+    for key, value in _one_or_each(values):
         family.add_metric(key, value)
     return family
 
@@ -66,7 +71,7 @@ def gauge(name: str, text: str, values: Labelled | float, *labels: str) -> Metri
 def counter(name: str, text: str, values: Labelled | float, *labels: str) -> Metric:
     """What was counted since the start; the page adds ``_total`` to `name`."""
     family = CounterMetricFamily(name, text, labels=labels)
-    for key, value in _each(values):
+    for key, value in _one_or_each(values):
         family.add_metric(key, value)
     return family
 
@@ -74,18 +79,18 @@ def counter(name: str, text: str, values: Labelled | float, *labels: str) -> Met
 def histogram(
     name: str,
     text: str,
-    values: Mapping[str | tuple[str, ...], Distribution] | Distribution,
+    values: Spreads | Distribution,
     *labels: str,
 ) -> Metric:
     """How measurements are spread."""
     family = HistogramMetricFamily(name, text, labels=labels)
-    many = {(): values} if isinstance(values, Distribution) else values
-    for key, spread in many.items():
+    many = [((), values)] if isinstance(values, Distribution) else _each(values)
+    for key, spread in many:
         so_far, buckets = 0, []
         for bound, count in zip((*spread.bounds, float("inf")), spread.counts, strict=True):
             so_far += count
             buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", so_far))
-        family.add_metric((key,) if isinstance(key, str) else key, buckets, spread.total)
+        family.add_metric(key, buckets, spread.total)
     return family
 
 
@@ -104,7 +109,9 @@ class _Families:
         return self._families
 
 
-def _each(values: Labelled | float) -> list[tuple[tuple[str, ...], float]]:
-    if not isinstance(values, Mapping):
-        return [((), values)]
+def _one_or_each(values: Labelled | float) -> Iterable[tuple[tuple[str, ...], float]]:
+    return _each(values) if isinstance(values, Mapping) else [((), values)]
+
+
+def _each(values: Mapping[Any, T]) -> Iterable[tuple[tuple[str, ...], T]]:
     return [((key,) if isinstance(key, str) else key, value) for key, value in values.items()]

@@ -193,7 +193,7 @@ class NodeMetrics:
 
     def _tokens(self) -> Iterable[Metric]:
         stats = self._node.stats
-        fates: dict[str | tuple[str, ...], float] = {("trained", ""): stats.trained}
+        fates: dict[tuple[str, ...], float] = {("trained", ""): stats.trained}
         fates |= {("masked", reason.value): n for reason, n in stats.masked.items()}
         fates |= {("dropped", reason.value): n for reason, n in stats.dropped.items()}
         text = "Sampled tokens of ended sessions, by what the ledger says of them."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,7 +48,7 @@ class Watch:
         self._node, self._model, self._calls, self._tracer = node, model, calls, tracer
         self._began: dict[tuple[str, int], list[tuple[Status, float]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tugline-traces")
-        self._waiting = 0
+        self._room = threading.BoundedSemaphore(_QUEUE)
 
     def stage(self, work: Work, status: Status) -> None:
         """A stage begins."""
@@ -64,16 +65,15 @@ class Watch:
         began = self._began.pop((work.session.id, work.session.epoch), [])
         if self._tracer is None or not began:
             return
-        if self._waiting >= _QUEUE:
+        if not self._room.acquire(blocking=False):
             self.untold += 1
             return
-        self._waiting += 1
         job = self._thread.submit(self._tell, self._tracer, work, trajectory, began, time.time())
         job.add_done_callback(self._told)
 
     async def close(self) -> None:
         """Send what is left, for a bounded time."""
-        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._thread.shutdown)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
@@ -102,10 +102,9 @@ class Watch:
         )
 
     def _told(self, job: Future[None]) -> None:
-        self._waiting -= 1
-        error = None if job.cancelled() else job.exception()
-        if job.cancelled() or error is not None:
-            self.untold += 1
+        self._room.release()
+        error = job.exception()
         if error is not None:
+            self.untold += 1
             known = isinstance(error, TuglineError)
             _log.warning("no trace", error=str(error) if known else repr(error))

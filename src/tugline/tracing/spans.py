@@ -80,7 +80,7 @@ def linked(task: Task) -> tuple[int, int] | None:
 
 
 def rollout_span(rollout: Rollout) -> Span:
-    """The whole session, from INIT until its result was committed."""
+    """The whole session, from INIT until its result was there."""
     task, session, trajectory = rollout.task, rollout.session, rollout.trajectory
     ledger, reward, failure = trajectory.ledger, trajectory.reward, trajectory.failure
     starts = [(status, at) for status, at in rollout.began if status in _STAGES]

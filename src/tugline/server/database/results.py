@@ -24,7 +24,11 @@ def put(tx: Tx, view: ResultView, digest: str, blob: str) -> int:
         "status": view.status.value,
         "sample": view.sample,
         "attempt": view.attempt,
+        "sampled": view.sampled,
+        "trained": view.trained,
     }
+    if view.failure is not None:
+        detail["boundary"] = view.failure.boundary.value
     if view.reward is not None:
         detail["reward"] = view.reward
     position = events.add(tx, EventKind.RESULT, task=view.task, session=view.session, detail=detail)
