@@ -68,6 +68,7 @@ CREATE TABLE sessions (
     stop TEXT,                                -- why it is asked to stop, while it runs
     stop_by TEXT NOT NULL DEFAULT '',
     stop_at DOUBLE PRECISION,                 -- when it was asked to
+    usable INTEGER NOT NULL DEFAULT 0,        -- 1 once it has a reward
     avoid TEXT,                               -- the node where the last attempt went wrong
     created DOUBLE PRECISION NOT NULL,
     updated DOUBLE PRECISION NOT NULL
