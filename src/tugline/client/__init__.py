@@ -1,0 +1,1 @@
+"""How programs talk to a rollout server: trainers and people (`api`, `sync`), nodes (`nodes`)."""

@@ -1,0 +1,116 @@
+"""The server as a node sees it over HTTP: the same `protocol.Dispatcher` as in one process.
+
+The join token opens nothing but `register`, whose answer brings the node's own token. A node that
+was given up has none any more: whatever it says then is answered 401, which is told as the lost
+lease that it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from tugline.client.transport import Transport
+from tugline.errors import FencedError, ServerError
+from tugline.protocol import Ask, Commit, HandBack, Hello, Orders, Renewal, Welcome
+
+DEADLINE_S = 20.0
+"""Shorter than a lease: a node that cannot be heard shall know it in time."""
+
+
+class _Length(msgspec.Struct):
+    length: int
+
+
+class NodeClient:
+    """A `Dispatcher` at a URL, for one node; an async context manager."""
+
+    def __init__(self, url: str, join_token: str, *, deadline_s: float = DEADLINE_S) -> None:
+        self._http = Transport(url, join_token, deadline_s=deadline_s)
+        self._token: str | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.__aexit__(kind, error, trace)
+
+    async def register(self, hello: Hello) -> Welcome:
+        """Join. What a node of the same name still held is given to others."""
+        welcome = await self._http.ask("POST", "/v1/nodes", Welcome, body=hello)
+        self._token = welcome.token
+        return welcome
+
+    async def lease(self, node: str, ask: Ask) -> Orders:
+        """Wait for work, for orders or for `ask.wait_s`. Raises `FencedError` for a lost node."""
+        with _lost():
+            return await self._http.ask(
+                "POST",
+                f"/v1/nodes/{node}/lease",
+                Orders,
+                body=ask,
+                wait_s=ask.wait_s,
+                token=self._token,
+            )
+
+    async def renew(self, node: str, renewal: Renewal) -> Orders:
+        """Keep the lease. Raises `FencedError` for a lost node, which must register again."""
+        path = f"/v1/nodes/{node}/renew"
+        with _lost():
+            return await self._http.ask("POST", path, Orders, body=renewal, token=self._token)
+
+    async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
+        """Keep a result. Raises `FencedError` for a lost lease."""
+        with _lost():
+            return await self._http.ask(
+                "POST",
+                f"/v1/sessions/{session}/result",
+                Commit,
+                query={"epoch": epoch},
+                body=trajectory,
+                token=self._token,
+            )
+
+    async def hand_back(self, session: str, back: HandBack) -> None:
+        """Give a session back to the queue. Raises `FencedError` for a lost lease."""
+        path = f"/v1/sessions/{session}/hand-back"
+        with _lost():
+            await self._http.ask("POST", path, type(None), body=back, token=self._token)
+
+    async def drain(self, node: str) -> None:
+        """Give this node nothing more."""
+        with _lost():
+            await self._http.ask("POST", f"/v1/nodes/{node}/drain", type(None), token=self._token)
+
+    async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
+        """Add to the log of a session; returns its length, from which to go on."""
+        with _lost():
+            told = await self._http.ask(
+                "POST",
+                f"/v1/sessions/{session}/log",
+                _Length,
+                query={"epoch": epoch, "offset": offset},
+                body=chunk,
+                token=self._token,
+            )
+        return told.length
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except ServerError as error:
+        if error.status != 401:
+            raise
+        raise FencedError(str(error)) from error
