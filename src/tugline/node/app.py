@@ -71,10 +71,13 @@ class Node:
             observer=observer,
             changed=self._changed.set,
         )
+        self.stages = self.crew.stages
         self._controls = Controls(gateway, self.crew.pause)
         sessions = folder / "sessions"
         self._disk = Housekeeping(sessions, segments, settings, self.stats, self.crew.is_needed)
         self._draining = asyncio.Event()
+        self._said_so = ""
+        """As which node it has told the server that it drains."""
         self.id = ""
         """As the server calls it, once it has joined."""
 
@@ -84,6 +87,7 @@ class Node:
 
         Raises `ServerError` when the server refuses this node.
         """
+        log.bind(node=self.settings.name)
         kept = [f"{session}.{epoch}" for session, epoch in self.crew.journal.left()]
         await asyncio.to_thread(self._disk.reap, self._parts, kept)
         beside = [
@@ -163,11 +167,10 @@ class Node:
     # ----------------------------------------------------------------------- the lease
     async def _lease(self, node: str) -> None:
         """Keep one question open; returns when the node is drained."""
-        told = False
         while not (self.draining and not self.crew.live):
-            if self.draining and not told:
+            if self.draining and self._said_so != node:
                 await self._link.answer(lambda: self._server.drain(node))
-                told = True
+                self._said_so = node
             orders = await self._ask(node)
             if orders is not None:
                 self._obey(orders)
@@ -200,7 +203,7 @@ class Node:
     def _outdated(self, room: int) -> bool:
         """Whether an open question for so much room should be asked anew."""
         if self.draining:
-            return room > 0 or not self.crew.live
+            return room > 0 or not self.crew.live or self._said_so != self.id
         return room == 0 and self._room() > 0
 
     def _room(self) -> int:

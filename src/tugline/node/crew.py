@@ -137,7 +137,7 @@ class Crew:
 
     async def _lead(self, live: Live, stack: contextlib.ExitStack, older: Live | None) -> None:
         try:
-            with stack:
+            with stack, log.about(task=live.work.task.id, session=live.id, epoch=live.epoch):
                 if older is not None:  # the gateway knows a session once
                     older.call_off(Fate.DROP)
                     await older.ended.wait()

@@ -201,7 +201,6 @@ class _Rollout:
                     launch = self.harness.launch(self._seat(box, endpoint))
                     await box.write(box.home, launch.files)
             self.course.log = box.logs / "agent.log"
-            self.on_stage(Status.READY)
             async with self._stage(Status.RUN):
                 if wants_box(self.evaluator):
                     self.spare.prepare(self.course.spares)
@@ -284,26 +283,26 @@ class _Rollout:
 
     @contextlib.asynccontextmanager
     async def _stage(self, status: Status) -> AsyncIterator[None]:
-        """Wait for a place, time the stage, and give its failure a name."""
-        runs = status is Status.RUN
-        if not runs:  # that one begins when READY ends
-            self.on_stage(status)
-        asked = began = time.monotonic()
+        """Wait for a place (for RUN, that is READY), time the stage, give its failure a name."""
+        at: Status = Status.READY if status is Status.RUN else status
+        self.on_stage(at)
+        began = time.monotonic()
         try:
             async with self.course.halt.limit(), self.course.place(status):
+                if at is not status:
+                    self.seconds[at.value] = time.monotonic() - began
+                    at = status
+                    self.on_stage(at)
                 began = time.monotonic()
-                if runs:
-                    self.seconds[Status.READY.value] = began - asked
-                    self.on_stage(status)
                 yield
         except Exception as error:
             if self.course.halt.pulled and isinstance(error, TimeoutError):
-                raise _halted(status, self.course.halt) from error
-            failure = _failure(status, error)
-            _log.warning("failed", session=self.session.id, stage=status, exc_info=error)
+                raise _halted(at, self.course.halt) from error
+            failure = _failure(at, error)
+            _log.warning("failed", session=self.session.id, stage=at, exc_info=error)
             raise _Stopped(failure) from error
         finally:
-            self.seconds[status.value] = time.monotonic() - began
+            self.seconds[at.value] = time.monotonic() - began
 
     async def conclude(self, end: _Stopped | None) -> Trajectory:
         """All that is known by now, written down beside the calls if any could be made."""

@@ -10,7 +10,7 @@ from tugline.config import Config
 class NodeSettings(Config):
     """How much a node takes on, and what it keeps. Times are seconds."""
 
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,128}$")
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,100}$")
     """Its name, kept over restarts: it takes the place of its predecessor. Empty: the machine's."""
     slots: int = Field(default=8, ge=1)
     """Agents that may run at once."""
@@ -38,9 +38,11 @@ class NodeSettings(Config):
     """How much they may take up together; the oldest go first."""
     disk_floor_gb: float = Field(default=1.0, ge=0)
     """Below this much free space, old sessions are removed, and no new ones are taken."""
-    labels: dict[str, str] = {}
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of its own page of metrics; with a server in its process, that one has them."""
+    labels: dict[str, str] = Field(default={})
     """Whatever tells it apart from others, shown in the list of nodes."""
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field(default={})
     """Of its programs, shown in the list of nodes, beside that of Tugline."""
 
     @property
