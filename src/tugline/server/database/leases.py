@@ -72,7 +72,7 @@ def give(tx: Tx, rooms: Mapping[str, int], now: float) -> dict[str, list[Session
     leased = []
     version = nodes.control(tx).version
     for row in tenants.take(tx, sum(left.values())):
-        session, task, sample, attempt, epoch, avoid, home = row
+        session, task, sample, attempt, epoch, avoid, home, since = row
         home = homes.get(task, home)
         node = _place(left, home, avoid)
         left[node] -= 1
@@ -89,7 +89,7 @@ def give(tx: Tx, rooms: Mapping[str, int], now: float) -> dict[str, list[Session
             )
         )
         leased.append({"id": session, "node": node, "version": version, "now": now})
-        detail = {"attempt": attempt, "epoch": epoch + 1}
+        detail = {"attempt": attempt, "epoch": epoch + 1, "waited": max(0.0, now - since)}
         events.add(tx, EventKind.LEASED, task=task, session=session, node=node, detail=detail)
     if leased:
         _lease(tx, leased, homes)

@@ -43,7 +43,7 @@ def activate(tx: Tx, tenant: str) -> None:
 
 
 def take(tx: Tx, n: int) -> list[Row]:
-    """The next `n` queued sessions, fairly: ``(id, task, sample, attempt, epoch, avoid, home)``."""
+    """The next `n` queued sessions, fairly: ``id task sample attempt epoch avoid home updated``."""
     weights, lines, heap = {}, {}, []
     for name, weight, at in _waiting(tx):
         weights[name], lines[name] = weight, iter(_line(tx, name, n))
@@ -74,7 +74,7 @@ def _waiting(tx: Tx) -> list[Row]:
 
 def _line(tx: Tx, tenant: str, n: int) -> list[Row]:
     return tx.all(
-        "SELECT s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home"
+        "SELECT s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home, s.updated"
         " FROM sessions s JOIN tasks t ON t.id = s.task"
         " WHERE s.tenant = :tenant AND s.status = 'queued' ORDER BY s.turn, s.place LIMIT :n",
         tenant=tenant,

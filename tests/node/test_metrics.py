@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from observed import CALL, observed, task, until
+from tugline.node.metrics import Busy
+from tugline.serving import serve
+
+Values = dict[tuple[str, ...], float]
+
+
+def read(page: bytes) -> dict[str, Values]:
+    """Samples by name, then by the values of their labels; the text must be well-formed."""
+    found: dict[str, Values] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
+    """Stages, tokens, calls and failures are those of three real sessions, of which one broke."""
+    async with observed(tmp_path) as rig:
+        await rig.run(task("good", samples=2), task("bad", "exit(3)"))
+        found = read(await rig.metrics.page())
+        stats = rig.node.stats
+    assert found["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
+    assert found["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
+    assert found["tugline_node_leases_total"]["leased",] == 4
+    for stage in ("init", "ready", "run", "build"):
+        assert found["tugline_node_stage_seconds_count"][stage,] == 4
+    assert found["tugline_node_stage_seconds_count"]["eval",] == 2
+    assert found["tugline_node_stage_places"]["run",] == 2
+    assert set(found["tugline_node_stage_sessions"].values()) == {0}
+    fates = found["tugline_node_ledger_tokens_total"]
+    assert sum(fates.values()) == stats.sampled > 0
+    assert fates["trained", ""] == stats.trained
+    assert found["tugline_gateway_calls_total"] == {("complete",): 2}
+    assert found["tugline_gateway_tokens_total"]["sampled",] == stats.sampled
+    assert found["tugline_gateway_answer_seconds_count"][()] == 2
+
+
+async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
+    """While two agents run and one more is ready, the page says so."""
+    script = f"{CALL}\nimport time; time.sleep(3)"
+    async with observed(tmp_path) as rig:
+        await rig.control.submit([task("slow", script, samples=3)])
+        async with asyncio.timeout(20):
+            while True:
+                found = read(await rig.metrics.page())
+                sessions = found["tugline_node_stage_sessions"]
+                if sessions["run",] == 2 and found["tugline_node_stage_waiting"]["run",] == 1:
+                    break
+                await asyncio.sleep(0.05)
+        assert sessions["ready",] == 1
+        assert found["tugline_node_sessions"][()] == 3
+
+
+async def test_engines_are_looked_at(tmp_path: Path) -> None:
+    """The embedded engine's own clock counts; one that does not answer is down, not in the way."""
+    async with observed(tmp_path) as rig:
+        rig.engines.seen["http://127.0.0.1:9"] = Busy(up=True, running=3)
+        (url,) = {*rig.engines.seen} - {"http://127.0.0.1:9"}
+        await until(lambda: [one.up for one in rig.engines.seen.values()] == [True, False])
+        found = read(await rig.metrics.page())
+    assert found["tugline_engine_up"] == {(url,): 1, ("http://127.0.0.1:9",): 0}
+    assert found["tugline_engine_running"]["http://127.0.0.1:9",] == 0
+
+
+@pytest.mark.parametrize(
+    ("pages", "seconds"),
+    [
+        ([(0, 'vllm:num_requests_running{a="b"} 2.0'), (2, "vllm:num_requests_running{} 1")], 2),
+        ([(0, "sglang:num_running_reqs 0"), (2, "sglang:num_running_reqs 0.0")], 0),
+        ([(0, "vllm:num_requests_running 1"), (60, "vllm:num_requests_running 1")], 4),
+        ([(0, "tugline:forward_seconds_total 5"), (2, "tugline:forward_seconds_total 6.5")], 1.5),
+        ([(0, "tugline:forward_seconds_total 5"), (2, "tugline:forward_seconds_total 1")], 1),
+    ],
+)
+def test_busy_time(pages: list[tuple[float, str]], seconds: float) -> None:
+    """It was busy where requests ran, while it was watched; a clock of its own goes before that."""
+    busy = Busy()
+    for at, text in pages:
+        busy.saw(text, at)
+    assert busy.seconds == pytest.approx(seconds)
+
+
+async def test_a_node_alone_has_a_page_of_its_own(tmp_path: Path) -> None:
+    """Prometheus scrapes it over HTTP, in the content type that it knows."""
+    async with (
+        observed(tmp_path) as rig,
+        serve(rig.metrics.app()) as url,
+        aiohttp.ClientSession() as http,
+    ):
+        async with http.get(f"{url}/metrics") as answer:
+            assert answer.headers["content-type"].startswith("text/plain; version=")
+            assert "tugline_node_sessions" in read(await answer.read())
+        async with http.get(f"{url}/healthz") as answer:
+            assert answer.status == 200
+
+
+class Broken:
+    """A tracer that cannot."""
+
+    closed = False
+
+    def tell(self, _rollout: Any) -> None:
+        """Fail."""
+        msg = "no"
+        raise ValueError(msg)
+
+    def close(self) -> None:
+        """Note it."""
+        self.closed = True
+
+
+async def test_traces_that_break_cost_no_session(tmp_path: Path) -> None:
+    """The session completes, and the page says that it has no trace."""
+    tracer = Broken()
+    async with observed(tmp_path, tracer=tracer) as rig:
+        await rig.run(task("good"))
+        await until(lambda: rig.watch.untold > 0)
+        page = await rig.metrics.page()
+        assert (await rig.control.counts()).sessions == {"completed": 1}
+    assert re.search(rb"^tugline_node_untraced_total 1\.0$", page, re.MULTILINE)
+    assert tracer.closed

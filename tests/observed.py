@@ -1,0 +1,113 @@
+"""A server and a node in one process, with all that watches them, over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rig import RENDERING, Play, says
+from tugline.gateway.app import Gateway
+from tugline.gateway.engines.embedded import Embedded
+from tugline.gateway.upstream import Upstream
+from tugline.inference.scripted import ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.node.app import Node
+from tugline.node.metrics import Engines, NodeMetrics
+from tugline.node.parts import Parts
+from tugline.node.settings import NodeSettings
+from tugline.node.watch import Watch
+from tugline.server.blobs import open_blobs
+from tugline.server.control import ControlPlane
+from tugline.server.database.database import open_database
+from tugline.server.metrics import ServerMetrics
+from tugline.serving import serve
+from tugline.tracing.tracer import Tracer
+from tugline.types import Part, Task
+
+CALL = (
+    "import json, os, urllib.request as r\n"
+    "body = json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}).encode()\n"
+    "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+    "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+    "r.urlopen(r.Request(url, body, head)).read()\n"
+)
+"""An agent that calls the model once."""
+
+
+def task(name: str, script: str = CALL, *, samples: int = 1, tenant: str = "default") -> Task:
+    """A task whose agent runs `script`; its files pass their test."""
+    return Task(
+        id=name,
+        instruction="",
+        harness=Part("shell", {"command": ["python3", "-I", "-c", script]}),
+        evaluator=Part("tests"),
+        files={"test_it.py": "def test_it():\n    pass\n"},
+        samples=samples,
+        tenant=tenant,
+    )
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait for it, twenty seconds at most."""
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.02)
+
+
+@dataclass
+class Observed:
+    """What runs."""
+
+    control: ControlPlane
+    node: Node
+    gateway: Gateway
+    watch: Watch
+    metrics: NodeMetrics
+    engines: Engines
+    pages: ServerMetrics
+
+    async def run(self, *tasks: Task) -> None:
+        """Submit, and wait until all of it is over."""
+        await self.control.submit(tasks)
+        wanted = sum(each.samples for each in tasks)
+        names = [each.id for each in tasks]
+        async with asyncio.timeout(60):
+            seen = 0
+            cursor = 0
+            while seen < wanted:
+                found = await self.control.results(after=cursor, wait_s=5, tasks=names)
+                seen, cursor = seen + len(found.items), found.cursor
+
+
+@contextlib.asynccontextmanager
+async def observed(
+    folder: Path, play: Play | None = None, tracer: Tracer | None = None
+) -> AsyncIterator[Observed]:
+    """All of it, up while the block lasts."""
+    engine = ScriptedEngine(play or says("Hello."), vocab_size=RENDERING.tokenizer.size)
+    database = open_database(f"sqlite:{folder / 'server.db'}")
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        url = await enter(serve(create_app(engine, model_name="scripted")))
+        pages = ServerMetrics(database)
+        control = await enter(
+            ControlPlane(database, open_blobs(str(folder / "blobs")), folder=folder)
+        )
+        gateway = await enter(Gateway(Upstream([url], Embedded()), RENDERING, folder / "segments"))
+        watch = Watch(node="here", model="scripted", calls=gateway.calls, tracer=tracer)
+        stack.push_async_callback(watch.close)
+        settings = NodeSettings(name="here", slots=2, grace_s=0.0)
+        node = Node(control, gateway, Parts(), folder / "node", settings, observer=watch)
+        engines = Engines([url])
+        await enter(engines.looking())
+        metrics = NodeMetrics(node, watch, gateway.traffic, engines)
+        pages.others.append(metrics.page)
+        working = asyncio.create_task(node.run())
+        try:
+            yield Observed(control, node, gateway, watch, metrics, engines, pages)
+        finally:
+            node.drain()
+            await asyncio.wait_for(working, 20)
