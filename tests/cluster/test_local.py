@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from tiny import rendering
-from tugline.cluster.local import OWNER, Local
-from tugline.errors import UnknownPlugin
-from tugline.gateway.app import Gateway
+from tugline.cluster.engine import Reached
+from tugline.cluster.local import Local
+from tugline.cluster.local import local as local_cluster
+from tugline.cluster.settings import Settings
+from tugline.errors import Invalid, ServerError
 from tugline.gateway.engines.embedded import Embedded
 from tugline.gateway.upstream import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.node.parts import Parts
-from tugline.server.store import Store
+from tugline.node.settings import NodeSettings
 from tugline.serving import serve
 from tugline.types import Boundary, Ids, Limits, Part, Status, Task
 
@@ -59,23 +60,27 @@ def expert(_prompt: Ids, request_id: str) -> Reply:
 
 
 @contextlib.asynccontextmanager
-async def local(folder: Path) -> AsyncIterator[tuple[Local, Store]]:
-    """Engine, gateway, store and node."""
+async def local(folder: Path) -> AsyncIterator[Local]:
+    """Engine, server, gateway and node."""
     engine = ScriptedEngine(expert, vocab_size=RENDERING.tokenizer.size)
-    with Store(folder / "sessions.db") as store:
-        async with (
-            serve(create_app(engine, model_name="m")) as url,
-            Gateway(Upstream(url, Embedded()), RENDERING, folder / "segments") as gateway,
-        ):
-            yield Local(store, gateway, Parts(), folder / "sessions", slots=4), store
+    told = Settings(node=NodeSettings(name="n", slots=4))
+    async with serve(create_app(engine, model_name="m")) as url:
+        reached = Reached((url,), Upstream(url, Embedded()), RENDERING)
+        async with local_cluster(told, folder, reached) as cluster:
+            yield cluster
+
+
+async def status(cluster: Local) -> dict[str, int]:
+    """Sessions by status."""
+    return (await cluster.control.counts()).sessions
 
 
 async def test_an_agent_solves_its_task_and_every_token_is_trained(tmp_path: Path) -> None:
     """The example agent mends the file; three turns become one exact trace with reward 1."""
-    async with local(tmp_path) as (cluster, store):
+    async with local(tmp_path) as cluster:
         seen: list[tuple[int, int]] = []
         results = await cluster.run([task("a")], lambda done, total: seen.append((done, total)))
-        assert store.counts()[Status.COMPLETED] == 2
+        assert await status(cluster) == {Status.COMPLETED: 2}
     assert seen[-1] == (2, 2)
     for one in results:
         assert one.reward is not None
@@ -89,37 +94,50 @@ async def test_an_agent_solves_its_task_and_every_token_is_trained(tmp_path: Pat
 
 async def test_a_second_run_does_nothing_again(tmp_path: Path) -> None:
     """Results that are there are returned, bit for bit, without running a session."""
-    async with local(tmp_path) as (cluster, _):
+    async with local(tmp_path) as cluster:
         first = await cluster.run([task("a", samples=1)])
-    async with local(tmp_path) as (cluster, store):
-        assert cluster.recover() == 0
+    async with local(tmp_path) as cluster:
         second = await cluster.run([task("a", samples=1)])
-        assert store.sessions("a")[0].epoch == 1
+        (session,) = await cluster.sessions(["a"])
+        assert session.epoch == 1
     assert np.array_equal(first[0].traces[0].ids, second[0].traces[0].ids)
     assert first[0].report == second[0].report
 
 
 async def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     """A session that was cut off is leased again under a new epoch and counted once."""
-    slow = task("a", samples=1, command="sleep 20")
-    async with local(tmp_path) as (cluster, store):
-        running = asyncio.create_task(cluster.run([slow]))
-        async with asyncio.timeout(10):
-            while store.counts()[Status.RUN] == 0:  # noqa: ASYNC110 - the store has no events
-                await asyncio.sleep(0.02)
+    gate = tmp_path / "gate"
+    late = task("a", samples=1, command=f"test -e {gate} || sleep 30; {sys.executable} {AGENT}")
+    async with local(tmp_path) as cluster:
+        running = asyncio.create_task(cluster.run([late, task("b", samples=1)]))
+        async with asyncio.timeout(20):
+            while await status(cluster) != {Status.RUN: 1, Status.COMPLETED: 1}:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         running.cancel()
         await asyncio.wait({running}, timeout=10)
         assert running.cancelled()
-        assert store.counts()[Status.RUN] == 1
-        assert [one.id for one in store.reclaim(OWNER)] == ["a-0"]
-        store.submit(task("b", samples=1))
-        results = await cluster.run([task("b", samples=1)])
-        assert len(results) == 1
+    gate.touch()
+    async with local(tmp_path) as cluster:
+        results = await cluster.run([late, task("b", samples=1)])
+        epochs = [one.epoch for one in await cluster.sessions(["a", "b"])]
+    assert [one.session for one in results] == ["a-0", "b-0"]
+    assert epochs == [2, 1]
+
+
+async def test_a_node_that_dies_ends_the_run(tmp_path: Path) -> None:
+    """Whoever waits for results is told when nobody works on them any more."""
+    async with local(tmp_path) as cluster:
+        running = asyncio.create_task(cluster.run([task("a", samples=1, command="sleep 30")]))
+        await asyncio.sleep(0.2)
+        cluster._working.cancel()
+        done, _ = await asyncio.wait({running}, timeout=20)
+        assert done
+        assert isinstance(running.exception(), ServerError)
 
 
 async def test_an_agent_that_never_calls_the_model_is_named(tmp_path: Path) -> None:
     """It is a harness failure with its last words, no reward and no crash."""
-    async with local(tmp_path) as (cluster, _):
+    async with local(tmp_path) as cluster:
         (result,) = await cluster.run([task("a", samples=1, command="echo oh no; exit 3")])
     assert result.status is Status.FAILED
     assert result.failure is not None
@@ -131,7 +149,7 @@ async def test_an_agent_that_never_calls_the_model_is_named(tmp_path: Path) -> N
 async def test_an_unknown_part_is_refused_at_the_door(tmp_path: Path) -> None:
     """Nothing is submitted when a task names a harness that does not exist."""
     wrong = Task(id="a", instruction="", harness=Part("pie"), evaluator=Part("tests"))
-    async with local(tmp_path) as (cluster, store):
-        with pytest.raises(UnknownPlugin, match="did you mean 'pi'"):
-            await cluster.run([wrong])
-        assert sum(store.counts().values()) == 0
+    async with local(tmp_path) as cluster:
+        with pytest.raises(Invalid, match="did you mean 'pi'"):
+            await cluster.run([task("b"), wrong])
+        assert await status(cluster) == {}

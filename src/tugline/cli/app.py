@@ -17,7 +17,8 @@ from tugline.cli.demo import INTERRUPTED
 from tugline.errors import TuglineError, UsageError
 
 COMMANDS = (
-    "bench", "demo", "doctor", "export", "harness", "rebuild", "replay", "trace", "verify",
+    "bench", "demo", "doctor", "export", "harness", "node", "rebuild", "replay", "trace", "up",
+    "verify",
 )  # fmt: skip
 """Each is a function, or a group of commands, of the same name in the file of that name."""
 

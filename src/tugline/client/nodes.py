@@ -7,8 +7,11 @@ lease that it is.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -27,13 +30,27 @@ class _Length(msgspec.Struct):
 
 
 class NodeClient:
-    """A `Dispatcher` at a URL, for one node; an async context manager."""
+    """A `Dispatcher` at a URL, for one node; an async context manager.
 
-    def __init__(self, url: str, join_token: str, *, deadline_s: float = DEADLINE_S) -> None:
+    The node's own token is kept in the file `kept`, so that the next process of this node can
+    still commit what the last one had finished.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        join_token: str,
+        *,
+        kept: Path | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         self._http = Transport(url, join_token, deadline_s=deadline_s)
+        self._kept = kept
         self._token: str | None = None
 
     async def __aenter__(self) -> Self:
+        if self._kept is not None and self._kept.exists():
+            self._token = self._kept.read_text("ascii")
         await self._http.__aenter__()
         return self
 
@@ -49,6 +66,8 @@ class NodeClient:
         """Join. What a node of the same name still held is given to others."""
         welcome = await self._http.ask("POST", "/v1/nodes", Welcome, body=hello)
         self._token = welcome.token
+        if self._kept is not None:
+            await asyncio.to_thread(_write, self._kept, welcome.token)
         return welcome
 
     async def lease(self, node: str, ask: Ask) -> Orders:
@@ -114,3 +133,11 @@ def _lost() -> Iterator[None]:
         if error.status != 401:
             raise
         raise FencedError(str(error)) from error
+
+
+def _write(path: Path, token: str) -> None:
+    draft = path.with_suffix(".part")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token)
+    draft.replace(path)

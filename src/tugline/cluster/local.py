@@ -1,122 +1,136 @@
-"""A node and its store in one process: lease, roll out, commit, until the tasks are done.
+"""Server, gateway and node in one process, without an API: run these tasks, give me the results.
 
-The same protocol as between machines, without a socket: sessions are leased with an epoch, renewed
-while they run and committed once (I3). What an earlier process of the same run left behind is
-reclaimed at the start, and its orphaned programs are ended, so a run that was killed goes on with
-exactly the sessions that have no result yet.
+The same calls as between machines go through the same code, without a socket: sessions are leased
+with an epoch and committed once (I3). What an earlier process of the same folder left behind is
+taken back when the node registers again, so a run that was killed goes on with exactly the
+sessions that have no result yet.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tugline import log
-from tugline.errors import FencedError
-from tugline.node.parts import Parts
-from tugline.node.session import Gateway, roll_out
-from tugline.server.store import Store
-from tugline.types import TERMINAL, Boundary, Part, Session, Status, Task, Trajectory
+from tugline.capture.trajectories import unpack
+from tugline.cluster.engine import Reached
+from tugline.cluster.node import worker
+from tugline.cluster.server import control_plane
+from tugline.cluster.settings import Settings
+from tugline.errors import Missing, ServerError
+from tugline.gateway.app import Gateway
+from tugline.protocol import ResultView, SessionView
+from tugline.server.control import ControlPlane
+from tugline.types import TERMINAL, Session, Task, Trajectory
 
-LEASE_S = 60.0
 STOP_S = 30.0
 """How long sessions may take to end when the run is stopped."""
-OWNER = "local"
-_log = log.get("cluster")
+_BATCH = 1000
+_WAIT_S = 30.0
 
+T = TypeVar("T")
 OnDone = Callable[[int, int], None]
 """Told how many sessions of the batch are done, and of how many."""
 
 
 class Local:
-    """Runs up to `slots` sessions at a time in folders under `directory`."""
+    """What `local` yields; may be used for one batch of tasks after the other."""
 
     def __init__(
-        self, store: Store, gateway: Gateway, parts: Parts, directory: Path, *, slots: int
+        self, control: ControlPlane, gateway: Gateway, working: asyncio.Task[None]
     ) -> None:
-        self._store, self._gateway, self._parts = store, gateway, parts
-        self._directory, self._slots = directory, slots
-
-    def recover(self) -> int:
-        """End and take back what a killed process of this run had; returns how many sessions."""
-        self._parts.runtime(Part("local")).reap(self._directory)
-        return len(self._store.reclaim(OWNER))
+        self.control, self.gateway = control, gateway
+        self._working = working
 
     async def run(
         self, tasks: Sequence[Task], on_done: OnDone = lambda _done, _total: None
     ) -> list[Trajectory]:
         """Results of all samples of `tasks`; those that have one already are not run again."""
-        for task in tasks:
-            self._parts.check(task)
-        known = {task.id: task for task in tasks}
-        total = sum(len(self._store.submit(task)) for task in tasks)
-        done = len(self._store.results(known))
-        on_done(done, total)
-        running: set[asyncio.Task[bool]] = set()
-        async with self._renewing():
-            try:
-                while True:
-                    room = self._slots - len(running)
-                    for session in self._store.lease(room, OWNER, LEASE_S) if room else []:
-                        task = known.get(session.task) or self._store.task(session.task)
-                        running.add(asyncio.create_task(self._one(task, session)))
-                    if not running:
-                        break
-                    ended, running = await asyncio.wait(
-                        running, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    done += sum(one.result() for one in ended)
-                    on_done(done, total)
-            finally:
-                await _end(running)
-        return self._store.results(known)
+        wanted = await self.submit(tasks)
+        done = 0
+        on_done(done, len(wanted))
+        async for _ in self.follow(wanted):
+            done += 1
+            on_done(done, len(wanted))
+        return await self.results([task.id for task in tasks])
 
-    async def _one(self, task: Task, session: Session) -> bool:
-        """One session from its lease to its result; False if it must be run again."""
+    async def submit(self, tasks: Sequence[Task]) -> frozenset[str]:
+        """Keep `tasks`; returns their sessions. Raises `Invalid` and `Conflict`."""
+        sessions: set[str] = set()
+        for start in range(0, len(tasks), _BATCH):
+            for accepted in await self.control.submit(tasks[start : start + _BATCH]):
+                sessions.update(accepted.sessions)
+        return frozenset(sessions)
 
-        def on_stage(status: Status) -> None:
-            if status is not Status.INIT:  # that is what leasing it made it
-                self._store.advance(session.id, session.epoch, status)
-
-        # A path of constant length: agents tell the model where they are.
-        directory = self._directory / f"{session.id}.{session.epoch}"
-        try:
-            trajectory = await roll_out(
-                task,
-                session,
-                gateway=self._gateway,
-                directory=directory,
-                parts=self._parts,
-                on_stage=on_stage,
+    async def follow(self, sessions: Collection[str]) -> AsyncIterator[ResultView]:
+        """The result of each of `sessions`, as they come; those that are there already first."""
+        cursor, missing = 0, set(sessions)
+        while missing:
+            page = await self._unless_it_ends(
+                self.control.results(after=cursor, limit=_BATCH, wait_s=_WAIT_S)
             )
-            if trajectory.failure and trajectory.failure.boundary is Boundary.INFRASTRUCTURE:
-                why = trajectory.failure.message
-                return self._store.release(session.id, session.epoch, why).status in TERMINAL
-            self._store.commit(session.id, session.epoch, trajectory)
-        except FencedError as error:
-            _log.warning("lease lost", session=session.id, error=str(error))
-            return False
-        return True
+            cursor = page.cursor
+            for view in page.items:
+                if view.session in missing:
+                    missing.remove(view.session)
+                    yield view
 
-    @contextlib.asynccontextmanager
-    async def _renewing(self) -> AsyncIterator[None]:
-        async def renew() -> None:
-            while True:
-                await asyncio.sleep(LEASE_S / 3)
-                self._store.renew(OWNER, LEASE_S)
+    async def results(self, tasks: Sequence[str]) -> list[Trajectory]:
+        """What there is of these tasks, in their order and that of their samples."""
+        packed = []
+        for session in await self.sessions(tasks):
+            if session.status in TERMINAL:
+                with contextlib.suppress(Missing):  # it was cancelled before it ran
+                    packed.append(await self.control.trajectory(session.id))
+        return await asyncio.to_thread(lambda: [unpack(one) for one in packed])
 
-        task = asyncio.create_task(renew())
+    async def sessions(self, tasks: Sequence[str]) -> list[SessionView]:
+        """The sessions of these tasks, in their order and that of their samples."""
+        found: list[SessionView] = []
+        for task in tasks:
+            after, rest = None, True
+            while rest:
+                page = await self.control.sessions(task=task, after=after, limit=_BATCH)
+                found += page.sessions
+                after, rest = page.next, page.next is not None
+        return found
+
+    async def segments(self, tasks: Sequence[str]) -> dict[str, Path]:
+        """By session, where the calls of its last attempt are, if it made any."""
+        paths = {
+            one.id: self.gateway.segment(
+                Session(id=one.id, task=one.task, sample=one.sample, epoch=one.epoch)
+            )
+            for one in await self.sessions(tasks)
+        }
+        return {session: path for session, path in paths.items() if path.exists()}
+
+    async def _unless_it_ends(self, asked: Coroutine[Any, Any, T]) -> T:
+        """An answer, unless the node stops first: then nobody would ever give it."""
+        answer = asyncio.ensure_future(asked)
         try:
-            yield
+            await asyncio.wait({answer, self._working}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                error = None if self._working.cancelled() else self._working.exception()
+                msg = "the node has stopped; what is missing can be run again"
+                raise ServerError(msg) from error
+            return answer.result()
         finally:
-            await _end({task})
+            answer.cancel()
 
 
-async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=STOP_S)
+@contextlib.asynccontextmanager
+async def local(told: Settings, folder: Path, reached: Reached) -> AsyncIterator[Local]:
+    """Everything up, in `folder`, in front of an engine."""
+    async with (
+        control_plane(told.server, folder) as control,
+        worker(told, folder, control, reached, keep=True) as one,
+    ):
+        working = asyncio.create_task(one.node.run(), name="node")
+        try:
+            yield Local(control, one.gateway, working)
+        finally:
+            working.cancel()
+            await asyncio.wait({working}, timeout=STOP_S)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from tugline.inference.load import load
 from tugline.tokenizer import Tokenizer
@@ -30,7 +29,6 @@ class Policy:
 
 def load_policy(folder: Path = WARM_START) -> Policy:
     """The policy in `folder`. Raises `UsageError` when it is not a model folder."""
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     return Policy(*load(folder, dtype=torch.float32))
 
 

@@ -48,7 +48,7 @@ async def record(
     )
     async with rig(engine, tokenizer, folder, slots=settings.slots) as up:
         trajectories = await up.run(tasks, live.sessions)
-        return trajectories, up.recorded([task.id for task in tasks])
+        return trajectories, await up.recorded([task.id for task in tasks])
 
 
 def _place(request_id: str) -> tuple[str, int]:

@@ -22,6 +22,7 @@ import yaml
 
 from tugline import log
 from tugline.builders.ledger import total
+from tugline.cluster.folder import only_one
 from tugline.config import load
 from tugline.demo import tasks
 from tugline.demo.compare import compare
@@ -29,11 +30,12 @@ from tugline.demo.live import Live
 from tugline.demo.metrics import Score, Step, Summary
 from tugline.demo.policy import describe, load_policy
 from tugline.demo.report import picture
-from tugline.demo.rig import Rig, failed, only_one, rig, sampled
+from tugline.demo.rig import Rig, failed, rig, sampled
 from tugline.demo.settings import DemoSettings
 from tugline.errors import UsageError
 from tugline.harnesses.base import Harness
 from tugline.inference.engine import Engine
+from tugline.node.parts import Parts
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo, StepReport
@@ -80,7 +82,7 @@ class Demo:
 
     async def run(self) -> Summary:
         """Do all that is not done yet. Raises `TuglineError`; may be cancelled and run again."""
-        with only_one(self.folder):
+        with only_one(self.folder, instead="choose another --out"):
             _claim(self.folder, self.settings)
             self.live.phase("loading the policy")
             policy = load_policy()
@@ -102,7 +104,7 @@ class Demo:
                 return await self._through(up, engine, trainer)
 
     async def _through(self, up: Rig, engine: Engine, trainer: Grpo) -> Summary:
-        harness = up.parts.harness(tasks.harness_part(self.settings))
+        harness = Parts().harness(tasks.harness_part(self.settings))
         self.live.phase(f"installing {harness.name}")
         await harness.install()
         before = await self._before(up)
@@ -122,7 +124,7 @@ class Demo:
         """Measure the policy that training starts from, unless that was done already."""
         held_out = tasks.held_out(self.settings, "before")
         if self.progress.rows:
-            return up.store.results([task.id for task in held_out])
+            return await up.cluster.results([task.id for task in held_out])
         self.live.phase(f"one {self.settings.harness} session to see that all is in place")
         await up.run(held_out[:1], lambda _done, _total: None)
         return await self._evaluate(up, "before")
@@ -191,7 +193,8 @@ class Demo:
         self.live.phase("the same sessions with each builder")
         done = self.progress
         last = [task.id for task in tasks.training(self.settings, len(done.rows))]
-        costs = await asyncio.to_thread(compare, up.store.results(last), up.recorded(last), trainer)
+        results, recorded = await up.cluster.results(last), await up.recorded(last)
+        costs = await asyncio.to_thread(compare, results, recorded, trainer)
         measured = [*before, *after]
         held_out = sampled(measured)
         return Summary(

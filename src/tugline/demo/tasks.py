@@ -8,8 +8,10 @@ from itertools import islice
 from tugline.demo.family import Problem, generate
 from tugline.demo.settings import DemoSettings
 from tugline.errors import ConfigError
-from tugline.types import Limits, Part, Sampling, Task
+from tugline.types import Group, Limits, Part, Sampling, Task
 
+ATTEMPTS = 20
+"""A session that was cut off by a killed run is tried again; each kill costs it one attempt."""
 HELD_OUT_SEED = 1_000_003
 """The same held-out problems for every seed of a run, so that runs can be compared."""
 
@@ -58,6 +60,7 @@ def as_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int
         files=problem.files,
         samples=samples,
         limits=Limits(agent_s=settings.agent_s, max_turns=settings.max_turns),
+        group=Group(attempts=ATTEMPTS),
         sampling=Sampling(
             temperature=1.0,
             top_p=1.0,

@@ -40,6 +40,7 @@ from tugline.gateway.proxy import Exchange, repeats
 from tugline.gateway.sessions import LiveSession, Sessions, Terms
 from tugline.gateway.upstream import ModelCard, Source
 from tugline.gateway.words.rendering import Rendering
+from tugline.protocol import PauseMode
 from tugline.serving import serve
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 
@@ -56,7 +57,6 @@ _PATH = re.compile(
 _log = log.get("gateway")
 
 StreamMode = Literal["live", "buffered"]
-PauseMode = Literal["wait", "abort", "keep"]
 RawMode = Literal["none", "requests", "all"]
 
 
@@ -208,23 +208,23 @@ class Gateway:
         return None
 
     # ----------------------------------------------------------------------- for a trainer
-    async def pause(self, mode: PauseMode = "wait", *, within_s: float = 600.0) -> None:
+    async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
         """Hold new calls. Those in flight end first, end now with what they have, or stay.
 
         Raises `EngineError` when they are not over in time; the gateway then stays paused.
         """
         self._backend.gate.clear()
         self._sessions.note(EventKind.PAUSED, mode)
-        if mode == "abort":
+        if mode == PauseMode.ABORT:
             await asyncio.gather(*(draw.abort() for draw in list(self._backend.running)))
-        if mode == "keep":
+        if mode == PauseMode.KEEP:
             return
         try:
             async with asyncio.timeout(within_s):
                 while any(draw.sending for draw in self._backend.running):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
-            msg = f"model calls were still in flight {within_s:g} s after pause({mode!r})"
+            msg = f"model calls were still in flight {within_s:g} s after pause({str(mode)!r})"
             raise EngineError(msg) from error
 
     def resume(self) -> None:

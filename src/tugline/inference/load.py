@@ -25,6 +25,7 @@ def load(
     """
     try:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional dependency
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - the same
     except ImportError as error:
         msg = f"the embedded engine needs torch ({error}): pip install 'tugline[train]'"
         raise UsageError(msg) from error
@@ -35,6 +36,7 @@ def load(
         if not (folder / file).is_file():
             msg = f"{folder} has no {file}: it is not a complete Hugging Face model folder"
             raise UsageError(msg)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False

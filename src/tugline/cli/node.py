@@ -1,0 +1,58 @@
+"""``tugline node``: one more node for a server that runs elsewhere.
+
+It needs the join token of the server (``tokens.json`` in the server's folder), which lets it
+become a node and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tugline.cli.up import (
+    DATA,
+    ConfigFile,
+    Engines,
+    Folder,
+    LogFile,
+    Model,
+    Name,
+    Renderer,
+    Slots,
+    Tokenizer,
+    engine_flags,
+    keep_running,
+    say,
+    with_a_model,
+)
+from tugline.cluster.settings import settings
+from tugline.cluster.up import work
+
+
+def node(  # noqa: PLR0913 - each is a flag
+    *,
+    server: Annotated[
+        str, typer.Option(envvar="TUGLINE_SERVER", help="Address, such as http://10.0.0.1:7700.")
+    ],
+    token: Annotated[
+        str, typer.Option(envvar="TUGLINE_JOIN_TOKEN", help="The server's join token.")
+    ],
+    config: ConfigFile = None,
+    folder: Folder = DATA,
+    engine: Engines = None,
+    model: Model = None,
+    tokenizer: Tokenizer = None,
+    renderer: Renderer = None,
+    slots: Slots = None,
+    name: Name = None,
+    log_file: LogFile = None,
+) -> None:
+    """Run sessions for a server, as many as there are slots, until it is stopped."""
+    told = settings(
+        config,
+        server={},
+        node={"slots": slots, "name": name},
+        engine=engine_flags(engine, model, tokenizer, renderer),
+    )
+    keep_running(work(with_a_model(told), folder, server, token, say), log_file)

@@ -1,0 +1,102 @@
+"""What a server, a node and its engine can be told; one file serves ``up``, ``node`` and ``run``.
+
+Each command reads the tables that concern it. What is left out has a default that works on a
+laptop; a flag of the command line goes before the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from tugline.config import Config, from_mapping, load
+from tugline.node.settings import NodeSettings
+from tugline.types import Mode
+
+
+class ServerSettings(Config):
+    """The rollout server: its address, its store and its promises."""
+
+    host: str = "127.0.0.1"
+    """Address that the API listens on; anything but loopback belongs behind TLS."""
+    port: int = Field(default=7700, ge=0, le=65535)
+    """Port of the API; 0 takes any free one."""
+    store: str | None = None
+    """Where tasks are kept: `sqlite:PATH` or `postgresql://...`; None is a file in the folder."""
+    blobs: str | None = None
+    """Where results are kept: a path or `s3://bucket/prefix`; None is ``blobs`` in the folder."""
+    lease_s: float = Field(default=30.0, gt=0)
+    """A node that is not heard of for so many seconds loses its sessions to others."""
+    tenants: dict[str, float] = Field(default={})
+    """Weights of tenants; one that is not named has 1."""
+    callback_hosts: tuple[str, ...] | None = None
+    """Hosts that callbacks may go to; None: any."""
+    keep_events_days: float = Field(default=30.0, gt=0)
+    """How long events can be read again; results stay."""
+
+    @field_validator("tenants")
+    @classmethod
+    def _positive(cls, tenants: dict[str, float]) -> dict[str, float]:
+        for name, weight in tenants.items():
+            if weight <= 0:
+                msg = f"the weight of {name!r} is {weight:g}, must be above 0"
+                raise ValueError(msg)
+        return tenants
+
+
+class EngineSettings(Config):
+    """What samples the tokens: running servers, or a model in this process."""
+
+    urls: tuple[str, ...] = ()
+    """Addresses of the engine's replicas; none: a model in this process."""
+    model: Path | None = None
+    """Folder of the model that is served in this process; None: the tiny one of the demo."""
+    served_name: str | None = None
+    """The model's name at the engine; the first one that it tells if not given."""
+    mode: Mode | None = None
+    """Who makes the prompt's ids; None: `exact` where there is a tokenizer, else `observed`."""
+    tokenizer: Path | None = None
+    """A `tokenizer.json` or the folder of one, for `exact`."""
+    renderer: str | None = None
+    """The chat template, for `exact`, such as `qwen3`; None: the one of the published model."""
+    thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
+    """How long reasoning stays in the context (`exact`)."""
+    wait_s: float = Field(default=600.0, ge=0)
+    """Seconds to wait for an engine that does not answer yet."""
+
+
+class GatewaySettings(Config):
+    """Where agents reach the models."""
+
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on; loopback is enough for agents on this machine."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0 takes any free one."""
+
+
+class Settings(Config):
+    """All that ``tugline up``, ``tugline node`` and ``tugline run`` can be told in a file."""
+
+    server: ServerSettings = ServerSettings()
+    """The rollout server."""
+    node: NodeSettings = NodeSettings()
+    """The node."""
+    gateway: GatewaySettings = GatewaySettings()
+    """Its gateway."""
+    engine: EngineSettings = EngineSettings()
+    """The engine behind it."""
+
+
+Given = Mapping[str, object]
+"""Flags of a command by the key that they stand for; None where one was not given."""
+
+
+def settings(config: Path | None, *, server: Given, node: Given, engine: Given) -> Settings:
+    """The file at `config`, if any, with what the flags say before it. Raises `ConfigError`."""
+    values = (load(config, Settings) if config else Settings()).model_dump()
+    for table, given in (("server", server), ("node", node), ("engine", engine)):
+        values[table].update({key: value for key, value in given.items() if value is not None})
+    return from_mapping(values, Settings, source="options")
