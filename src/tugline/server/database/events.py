@@ -26,10 +26,7 @@ def add(
     node: str | None = None,
     detail: Mapping[str, str | int | float] = {},
 ) -> int:
-    """Note what happened; returns its position.
-
-    Wakes who listens to ``events``, to the kind (``session.result``) or to ``task:ID``.
-    """
+    """Note what happened, and wake who listens to ``events``; returns its position."""
     [(position,)] = tx.all("UPDATE positions SET at = at + 1 WHERE name = 'events' RETURNING at")
     tx.run(
         "INSERT INTO events (position, kind, task, session, node, detail, created)"
@@ -42,7 +39,7 @@ def add(
         detail=json.dumps(dict(detail)),
         created=time.time(),
     )
-    tx.wake("events", kind.value, *([f"task:{task}"] if task is not None else []))
+    tx.wake("events")
     return int(position)
 
 

@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from tugline.errors import BadSignature, Missing, UsageError
+from tugline.protocol import Delivery, DeliveryState, EventKind, Notice
+from tugline.server.database import events, groups, outbox, sessions, tasks
+from tugline.server.database.base import Tx
+from tugline.server.database.database import Database
+from tugline.server.database.groups import End
+from tugline.server.deliveries import Deliveries, Patience, may_send
+from tugline.signing import key_of, new_secret, sign, verify
+from tugline.types import Callback, Part, Status, Task
+
+SECRET = new_secret()
+SOON = Patience(tries=4, first_s=0.02, longest_s=0.1, timeout_s=0.5, at_once=2)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "callback_receiver.py"
+
+
+class Receiver:
+    """A real HTTP server that keeps what it gets and answers as it is told."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[dict[str, str], bytes]] = []
+        self.answer: Callable[[int], web.StreamResponse] = lambda _count: web.Response()
+        self.delay_s = 0.0
+        self.at_once = self.most = 0
+
+    async def _take(self, request: web.Request) -> web.StreamResponse:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            self.got.append((dict(request.headers), await request.read()))
+            number = len(self.got)
+            await asyncio.sleep(self.delay_s)
+            return self.answer(number)
+        finally:
+            self.at_once -= 1
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_route("*", "/{rest:.*}", self._take)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}/hook"
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self._runner.cleanup()
+
+    @property
+    def ids(self) -> Counter[str]:
+        """How often each callback came."""
+        return Counter(headers["webhook-id"] for headers, _ in self.got)
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    """A receiver that takes everything."""
+    async with Receiver() as receiver:
+        yield receiver
+
+
+def _finished(tx: Tx, name: str, url: str, samples: int) -> None:
+    now, callback = time.time(), Callback(url)
+    parts = {"harness": Part("shell"), "evaluator": Part("tests")}
+    task = Task(id=name, instruction="Mend it", samples=samples, callback=callback, **parts)
+    tasks.submit(tx, [tasks.pack(task)], now)
+    for n in range(samples):
+        end = End(Status.COMPLETED, reward=float(n))
+        groups.finish(tx, sessions.get(tx, f"{name}-{n}"), end, now)
+
+
+async def _tell(database: Database, name: str, url: str, samples: int = 1) -> None:
+    """A task of which all is over: a callback for each sample, and one for its release."""
+    await database.write(partial(_finished, name=name, url=url, samples=samples))
+
+
+async def _all(database: Database, state: DeliveryState | None = None) -> list[Delivery]:
+    return await database.read(partial(outbox.page, state=state, after=0, limit=1000))
+
+
+async def _until(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
+    """Wait until so many callbacks are in this state."""
+    async with asyncio.timeout(10):
+        while len(found := await _all(database, state)) < count:  # noqa: ASYNC110 - asks the rows
+            await asyncio.sleep(0.01)
+    assert len(found) == count
+    return found
+
+
+def _deliveries(database: Database, patience: Patience = SOON) -> Deliveries:
+    return Deliveries(database, key_of(SECRET), patience=patience)
+
+
+# --------------------------------------------------------------------------- what is sent
+async def test_results_and_releases_are_told(database: Database, receiver: Receiver) -> None:
+    """A callback for each result and one for the group, signed, each with an id of its own."""
+    async with _deliveries(database):
+        await _tell(database, "t", receiver.url, samples=2)
+        sent = await _until(database, DeliveryState.DELIVERED, 3)
+    notices = {}
+    for headers, body in receiver.got:
+        notice = msgspec.json.decode(body, type=Notice)
+        assert verify(SECRET, headers, body) == notice.id
+        assert headers["Content-Type"] == "application/json"
+        notices[notice.delivery] = notice
+    assert [(one.tries, one.error, one.kind) for one in sent] == [
+        (1, "", notices[one.id].kind) for one in sent
+    ]
+    assert len({notice.id for notice in notices.values()}) == 3
+    results = [notice.result for notice in notices.values() if notice.result]
+    assert sorted((view.session, view.reward) for view in results) == [("t-0", 0.0), ("t-1", 1.0)]
+    [group] = [notice.group for notice in notices.values() if notice.group]
+    assert (group.id, group.usable, group.missing) == ("t", 2, ())
+
+
+async def test_what_was_there_before_is_sent_at_start(
+    database: Database, receiver: Receiver
+) -> None:
+    """A server that was killed goes on with what its outbox has, also with what was on its way."""
+    await _tell(database, "t", receiver.url)
+    now = time.time()
+    host = outbox.host_of(receiver.url)
+    lost = partial(outbox.claim, host=host, now=now, until=now + 0.3, limit=9)
+    assert len(await database.write(lost)) == 2
+    async with _deliveries(database):
+        await asyncio.sleep(0.1)
+        assert receiver.got == [], "another server may be sending them right now"
+        await _until(database, DeliveryState.DELIVERED, 2)
+
+
+# --------------------------------------------------------------------------- what goes wrong
+async def test_a_failure_is_tried_again(database: Database, receiver: Receiver) -> None:
+    """A receiver that is in trouble gets the same callback again, with the same id."""
+    receiver.answer = lambda count: web.Response(status=503 if count < 5 else 204)
+    async with _deliveries(database):
+        await _tell(database, "t", receiver.url)
+        await _until(database, DeliveryState.DELIVERED, 2)
+    assert sorted(receiver.ids.values()) in ([3, 3], [2, 4])
+    bodies = {body for _headers, body in receiver.got}
+    assert len(bodies) == 2
+
+
+@pytest.mark.parametrize("status", [404, 302, 500])
+async def test_a_callback_is_given_up_in_the_end(
+    database: Database, receiver: Receiver, status: int
+) -> None:
+    """After its last try it is dead, an event says so, and it goes out again by hand."""
+    headers = {"Location": receiver.url}
+    receiver.answer = lambda _count: web.Response(status=status, headers=headers)
+    async with _deliveries(database):
+        await _tell(database, "t", receiver.url)
+        dead = await _until(database, DeliveryState.DEAD, 2)
+        assert {(one.tries, one.error.split(",")[0]) for one in dead} == {(4, f"answered {status}")}
+        assert set(receiver.ids.values()) == {SOON.tries}
+        assert await database.read(outbox.dead_count) == 2
+        told = await database.read(lambda tx: events.page(tx, 0, 100, "t"))
+        gone = [event.detail for event in told if event.kind is EventKind.DEAD]
+        assert {event["delivery"] for event in gone} == {one.id for one in dead}
+        receiver.answer = lambda _count: web.Response()
+        again = await database.write(partial(outbox.again, id=dead[0].id, now=time.time()))
+        assert (again.state, again.tries) == (DeliveryState.PENDING, 0)
+        [sent] = await _until(database, DeliveryState.DELIVERED, 1)
+        assert sent.id == dead[0].id
+    with pytest.raises(Missing, match="no delivery 12345"):
+        await database.write(partial(outbox.again, id=12345, now=0.0))
+
+
+async def test_gone_is_gone(database: Database, receiver: Receiver) -> None:
+    """A receiver that answers 410 is not asked again."""
+    receiver.answer = lambda _count: web.Response(status=410)
+    async with _deliveries(database):
+        await _tell(database, "t", receiver.url)
+        await _until(database, DeliveryState.DEAD, 2)
+    assert set(receiver.ids.values()) == {1}
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/x", "http://nowhere.invalid/x", "http://:1/"])
+async def test_a_receiver_that_is_not_there(database: Database, url: str) -> None:
+    """No connection, no such host, no such address: an error of the callback, of nothing else."""
+    async with _deliveries(database):
+        await _tell(database, "t", url)
+        dead = await _until(database, DeliveryState.DEAD, 2)
+    assert all(one.error for one in dead)
+
+
+async def test_retry_after_is_honoured(database: Database, receiver: Receiver) -> None:
+    """A receiver says how long it wants to be left alone, in seconds or by a date."""
+    receiver.answer = lambda _count: web.Response(status=429, headers={"Retry-After": "120"})
+    async with _deliveries(database):
+        await _tell(database, "t", receiver.url)
+        async with asyncio.timeout(5):
+            while not all(one.tries for one in await _all(database)):  # noqa: ASYNC110 - the same
+                await asyncio.sleep(0.01)
+    for one in await _all(database):
+        assert 100 < one.next_try - time.time() < 121
+
+
+async def test_a_host_that_hangs_holds_up_nobody(database: Database, receiver: Receiver) -> None:
+    """While one receiver does not answer, others get theirs at once, and its own are bounded."""
+    async with Receiver() as hanging:
+        hanging.delay_s = 60.0
+        async with _deliveries(database, SOON._replace(timeout_s=5.0)):
+            await _tell(database, "h", hanging.url, samples=20)
+            began = time.monotonic()
+            for n in range(5):
+                await _tell(database, f"t{n}", receiver.url, samples=3)
+            await _until(database, DeliveryState.DELIVERED, 20)
+            assert time.monotonic() - began < 3.0
+    assert hanging.most == SOON.at_once
+    assert receiver.most <= SOON.at_once
+
+
+async def test_an_endless_answer_is_not_read(database: Database, receiver: Receiver) -> None:
+    """The status line decides; a body without end costs neither memory nor time."""
+    receiver.answer = lambda _count: web.Response(body=b"x" * (8 << 20))
+    async with _deliveries(database):
+        await _tell(database, "t", receiver.url)
+        await _until(database, DeliveryState.DELIVERED, 2)
+
+
+async def test_only_allowed_hosts_are_sent_to(database: Database, receiver: Receiver) -> None:
+    """A callback to a host that is not listed is dead at once, and nothing is sent."""
+    hosts = frozenset({"trainer.example"})
+    async with Deliveries(database, key_of(SECRET), hosts=hosts, patience=SOON):
+        await _tell(database, "t", receiver.url)
+        dead = await _until(database, DeliveryState.DEAD, 2)
+    assert {one.error for one in dead} == {"this host is not among callback_hosts"}
+    assert receiver.got == []
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("http://trainer/x", True),
+        ("http://trainer:9000/x", True),
+        ("http://TRAINER/x", True),
+        ("https://other:8443", True),
+        ("https://other", False),
+        ("http://trainer.evil.example/x", False),
+        ("http://trainer@evil.example/x", False),
+        ("http://evil.example/@trainer", False),
+    ],
+)
+def test_hosts_that_are_allowed(url: str, allowed: bool) -> None:  # noqa: FBT001
+    """A listed name allows all its ports, a name with a port that one."""
+    assert may_send(url, frozenset({"trainer", "other:8443"})) is allowed
+    assert may_send(url, None)
+
+
+async def test_what_was_delivered_is_forgotten_with_its_event(
+    database: Database, receiver: Receiver
+) -> None:
+    """The outbox does not grow for ever, and what is dead stays in it."""
+    receiver.answer = lambda count: web.Response(status=410 if count == 1 else 200)
+    async with _deliveries(database, SOON._replace(at_once=1)):
+        await _tell(database, "t", receiver.url, samples=3)
+        await _until(database, DeliveryState.DELIVERED, 3)
+    assert await database.write(outbox.trim) == 0
+    await database.write(partial(events.trim, before=time.time() + 1))
+    await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
+    assert await database.write(outbox.trim) == 3
+    assert [one.state for one in await _all(database)] == [DeliveryState.DEAD]
+
+
+# --------------------------------------------------------------------------- signatures
+def test_a_signature_is_that_of_the_standard() -> None:
+    """The example that the Standard Webhooks libraries are tested with."""
+    key = key_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    body = b'{"test": 2432232314}'
+    signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body)
+    assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+def test_a_genuine_callback_is_known_by_its_id() -> None:
+    """Header names in any case, several signatures while a secret is being replaced."""
+    now, body = int(time.time()), b"{}"
+    right = sign(key_of(SECRET), "x_1", now, body)
+    other = sign(key_of(new_secret()), "x_1", now, body)
+    headers = {"Webhook-Id": "x_1", "WEBHOOK-TIMESTAMP": str(now)}
+    assert verify(SECRET, headers | {"webhook-signature": f"{other} {right}"}, body) == "x_1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"webhook-id": "x_2"},
+        {"webhook-timestamp": str(int(time.time()) + 1)},
+        {"webhook-timestamp": "soon"},
+        {"webhook-signature": "v1,AAAA"},
+        {"webhook-signature": ""},
+        {"webhook-signature": "v1,\udc80"},
+    ],
+)
+def test_a_callback_that_was_changed_is_refused(change: dict[str, str]) -> None:
+    """Neither the id nor the time nor the signature can be another."""
+    now, body = int(time.time()), b"{}"
+    headers = {"webhook-id": "x_1", "webhook-timestamp": str(now)}
+    headers["webhook-signature"] = sign(key_of(SECRET), "x_1", now, body)
+    assert verify(SECRET, headers, body)
+    with pytest.raises(BadSignature):
+        verify(SECRET, headers | change, body)
+
+
+def test_a_callback_with_another_body_or_too_old_is_refused() -> None:
+    """What was signed once cannot be used for something else, or much later."""
+    for at, signed, came in ((0, b"{}", b"[]"), (-400, b"{}", b"{}"), (400, b"{}", b"{}")):
+        when = int(time.time()) + at
+        headers = {"webhook-id": "x", "webhook-timestamp": str(when)}
+        headers["webhook-signature"] = sign(key_of(SECRET), "x", when, signed)
+        with pytest.raises(BadSignature):
+            verify(SECRET, headers, came)
+    with pytest.raises(BadSignature, match="missing"):
+        verify(SECRET, {}, b"{}")
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_AAAA", "whsec_!", SECRET[6:]])
+def test_a_secret_must_be_one(secret: str) -> None:
+    """An empty or mistyped secret is an error, not an open door."""
+    with pytest.raises(UsageError, match="must be whsec_ and 24 to 64 bytes"):
+        verify(secret, {}, b"")
+
+
+# --------------------------------------------------------------------------- the example
+async def test_the_example_receiver_takes_what_is_genuine(
+    database: Database, tmp_path: Path
+) -> None:
+    """examples/callback_receiver.py verifies and notes each callback once, with no library."""
+    environment = dict(os.environ, TUGLINE_CALLBACK_SECRET=SECRET)
+    process = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-u", str(EXAMPLE), "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    try:
+        assert process.stdout is not None
+        url = (await asyncio.to_thread(process.stdout.readline)).split()[-1]
+        async with _deliveries(database):
+            await _tell(database, "t", url, samples=2)
+            await _until(database, DeliveryState.DELIVERED, 3)
+            await database.write(partial(_again, url=url))
+            await _until(database, DeliveryState.DELIVERED, 3)
+        lines = [await asyncio.to_thread(process.stdout.readline) for _ in range(3)]
+        assert sorted(line.split()[0] for line in lines) == [
+            "session.result",
+            "session.result",
+            "task.released",
+        ]
+        async with Deliveries(database, key_of(new_secret()), patience=SOON):
+            await _tell(database, "u", url)
+            dead = await _until(database, DeliveryState.DEAD, 2)
+        assert {one.error for one in dead} == {"answered 401"}
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def _again(tx: Tx, url: str) -> None:
+    for delivery in outbox.page(tx, state=None, after=0, limit=10):
+        if delivery.url == url:
+            outbox.again(tx, delivery.id, time.time())

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tugline.errors import Invalid
+from tugline.protocol import Event, EventKind, Results
+from tugline.server.blobs import LocalBlobs, sweep
+from tugline.server.database import consumers, events, groups, results, sessions, tasks
+from tugline.server.database.base import Tx
+from tugline.server.database.database import Database
+from tugline.server.database.groups import End
+from tugline.types import Boundary, Failure, Part, Status, Task
+
+
+def a_task(name: str, samples: int = 2) -> Task:
+    """A task of which nothing matters but its name and its size."""
+    parts = {"harness": Part("shell"), "evaluator": Part("tests")}
+    return Task(id=name, instruction="Mend it", samples=samples, **parts)
+
+
+def _submit(tx: Tx, batch: list[Task]) -> None:
+    tasks.submit(tx, [tasks.pack(task) for task in batch], time.time())
+
+
+def _finish(tx: Tx, session: str, reward: float | None, blob: str = "") -> None:
+    failure = None if reward is not None else Failure(Boundary.RUNTIME, "no disk")
+    status = Status.COMPLETED if failure is None else Status.FAILED
+    end = End(status, failure=failure, reward=reward, sampled=7, digest=session, blob=blob)
+    groups.finish(tx, sessions.get(tx, session), end, time.time())
+
+
+async def _done(database: Database, *batch: Task) -> None:
+    """Submit these and finish all their samples, the last ones first."""
+    await database.write(partial(_submit, batch=list(batch)))
+    for task in batch:
+        for n in reversed(range(task.samples)):
+            await database.write(partial(_finish, session=f"{task.id}-{n}", reward=n / 4))
+
+
+def _ids(found: Results) -> list[str]:
+    return [item.session for item in found.items]
+
+
+async def test_results_are_read_in_the_order_of_their_commits(database: Database) -> None:
+    """Each page begins after the cursor of the one before, until there is nothing more."""
+    await _done(database, a_task("a", 3), a_task("b", 2))
+    seen, cursor = [], 0
+    while (found := await database.read(lambda tx: results.page(tx, cursor, 2))).items:  # noqa: B023
+        assert found.cursor == found.items[-1].position
+        assert len(found.items) <= 2
+        seen += _ids(found)
+        cursor = found.cursor
+    assert seen == ["a-2", "a-1", "a-0", "b-1", "b-0"]
+    assert found.cursor == cursor, "the cursor stays where there is nothing new"
+
+
+async def test_results_of_some_tasks(database: Database) -> None:
+    """A filter names tasks; one that names none finds none."""
+    await _done(database, a_task("a", 1), a_task("b", 2), a_task("c", 1))
+    chosen = await database.read(lambda tx: results.page(tx, 0, 10, ["a", "c"]))
+    assert _ids(chosen) == ["a-0", "c-0"]
+    later = await database.read(lambda tx: results.page(tx, chosen.cursor, 10, ["b"]))
+    assert _ids(later) == []
+    assert _ids(await database.read(lambda tx: results.page(tx, 0, 10, []))) == []
+    groups_of = await database.read(lambda tx: results.groups(tx, 0, 10, ["b", "x"]))
+    assert _ids(groups_of) == ["b-0", "b-1"]
+
+
+async def test_one_result(database: Database) -> None:
+    """What is listed of a result is what was kept; where there is none, that is said."""
+    await database.write(partial(_submit, batch=[a_task("a")]))
+    await database.write(partial(_finish, session="a-0", reward=0.5, blob="a-0.1.x"))
+    view = await database.read(partial(results.one, session="a-0"))
+    assert view is not None
+    assert (view.session, view.reward, view.sampled) == ("a-0", 0.5, 7)
+    assert await database.read(partial(results.at, position=view.position)) == view
+    assert await database.read(partial(results.digest_of, session="a-0")) == "a-0"
+    assert await database.read(partial(results.blob_of, session="a-0")) == "a-0.1.x"
+    for op in (results.one, results.digest_of, results.blob_of):
+        assert await database.read(partial(op, session="a-1")) is None
+    assert await database.read(partial(results.at, position=0)) is None
+
+
+async def test_groups_are_whole_and_in_order_of_release(database: Database) -> None:
+    """A group comes when all its samples are over; those without use are named."""
+    await database.write(partial(_submit, batch=[a_task("a"), a_task("b"), a_task("c")]))
+    rewards = {"a-1": 1.0, "b-0": None, "c-1": 0.5, "b-1": 0.0, "a-0": 0.0}
+    for session, reward in rewards.items():
+        await database.write(partial(_finish, session=session, reward=reward))
+    found = await database.read(lambda tx: results.groups(tx, 0, 100))
+    assert _ids(found) == ["b-0", "b-1", "a-0", "a-1"]
+    assert [(group.id, group.missing) for group in found.groups] == [("b", (0,)), ("a", ())]
+    assert found.cursor == found.groups[-1].released
+    await database.write(partial(_finish, session="c-0", reward=0.0))
+    rest = await database.read(lambda tx: results.groups(tx, found.cursor, 100))
+    assert _ids(rest) == ["c-0", "c-1"]
+    nothing = await database.read(lambda tx: results.groups(tx, rest.cursor, 100))
+    assert nothing == Results(items=(), groups=(), cursor=rest.cursor)
+
+
+async def test_a_page_of_groups_is_bounded_by_its_results(database: Database) -> None:
+    """As many whole groups as fit, and one in any case."""
+    await _done(database, a_task("a", 4), a_task("b", 2), a_task("c", 2), a_task("d", 2))
+    pages, cursor = [], 0
+    while (found := await database.read(lambda tx: results.groups(tx, cursor, 3))).items:  # noqa: B023
+        pages.append([group.id for group in found.groups])
+        cursor = found.cursor
+    assert pages == [["a"], ["b"], ["c"], ["d"]]
+    found = await database.read(lambda tx: results.groups(tx, 0, 6))
+    assert [group.id for group in found.groups] == ["a", "b"]
+
+
+async def test_a_consumer_goes_on_where_it_acknowledged(database: Database) -> None:
+    """An older cursor changes nothing, one from the future is refused."""
+    await _done(database, a_task("a", 3))
+    latest = await database.read(events.latest)
+    assert await database.read(partial(consumers.acked, name="grpo")) == 0
+    for cursor, kept in ((2, 2), (4, 4), (3, 4), (latest, latest), (0, latest)):
+        ack = partial(consumers.ack, name="grpo", cursor=cursor, now=time.time())
+        assert (await database.write(ack)).acked == kept
+        assert await database.read(partial(consumers.acked, name="grpo")) == kept
+    for wrong in (-1, latest + 1):
+        with pytest.raises(Invalid, match=f"cursor is {wrong}, the latest position is {latest}"):
+            await database.write(partial(consumers.ack, name="grpo", cursor=wrong, now=0.0))
+    await database.write(partial(consumers.ack, name="eval", cursor=1, now=time.time()))
+    known = await database.read(consumers.all)
+    assert [(one.name, one.acked) for one in known] == [("eval", 1), ("grpo", latest)]
+
+
+async def test_events_tell_what_happened_in_order(database: Database) -> None:
+    """Every result and release has an event at its own position, of its task and of all."""
+    await _done(database, a_task("a", 2), a_task("b", 1))
+    found: list[Event] = await database.read(lambda tx: events.page(tx, 0, 100))
+    assert [event.position for event in found] == list(range(1, len(found) + 1))
+    ends = [(event.kind, event.task) for event in found if event.kind is not EventKind.ACCEPTED]
+    over = [(EventKind.RESULT, "a")] * 2 + [(EventKind.RELEASED, "a")]
+    assert ends == [*over, (EventKind.RESULT, "b"), (EventKind.RELEASED, "b")]
+    of_b = await database.read(lambda tx: events.page(tx, 0, 100, "b"))
+    assert of_b == [event for event in found if event.task == "b"]
+    last = await database.read(lambda tx: events.page(tx, 2, 3))
+    assert last == found[2:5]
+    result = next(event for event in found if event.session == "a-1")
+    assert result.detail.items() >= {"status": "completed", "sample": 1, "reward": 0.25}.items()
+    items = (await database.read(lambda tx: results.page(tx, 0, 100))).items
+    assert [item.position for item in items] == [
+        event.position for event in found if event.kind is EventKind.RESULT
+    ]
+
+
+async def test_old_events_are_forgotten_and_results_stay(database: Database) -> None:
+    """Trimming takes only what is old; positions go on from where they were."""
+    await _done(database, a_task("a", 2))
+    latest = await database.read(events.latest)
+    assert await database.write(partial(events.trim, before=time.time() - 60)) == 0
+    assert await database.write(partial(events.trim, before=time.time() + 60)) == latest
+    assert await database.read(lambda tx: events.page(tx, 0, 100)) == []
+    assert len((await database.read(lambda tx: results.page(tx, 0, 100))).items) == 2
+    joined = await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
+    assert joined == latest + 1
+
+
+async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Path) -> None:
+    """What a crash left behind goes, also what a lost lease had put for the same session."""
+    await database.write(partial(_submit, batch=[a_task("a.b")]))
+    await database.write(partial(_finish, session="a.b-0", reward=1.0, blob="a.b-0.2.new"))
+    blobs = LocalBlobs(tmp_path / "blobs")
+    for name in ("a.b-0.2.new", "a.b-0.1.old", "a.b-1.1.never", "gone-0.1.x"):
+        await blobs.put(name, b"x")
+    assert await sweep(blobs, database) == 0, "they may be about to get their row"
+    assert await sweep(blobs, database, older_s=-60.0) == 3
+    assert {name async for names in blobs.older(time.time() + 60) for name in names} == {
+        "a.b-0.2.new"
+    }
+
+
+async def test_pages_use_their_index(database: Database) -> None:
+    """Neither a page nor a filter looks at more rows than it gives back."""
+    if database.name != "sqlite":
+        pytest.skip("PostgreSQL plans by statistics, an empty table tells nothing")
+    asked = {
+        "SELECT view FROM results WHERE position > 1 ORDER BY position LIMIT 9": "INDEX",
+        "SELECT view FROM results WHERE position > 1 AND task IN ('a', 'b')"
+        " ORDER BY position LIMIT 9": "results_of_task (task=? AND position>?)",
+        "SELECT id FROM tasks WHERE released > 1 ORDER BY released LIMIT 9": "tasks_released",
+        "SELECT id FROM outbox WHERE state = 'pending' AND host = 'h' AND next_try <= 1"
+        " ORDER BY next_try LIMIT 4": "outbox_due (host=? AND next_try<?)",
+        "SELECT MIN(host) FROM outbox WHERE state = 'pending' AND host > 'h'": "outbox_due (host>?",
+    }
+    for sql, index in asked.items():
+        rows = await database.read(lambda tx: tx.all(f"EXPLAIN QUERY PLAN {sql}"))  # noqa: B023
+        plan = " ".join(row[-1] for row in rows)
+        assert "SEARCH" in plan, plan
+        assert index in plan, plan
