@@ -18,6 +18,7 @@ import msgspec
 
 from tugline.errors import UsageError
 from tugline.server.api.auth import Tokens
+from tugline.signing import key_of, new_secret
 
 SERVER = "server.json"
 TOKENS = "tokens.json"
@@ -68,11 +69,11 @@ def tokens(folder: Path) -> Tokens:
 
 
 def callback_secret(folder: Path) -> bytes:
-    """What callbacks are signed with: one line of text, made when there is none."""
+    """The key that callbacks are signed with; the file has the secret as receivers want it."""
     path = folder / CALLBACKS
     if not path.exists():
-        _write(path, secrets.token_urlsafe(_BYTES).encode() + b"\n", 0o600)
-    return path.read_bytes().strip()
+        _write(path, new_secret().encode() + b"\n", 0o600)
+    return key_of(path.read_text(encoding="utf-8").strip())
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
