@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from rig import RENDERING, Play, says
 from tugline.gateway.app import Gateway
 from tugline.gateway.engines.embedded import Embedded
@@ -48,6 +50,20 @@ def task(name: str, script: str = CALL, *, samples: int = 1, tenant: str = "defa
         samples=samples,
         tenant=tenant,
     )
+
+
+Values = dict[tuple[str, ...], float]
+
+
+def read(page: bytes) -> dict[str, Values]:
+    """Samples by name and by the values of their labels, which are in order of their names."""
+    found: dict[str, Values] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[
+                tuple(value for _, value in sorted(sample.labels.items()))
+            ] = sample.value
+    return found
 
 
 async def until(is_so: Callable[[], bool]) -> None:

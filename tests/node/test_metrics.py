@@ -7,22 +7,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from observed import CALL, observed, task, until
+from observed import CALL, observed, read, task, until
 from tugline.node.metrics import Busy
 from tugline.serving import serve
-
-Values = dict[tuple[str, ...], float]
-
-
-def read(page: bytes) -> dict[str, Values]:
-    """Samples by name, then by the values of their labels; the text must be well-formed."""
-    found: dict[str, Values] = {}
-    for family in text_string_to_metric_families(page.decode()):
-        for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
-    return found
 
 
 async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
