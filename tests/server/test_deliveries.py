@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tugline.errors import BadSignature, Missing, UsageError
+from tugline.errors import BadSignature, Invalid, Missing, UsageError
 from tugline.protocol import Delivery, DeliveryState, EventKind, Notice
 from tugline.server.database import events, groups, outbox, sessions, tasks
 from tugline.server.database.base import Tx
@@ -78,11 +78,14 @@ async def receiver() -> AsyncIterator[Receiver]:
         yield receiver
 
 
-def _finished(tx: Tx, name: str, url: str, samples: int) -> None:
-    now, callback = time.time(), Callback(url)
+def _task(name: str, url: str, samples: int) -> Task:
     parts = {"harness": Part("shell"), "evaluator": Part("tests")}
-    task = Task(id=name, instruction="Mend it", samples=samples, callback=callback, **parts)
-    tasks.submit(tx, [tasks.pack(task)], now)
+    return Task(id=name, instruction="Mend it", samples=samples, callback=Callback(url), **parts)
+
+
+def _finished(tx: Tx, name: str, url: str, samples: int) -> None:
+    now = time.time()
+    tasks.submit(tx, [tasks.pack(_task(name, url, samples))], now)
     for n in range(samples):
         end = End(Status.COMPLETED, reward=float(n))
         groups.finish(tx, sessions.get(tx, f"{name}-{n}"), end, now)
@@ -238,12 +241,15 @@ async def test_an_endless_answer_is_not_read(database: Database, receiver: Recei
 
 
 async def test_only_allowed_hosts_are_sent_to(database: Database, receiver: Receiver) -> None:
-    """A callback to a host that is not listed is dead at once, and nothing is sent."""
+    """A host that is not listed is refused in a task; what is in the outbox already is dead."""
     hosts = frozenset({"trainer.example"})
-    async with Deliveries(database, key_of(SECRET), hosts=hosts, patience=SOON):
+    async with Deliveries(database, key_of(SECRET), hosts=hosts, patience=SOON) as deliveries:
+        with pytest.raises(Invalid, match=r"callback.url is .*must go to one of: trainer.example"):
+            deliveries.check(_task("t", receiver.url, 1))
+        deliveries.check(_task("t", "https://trainer.example:8443/x", 1))
         await _tell(database, "t", receiver.url)
         dead = await _until(database, DeliveryState.DEAD, 2)
-    assert {one.error for one in dead} == {"this host is not among callback_hosts"}
+    assert {one.error for one in dead} == {"its host is not among callback_hosts"}
     assert receiver.got == []
 
 

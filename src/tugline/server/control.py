@@ -135,8 +135,12 @@ class ControlPlane:
 
         Raises `Invalid` and `Conflict`, with a field such as ``3.limits.agent_s``.
         """
-        packed = await intake.packed(batch, self._check)
+        packed = await intake.packed(batch, self._checked)
         return await self.database.write(partial(tasks.submit, batch=packed, now=time.time()))
+
+    def _checked(self, task: Task) -> None:
+        self._check(task)
+        self._deliveries.check(task)
 
     async def task(self, task: str) -> TaskView:
         """A task as it stands. Raises `Missing`."""

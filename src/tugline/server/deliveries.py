@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 
 from tugline import log
-from tugline.errors import Missing, StoreError
+from tugline.errors import Invalid, Missing, StoreError
 from tugline.protocol import Delivery, EventKind, Notice
 from tugline.server.database import outbox, results
 from tugline.server.database.base import Tx
@@ -32,6 +32,7 @@ from tugline.server.database.database import Database
 from tugline.server.database.tasks import view as view_of
 from tugline.server.hub import Bell
 from tugline.signing import sign
+from tugline.types import Task
 
 LOOK_S = 30.0
 """The outbox is looked through that often even if nobody says that there is something new."""
@@ -112,6 +113,13 @@ class Deliveries:
         await asyncio.wait(tasks)
         await self._client.close()
 
+    def check(self, task: Task) -> None:
+        """Raises `Invalid` for a task whose callback would never be sent."""
+        if task.callback is not None and not may_send(task.callback.url, self._hosts):
+            known = ", ".join(sorted(self._hosts or ()))
+            msg = f"callback.url is {task.callback.url!r}, must go to one of: {known}"
+            raise Invalid(msg, field="callback.url")
+
     # ------------------------------------------------------------------ when
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -172,7 +180,7 @@ class Deliveries:
         """One try, which is over in `timeout_s`."""
         name, now = f"{self._name}_{delivery.id}", int(time.time())
         if not may_send(delivery.url, self._hosts):
-            return _Fate(delivery, "this host is not among callback_hosts", final=True)
+            return _Fate(delivery, "its host is not among callback_hosts", final=True)
         try:
             body = await self._database.read(partial(_body, delivery=delivery, name=name))
         except Missing as error:
