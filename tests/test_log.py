@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from msgspec.structs import replace
+
+from observed import observed, task
+from tugline import log
+
+AGENT = (
+    "import json, os, urllib.error, urllib.request as r\n"
+    "body = json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}).encode()\n"
+    "key = os.environ['OPENAI_API_KEY']\n"
+    "for key, body in (key, body), (key, b'{}'), ('wrong', body):\n"
+    "    head = {'authorization': 'Bearer ' + key}\n"
+    "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+    "    try:\n"
+    "        r.urlopen(r.Request(url, body, head)).read()\n"
+    "    except urllib.error.HTTPError:\n"
+    "        pass\n"
+)
+
+
+class Lines:
+    """A log file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every line so far."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Iterator[Lines]:
+    """What is logged from here on, as JSON."""
+    path = tmp_path / "log.jsonl"
+    log.configure(level="info", path=path)
+    yield Lines(path)
+    structlog.get_config()["logger_factory"]._file.close()
+    structlog.reset_defaults()
+    for handler in list(logging.getLogger().handlers):
+        if isinstance(handler, log._Others):
+            logging.getLogger().removeHandler(handler)
+
+
+async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: Path) -> None:
+    """Node, task, session and epoch stand in what the node, its rollout and the gateway say."""
+    async with observed(tmp_path) as rig:
+        await rig.run(replace(task("t", AGENT), files={}))
+    log.get("test").info("after")
+    found = lines.read()
+    after = found.pop()
+    assert after["event"] == "after"
+    assert not {"task", "session", "node"} & after.keys()
+    assert [line["event"] for line in found].count("refused") == 2, "the second opens nothing"
+    ours = [
+        line
+        for line in found
+        if line["event"] in {"refused", "evaluated again", "failed"}
+        and line.get("error") != "Unauthorized"
+    ]
+    assert [line["event"] for line in ours] == ["refused", "evaluated again", "failed"]
+    for line in ours:
+        named = (line["task"], line["session"], line["epoch"], line["node"])
+        assert named == ("t", "t-0", 1, "here"), line
+
+
+async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) -> None:
+    """What is started inside goes on with the ids; what comes later does not have them."""
+    say = log.get("test").info
+
+    async def task() -> None:
+        say("task")
+
+    with log.about(session="s"):
+        inside = asyncio.create_task(task())
+        await asyncio.to_thread(say, "thread")
+    await inside
+    say("outside")
+    found = {line["event"]: line.get("session") for line in lines.read()}
+    assert found == {"thread": "s", "task": "s", "outside": None}
+
+
+def test_what_libraries_log_is_in_the_same_form(lines: Lines) -> None:
+    """A library's warning, with its traceback, is a line of JSON too."""
+    try:
+        _divide()
+    except ZeroDivisionError:
+        logging.getLogger("other.part").warning("it %s", "broke", exc_info=True)
+    (line,) = lines.read()
+    assert (line["part"], line["level"], line["event"]) == ("other.part", "warning", "it broke")
+    assert "ZeroDivisionError" in line["exception"]
+
+
+def _divide() -> float:
+    return len(threading.enumerate()) / 0
