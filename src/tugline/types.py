@@ -97,18 +97,24 @@ class Part(msgspec.Struct, frozen=True):
     """A named plug-in (harness, runtime, evaluator or builder) with its options."""
 
     name: str
+    """Built in, an entry point of an installed package, or ``module:Class``."""
     options: dict[str, Any] = {}
+    """What it is made with; each part has its own."""
 
 
 class Limits(msgspec.Struct, frozen=True):
     """Budgets of one session. Times are seconds of that stage alone; None means no limit."""
 
     init_s: float = 60.0
+    """To make the runtime and start the harness, without its installation."""
     agent_s: float = 600.0
+    """For the agent to work."""
     eval_s: float = 120.0
+    """For the evaluator to judge."""
     max_turns: int | None = None
     """Model calls a session may make."""
     max_sampled_tokens: int | None = None
+    """Tokens a session may sample."""
     total_s: float | None = None
     """Seconds from INIT to the end of EVAL: a safety net, for which also waiting counts."""
     calls_s: float | None = None
@@ -119,13 +125,17 @@ class Sampling(msgspec.Struct, frozen=True):
     """How tokens are drawn. In a contract, None leaves the choice to the harness."""
 
     temperature: float | None = None
+    """0 is greedy, 1 the model's own distribution."""
     top_p: float | None = None
+    """1 is off."""
     top_k: int | None = None
     """0 is off."""
     max_tokens: int | None = None
+    """Tokens that one answer may have."""
     seed: int | None = None
     """Seed of a session: each of its calls derives its own from this and its number."""
     stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
 
 
 class Policy(StrEnum):
@@ -160,6 +170,7 @@ class Group(msgspec.Struct, frozen=True):
     max_staleness: int | None = None
     """How many weight versions a session may fall behind the one it started with."""
     on_stale: Stale = Stale.MARK
+    """What happens to one that falls further behind."""
 
 
 class Callback(msgspec.Struct, frozen=True):
@@ -173,25 +184,37 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One problem, to be attempted `samples` times (the GRPO group)."""
 
     id: str
+    """Chosen by who submits; the same task submitted again is the same task."""
     instruction: str
+    """What the agent is told to do."""
     harness: Part
+    """The agent program."""
     evaluator: Part
+    """Who judges what it did."""
     runtime: Part = Part("local")
+    """The place where it runs."""
     builder: Part = Part("prefix_merging")
+    """How its model calls become traces."""
     files: dict[str, str] = {}
     """Initial workspace: relative POSIX path to text."""
     samples: int = 1
+    """Sessions, each an attempt of its own."""
     limits: Limits = Limits()
+    """Budgets of each session."""
     sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0)
     """The sampling contract; a field that is None leaves the choice to the harness."""
     sampling_policy: Policy = Policy.ENFORCE
+    """What happens when the harness asks for other sampling."""
     tenant: str = "default"
     """Who pays: tenants share the nodes by their weights."""
     priority: int = 0
     """-10 to 10: each step puts a task one minute further ahead in its tenant's line."""
     group: Group = Group()
+    """When the samples together are enough, and what becomes of the rest."""
     callback: Callback | None = None
+    """Where to tell of results; without it they are read from the server."""
     tags: dict[str, str] = {}
+    """For you: to find tasks by, and kept with their results."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
