@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
@@ -17,8 +18,10 @@ import pytest
 
 from tugline.capture import segments
 from tugline.capture.folder import segments_in
+from tugline.cluster.server import STORE, control_plane
+from tugline.cluster.settings import ServerSettings
 from tugline.demo.metrics import Step
-from tugline.server.store import Store
+from tugline.protocol import ResultView
 from tugline.trainers.grpo import checkpoint
 from tugline.types import Reason, Status
 
@@ -131,10 +134,9 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
     assert told["sessions"] == sessions
     assert told["failed_sessions"] == 0
     assert results(folder).items() >= acknowledged.items()
-    with Store(folder / "sessions.db") as store:
-        assert store.counts()[Status.COMPLETED] == sessions
-        trained = [one for one in store.results() if one.task.startswith("step")]
-    assert sum(one.ledger.sampled for one in trained) == (
+    counts, trained = asyncio.run(committed(folder))
+    assert counts == {Status.COMPLETED: sessions}
+    assert sum(one.sampled for one in trained) == (
         told["ledger"]["sampled"] - told["ledger"]["dropped_by_reason"][Reason.HELD_OUT]
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -145,11 +147,19 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
     assert not [one for one in Path("/proc").glob("[0-9]*") if runs_in(one, folder)]
 
 
+async def committed(folder: Path) -> tuple[dict[str, int], list[ResultView]]:
+    """Sessions by status, and the results of those that were trained on."""
+    async with control_plane(ServerSettings(), folder) as control:
+        results = (await control.results(after=0, limit=1000)).items
+        counts = (await control.counts()).sessions
+    return counts, [one for one in results if one.task.startswith("step")]
+
+
 def results(folder: Path) -> dict[str, str]:
     """Every committed session and the digest of its result."""
-    if not (folder / "sessions.db").exists():
+    if not (folder / STORE).exists():
         return {}
-    with sqlite3.connect(folder / "sessions.db") as db:
+    with sqlite3.connect(folder / STORE) as db:
         tables = db.execute("SELECT name FROM sqlite_master WHERE name = 'results'").fetchall()
         rows = db.execute("SELECT session, digest FROM results").fetchall() if tables else []
     db.close()

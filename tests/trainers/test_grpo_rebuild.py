@@ -6,15 +6,15 @@ from pathlib import Path
 
 from tiny import rendering
 from tugline.capture.trajectories import read_folder
-from tugline.cluster.local import Local
+from tugline.cluster.engine import Reached
+from tugline.cluster.local import local
+from tugline.cluster.settings import Settings
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.gateway.app import Gateway
 from tugline.gateway.engines.embedded import Embedded
 from tugline.gateway.upstream import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.node.parts import Parts
-from tugline.server.store import Store
+from tugline.node.settings import NodeSettings
 from tugline.serving import serve
 from tugline.trainers.grpo.batch import Prepared, prepare
 from tugline.trainers.grpo.config import GrpoConfig
@@ -75,12 +75,11 @@ async def rolled_out(folder: Path) -> list[Trajectory]:
         )
         for name in ("prefix_merging", "tree")
     ]
-    with Store(folder / "sessions.db") as store:
-        async with (
-            serve(create_app(engine, model_name="m")) as url,
-            Gateway(Upstream(url, Embedded()), RENDERING, folder / "segments") as gateway,
-        ):
-            return await Local(store, gateway, Parts(), folder / "work", slots=2).run(tasks)
+    told = Settings(node=NodeSettings(slots=2))
+    async with serve(create_app(engine, model_name="m")) as url:
+        reached = Reached((url,), Upstream(url, Embedded()), RENDERING)
+        async with local(told, folder, reached) as cluster:
+            return await cluster.run(tasks)
 
 
 def rebuilt(folder: Path, out: Path, part: Part | None) -> list[Trajectory]:
