@@ -16,14 +16,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tugline.errors import BadSignature, Invalid, Missing, UsageError
+from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryState, EventKind, Notice
 from tugline.server.database import events, groups, outbox, sessions, tasks
 from tugline.server.database.base import Tx
 from tugline.server.database.database import Database
 from tugline.server.database.groups import End
 from tugline.server.deliveries import Deliveries, Patience, may_send
-from tugline.signing import key_of, new_secret, sign, verify
+from tugline.signing import key_of, new_secret, verify
 from tugline.types import Callback, Part, Status, Task
 
 SECRET = new_secret()
@@ -117,7 +117,7 @@ def _deliveries(database: Database, patience: Patience = SOON) -> Deliveries:
 async def test_results_and_releases_are_told(database: Database, receiver: Receiver) -> None:
     """A callback for each result and one for the group, signed, each with an id of its own."""
     async with _deliveries(database):
-        await _tell(database, "t", receiver.url, samples=2)
+        await _tell(database, "t", receiver.url.replace("127.0.0.1", "localhost"), samples=2)
         sent = await _until(database, DeliveryState.DELIVERED, 3)
     notices = {}
     for headers, body in receiver.got:
@@ -285,64 +285,6 @@ async def test_what_was_delivered_is_forgotten_with_its_event(
     await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
     assert await database.write(outbox.trim) == 3
     assert [one.state for one in await _all(database)] == [DeliveryState.DEAD]
-
-
-# --------------------------------------------------------------------------- signatures
-def test_a_signature_is_that_of_the_standard() -> None:
-    """The example that the Standard Webhooks libraries are tested with."""
-    key = key_of("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
-    body = b'{"test": 2432232314}'
-    signature = sign(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body)
-    assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
-
-
-def test_a_genuine_callback_is_known_by_its_id() -> None:
-    """Header names in any case, several signatures while a secret is being replaced."""
-    now, body = int(time.time()), b"{}"
-    right = sign(key_of(SECRET), "x_1", now, body)
-    other = sign(key_of(new_secret()), "x_1", now, body)
-    headers = {"Webhook-Id": "x_1", "WEBHOOK-TIMESTAMP": str(now)}
-    assert verify(SECRET, headers | {"webhook-signature": f"{other} {right}"}, body) == "x_1"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"webhook-id": "x_2"},
-        {"webhook-timestamp": str(int(time.time()) + 1)},
-        {"webhook-timestamp": "soon"},
-        {"webhook-signature": "v1,AAAA"},
-        {"webhook-signature": ""},
-        {"webhook-signature": "v1,\udc80"},
-    ],
-)
-def test_a_callback_that_was_changed_is_refused(change: dict[str, str]) -> None:
-    """Neither the id nor the time nor the signature can be another."""
-    now, body = int(time.time()), b"{}"
-    headers = {"webhook-id": "x_1", "webhook-timestamp": str(now)}
-    headers["webhook-signature"] = sign(key_of(SECRET), "x_1", now, body)
-    assert verify(SECRET, headers, body)
-    with pytest.raises(BadSignature):
-        verify(SECRET, headers | change, body)
-
-
-def test_a_callback_with_another_body_or_too_old_is_refused() -> None:
-    """What was signed once cannot be used for something else, or much later."""
-    for at, signed, came in ((0, b"{}", b"[]"), (-400, b"{}", b"{}"), (400, b"{}", b"{}")):
-        when = int(time.time()) + at
-        headers = {"webhook-id": "x", "webhook-timestamp": str(when)}
-        headers["webhook-signature"] = sign(key_of(SECRET), "x", when, signed)
-        with pytest.raises(BadSignature):
-            verify(SECRET, headers, came)
-    with pytest.raises(BadSignature, match="missing"):
-        verify(SECRET, {}, b"{}")
-
-
-@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_AAAA", "whsec_!", SECRET[6:]])
-def test_a_secret_must_be_one(secret: str) -> None:
-    """An empty or mistyped secret is an error, not an open door."""
-    with pytest.raises(UsageError, match="must be whsec_ and 24 to 64 bytes"):
-        verify(secret, {}, b"")
 
 
 # --------------------------------------------------------------------------- the example

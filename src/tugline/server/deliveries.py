@@ -15,13 +15,16 @@ import asyncio
 import email.utils
 import hashlib
 import random
+import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, Self
 
 import aiohttp
 import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from tugline import log
 from tugline.errors import Invalid, Missing, StoreError
@@ -52,7 +55,7 @@ class Patience(NamedTuple):
     """Before the second try; each further pause is twice as long, less a random part."""
     longest_s: float = 600.0
     timeout_s: float = 15.0
-    at_once: int = 4
+    at_once: int = 16
     """Callbacks to one host at the same time."""
 
     def pause(self, failures: int) -> float:
@@ -99,7 +102,7 @@ class Deliveries:
     async def __aenter__(self) -> Self:
         self._client = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=self._patience.timeout_s),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver()),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": "tugline", "Content-Type": "application/json"},
         )
@@ -198,6 +201,36 @@ class Deliveries:
             return _Fate(delivery, error_text, answered=False)
         except (aiohttp.ClientError, ValueError) as error:  # the latter for what is no URL
             return _Fate(delivery, str(error) or type(error).__name__, answered=False)
+
+
+class _Resolver(AbstractResolver):
+    """Looks names up in threads of its own, so a slow name server blocks nothing else."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Its addresses. Raises `OSError`."""
+        find = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, find)
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            ResolveResult(
+                hostname=host,
+                host=str(address[0]),
+                port=int(address[1]),
+                family=kind,
+                proto=proto,
+                flags=flags,
+            )
+            for kind, _, proto, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """Let the threads go."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def may_send(url: str, hosts: frozenset[str] | None) -> bool:

@@ -205,9 +205,11 @@ class Logs:
 
     async def _sweep_often(self) -> None:
         while True:
-            gone = await self.sweep()
-            if gone:
-                _log.info("old logs forgotten", sessions=gone)
+            try:
+                if gone := await self.sweep():
+                    _log.info("old logs forgotten", sessions=gone)
+            except OSError as error:
+                _log.warning("old logs cannot be forgotten", error=str(error))
             await asyncio.sleep(SWEEP_S)
 
 
