@@ -55,14 +55,14 @@ def submit(tx: Tx, batch: Sequence[Packed], now: float) -> list[Accepted]:
     """
     known = _digests(tx, [packed.task.id for packed in batch])
     fresh: dict[str, Packed] = {}
-    for packed in batch:
+    for n, packed in enumerate(batch):
         there = known.get(packed.task.id)
         if there is None:
             known[packed.task.id] = packed.digest
             fresh[packed.task.id] = packed
         elif there != packed.digest and _differs(tx, packed, fresh):
             msg = f"task {packed.task.id!r} was submitted before with other content; use another id"
-            raise Conflict(msg, field="id")
+            raise Conflict(msg, field=f"{n}.id")
     for tenant in sorted({packed.task.tenant for packed in fresh.values()}):
         tenants.activate(tx, tenant)
     if fresh:
