@@ -51,7 +51,9 @@ class Timers:
                         await bell.heard(None if due_s is None else loop.time() + due_s)
                         away = at is not None and time.time() > at + _ASLEEP_S
                     else:
-                        await self._database.write(lambda tx: self.expire(tx, time.time()))
+                        await self._database.write(
+                            lambda tx: expire(tx, time.time(), self._lease_s)
+                        )
                 except StoreError as error:
                     _log.warning("clocks stand still", error=str(error))
                     away = True
@@ -71,10 +73,11 @@ class Timers:
         stop = None if stop is None else stop + self._lease_s
         return min((at for at in (lease, group, stop) if at is not None), default=None)
 
-    def expire(self, tx: Tx, now: float) -> None:
-        """Do everything that is due by `now`."""
-        for node in nodes.late(tx, now):
-            leases.lose(tx, node, f"not heard of for {self._lease_s:g} s", now)
-        for task in groups.due(tx, now):
-            groups.close(tx, task, "deadline", now)
-        leases.overdue(tx, now - self._lease_s, now)
+
+def expire(tx: Tx, now: float, lease_s: float) -> None:
+    """Do everything that is due by `now`."""
+    for node in nodes.late(tx, now):
+        leases.lose(tx, node, f"not heard of for {lease_s:g} s", now)
+    for task in groups.due(tx, now):
+        groups.close(tx, task, "deadline", now)
+    leases.overdue(tx, now - lease_s, now)
