@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import zstandard
 
 from rig import Api, Program, Server, engine, fail, note
+from tugline.capture.trajectories import pack
 from tugline.protocol import Ask, Hello
-from tugline.types import Group, Ledger, Part, Reward, Status, Task, Trajectory, encode
+from tugline.types import Group, Ledger, Part, Reward, Status, Task, Trajectory
 
 SLOTS = 16
 BATCH = 1000
@@ -145,7 +145,7 @@ class Worker:
             ledger=Ledger(),
             reward=Reward(1.0),
         )
-        data = zstandard.ZstdCompressor().compress(encode(trajectory))
+        data = pack(trajectory)
         path = f"/v1/sessions/{session['id']}/result?epoch={session['epoch']}"
         await self._api.send("POST", path, data, "application/x-msgpack")
 

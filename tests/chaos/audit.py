@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import zstandard
-
 from chaos.fleet import Fleet
 from chaos.storm import Story, Strike
 from chaos.wire import Api, Book
 from tugline.capture import segments
 from tugline.capture.folder import segments_in
-from tugline.types import Trajectory, decode
+from tugline.capture.trajectories import unpack
+from tugline.types import Trajectory
 
 RECOVERY_S = 2.0
 REQUEUE_S = 1.0
@@ -50,14 +49,13 @@ def gather(fleet: Fleet) -> Evidence:
     """Read everything."""
     api = fleet.api()
     results = list(_results(api))
-    unpack = zstandard.ZstdDecompressor().decompress
     ran = (one["session"] for one in results if one["bytes"])
     bodies = {one: api.bytes("GET", f"/v1/sessions/{one}/trajectory") for one in ran}
     return Evidence(
         tasks=list(_pages(api, "/v1/tasks?", "tasks")),
         results=results,
         events=list(_listed(api, "/v1/events", "position")),
-        trajectories={one: decode(unpack(data), Trajectory) for one, data in bodies.items()},
+        trajectories={one: unpack(data) for one, data in bodies.items()},
         trained=Book.read(fleet.folder / "trained.jsonl"),
         delivered=Book.read(fleet.folder / "delivered.jsonl"),
         deliveries=list(_listed(api, "/v1/deliveries", "id")),

@@ -56,7 +56,7 @@ class Api:
     ) -> tuple[int, bytes]:
         """One try: status and body."""
         connection = http.client.HTTPConnection(self._address, timeout=timeout_s)
-        headers = {"authorization": f"Bearer {self._token}", "accept": "application/json"}
+        headers = {"authorization": f"Bearer {self._token}"}
         if body is not None:
             headers["content-type"] = "application/json"
         try:
