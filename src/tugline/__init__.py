@@ -1,1 +1,56 @@
-"""Reinforcement learning on real agent harnesses."""
+"""Reinforcement learning on real agent harnesses.
+
+Here is what programs need to submit tasks and to learn from what comes back. A name is loaded when
+it is first used, so `import tugline` takes no time.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is for the rest
+    from tugline.client.api import Client
+    from tugline.client.results import GroupResults, Result
+    from tugline.client.sync import SyncClient
+    from tugline.client.taskfiles import load_tasks
+    from tugline.errors import Conflict, Invalid, Missing, ServerError, TuglineError, UsageError
+    from tugline.types import (
+        Boundary,
+        Callback,
+        Failure,
+        Group,
+        Ledger,
+        Limits,
+        Part,
+        Policy,
+        Reward,
+        Sampling,
+        Stale,
+        Status,
+        Task,
+        Trace,
+        Trajectory,
+    )
+
+__all__ = [
+    "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
+    "Ledger", "Limits", "Missing", "Part", "Policy", "Result", "Reward", "Sampling", "ServerError",
+    "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError", "UsageError",
+    "load_tasks",
+]  # fmt: skip
+_HOMES = ("types", "errors", "client.api", "client.results", "client.sync", "client.taskfiles")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"tugline.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    msg = f"module 'tugline' has no attribute {name!r}"
+    raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return __all__
