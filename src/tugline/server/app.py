@@ -85,10 +85,8 @@ class Api:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a problem
             response = problems.answer(error)
-        seconds = time.perf_counter() - began
         if self._house.metrics is not None:
-            self._house.metrics.served(name, response.status_code, seconds)
-        _log.debug("served", route=name, status=response.status_code, seconds=round(seconds, 4))
+            self._house.metrics.served(name, response.status_code, time.perf_counter() - began)
         try:
             await response(request.scope, request.receive, send)
         except TuglineError as error:  # in the middle of a stream: it breaks off, unfinished

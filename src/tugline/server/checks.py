@@ -82,7 +82,7 @@ _TASK = tuple((bound, attrgetter(bound.field)) for bound in BOUNDS)
 _ID = re.compile(ID)
 _TENANT = re.compile(TENANT)
 _SESSION = re.compile(r"[A-Za-z0-9._-]{1,160}")
-_NAMED = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
+_NODE = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 # --------------------------------------------------------------------------- tasks
@@ -161,7 +161,7 @@ def _callback(url: str) -> None:
 # --------------------------------------------------------------------------- nodes and weights
 def check_hello(hello: Hello) -> None:
     """Raises `Invalid` for a node that cannot be taken in as it describes itself."""
-    _matches("name", hello.name, _NAMED, "1 to 128 of A-Z a-z 0-9 . _ : @ / -")
+    _matches("name", hello.name, _NODE, "1 to 100 of A-Z a-z 0-9 . _ -")
     _within(Bound("slots", 1, 100_000), hello.slots)
     _within(Bound("room", 1, 1_000_000), hello.room)
     _sized("gateway", hello.gateway, 0, 2048)

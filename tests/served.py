@@ -1,0 +1,111 @@
+"""A real control plane on SQLite behind a real socket, and short words to ask it with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import zstandard
+
+from tugline.protocol import Hello, Orders, Problem, Welcome
+from tugline.server.app import Api, Tokens
+from tugline.server.control import ControlPlane
+from tugline.types import Ledger, Reward, Status, Trajectory, encode
+
+TOKENS = Tokens(client="client-token", join="join-token", read="read-token")
+TASK = {"id": "t", "instruction": "do", "harness": {"name": "shell"}, "evaluator": {"name": "tests"}}
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body."""
+        return msgspec.json.decode(self.body)
+
+    @property
+    def problem(self) -> Problem:
+        """The body of an error, which must be one."""
+        assert self.headers["content-type"] == "application/problem+json"
+        return msgspec.json.decode(self.body, type=Problem)
+
+
+@dataclass
+class Served:
+    """A server and somebody who asks."""
+
+    url: str
+    app: Api
+    control: ControlPlane
+    http: aiohttp.ClientSession
+
+    def request(self, method: str, path: str, token: str | None = "client", **how: Any) -> Any:
+        """A request as a context manager; `token` is a role's name or a token itself."""
+        known = {name: getattr(TOKENS, name) for name in ("client", "join", "read")}
+        headers = dict(how.pop("headers", {}))
+        if token is not None:
+            headers["authorization"] = f"Bearer {known.get(token, token)}"
+        return self.http.request(method, self.url + path, headers=headers, **how)
+
+    async def ask(self, method: str, path: str, token: str | None = "client", **how: Any) -> Answer:
+        """A request and its whole answer."""
+        async with self.request(method, path, token, **how) as got:
+            headers = {name.lower(): value for name, value in got.headers.items()}
+            return Answer(got.status, headers, await got.read())
+
+    async def submit(self, **changes: Any) -> Any:
+        """A task, or what became of it."""
+        told = await self.ask("POST", "/v1/tasks", json={**TASK, **changes})
+        assert told.status in {200, 201}, told
+        return told.json
+
+    async def join(self, name: str = "n") -> Welcome:
+        """A new node."""
+        hello = msgspec.to_builtins(Hello(name=name, slots=8, room=8))
+        told = await self.ask("POST", "/v1/nodes", "join", json=hello)
+        assert told.status == 201, told
+        return msgspec.json.decode(told.body, type=Welcome)
+
+    async def lease(self, node: Welcome, room: int = 8, wait_s: float = 10.0) -> Orders:
+        """Work for a node, once there is some."""
+        how = {"room": room, "wait_s": wait_s}
+        told = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
+        assert told.status == 200, told
+        return msgspec.json.decode(told.body, type=Orders)
+
+    async def commit(self, node: Welcome, session: str, epoch: int, data: bytes) -> Answer:
+        """Hand in a result."""
+        path = f"/v1/sessions/{session}/result?epoch={epoch}"
+        return await self.ask("POST", path, node.token, data=data)
+
+    async def finish(self, **changes: Any) -> list[str]:
+        """Submit a task and commit all its sessions; gives their ids."""
+        (accepted,) = await self.submit(**changes)
+        node = await self.join()
+        work = (await self.lease(node, len(accepted["sessions"]))).work
+        for one in work:
+            data = result(one.session.id, one.task.id, one.session.sample)
+            told = await self.commit(node, one.session.id, one.session.epoch, data)
+            assert told.json == {"kept": "committed"}, told
+        return [one.session.id for one in work]
+
+
+def result(session: str, task: str, sample: int = 0, reward: float = 1.0) -> bytes:
+    """A trajectory as its node sends it."""
+    trajectory = Trajectory(
+        session=session,
+        task=task,
+        sample=sample,
+        status=Status.COMPLETED,
+        traces=(),
+        ledger=Ledger(),
+        reward=Reward(reward),
+    )
+    return zstandard.compress(encode(trajectory))
