@@ -48,7 +48,7 @@ _log = log.get("deliveries")
 
 
 class Patience(NamedTuple):
-    """How long a receiver is waited for; as it stands, a callback is given up after 4 hours."""
+    """How long a receiver is waited for; as it stands, a callback is given up after 3 hours."""
 
     tries: int = 32
     first_s: float = 1.0
