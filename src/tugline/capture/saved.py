@@ -55,7 +55,7 @@ class Saved:
         """Write the index by which a trainer loads them (`read_folder`); returns their folder."""
         folder = self._folder / TRAJECTORIES
         entries = tuple(self._entry(view) for view in self.views.values())
-        self._keep(folder / INDEX, msgspec.json.encode(Index(None, entries)))
+        self._keep(folder / INDEX, msgspec.json.encode(Index(builder=None, entries=entries)))
         return folder
 
     def _entry(self, view: ResultView) -> Entry:

@@ -13,12 +13,13 @@ from importlib.metadata import version
 
 import typer
 
+from tugline import log
 from tugline.cli.demo import INTERRUPTED
 from tugline.errors import TuglineError, UsageError
 
 COMMANDS = (
-    "bench", "demo", "doctor", "export", "harness", "node", "rebuild", "replay", "trace", "up",
-    "verify",
+    "bench", "demo", "doctor", "export", "harness", "node", "rebuild", "replay", "run", "top",
+    "trace", "up", "verify",
 )  # fmt: skip
 """Each is a function, or a group of commands, of the same name in the file of that name."""
 
@@ -62,6 +63,7 @@ def program(called: str) -> typer.Typer:
 
 def main() -> None:
     """Run a command; the entry point of the ``tugline`` program."""
+    log.configure()  # warnings to stderr: what a command prints is all that stdout has
     try:
         program(sys.argv[1] if len(sys.argv) > 1 else "")()
     except TuglineError as error:

@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def stopping(gently: Callable[[], None]) -> Iterator[None]:
+def stopping(gently: Callable[[], object]) -> Iterator[None]:
     """Call `gently` at the first SIGTERM or Ctrl-C, and cancel the current task at the next."""
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     asked = False
