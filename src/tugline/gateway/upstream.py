@@ -117,10 +117,14 @@ class Upstream:
         wire: EngineFormat,
         *,
         model: str | None = None,
+        card: ModelCard | None = None,
         idle_s: float = 300.0,
     ) -> None:
-        """`model` is a served name, the first if None; `idle_s` how long a reply may pause."""
-        self.name = model
+        """`model` is a served name, the first if None; `idle_s` how long a reply may pause.
+
+        Who has asked the engine already gives its `card`; it is not asked again then.
+        """
+        self.name, self._known = model, card
         self.replicas = [Replica(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.replicas:
             msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
@@ -152,6 +156,8 @@ class Upstream:
 
     async def model(self) -> ModelCard:
         """The first model that a replica serves. Raises `EngineError` if none answers."""
+        if self._known is not None:
+            return self._known
         fault: EngineError | None = None
         for replica in self.replicas:
             try:

@@ -13,7 +13,7 @@ from tugline import log
 from tugline.errors import UsageError
 from tugline.gateway.doctor.diagnosis import Report
 from tugline.gateway.doctor.probe import probe
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.upstream import ModelCard, Upstream
 from tugline.types import Mode
 
 _log = log.get("gateway.connect")
@@ -36,7 +36,8 @@ async def connect(
         _check_alike(reports[0], report)
     for report, wire in zip(reports, wires, strict=True):
         _log.info("engine", url=report.url, engine=wire.name, mode=wire.mode, model=report.model)
-    return Upstream(urls, wires[0], model=reports[0].model)
+    card = ModelCard(reports[0].model, reports[0].window)
+    return Upstream(urls, wires[0], model=card.id, card=card)
 
 
 def _check_alike(one: Report, other: Report) -> None:
