@@ -20,6 +20,7 @@ _TAKES = {
     "trajectories": ("--json", "--quick"),
     "builders": ("--json", "--sessions"),
     "server": ("--json", "--quick", "--store"),
+    "utilisation": ("--json", "--quick"),
 }
 """Every part, and the options that its program takes."""
 

@@ -83,8 +83,16 @@ class Engines:
 class Admission:
     """A gate before RUN. Without `look` it is always open."""
 
-    def __init__(self, look: Look | None = None, *, waiting: int = 8, kv: float = 0.95) -> None:
-        self._look, self._waiting, self._kv = look, waiting, kv
+    def __init__(
+        self,
+        look: Look | None = None,
+        *,
+        waiting: int = 8,
+        kv: float = 0.95,
+        every_s: float = LOOK_S,
+    ) -> None:
+        """Holds while more than `waiting` requests are queued or more than `kv` is in use."""
+        self._look, self._waiting, self._kv, self._every_s = look, waiting, kv, every_s
         self._lock = asyncio.Lock()
         self._looked = -math.inf
         self._left = 0.0
@@ -104,14 +112,14 @@ class Admission:
         try:
             async with self._lock:
                 while not await self._open(self._look):  # noqa: ASYNC110 - engines are asked
-                    await asyncio.sleep(max(0.0, self._looked + LOOK_S - time.monotonic()))
+                    await asyncio.sleep(max(0.0, self._looked + self._every_s - time.monotonic()))
                 self._left -= 1
         finally:
             self.held -= 1
             self.held_s += time.monotonic() - began
 
     async def _open(self, look: Look) -> bool:
-        if time.monotonic() - self._looked >= LOOK_S:
+        if time.monotonic() - self._looked >= self._every_s:
             self._left = self._fits(await look())
             self._looked = time.monotonic()
         return self._left >= 1

@@ -17,11 +17,13 @@ class NodeSettings(Config):
     inits: int | None = Field(default=None, ge=1)
     """Sessions that may be made ready at once; None: as many as `slots`."""
     ready_max: int | None = Field(default=None, ge=0)
-    """Warm sessions that may wait for a slot; None: as many as `slots`."""
+    """Sessions that may be made ready, or wait so, while all slots are taken; None: `slots`."""
     builds: int = Field(default=2, ge=1)
     """Trajectories that are built at once."""
     evals: int | None = Field(default=None, ge=1)
-    """Evaluations at once, and boxes opened ahead for them; None: as many as `slots`."""
+    """Evaluations at once; None: as many as `slots`."""
+    spares: int | None = Field(default=None, ge=0)
+    """Boxes opened for evaluations while their agents still run; None: one for each slot."""
     memory_floor_mb: int = Field(default=512, ge=0)
     """Nothing is made ready ahead while less memory than this is available."""
     engines: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ class NodeSettings(Config):
 
     @property
     def ahead(self) -> int:
-        """The most sessions in READY."""
+        """The most sessions in INIT and READY while all slots are taken."""
         return self.slots if self.ready_max is None else self.ready_max
 
     @property
@@ -61,6 +63,11 @@ class NodeSettings(Config):
         return self.evals or self.slots
 
     @property
+    def boxes(self) -> int:
+        """Boxes that may wait for evaluations at once."""
+        return self.slots if self.spares is None else self.spares
+
+    @property
     def room(self) -> int:
         """Sessions in all stages together: those that end may queue for their evaluation."""
-        return self.slots + self.at_once + self.ahead + 2 * self.judges + self.builds
+        return self.slots + self.ahead + 2 * self.judges + self.builds

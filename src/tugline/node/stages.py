@@ -105,7 +105,7 @@ class Stages:
             Status.BUILD: Pool(settings.builds),
             Status.EVAL: Pool(settings.judges),
         }
-        self.spares = asyncio.Semaphore(settings.judges)
+        self.spares = asyncio.Semaphore(settings.boxes)
         self.held = 0
         """Sessions in all stages."""
         self.early = 0
@@ -142,18 +142,13 @@ class Stages:
 
     @property
     def target(self) -> int:
-        """How many sessions should be in INIT and READY while all slots are taken."""
+        """How many sessions should be in INIT or READY while all slots are taken."""
         init, run = (self.times[stage].value for stage in (Status.INIT, Status.RUN))
         if init is None or not run:
             return min(1, self._settings.ahead)
-        # Arrivals at READY vary like a Poisson process does: two deviations make it last.
+        # Slots become free about as events of a Poisson process do: two deviations make it last.
         mean = self._settings.slots * init / run
-        in_init = min(mean, self._settings.at_once)
-        return min(math.ceil(in_init + 2 * math.sqrt(in_init)) + 1, self._most)
-
-    @property
-    def _most(self) -> int:
-        return self._settings.ahead + self._settings.at_once
+        return min(math.ceil(mean + 2 * math.sqrt(mean)) + 1, self._settings.ahead)
 
     def room(self) -> int:
         """How many more sessions could begin INIT at once."""
