@@ -45,29 +45,34 @@ async def events(
 async def log(
     http: Transport, session: str, *, tail: int | None, follow: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The log of a session, from its beginning or the last `tail` bytes; to its end if followed."""
+    """The log of a session, from its beginning or the last `tail` bytes; to its end if followed.
+
+    A stream also ends when its server goes down. So the end is where nothing more comes of a log
+    that was known to be complete before it was asked for.
+    """
     path, patience = f"/v1/sessions/{session}/log", Patience(http.deadline_s)
     offset: int | None = None if tail else 0
+    complete = not follow
     while True:
-        error = ServerError(f"{http.url} ended the log; it is going down")
-        query = {"offset": offset, "tail": tail if offset is None else None, "follow": follow}
+        error, more = ServerError(f"{http.url} ended the log; it is going down"), False
+        query = {"offset": offset, "tail": tail if offset is None else None, "follow": not complete}
         try:
             async with http.stream(path, "text/plain", query=query) as answer:
                 offset = int(answer.headers.get("tugline-offset", offset or 0))
                 async for piece in answer.content.iter_any():
                     yield piece
-                    offset += len(piece)
+                    offset, more = offset + len(piece), True
                     patience.renew()
+            if complete and not more:
+                return
+            complete = complete or await _is_over(http, session)
+            patience.renew()
         except BROKEN as broken:
             error = http.unreachable(broken)
         except ServerError as refused:
             if not is_passing(refused):
                 raise
             error = refused
-        else:
-            if not follow or await _is_over(http, session):
-                return
-            patience.renew()
         await patience.wait(error)
 
 
