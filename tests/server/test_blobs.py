@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -128,6 +129,14 @@ async def test_a_place_that_refuses_is_a_store_error(
         monkeypatch.setenv(name, value)
     with pytest.raises(StoreError, match=r"cannot write s3://nowhere/x/task-0\.1\.a: .*[^\n]$"):
         await open_blobs("s3://nowhere/x").put("task-0.1.a", b"x")
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its library, an object store says what to install."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "tugline.server.objects", raising=False)
+    with pytest.raises(UsageError, match=r"pip install 'tugline\[s3\]'"):
+        open_blobs("s3://bucket/prefix")
 
 
 def test_a_wrong_place_is_refused() -> None:

@@ -69,8 +69,10 @@ async def test_a_second_lease_goes_on_below(tmp_path: Path) -> None:
     await logs.append("t-0", 1, 0, b"one")
     first = await logs.read("t-0")
     assert await logs.append("t-0", 2, 0, b"two") == 3
-    assert await logs.read("t-0", offset=first.offset) == LogPart(b"\n[lease 2]\ntwo", 6, False)
-    assert await _all(logs, "t-0") == b"one\n[lease 2]\ntwo"
+    text = b"one\n[lease 2]\ntwo"
+    assert await logs.read("t-0", offset=first.offset) == LogPart(text[3:], len(text), ended=False)
+    assert (await logs.read("t-0", offset=5, limit=10)).data == text[5:15], "the line counts, too"
+    assert await _all(logs, "t-0") == text
 
 
 async def test_reading_from_the_end(tmp_path: Path) -> None:

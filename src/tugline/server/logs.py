@@ -3,7 +3,7 @@
 A log lies in pieces, files named by lease and by the offset at which they begin. The first piece
 and the newest ones stay; those between are dropped when a log has grown to its limit, and whoever
 reads over the gap is told how much is missing. Offsets count the bytes of the whole log, all
-leases of the session one after the other, and stay what they are when a piece is dropped.
+leases of the session one below the other, and stay what they are when a piece is dropped.
 
 Logs may be lost in a power cut: nothing is acknowledged but a length, and a node goes on from the
 length that it is told.
@@ -42,13 +42,17 @@ class LogPart(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    path: Path
+    source: Path | bytes
+    """Bytes of ours stand between two leases."""
     lease: int
-    own: int
-    """Where it begins in the log of its lease."""
     start: int
     """Where it begins in the log of the session."""
-    end: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins, unless it was dropped."""
+        return self.start + self.size
 
 
 class Logs:
@@ -145,11 +149,10 @@ class Logs:
 
     def _append(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         folder = self._of(session)
-        pieces = [piece for piece in _pieces(folder) if piece.lease == epoch]
-        length = pieces[-1].own + _size(pieces[-1]) if pieces else 0
+        names = [(path, path.stat().st_size) for path in _files(folder, f"{epoch:08}-*")]
+        length = _own(names[-1][0]) + names[-1][1] if names else 0
         if offset > length:
             return length
-        names = [(piece.path, _size(piece)) for piece in pieces]
         rest = memoryview(chunk)[length - offset :]
         room = max(self._limit // PIECES, 1)
         while rest:
@@ -173,15 +176,13 @@ class Logs:
         at = max(length + offset, 0) if offset < 0 else min(offset, length)
         parts: list[bytes] = []
         left = limit
-        for before, piece in zip([None, *pieces], pieces, strict=False):
+        for piece in pieces:
             if piece.end <= at or left <= 0:
                 continue
             if at < piece.start:
                 parts.append(b"\n[%d bytes left out]\n" % (piece.start - at))
                 at = piece.start
-            elif at == piece.start and before is not None and before.lease != piece.lease:
-                parts.append(b"\n[lease %d]\n" % piece.lease)
-            data = _bytes(piece.path, at - piece.start, left)
+            data = _bytes(piece.source, at - piece.start, left)
             parts.append(data)
             at, left = at + len(data), left - len(data)
         return b"".join(parts), at, at < length
@@ -191,7 +192,8 @@ class Logs:
         for folder in self._folder.glob("??/*"):
             with contextlib.suppress(FileNotFoundError):
                 stats = [path.stat() for path in folder.iterdir()]
-                newest = max((stat.st_mtime for stat in stats), default=0.0)
+                made = folder.stat().st_mtime
+                newest = max((stat.st_mtime for stat in stats), default=made)
                 found.append((newest, sum(stat.st_size for stat in stats), folder))
         total = sum(size for _, size, _ in found)
         gone = 0
@@ -213,29 +215,33 @@ class Logs:
             await asyncio.sleep(SWEEP_S)
 
 
-def _size(piece: _Piece) -> int:
-    return piece.end - piece.start
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern))
+
+
+def _own(path: Path) -> int:
+    """Where a piece begins in the log of its lease."""
+    return int(path.name.partition("-")[2])
 
 
 def _pieces(folder: Path) -> list[_Piece]:
-    """In order. The log of a lease begins where that of the one before has ended."""
-    try:
-        paths = sorted(folder.iterdir())
-    except FileNotFoundError:
-        return []
+    """In order. The log of a lease begins under a line where that of the one before has ended."""
     pieces: list[_Piece] = []
     base = 0
-    for path in paths:
-        lease, own = map(int, path.name.split("-"))
+    for path in _files(folder, "*-*"):
+        lease = int(path.name.partition("-")[0])
         if pieces and pieces[-1].lease != lease:
+            line = b"\n[lease %d]\n" % lease
+            pieces.append(_Piece(line, lease, pieces[-1].end, len(line)))
             base = pieces[-1].end
-        start = base + own
-        pieces.append(_Piece(path, lease, own, start, start + path.stat().st_size))
+        pieces.append(_Piece(path, lease, base + _own(path), path.stat().st_size))
     return pieces
 
 
-def _bytes(path: Path, offset: int, limit: int) -> bytes:
-    with path.open("rb") as file:
+def _bytes(source: Path | bytes, offset: int, limit: int) -> bytes:
+    if isinstance(source, bytes):
+        return source[offset : offset + limit]
+    with source.open("rb") as file:
         file.seek(offset)
         return file.read(limit)
 
