@@ -252,10 +252,10 @@ async def measure(size: int, say: Console) -> Report:
     report.add("prewarm", "busy", ours.busy, cold.busy)
     late = await told("without boxes ahead", on_node(Case(sessions=size, spare=False)))
     report.add("eval_prewarm", "seconds from agent to verdict", ours.judged_s, late.judged_s)
-    full = {"sessions": size, "slots": 2 * SLOTS, "fits": 48}
+    full = {"sessions": size, "slots": 2 * SLOTS, "fits": 56}
     held = await told("small KV, admission", on_node(Case(**full)))
     crowd = await told("small KV, all let in", on_node(Case(**full, admission=False)))
-    report.add("admission", "busy with useful work, KV for 48 of 104", held.busy, crowd.busy)
+    report.add("admission", "busy with useful work, KV for 56 of 104", held.busy, crowd.busy)
     batch = {"sessions": size // 2, "steps": 2}
     cut = await told("in steps, 12 of 16 are enough", in_steps(Case(**batch, enough=12)))
     waited = await told("in steps, all are waited for", in_steps(Case(**batch)))

@@ -10,10 +10,11 @@ still: the gate is open then, with a warning.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import aiohttp
@@ -98,20 +99,30 @@ class Admission:
         self._left = 0.0
         """Sessions that may still pass on the strength of the last look."""
         self._told = True
+        self.inside = 0
+        """Agents that were let in and run."""
         self.held = 0
         """Sessions that wait right now."""
         self.held_s = 0.0
         """How long sessions have waited in all."""
 
-    async def wait(self) -> None:
-        """Return when a new agent may start; the first that asks is the first to go."""
-        if self._look is None:
-            return
+    @contextlib.asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Enter when a new agent may start; the first that asks is the first to go."""
+        if self._look is not None:
+            await self._wait(self._look)
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    async def _wait(self, look: Look) -> None:
         began = time.monotonic()
         self.held += 1
         try:
             async with self._lock:
-                while not await self._open(self._look):  # noqa: ASYNC110 - engines are asked
+                while not await self._open(look):  # noqa: ASYNC110 - engines are asked
                     await asyncio.sleep(max(0.0, self._looked + self._every_s - time.monotonic()))
                 self._left -= 1
         finally:
@@ -132,7 +143,12 @@ class Admission:
             say("engines tell their load" if engines else "no engine tells its load; none is held")
         if not engines:
             return math.inf
-        open_ones = [one for one in engines if one.kv < self._kv and one.waiting <= self._waiting]
-        if any(not one.waiting for one in open_ones):
-            return math.inf
-        return sum(self._waiting - one.waiting + 1 for one in open_ones)
+        return sum(map(self._fits_in, engines))
+
+    def _fits_in(self, engine: Pressure) -> float:
+        if engine.kv >= self._kv or engine.waiting > self._waiting:
+            return 0
+        by_queue = self._waiting - engine.waiting + 1 if engine.waiting else math.inf
+        # Agents of this node may become more by the share by which the memory in use may grow.
+        by_kv = self.inside * (self._kv / engine.kv - 1) if engine.kv else math.inf
+        return max(1, min(by_queue, by_kv))

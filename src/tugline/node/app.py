@@ -191,14 +191,19 @@ class Node:
         poll = asyncio.ensure_future(self._link.answer(lambda: self._server.lease(node, ask())))
         try:
             while not poll.done() and not self._outdated(room):
-                changed = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({poll, changed}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                self._changed.clear()
+                await self._changed_or(poll)
             return poll.result() if poll.done() else None
         finally:
             poll.cancel()
             await asyncio.wait({poll})
+
+    async def _changed_or(self, poll: asyncio.Future[Orders]) -> None:
+        changed = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait({poll, changed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+        self._changed.clear()
 
     def _outdated(self, room: int) -> bool:
         """Whether an open question for so much room should be asked anew."""

@@ -12,7 +12,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,21 +64,14 @@ class Housekeeping:
         `kept` are the names of those whose results are in the journal.
         """
         self._sessions.mkdir(parents=True, exist_ok=True)
-        ended = 0
-        for name in known("runtime"):
-            try:
-                ended += parts.runtime(Part(name)).reap(self._sessions)
-            except UsageError as error:  # not to be had on this machine
-                _log.info("runtime not reaped", runtime=name, error=str(error))
-        orphans = [
-            folder
-            for folder in self._sessions.iterdir()
-            if folder.is_dir() and folder.name not in kept and not (folder / DONE).exists()
-        ]
-        for folder in orphans:
-            shutil.rmtree(folder, ignore_errors=True)
-        if ended or orphans:
-            _log.warning("reaped", programs=ended, folders=len(orphans))
+        # Committed ones have nothing that runs, and may be too many to be looked through.
+        left = [one for one in self._sessions.iterdir() if not (one / DONE).exists()]
+        ended = sum(_reap(parts, name, left) for name in known("runtime"))
+        for folder in left:
+            if folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+        if left:
+            _log.warning("reaped", programs=ended, folders=len(left))
         return ended
 
     async def run(self) -> None:
@@ -121,6 +114,14 @@ class Housekeeping:
                 stat = segment.stat()
                 found.append(_Item(stat.st_mtime, stat.st_size, segment))
         return found
+
+
+def _reap(parts: Parts, runtime: str, folders: Sequence[Path]) -> int:
+    try:
+        return sum(map(parts.runtime(Part(runtime)).reap, folders))
+    except UsageError as error:  # not to be had on this machine
+        _log.info("runtime not reaped", runtime=runtime, error=str(error))
+        return 0
 
 
 def _size(folder: Path) -> int:

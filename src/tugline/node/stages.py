@@ -202,9 +202,10 @@ class Led(Course):
 
     @contextlib.asynccontextmanager
     async def _placed(self, status: Status) -> AsyncIterator[None]:
-        async with self._stages.pools[status].place(self._turn):
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._stages.pools[status].place(self._turn))
             if status is Status.RUN:
-                await self._stages.admission.wait()
+                await stack.enter_async_context(self._stages.admission.admitted())
                 self.past(status)
                 self._stages.moved()
             began = time.monotonic()

@@ -71,7 +71,7 @@ class Local:
             # A file of that name which we did not write is an agent's, and none of our business.
             with contextlib.suppress(msgspec.DecodeError):
                 count += end(msgspec.json.decode(record.read_bytes(), type=Started), grace_s=0.0)
-                record.unlink()
+                record.unlink(missing_ok=True)
         return count
 
 

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.node import housekeeping as module
+from tugline.node.housekeeping import DONE, Housekeeping
+from tugline.node.journal import Journal
+from tugline.node.parts import Parts
+from tugline.node.settings import NodeSettings
+from tugline.node.stats import Stats
+from tugline.runtimes.local import Local
+from tugline.runtimes.processes import start_time
+
+KB = 1 << 10
+
+
+class Disk:
+    """Folders of sessions and segments, of given age and size."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.sessions, self.segments = folder / "sessions", folder / "segments"
+        self.sessions.mkdir()
+        self.segments.mkdir()
+        self.needed: set[str] = set()
+        self.stats = Stats()
+        told = NodeSettings(**{"disk_floor_gb": 0.0, **settings})
+        self.keeper = Housekeeping(
+            self.sessions, self.segments, told, self.stats, self.needed.__contains__
+        )
+
+    def session(self, name: str, *, age_s: float = 0.0, kb: int = 1, done: bool = True) -> None:
+        """One that was run, with its segment of 1 kB."""
+        folder = self.sessions / name / "agent"
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(bytes(kb * KB))
+        segment = self.segments / f"{name}.seg"
+        segment.write_bytes(bytes(KB))
+        then = time.time() - age_s
+        os.utime(segment, (then, then))
+        if done:
+            (self.sessions / name / DONE).touch()
+            os.utime(self.sessions / name / DONE, (then, then))
+
+    @property
+    def left(self) -> list[str]:
+        """What is still there."""
+        return sorted(path.name for path in (*self.sessions.iterdir(), *self.segments.iterdir()))
+
+
+def test_what_is_too_old_goes(tmp_path: Path) -> None:
+    """Folder and segment alike, but nothing that runs or waits for its commit."""
+    disk = Disk(tmp_path, keep_s=100)
+    disk.needed.add("live.1")
+    for name in ("old.1", "new.1", "live.1", "open.1"):
+        disk.session(name, age_s=0 if name == "new.1" else 1000, done=name != "open.1")
+    disk.keeper.sweep()
+    assert disk.left == ["live.1", "live.1.seg", "new.1", "new.1.seg", "open.1"]
+
+
+def test_the_oldest_go_when_it_is_too_much(tmp_path: Path) -> None:
+    """Until the rest is within the quota."""
+    disk = Disk(tmp_path, quota_gb=250 * KB / (1 << 30))
+    for number in range(4):
+        disk.session(f"s{number}.1", age_s=100 - number, kb=100)
+    disk.keeper.sweep()
+    assert disk.left == ["s2.1", "s2.1.seg", "s3.1", "s3.1.seg"]
+    assert disk.stats.disk_bytes == 202 * KB
+
+
+def test_a_full_disk_stops_new_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First what may go is gone; only then no work is taken, and until there is room again."""
+    disk = Disk(tmp_path, disk_floor_gb=1.0)
+    disk.session("a.1")
+    free = [0.5]
+    usage = lambda _path: type("Usage", (), {"free": free[0] * (1 << 30)})  # noqa: E731
+    monkeypatch.setattr(module.shutil, "disk_usage", usage)
+    disk.keeper.sweep()
+    assert disk.left == []
+    assert disk.stats.disk_low
+    free[0] = 2.0
+    disk.keeper.sweep()
+    assert not disk.stats.disk_low
+
+
+async def test_orphans_of_a_dead_node_are_ended(tmp_path: Path) -> None:
+    """Its programs die; folders go unless they are committed, or their result is in the journal."""
+    disk = Disk(tmp_path)
+    disk.session("done.1")
+    disk.session("journaled.1", done=False)
+    async with Local().open(disk.sessions / "orphan.1" / "agent") as box:
+        running = asyncio.create_task(
+            box.run(("sh", "-c", "sleep 300 & echo $!; wait"), env={}, timeout_s=60)
+        )
+        log = box.logs / "agent.log"
+        async with asyncio.timeout(10):
+            while not (log.exists() and log.read_text().strip()):  # noqa: ASYNC110 - a program's
+                await asyncio.sleep(0.01)
+        pid = int(log.read_text())
+        ended = await asyncio.to_thread(disk.keeper.reap, Parts(), ["journaled.1"])
+        assert ended >= 2
+        assert (await running).code != 0
+    assert start_time(pid) is None or _is_dead(pid)
+    assert not (disk.sessions / "orphan.1").exists()
+    assert (disk.sessions / "done.1").exists()
+    assert (disk.sessions / "journaled.1").exists()
+
+
+def _is_dead(pid: int) -> bool:
+    return " Z " in Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+
+
+async def test_a_journal_keeps_what_it_is_given(tmp_path: Path) -> None:
+    """Whole or not at all, by session and epoch, until it is done or refused."""
+    journal = Journal(tmp_path / "journal")
+    assert journal.left() == []
+    entry = await journal.keep("a.b-0", 3, b"data")
+    (tmp_path / "journal" / "torn.1.part").write_bytes(b"da")
+    again = Journal(tmp_path / "journal")
+    assert again.left() == [("a.b-0", 3)]
+    assert again.holds("a.b-0.3")
+    assert await again.read("a.b-0", 3) == entry
+    other = await again.keep("c", 1, b"x")
+    again.refused(other)
+    again.done(entry)
+    again.done(entry)
+    assert again.left() == []
+    assert (tmp_path / "journal" / "c.1.refused").read_bytes() == b"x"
+
+
+async def test_a_journal_that_cannot_be_written_is_no_reason_to_lose_a_result(
+    tmp_path: Path,
+) -> None:
+    """It is in memory still, and can be committed from there."""
+    (tmp_path / "journal").write_text("a file, where the folder should be")
+    entry = await Journal(tmp_path / "journal").keep("a", 1, b"data")
+    assert entry.data == b"data"
