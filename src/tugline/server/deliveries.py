@@ -74,10 +74,13 @@ class _Fate(NamedTuple):
     error: str = ""
     final: bool = False
     """Trying again cannot help."""
-    answered: bool = True
-    """The host is there, and not overloaded."""
     after_s: float = 0.0
     """It asked us to wait that long."""
+
+    @property
+    def settled(self) -> bool:
+        """It need not be tried again."""
+        return self.final or not self.error
 
 
 class Deliveries:
@@ -165,8 +168,8 @@ class Deliveries:
             while claimed := await self._claim(host):
                 fates = await asyncio.gather(*map(self._send, claimed))
                 await self._database.write(partial(_settle, fates, self._patience))
-                failures = 0 if any(fate.answered for fate in fates) else failures + 1
-                if failures:
+                failures = 0 if any(fate.settled for fate in fates) else failures + 1
+                if failures:  # a long list must not become a storm
                     _log.info("receiver fails", host=host, error=fates[0].error)
                     await asyncio.sleep(min(self._patience.pause(failures), REST_S))
         except StoreError as error:
@@ -197,10 +200,9 @@ class Deliveries:
             ) as answer:
                 return _judged(delivery, answer.status, answer.headers.get("Retry-After", ""))
         except TimeoutError:
-            error_text = f"no answer within {self._patience.timeout_s:g} s"
-            return _Fate(delivery, error_text, answered=False)
+            return _Fate(delivery, f"no answer within {self._patience.timeout_s:g} s")
         except (aiohttp.ClientError, ValueError) as error:  # the latter for what is no URL
-            return _Fate(delivery, str(error) or type(error).__name__, answered=False)
+            return _Fate(delivery, str(error) or type(error).__name__)
 
 
 class _Resolver(AbstractResolver):
@@ -262,8 +264,7 @@ def _judged(delivery: Delivery, status: int, retry_after: str) -> _Fate:
     error = f"answered {status}"
     if 300 <= status < 400:
         error += ", and redirects are not followed"
-    overloaded = status == 429 or status >= 500
-    return _Fate(delivery, error, answered=not overloaded, after_s=_seconds(retry_after))
+    return _Fate(delivery, error, after_s=_seconds(retry_after))
 
 
 def _seconds(retry_after: str) -> float:
