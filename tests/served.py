@@ -15,7 +15,12 @@ from tugline.server.control import ControlPlane
 from tugline.types import Ledger, Reward, Status, Trajectory, encode
 
 TOKENS = Tokens(client="client-token", join="join-token", read="read-token")
-TASK = {"id": "t", "instruction": "do", "harness": {"name": "shell"}, "evaluator": {"name": "tests"}}
+TASK = {
+    "id": "t",
+    "instruction": "do",
+    "harness": {"name": "shell"},
+    "evaluator": {"name": "tests"},
+}
 
 
 class Answer(NamedTuple):
@@ -46,17 +51,17 @@ class Served:
     control: ControlPlane
     http: aiohttp.ClientSession
 
-    def request(self, method: str, path: str, token: str | None = "client", **how: Any) -> Any:
-        """A request as a context manager; `token` is a role's name or a token itself."""
+    def request(self, method: str, path: str, key: str | None = "client", **how: Any) -> Any:
+        """A request as a context manager; `key` is a role's name or a token."""
         known = {name: getattr(TOKENS, name) for name in ("client", "join", "read")}
         headers = dict(how.pop("headers", {}))
-        if token is not None:
-            headers["authorization"] = f"Bearer {known.get(token, token)}"
+        if key is not None:
+            headers["authorization"] = f"Bearer {known.get(key, key)}"
         return self.http.request(method, self.url + path, headers=headers, **how)
 
-    async def ask(self, method: str, path: str, token: str | None = "client", **how: Any) -> Answer:
+    async def ask(self, method: str, path: str, key: str | None = "client", **how: Any) -> Answer:
         """A request and its whole answer."""
-        async with self.request(method, path, token, **how) as got:
+        async with self.request(method, path, key, **how) as got:
             headers = {name.lower(): value for name, value in got.headers.items()}
             return Answer(got.status, headers, await got.read())
 

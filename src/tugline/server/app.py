@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import time
 from collections.abc import AsyncIterator
@@ -47,7 +48,9 @@ class Api:
     """The application. `stop` ends its long answers; it is called before its sockets are closed."""
 
     def __init__(self, control: ControlPlane, tokens: Tokens, metrics: Metrics | None) -> None:
-        self._house = House(control, Waits(), openapi.document(ROUTES), metrics)
+        self._house = House(
+            control, Waits(), metrics, functools.cache(lambda: openapi.document(ROUTES))
+        )
         self._tokens = tokens
         self._fixed: dict[str, dict[str, Route]] = {}
         for route in ROUTES:

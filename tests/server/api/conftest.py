@@ -7,8 +7,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from served import TOKENS, Served
 
+from served import TOKENS, Served
 from tugline.server.app import create_app, serve_api
 from tugline.server.blobs import open_blobs
 from tugline.server.checks import check_task

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 
 import pytest
-from served import TOKENS, Served, result
 
+from served import TOKENS, Served, result
 from tugline.errors import UsageError
 from tugline.server.api.auth import Role, Tokens
 from tugline.server.api.route import Route
@@ -36,7 +36,9 @@ async def test_no_route_opens_without_its_token(server: Served) -> None:
 
 async def test_the_roles_are_these() -> None:
     """Who may do what is a decision: it does not change by accident."""
-    may = {role: {n for n, r in zip(NAMES, GUARDED, strict=True) if role in r.roles} for role in Role}
+    may = {
+        role: {n for n, r in zip(NAMES, GUARDED, strict=True) if role in r.roles} for role in Role
+    }
     assert may[Role.JOIN] == {"POST /v1/nodes"}
     assert may[Role.READ] == {name for name in NAMES if name.startswith("GET ")}
     assert may[Role.NODE] == {

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from served import TASK, Served
 
+from served import TASK, Served
 from tugline.errors import Invalid
 from tugline.server.app import IN_THREAD
 from tugline.server.checks import BOUNDS, check_task
@@ -27,9 +27,23 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     # request, how, status, problem, field, part of the detail
     (POST, {"json": _task(limits={"agent_s": -1})}, 422, "invalid", "0.limits.agent_s", "-1"),
     (POST, {"json": _task(limits={"agent_s": "9"})}, 422, "invalid", "0.limits.agent_s", "float"),
-    (POST, {"json": _task(limits={"agents_s": 1})}, 422, "invalid", "0.limits.agents_s", "'agent_s'"),
+    (
+        POST,
+        {"json": _task(limits={"agents_s": 1})},
+        422,
+        "invalid",
+        "0.limits.agents_s",
+        "'agent_s'",
+    ),
     (POST, {"json": _task(sample=4)}, 422, "invalid", "0.sample", "'samples'"),
-    (POST, {"json": [_task(), _task(id="u", samples=0)]}, 422, "invalid", "1.samples", "is 0, must"),
+    (
+        POST,
+        {"json": [_task(), _task(id="u", samples=0)]},
+        422,
+        "invalid",
+        "1.samples",
+        "is 0, must",
+    ),
     (POST, {"json": [_task(), _task(id="u", bad=1)]}, 422, "invalid", "1.bad", "unknown"),
     (POST, {"json": _task(id="a b")}, 422, "invalid", "0.id", "'a b'"),
     (POST, {"json": _task(id="")}, 422, "invalid", "0.id", "128"),
@@ -43,7 +57,14 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     (POST, {"json": _task(files={"/etc/x": ""})}, 422, "invalid", "0.files", "relative"),
     (POST, {"json": _task(files={"a": "", "a/b": ""})}, 422, "invalid", "0.files", "file"),
     (POST, {"json": _task(callback={"url": "ftp://x"})}, 422, "invalid", "0.callback.url", "http"),
-    (POST, {"json": _task(callback={"url": "http://[x"})}, 422, "invalid", "0.callback.url", "http"),
+    (
+        POST,
+        {"json": _task(callback={"url": "http://[x"})},
+        422,
+        "invalid",
+        "0.callback.url",
+        "http",
+    ),
     (POST, {"json": _task(group={"enough": 2})}, 422, "invalid", "0.group.enough", "samples"),
     (POST, {"json": {"id": "t"}}, 422, "invalid", "0.instruction", "missing"),
     (POST, {"json": []}, 422, "invalid", "", "1 to 1000"),
@@ -56,7 +77,14 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     (POST, {"data": b'"\xff"', "headers": JSON}, 400, "malformed", "", "JSON"),
     (POST, {"data": b" " * (IN_THREAD + 1), "headers": JSON}, 400, "malformed", "", "byte"),
     (POST, {"data": {"id": "t"}}, 415, "media-type", "", "application/json"),
-    (POST, {"data": b"x", "headers": JSON | {"content-encoding": "br"}}, 415, "media-type", "", "br"),
+    (
+        POST,
+        {"data": b"x", "headers": JSON | {"content-encoding": "br"}},
+        415,
+        "media-type",
+        "",
+        "br",
+    ),
     ("PUT /v1/tasks", {}, 405, "method", "", "POST"),
     ("DELETE /v1/tasks/t", {}, 405, "method", "", "GET"),
     ("GET /v2/tasks", {}, 404, "no-route", "", "/v2/tasks"),
@@ -86,7 +114,14 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("GET /v1/results", {"headers": {"accept": "text/csv"}}, 406, "not-acceptable", "", "ndjson"),
     ("GET /v1/events?limit=x", {}, 422, "invalid", "limit", "'x'"),
     ("POST /v1/results/ack", {"json": {"cursor": 0}}, 422, "invalid", "consumer", "missing"),
-    ("POST /v1/results/ack?consumer=a%20b", {"json": {"cursor": 0}}, 422, "invalid", "consumer", "a b"),
+    (
+        "POST /v1/results/ack?consumer=a%20b",
+        {"json": {"cursor": 0}},
+        422,
+        "invalid",
+        "consumer",
+        "a b",
+    ),
     ("POST /v1/results/ack?consumer=a", {"json": {"cursor": 9**9}}, 422, "invalid", "cursor", "9"),
     ("POST /v1/results/ack?consumer=a", {}, 422, "invalid", "cursor", "missing"),
     ("POST /v1/weights", {"json": {"version": -1}}, 422, "invalid", "version", "-1"),
@@ -97,7 +132,7 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
 
 @pytest.mark.timeout(60)
 async def test_the_table_of_bad_input(server: Served) -> None:
-    """Each mistake gets its status, its type, its field and a detail that helps; nothing is kept."""
+    """Each mistake gets its status, type, field and a detail that helps; nothing is kept."""
     wrong = []
     for request, how, status, name, field, part in TABLE:
         method, path = request.split(" ")
@@ -185,7 +220,16 @@ def test_a_callback_may_be_any_web_address(url: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "x", "http://", "http://u:p@h/", "http://h:99999/", "http://h/a b", "http://h/\n", "http:/h"],
+    [
+        "",
+        "x",
+        "http://",
+        "http://u:p@h/",
+        "http://h:99999/",
+        "http://h/a b",
+        "http://h/\n",
+        "http:/h",
+    ],
 )
 def test_a_callback_must_be_a_web_address(url: str) -> None:
     """Nothing that a client could not be sent to, and no password in the rows."""

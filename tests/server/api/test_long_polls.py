@@ -8,9 +8,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from served import TOKENS, Served
 
-from tugline.server.app import create_app, serve_api
+from served import TOKENS, Served
+from tugline.server.app import Api, create_app, serve_api
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.database.database import open_database
@@ -19,16 +19,16 @@ NDJSON = {"accept": "application/x-ndjson"}
 SSE = {"accept": "text/event-stream"}
 
 
-async def _until(server: Served, waiting: int) -> None:
+async def _until(app: Api, waiting: int) -> None:
     async with asyncio.timeout(10):
-        while server.app.waiting != waiting:
+        while app.waiting != waiting:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
 
 
 async def test_a_long_poll_is_answered_when_there_is_something(server: Served) -> None:
     """Not before, and not a moment later."""
     asking = asyncio.create_task(server.ask("GET", "/v1/results?wait_s=30"))
-    await _until(server, 1)
+    await _until(server.app, 1)
     began = time.monotonic()
     await server.finish()
     told = await asking
@@ -68,18 +68,18 @@ async def test_whoever_hangs_up_is_forgotten(
             await got.read()
 
     reading = asyncio.create_task(reads())
-    await _until(server, 1)
+    await _until(server.app, 1)
     reading.cancel()
-    await _until(server, 0)
+    await _until(server.app, 0)
 
 
 async def test_a_lease_that_nobody_waits_for_takes_no_work(server: Served) -> None:
     """Work goes to who is there: a node that hung up is given nothing."""
     gone, here = await server.join("gone"), await server.join("here")
     asking = asyncio.create_task(server.lease(gone, wait_s=30))
-    await _until(server, 1)
+    await _until(server.app, 1)
     asking.cancel()
-    await _until(server, 0)
+    await _until(server.app, 0)
     await server.submit()
     (work,) = (await server.lease(here)).work
     assert (await server.ask("GET", "/v1/sessions/t-0")).json["node"] == here.node
@@ -102,9 +102,7 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
         async with serve_api(app) as url:
             ways = (("/v1/results?wait_s=60", {}), ("/v1/results", NDJSON), ("/v1/events", SSE))
             asking = [asyncio.create_task(ask(url + path, how)) for path, how in ways * 5]
-            async with asyncio.timeout(10):
-                while app.waiting != len(asking):
-                    await asyncio.sleep(0.01)
+            await _until(app, len(asking))
             began = time.monotonic()
         assert time.monotonic() - began < 2
         poll, lines, told = (await asyncio.gather(*asking))[:3]
@@ -125,6 +123,6 @@ async def test_many_wait_at_once(server: Served) -> None:
                 return len((await got.json())["items"])
 
         asking = [asyncio.create_task(ask()) for _ in range(300)]
-        await _until(server, 300)
+        await _until(server.app, 300)
         await server.finish()
         assert await asyncio.wait_for(asyncio.gather(*asking), 20) == [1] * 300

@@ -7,8 +7,8 @@ import asyncio
 import aiohttp
 import msgspec
 import pytest
-from served import Served
 
+from served import Served
 from tugline.protocol import Event
 from tugline.server.api import events
 

@@ -12,9 +12,8 @@ import functools
 import itertools
 import re
 import reprlib
-from collections.abc import Iterable
-from enum import Enum
-from typing import Any, TypeVar, cast
+from collections.abc import Hashable, Iterable
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -47,7 +46,7 @@ def from_json(data: bytes, kind: type[T]) -> T:
         raise Refusal(msg, "malformed") from error
     if isinstance(inspect.type_info(kind), inspect.ListType) and isinstance(raw, dict):
         raw = [raw]
-    _refuse_unknown(raw, _shape(kind), ())
+    _refuse_unknown(raw, _shape(kind), ())  # type: ignore[arg-type]  # hashable
     return _converted(raw, kind, strict=True)
 
 
@@ -73,7 +72,12 @@ def from_query(query: str, kind: type[T]) -> T:
         else:
             raw[name] = value
     _refuse_unknown(raw, dict.fromkeys(fields), ())
-    return _converted(raw, kind, strict=False)
+    found = _converted(raw, kind, strict=False)
+    for name, value in raw.items():
+        if getattr(found, name) is None:  # "null" was read as one
+            msg = f"{name} is {value!r}; leave it out instead"
+            raise Refusal(msg, "invalid", field=name)
+    return found
 
 
 def _converted(raw: Any, kind: type[T], *, strict: bool) -> T:
@@ -116,7 +120,7 @@ def _choices(kind: type, path: Iterable[Key]) -> tuple[str, ...]:
             shape = getattr(shape, "item_type", getattr(shape, "value_type", shape))
     shape = _bare(shape)
     if isinstance(shape, inspect.EnumType):
-        return tuple(str(cast("Enum", one).value) for one in shape.cls)
+        return tuple(str(one.value) for one in shape.cls)
     return ()
 
 
@@ -149,8 +153,8 @@ def _unknown(name: str, known: tuple[str, ...], at: tuple[Key, ...]) -> Refusal:
     return Refusal(f"{field} is unknown; {hint}", "invalid", field=field, known=known)
 
 
-@functools.lru_cache(maxsize=256)
-def _shape(kind: Any) -> Any:
+@functools.cache
+def _shape(kind: Hashable) -> Any:
     return _shape_of(inspect.type_info(kind))
 
 

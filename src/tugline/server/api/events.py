@@ -40,7 +40,9 @@ class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which callbacks."""
 
     state: DeliveryState | None = None
+    """Only those that are so far."""
     after: Position = 0
+    """Start after this id."""
     limit: Limit = 100
 
 

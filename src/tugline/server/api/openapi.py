@@ -7,9 +7,11 @@ of its ids are told from there, so the document promises what the server accepts
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import itertools
 import re
-import textwrap
+import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from types import NoneType
@@ -43,8 +45,7 @@ def document(routes: Sequence[Route]) -> bytes:
     _, schemas = msgspec.json.schema_components(
         [*bodies, *answers, *queries, Problem], ref_template=_REF
     )
-    for kind in (*bodies, *answers, *queries, Problem):
-        _describe(schemas, kind)
+    _described(schemas, (*bodies, *answers, *queries, Problem))
     _, taken = msgspec.json.schema_components(bodies, ref_template=_REF)
     for name in taken:
         if schemas[name].get("type") == "object":
@@ -189,33 +190,39 @@ def _number(schema: Json) -> Json:
     return next(one for one in options if one.get("type") in {"number", "integer"})
 
 
-def _describe(schemas: dict[str, Json], kind: Any) -> None:
-    """Give each field of a struct, and of those in it, the sentence that stands under it."""
-    for field in msgspec.structs.fields(kind):
-        for inner in _structs_in(field.type):
-            _describe(schemas, inner)
-    properties = schemas[kind.__name__]["properties"]
-    for name, sentence in _sentences(kind).items():
-        properties[name].setdefault("description", sentence)
+def _described(schemas: dict[str, Json], kinds: Iterable[Any]) -> None:
+    """Give each field of these structs, and of those in them, the sentence that stands under it."""
+    waiting, seen = list(kinds), set()
+    while waiting:
+        kind = waiting.pop()
+        if kind in seen:
+            continue
+        seen.add(kind)
+        sentences = _sentences(kind.__module__).get(kind.__name__, {})
+        for name, sentence in sentences.items():
+            schemas[kind.__name__]["properties"][name].setdefault("description", sentence)
+        waiting += [one for field in msgspec.structs.fields(kind) for one in _inner(field.type)]
 
 
-def _structs_in(kind: Any) -> list[Any]:
-    inner = getattr(kind, "__args__", ())
+def _inner(kind: Any) -> list[Any]:
+    """The structs that a field's type names."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return [kind]
-    return [struct for one in inner for struct in _structs_in(one)]
+    return [struct for one in getattr(kind, "__args__", ()) for struct in _inner(one)]
 
 
-def _sentences(kind: Any) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    found: dict[str, str] = {}
-    name = ""
-    for line in getattr(body, "body", ()):
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            name = line.target.id
-        elif name and isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
-            found[name] = " ".join(str(line.value.value).split())
-            name = ""
-        else:
-            name = ""
+@functools.cache
+def _sentences(module: str) -> dict[str, dict[str, str]]:
+    """Of each class of a module, the strings that stand under its fields."""
+    found: dict[str, dict[str, str]] = {}
+    for kind in ast.parse(inspect.getsource(sys.modules[module])).body:
+        lines = kind.body if isinstance(kind, ast.ClassDef) else []
+        found[getattr(kind, "name", "")] = {
+            field.target.id: " ".join(str(below.value.value).split())
+            for field, below in itertools.pairwise(lines)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        }
     return found

@@ -54,6 +54,7 @@ class Who(msgspec.Struct, frozen=True):
     """Whose cursor."""
 
     consumer: Name
+    """Its name, which it chooses itself."""
 
 
 async def listed(call: Call[ResultQuery, Nothing]) -> Results | Response:

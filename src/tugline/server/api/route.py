@@ -68,9 +68,9 @@ class House:
 
     control: ControlPlane
     waits: Waits
-    document: bytes
-    """The OpenAPI document."""
     metrics: Metrics | None
+    document: Callable[[], bytes]
+    """Makes the OpenAPI document, when somebody asks for it."""
 
 
 @dataclass(slots=True)

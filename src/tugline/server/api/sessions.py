@@ -47,12 +47,18 @@ MAX_CHUNK = 4 << 20
 """Bytes of log in one request."""
 
 
+Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1, description="Of the lease.")]
+
+
 class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which sessions to list."""
 
     task: Name | None = None
+    """Only those of this task."""
     status: Status | None = None
+    """Only those in this state."""
     node: Annotated[str, Meta(max_length=160)] | None = None
+    """Only those that this node holds."""
     after: Cursor | None = None
     limit: Limit = 100
 
@@ -71,14 +77,15 @@ class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Which lease a node speaks of."""
 
-    epoch: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    epoch: Epoch
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """Where a piece of a log belongs."""
 
-    epoch: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    epoch: Epoch
     offset: Position
+    """Byte of the log at which it begins."""
 
 
 class Length(msgspec.Struct, frozen=True):

@@ -21,7 +21,9 @@ class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which tasks to list."""
 
     state: TaskState | None = None
+    """Only open ones, or only released ones."""
     tenant: Annotated[str, Meta(max_length=64)] | None = None
+    """Only those of this tenant."""
     tag: Annotated[str, Meta(max_length=1200, pattern="^[^=]+=")] | None = None
     """``key=value``."""
     after: Cursor | None = None

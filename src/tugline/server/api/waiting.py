@@ -47,7 +47,8 @@ class Waits:
         leaving = asyncio.ensure_future(_gone(receive))
         self.open += 1
         try:
-            await asyncio.wait({working, leaving, ending}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {working, leaving, ending}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
         finally:
@@ -100,7 +101,7 @@ class Stream(Response):
         async with contextlib.aclosing(self._pieces) as pieces:
             with contextlib.suppress(Refusal):  # the server goes down: an ending like any other
                 while True:
-                    piece = await self._waits.attend(receive, anext(pieces, None))  # type: ignore[arg-type]
+                    piece = await self._waits.attend(receive, anext(pieces, None))
                     if piece is None:
                         break
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
