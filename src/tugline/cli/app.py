@@ -1,6 +1,7 @@
 """``tugline``: gathers the commands, and turns every known error into one line and an exit code.
 
-0: done. 2: something the caller can mend (`UsageError`). 1: any other failure. 130: interrupted.
+0: done. 2: something the caller can mend (`UsageError`, or what a server refuses as wrong). 1: any
+other failure. 130: interrupted.
 A command's file is imported when the command is called, so that a server that was killed is back
 before its clients have noticed.
 """
@@ -15,11 +16,11 @@ import typer
 
 from tugline import log
 from tugline.cli.demo import INTERRUPTED
-from tugline.errors import TuglineError, UsageError
+from tugline.errors import ServerError, TuglineError, UsageError
 
 COMMANDS = (
-    "bench", "demo", "doctor", "export", "harness", "node", "rebuild", "replay", "run", "top",
-    "trace", "up", "verify",
+    "bench", "cancel", "demo", "doctor", "export", "harness", "logs", "node", "rebuild", "replay",
+    "results", "run", "status", "submit", "task", "top", "trace", "up", "verify",
 )  # fmt: skip
 """Each is a function, or a group of commands, of the same name in the file of that name."""
 
@@ -67,12 +68,17 @@ def main() -> None:
     try:
         program(sys.argv[1] if len(sys.argv) > 1 else "")()
     except TuglineError as error:
-        _fail(str(error), 2 if isinstance(error, UsageError) else 1)
+        _fail(str(error), 2 if _can_be_mended(error) else 1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}", 1)
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
+
+
+def _can_be_mended(error: TuglineError) -> bool:
+    refused = isinstance(error, ServerError) and 400 <= (error.status or 0) < 500
+    return refused or isinstance(error, UsageError)
 
 
 def _fail(message: str, code: int) -> None:

@@ -1,0 +1,52 @@
+"""``tugline cancel``: end tasks or sessions, those that wait and those that run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tugline.cli.status import Folder, Json, Server, Token, reach
+from tugline.client.api import Client
+from tugline.errors import Missing
+from tugline.protocol import Cancelled
+
+BY = "tugline cancel"
+
+
+def cancel(
+    names: Annotated[list[str], typer.Argument(metavar="TASK|SESSION...", help="What to end.")],
+    *,
+    server: Server = None,
+    token: Token = None,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Cancel tasks or sessions; what they have until then is kept."""
+
+    async def main() -> dict[str, Cancelled]:
+        async with reach(server, token, folder) as client:
+            return {name: await _cancel(client, name) for name in names}
+
+    told = asyncio.run(main())
+    if as_json:
+        typer.echo(msgspec.json.encode(told))
+        return
+    for name, met in told.items():
+        parts = {"ended": len(met.ended), "stopping": len(met.stopping), "over before": met.final}
+        line = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        typer.echo(f"{name}: {line or 'nothing to end'}")
+
+
+async def _cancel(client: Client, name: str) -> Cancelled:
+    try:
+        return await client.cancel(task=name, by=BY)
+    except Missing:
+        pass
+    try:
+        return await client.cancel(session=name, by=BY)
+    except Missing as error:
+        msg = f"there is neither a task nor a session {name!r} at {client.url}"
+        raise Missing(msg) from error

@@ -1,0 +1,35 @@
+"""``tugline logs``: what the agent of a session printed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated
+
+import typer
+
+from tugline.cli.status import Folder, Server, Token, reach
+
+
+def logs(
+    session: Annotated[str, typer.Argument(help="Id of the session, such as mend-add-0.")],
+    *,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on until the session is over.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option(min=1, help="Only so many bytes from the end.")
+    ] = None,
+    server: Server = None,
+    token: Token = None,
+    folder: Folder = None,
+) -> None:
+    """Print the log of a session, and what comes."""
+
+    async def main() -> None:
+        async with reach(server, token, folder) as client:
+            async for piece in client.log(session, tail=tail, follow=follow):
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+
+    asyncio.run(main())

@@ -1,0 +1,82 @@
+"""``tugline results``: what came of tasks, told or saved as files, from where one left off.
+
+With ``--consumer`` the server remembers what was read, and it is told so only once everything is on
+the disk (I3); with ``--out`` alone the folder is the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from tugline.capture.saved import LINES, Saved
+from tugline.cli.status import Folder, Json, Server, Token, reach
+from tugline.protocol import ResultView
+
+
+def results(  # noqa: PLR0913 - each is a flag
+    *,
+    consumer: Annotated[
+        str | None, typer.Option(help="Go on where this name left off, and move it on.")
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Only of this task; may be given again.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help=f"Save to this folder: {LINES} and trajectories/.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on when there is nothing more for now.")
+    ] = False,
+    server: Server = None,
+    token: Token = None,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Read results in the order in which they came, and save them with their trajectories."""
+    saved = Saved(out) if out else None
+    after = max((view.position for view in saved.views.values()), default=0) if saved else None
+    seen = 0
+
+    async def main() -> None:
+        nonlocal seen
+        async with (
+            reach(server, token, folder) as client,
+            aclosing(
+                client.results(
+                    consumer,
+                    after=after if consumer is None else None,
+                    tasks=task or (),
+                    follow=follow,
+                    auto_ack=consumer is not None,
+                )
+            ) as items,
+        ):
+            async for item in items:
+                if saved:
+                    await asyncio.to_thread(saved.add, item.view, item.packed)
+                typer.echo(msgspec.json.encode(item.view) if as_json else _line(item.view))
+                seen += 1
+
+    try:
+        asyncio.run(main())
+    finally:
+        if saved:
+            saved.index()
+            where = f"{seen} results saved, {len(saved.views)} in all: {out}"
+            Console(stderr=True, highlight=False, soft_wrap=True).print(where, markup=False)
+    if not seen and not saved:
+        typer.echo("nothing new", err=True)
+
+
+def _line(view: ResultView) -> str:
+    reward = "no reward" if view.reward is None else f"reward {view.reward:g}"
+    tokens = f"{view.trained} of {view.sampled} tokens trained"
+    why = f": {view.failure.boundary}, {view.failure.message}" if view.failure else ""
+    return f"{view.position} {view.session} {view.status}, {reward}, {tokens}{why}"

@@ -1,0 +1,72 @@
+"""``tugline task init | check | schema``: task files, without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tugline.client.taskfiles import load_tasks
+from tugline.client.taskforms import schema as schema_of
+from tugline.client.taskforms import template
+from tugline.errors import Invalid, UsageError
+from tugline.node.parts import Parts
+from tugline.server.checks import check_task
+from tugline.types import Task
+
+task = typer.Typer(help="Task files.", no_args_is_help=True)
+
+Paths = Annotated[
+    list[str], typer.Argument(metavar="PATH...", help="Task files, folders of them, or patterns.")
+]
+
+
+@task.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("task.yaml"),
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+) -> None:
+    """Write a task file with every field and what it means."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(template())
+    except FileExistsError as error:
+        msg = f"{path} is there already; name another file, or overwrite it with --force"
+        raise UsageError(msg) from error
+    typer.echo(f"wrote {path}; try `tugline task check {path}`")
+
+
+@task.command()
+def check(paths: Paths) -> None:
+    """Say whether tasks are well-formed and their parts can be made here."""
+    tasks = read_checked(paths)
+    parts = Parts()
+    for one in tasks:
+        try:
+            parts.check(one)
+        except UsageError as error:
+            msg = f"task {one.id!r}: {error}"
+            raise UsageError(msg) from error
+    sessions = sum(one.samples for one in tasks)
+    typer.echo(f"{len(tasks)} tasks with {sessions} sessions are well-formed")
+
+
+@task.command()
+def schema() -> None:
+    """Print the JSON schema of task files, for editors."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(schema_of()), indent=2))
+
+
+def read_checked(paths: list[str]) -> list[Task]:
+    """The tasks in files, each with sensible values. Raises `UsageError`, `Invalid`."""
+    tasks = load_tasks(paths)
+    for one in tasks:
+        try:
+            check_task(one)
+        except Invalid as error:
+            msg = f"task {one.id!r}: {error}"
+            raise Invalid(msg, field=error.field) from error
+    return tasks
