@@ -102,15 +102,17 @@ class NodeMetrics:
 
     async def page(self) -> bytes:
         """All of them as text."""
-        return page(
-            (
-                *self._stages(),
-                *self._sessions(),
-                *self._tokens(),
-                *self._calls(),
-                *self._engine(),
-            )
-        )
+        return page(self.families())
+
+    def families(self) -> list[Metric]:
+        """All of them."""
+        return [
+            *self._stages(),
+            *self._sessions(),
+            *self._tokens(),
+            *self._calls(),
+            *self._engine(),
+        ]
 
     def app(self) -> Starlette:
         """For a node that has no server in its process: ``/metrics`` and ``/healthz``."""

@@ -84,11 +84,15 @@ class ServerMetrics:
 
     async def page(self) -> bytes:
         """All of them as text. Raises `StoreError`."""
+        own = page(await self.families())
+        return own + b"".join([await other() for other in self.others])
+
+    async def families(self) -> list[Metric]:
+        """The server's own. Raises `StoreError`."""
         depths = await self._database.read(look)
         async with self._lock:
             await self._count()
-        own = page((*_now(depths), *_past(self._happened), *self._works()))
-        return own + b"".join([await other() for other in self.others])
+        return [*_now(depths), *_past(self._happened), *self._works()]
 
     async def _count(self) -> None:
         """Read the events since the last page; for the first page, since the start."""
@@ -150,8 +154,10 @@ def _now(depths: Depths) -> Iterable[Metric]:
             "consumer",
         ),
         gauge("tugline_callbacks", "Callbacks that did not arrive yet.", depths.outbox, "state"),
-        gauge("tugline_position", "How much has happened so far.", depths.position),
-        gauge("tugline_weights_version", "Of the policy.", depths.control.version),
+        gauge("tugline_position", "Number of the latest event.", depths.position),
+        gauge(
+            "tugline_weights_version", "The newest version of the weights.", depths.control.version
+        ),
         gauge(
             "tugline_weights_paused", "1 while model calls are held.", bool(depths.control.paused)
         ),
