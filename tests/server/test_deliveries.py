@@ -20,7 +20,7 @@ from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryState, EventKind, Notice
 from tugline.server.database import events, groups, outbox, sessions, tasks
 from tugline.server.database.base import Tx
-from tugline.server.database.database import Database
+from tugline.server.database.database import Database, open_database
 from tugline.server.database.groups import End
 from tugline.server.deliveries import Deliveries, Patience, may_send
 from tugline.signing import key_of, new_secret, verify
@@ -148,6 +148,20 @@ async def test_what_was_there_before_is_sent_at_start(
         await asyncio.sleep(0.1)
         assert receiver.got == [], "another server may be sending them right now"
         await _until(database, DeliveryState.DELIVERED, 2)
+
+
+async def test_servers_share_the_work(postgres_url: str, receiver: Receiver) -> None:
+    """Two servers on one PostgreSQL send each callback once, whoever has written it."""
+    async with (
+        open_database(postgres_url) as one,
+        open_database(postgres_url) as other,
+        _deliveries(one),
+        _deliveries(other),
+    ):
+        tells = [_tell((one, other)[n % 2], f"t{n}", receiver.url, samples=4) for n in range(8)]
+        await asyncio.gather(*tells)
+        await _until(one, DeliveryState.DELIVERED, 40)
+    assert len(receiver.ids) == len(receiver.got) == 40
 
 
 # --------------------------------------------------------------------------- what goes wrong
