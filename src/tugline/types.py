@@ -118,7 +118,7 @@ class Limits(msgspec.Struct, frozen=True):
     total_s: float | None = None
     """Seconds from INIT to the end of EVAL: a safety net, for which also waiting counts."""
     calls_s: float | None = None
-    """Seconds after which model calls are refused: a soft end, before that of `agent_s`."""
+    """Seconds after the first model call, after which more are refused: an end before `agent_s`."""
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -84,6 +84,8 @@ class LiveSession:
     def admit(self, count: int = 1) -> range:
         """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
         limits, spent = self.terms.limits, ""
+        if not self.turns:  # a warm session may have waited for its turn until now
+            self.opened = time.monotonic()
         if limits.max_turns is not None and self.turns + count > limits.max_turns:
             spent = f"{limits.max_turns} model calls"
         elif self.tokens_left is not None and self.tokens_left < 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from tugline import log
 from tugline.errors import FencedError, ServerError
@@ -188,7 +189,7 @@ class Node:
             applied = self._controls.applied
             return Ask(room=room, held=self.crew.held(), applied=applied, wait_s=wait_s)
 
-        poll = asyncio.ensure_future(self._link.answer(lambda: self._server.lease(node, ask())))
+        poll = asyncio.create_task(self._link.answer(lambda: self._server.lease(node, ask())))
         try:
             while not poll.done() and not self._outdated(room):
                 await self._changed_or(poll)
@@ -197,10 +198,11 @@ class Node:
             poll.cancel()
             await asyncio.wait({poll})
 
-    async def _changed_or(self, poll: asyncio.Future[Orders]) -> None:
-        changed = asyncio.ensure_future(self._changed.wait())
+    async def _changed_or(self, poll: asyncio.Task[Orders]) -> None:
+        changed = asyncio.create_task(self._changed.wait())
+        both: set[asyncio.Task[Any]] = {poll, changed}
         try:
-            await asyncio.wait({poll, changed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
         self._changed.clear()
