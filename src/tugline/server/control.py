@@ -220,8 +220,8 @@ class ControlPlane:
                 start = consumers.acked(tx, consumer) if consumer is not None else 0
             return (results.groups if groups else results.page)(tx, start, limit, tasks)
 
-        topic = "releases" if groups else "results"
-        return await self._awaited(look, topic, wait_s, lambda found: bool(found.items))
+        topics = [f"task:{task}" for task in tasks or ()] or ["releases" if groups else "results"]
+        return await self._awaited(look, topics, wait_s, lambda found: bool(found.items))
 
     async def result(self, session: str) -> ResultView:
         """The result of a session, without its tokens. Raises `Missing`."""
@@ -350,7 +350,7 @@ class ControlPlane:
     ) -> list[Event]:
         """What happened after a position, to one task or at all."""
         look = partial(events.page, after=after, limit=limit, task=task)
-        return await self._awaited(look, "events", wait_s, bool)
+        return await self._awaited(look, [f"task:{task}" if task else "events"], wait_s, bool)
 
     async def deliveries(
         self, *, state: DeliveryState | None = None, after: int = 0, limit: int = 100
@@ -379,10 +379,14 @@ class ControlPlane:
 
     # ------------------------------------------------------------------ below
     async def _awaited(
-        self, look: Callable[[Tx], T], topic: str, wait_s: float, enough: Callable[[T], bool]
+        self,
+        look: Callable[[Tx], T],
+        topics: Sequence[str],
+        wait_s: float,
+        enough: Callable[[T], bool],
     ) -> T:
         until = asyncio.get_running_loop().time() + wait_s
-        with self.database.hub.listen(topic) as bell:
+        with self.database.hub.listen(*topics) as bell:
             while True:
                 seen = await self.database.read(look)
                 if enough(seen) or wait_s <= 0 or not await bell.heard(until):

@@ -26,7 +26,7 @@ def add(
     node: str | None = None,
     detail: Mapping[str, str | int | float] = {},
 ) -> int:
-    """Note what happened, and wake who listens to ``events``; returns its position."""
+    """Note what happened; wakes ``events`` and ``task:ID``. Returns its position."""
     [(position,)] = tx.all("UPDATE positions SET at = at + 1 WHERE name = 'events' RETURNING at")
     tx.run(
         "INSERT INTO events (position, kind, task, session, node, detail, created)"
@@ -39,7 +39,7 @@ def add(
         detail=json.dumps(dict(detail)),
         created=time.time(),
     )
-    tx.wake("events")
+    tx.wake("events", *([f"task:{task}"] if task is not None else []))
     return int(position)
 
 
