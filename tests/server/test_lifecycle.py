@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import psycopg
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tugline.errors import FencedError
 from tugline.protocol import HandBack, Hello, Kept, StopWhy, TaskState
 from tugline.protocol import Held as Holding
 from tugline.server.database import groups, leases, nodes, results, sessions, tasks
-from tugline.server.database.base import Store, Tx
+from tugline.server.database.base import Connection, Store, Tx
 from tugline.server.database.groups import End
 from tugline.server.database.postgres import Postgres
 from tugline.server.database.sqlite import Sqlite
@@ -47,13 +45,12 @@ class Lease(NamedTuple):
     epoch: int
 
 
-class Lifecycle(RuleBasedStateMachine):
+class Lifecycle:
     """Clients, nodes with answers that get lost, and a clock, on one database."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        store.prepare()
-        self.store, self.connection = store, store.connect()
+    def __init__(self, connection: Connection, seed: int) -> None:
+        self.connection, self.random = connection, random.Random(seed)
+        self.history: list[str] = []
         self.now = 1_000_000.0
         self.numbers = itertools.count()
         self.known: dict[str, set[Lease]] = {}
@@ -63,71 +60,83 @@ class Lifecycle(RuleBasedStateMachine):
         self.kept: dict[str, End] = {}
         self.statuses: dict[str, tuple[Status, int]] = {}
 
-    def teardown(self) -> None:
-        """Whatever was going on, it comes to an end."""
+    def live(self, steps: int) -> None:
+        """Some things happen; then all nodes are lost, a last one comes, and all must end."""
+        self._join("x")
+        for _ in range(steps):
+            self.step()
         self._wait(2 * LEASE_S + 100)
         self._wait(LEASE_S + 1)
         node = self._join("last")
-        for _ in range(200):
-            for session in self._do(partial(leases.give, rooms={node: 50}, now=self.now)).get(
-                node, []
-            ):
+        give = partial(leases.give, rooms={node: 50}, now=self.now)
+        while work := self._do(give).get(node):
+            for session in work:
                 end = End(Status.COMPLETED, reward=1.0, digest=f"end {next(self.numbers)}")
-                self._commit(Lease(node, session.id, session.epoch), end)
-        self.everything_is_in_order()
+                self._keep(Lease(node, session.id, session.epoch), end)
+        self.check()
         found = self._do(lambda tx: tasks.page(tx, **_ALL, state=None)).tasks
         assert all(task.state is TaskState.RELEASED for task in found)
-        self.connection.close()
-        self.store.release()
 
     # ------------------------------------------------------------------ what happens
-    @rule(
-        samples=st.integers(1, 4),
-        enough=st.none() | st.integers(1, 2),
-        deadline_s=st.none() | st.floats(1, 30),
-        attempts=st.integers(1, 3),
-        stale=st.none() | st.integers(0, 1),
-        tenant=st.sampled_from(["a", "b"]),
-        priority=st.integers(-1, 1),
-    )
-    def submit(
-        self, stale: int | None, tenant: str, priority: int, samples: int, **bounds: Any
-    ) -> None:
+    def step(self) -> None:
+        """Something happens."""
+        names = ["give"] * 5 + ["hear"] * 5 + ["commit"] * 6 + ["submit"] * 3 + ["wait"] * 2
+        names += ["join", "again", "hand_back", "cancel", "announce"]
+        name = self.random.choice(names)
+        self.history.append(name)
+        getattr(self, f"_{name}")()
+        self.check()
+
+    def _submit(self) -> None:
         """A client submits a task."""
-        group = Group(**bounds, max_staleness=stale, on_stale=Stale.ABORT)
+        draw = self.random.choice
         task = Task(
             id=f"t{next(self.numbers)}",
             instruction="",
             harness=Part("shell"),
             evaluator=Part("tests"),
-            samples=samples,
-            tenant=tenant,
-            priority=priority,
-            group=group,
+            samples=draw([1, 2, 4, 6]),
+            tenant=draw(["a", "b"]),
+            priority=draw([-1, 0, 1]),
+            group=Group(
+                enough=draw([None, None, 1, 2]),
+                deadline_s=draw([None, None, 3.0, 30.0]),
+                attempts=draw([1, 2, 3]),
+                max_staleness=draw([None, 0, 1]),
+                on_stale=Stale.ABORT,
+            ),
         )
         self._do(partial(tasks.submit, batch=[tasks.pack(task)], now=self.now))
 
-    @rule(name=st.sampled_from(["x", "y"]))
-    def join(self, name: str) -> None:
+    def _join(self, name: str = "") -> str:
         """A node starts, or starts again without having said goodbye."""
-        self._join(name)
+        name = name or self.random.choice("xy")
+        node = f"{name}.{next(self.numbers)}"
 
-    @rule(rooms=st.lists(st.integers(0, 4), min_size=3, max_size=3), lost=st.booleans())
-    def give(self, rooms: list[int], lost: bool) -> None:  # noqa: FBT001 - drawn
-        """Nodes get work; the answer may get lost on its way."""
-        asked = dict(zip(self.known, rooms, strict=False))
+        def op(tx: Tx) -> None:
+            for before in nodes.named(tx, name):
+                leases.lose(tx, before, "another came", self.now)
+            hello = Hello(name=name, slots=2, room=4)
+            nodes.add(tx, node, hello, node, now=self.now, lease_s=LEASE_S)
+
+        self._do(op)
+        self.known[node] = set()
+        return node
+
+    def _give(self) -> None:
+        """Nodes get work; now and then the answer gets lost on its way."""
+        asked = {node: self.random.randint(0, 4) for node in self.known}
         given = self._do(partial(leases.give, rooms=asked, now=self.now))
         for node, work in given.items():
             assert len(work) <= asked[node]
-            self._hold(node, work, lost=lost)
+            self._hold(node, work, lost=self.random.random() < 0.3)
 
-    @rule(data=st.data())
-    def hear(self, data: st.DataObject) -> None:
+    def _hear(self) -> None:
         """A node renews, and does as it is told."""
         if not self.known:
-            return
-        node = data.draw(st.sampled_from(sorted(self.known)))
-        stage = data.draw(st.sampled_from(sessions.STAGES))
+            self._join()
+        node = self.random.choice(sorted(self.known))
+        stage = self.random.choice(sessions.STAGES)
         held = [Holding(lease.session, lease.epoch, stage) for lease in self.known[node]]
 
         def op(tx: Tx) -> leases.Heard:
@@ -141,57 +150,58 @@ class Lifecycle(RuleBasedStateMachine):
             del self.known[node]
             return
         self._hold(node, heard.again, lost=False)
+        has = self._do(lambda tx: sessions.select(tx, "node = :node", node=node))
+        mine = {lease[1:] for lease in self.known[node]}
+        assert {(entry.id, entry.epoch) for entry in has} <= mine
         for stop in heard.stop:
             lease = Lease(node, stop.session, stop.epoch)
             if stop.why is StopWhy.FENCED:
                 self.known[node].discard(lease)
             elif stop.why is StopWhy.STALE:
-                self._hand_back(lease, None)
-            else:
-                self._commit(lease, End(Status.CANCELLED, digest=f"d{next(self.numbers)}"))
+                self._give_back(lease, None)
+            elif self.random.random() < 0.5:  # the other half stop too late
+                self._keep(lease, End(Status.CANCELLED, digest=f"d{next(self.numbers)}"))
 
-    @rule(data=st.data(), reward=st.none() | st.floats(0, 1), boundary=st.sampled_from(Boundary))
-    def commit(self, data: st.DataObject, reward: float | None, boundary: Boundary) -> None:
+    def _commit(self) -> None:
         """A result comes for any lease that there ever was, also from a node that was lost."""
         if not self.leases:
             return
-        lease = data.draw(st.sampled_from(self.leases[-8:]))
+        lease = self.random.choice(self.leases[-12:])
         digest = f"d{next(self.numbers)}"
-        end = End(Status.COMPLETED, reward=reward, digest=digest)
-        if reward is None:
-            end = End(Status.FAILED, Failure(boundary, "so it is"), digest=digest)
-        self._commit(lease, end)
+        end = End(Status.COMPLETED, reward=self.random.choice([None, 0.0, 1.0]), digest=digest)
+        if self.random.random() < 0.4:
+            failure = Failure(self.random.choice(list(Boundary)), "so it is")
+            end = End(Status.FAILED, failure, digest=digest)
+        self._keep(lease, end)
 
-    @rule(data=st.data())
-    def commit_again(self, data: st.DataObject) -> None:
+    def _again(self) -> None:
         """An answer to a commit was lost, and it is sent once more, by whoever."""
         if not self.kept:
             return
-        session = data.draw(st.sampled_from(sorted(self.kept)))
+        session = self.random.choice(sorted(self.kept))
         again = partial(leases.commit, session=session, epoch=0, end=self.kept[session])
         assert self._do(partial(again, now=self.now)) is Kept.ALREADY
 
-    @rule(data=st.data(), boundary=st.none() | st.sampled_from(Boundary))
-    def hand_back(self, data: st.DataObject, boundary: Boundary | None) -> None:
+    def _hand_back(self) -> None:
         """A node gives something back that it has, or had."""
         if self.leases:
-            self._hand_back(data.draw(st.sampled_from(self.leases[-8:])), boundary)
+            lease = self.random.choice(self.leases[-12:])
+            self._give_back(lease, self.random.choice([None, *Boundary]))
 
-    @rule(data=st.data(), whole=st.booleans())
-    def cancel(self, data: st.DataObject, whole: bool) -> None:  # noqa: FBT001 - drawn
+    def _cancel(self) -> None:
         """A client cancels a session or a task."""
-        found = self._do(lambda tx: sessions.select(tx, "1 = 1"))
+        found = self._do(lambda tx: sessions.select(tx, "1 = 1 ORDER BY place"))
         if not found:
             return
-        entry = data.draw(st.sampled_from(sorted(found)))
-        if whole:
+        entry = self.random.choice(found)
+        if self.random.random() < 0.3:
             self._do(partial(groups.cancel_task, task=entry.task, by="me", now=self.now))
         else:
             self._do(partial(groups.cancel_session, session=entry.id, by="me", now=self.now))
 
-    @rule(version=st.integers(0, 3))
-    def announce(self, version: int) -> None:
+    def _announce(self) -> None:
         """New weights."""
+        version = next(self.numbers)
 
         def op(tx: Tx) -> None:
             tx.run("UPDATE control SET version = :version", version=version)
@@ -199,14 +209,13 @@ class Lifecycle(RuleBasedStateMachine):
 
         self._do(op)
 
-    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
-    def wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float = 0) -> None:
         """Time passes, and what is due happens."""
-        self._wait(seconds)
+        self.now += seconds or self.random.choice([0.5, 2.0, 6.0])
+        self._do(partial(expire, now=self.now, lease_s=LEASE_S))
 
     # ------------------------------------------------------------------ what must hold
-    @invariant()
-    def everything_is_in_order(self) -> None:
+    def check(self) -> None:
         """One result at most, none from a stale lease, nothing stuck, the books balance."""
         self._do(self._check)
 
@@ -258,19 +267,6 @@ class Lifecycle(RuleBasedStateMachine):
         self.connection.commit()
         return value
 
-    def _join(self, name: str) -> str:
-        node = f"{name}.{next(self.numbers)}"
-
-        def op(tx: Tx) -> None:
-            for before in nodes.named(tx, name):
-                leases.lose(tx, before, "another came", self.now)
-            hello = Hello(name=name, slots=2, room=4)
-            nodes.add(tx, node, hello, node, now=self.now, lease_s=LEASE_S)
-
-        self._do(op)
-        self.known[node] = set()
-        return node
-
     def _hold(self, node: str, work: tuple[Session, ...] | list[Session], *, lost: bool) -> None:
         for session in work:
             lease = Lease(node, session.id, session.epoch)
@@ -278,7 +274,7 @@ class Lifecycle(RuleBasedStateMachine):
             if not lost:
                 self.known[node].add(lease)
 
-    def _commit(self, lease: Lease, end: End) -> None:
+    def _keep(self, lease: Lease, end: End) -> None:
         current = self._do(partial(sessions.get, session=lease.session))
         holds = current.leased and current.epoch == lease.epoch
         commit = partial(leases.commit, session=lease.session, epoch=lease.epoch, end=end)
@@ -288,12 +284,13 @@ class Lifecycle(RuleBasedStateMachine):
             assert not holds
         else:
             assert holds
+            assert kept is Kept.COMMITTED or current.stop != StopWhy.CANCELLED
             if kept is Kept.COMMITTED:
                 assert lease.session not in self.kept
                 self.kept[lease.session] = end
         self.known.get(lease.node, set()).discard(lease)
 
-    def _hand_back(self, lease: Lease, boundary: Boundary | None) -> None:
+    def _give_back(self, lease: Lease, boundary: Boundary | None) -> None:
         back = HandBack(epoch=lease.epoch, why="no more", boundary=boundary)
         before = self._do(partial(sessions.get, session=lease.session))
         try:
@@ -305,10 +302,6 @@ class Lifecycle(RuleBasedStateMachine):
             if boundary is None and before.stop is None:
                 assert (after.status, after.attempt) == (Status.QUEUED, before.attempt)
         self.known.get(lease.node, set()).discard(lease)
-
-    def _wait(self, seconds: float) -> None:
-        self.now += seconds
-        self._do(partial(expire, now=self.now, lease_s=LEASE_S))
 
 
 _ALL: dict[str, Any] = {"tenant": None, "tag": None, "after": None, "limit": 1000}
@@ -325,31 +318,29 @@ def _after(status: Status) -> set[Status]:
     return reached
 
 
-def _run(store: Callable[[], Store], examples: int, steps: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: Lifecycle(store()),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+def _run(store: Store, seed: int, steps: int) -> None:
+    store.prepare()
+    connection = store.connect()
+    life = Lifecycle(connection, seed)
+    try:
+        life.live(steps)
+    except Exception as error:
+        error.add_note(f"seed {seed} after {life.history}")
+        raise
+    finally:
+        connection.close()
+        store.release()
 
 
 def test_lifecycle_on_sqlite(tmp_path: Path) -> None:
     """No order of submissions, leases, losses, results and clocks breaks an invariant."""
-    numbers = itertools.count()
-    _run(lambda: Sqlite(tmp_path / f"{next(numbers)}.db"), 30, 40)
+    for seed in range(25):
+        _run(Sqlite(tmp_path / f"{seed}.db"), seed, 120)
 
 
 def test_lifecycle_on_postgres(postgres_url: str) -> None:
     """The same on PostgreSQL, a few times."""
-
-    def fresh() -> Store:
+    for seed in range(2):
         with psycopg.connect(postgres_url, autocommit=True) as connection:
             connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
-        return Postgres(postgres_url)
-
-    _run(fresh, 4, 30)
+        _run(Postgres(postgres_url), seed + 100, 80)
