@@ -1,15 +1,16 @@
 """Numbers as they are counted while work goes on, and as Prometheus reads them.
 
 Parts count in plain objects of their own, which costs them a fraction of a microsecond and ties
-them to no registry; a page is made of these when somebody asks for it. Names and labels stand in
-docs/observability.md.
+them to no registry; a page is made of these when somebody asks for it.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -20,7 +21,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-T = TypeVar("T")
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of a page."""
 MOMENTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -29,6 +29,14 @@ SPELLS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0
 """Bounds in seconds for work."""
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 """Bounds for how many."""
+
+_LINE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<kind>\w+): (?P<text>.+)")
+
+_KINDS: dict[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 class Distribution:
@@ -47,71 +55,46 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    @property
-    def count(self) -> int:
-        """How many measurements there were."""
-        return sum(self.counts)
+
+One = float | Distribution
+Values = One | Mapping[Any, One]
+"""A value, or one for each label, or for each tuple of labels."""
 
 
-Labelled = Mapping[str, float] | Mapping[tuple[str, ...], float]
-"""A value for each label, or for each combination of labels."""
+def families(table: str, values: Mapping[str, Values]) -> list[Metric]:
+    """The metrics of `table`, a line each: ``name{label,label} gauge: what it says``.
 
-Spreads = Mapping[str, Distribution] | Mapping[tuple[str, ...], Distribution]
-"""The same of distributions."""
-
-
-def gauge(name: str, text: str, values: Labelled | float, *labels: str) -> Metric:
-    """What is so now."""
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for key, value in _one_or_each(values):
-        family.add_metric(key, value)
-    return family
+    The name of a counter ends in ``_total``; the values of a histogram are distributions.
+    """
+    lines = map(_LINE.fullmatch, table.strip().split("\n"))
+    return [_family(line, values[line["name"]]) for line in lines if line]
 
 
-def counter(name: str, text: str, values: Labelled | float, *labels: str) -> Metric:
-    """What was counted since the start; the page adds ``_total`` to `name`."""
-    family = CounterMetricFamily(name, text, labels=labels)
-    for key, value in _one_or_each(values):
-        family.add_metric(key, value)
-    return family
+def _family(line: re.Match[str], values: Values) -> Metric:
+    labels = line["labels"].split(",") if line["labels"] else ()
+    family = _KINDS[line["kind"]](line["name"], line["text"], labels=labels)
+    for key, one in values.items() if isinstance(values, Mapping) else [((), values)]:
+        names = key if isinstance(key, tuple) else (key,)
+        if isinstance(one, Distribution):
+            bounds = [*(f"{bound:g}" for bound in one.bounds), "+Inf"]
+            counts = accumulate(one.counts)
+            family.add_metric(names, list(zip(bounds, counts, strict=True)), one.total)
+        else:
+            family.add_metric(names, one)
+    made: Metric = family
+    return made
 
 
-def histogram(
-    name: str,
-    text: str,
-    values: Spreads | Distribution,
-    *labels: str,
-) -> Metric:
-    """How measurements are spread."""
-    family = HistogramMetricFamily(name, text, labels=labels)
-    many = [((), values)] if isinstance(values, Distribution) else _each(values)
-    for key, spread in many:
-        so_far, buckets = 0, []
-        for bound, count in zip((*spread.bounds, float("inf")), spread.counts, strict=True):
-            so_far += count
-            buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", so_far))
-        family.add_metric(key, buckets, spread.total)
-    return family
-
-
-def page(families: Iterable[Metric]) -> bytes:
+def page(metrics: Iterable[Metric]) -> bytes:
     """The text that Prometheus scrapes."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families))
+    registry.register(_Collected(metrics))
     return generate_latest(registry)
 
 
-class _Families:
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
+class _Collected:
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-def _one_or_each(values: Labelled | float) -> Iterable[tuple[tuple[str, ...], float]]:
-    return _each(values) if isinstance(values, Mapping) else [((), values)]
-
-
-def _each(values: Mapping[Any, T]) -> Iterable[tuple[tuple[str, ...], T]]:
-    return [((key,) if isinstance(key, str) else key, value) for key, value in values.items()]
+        return self._metrics

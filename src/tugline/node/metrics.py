@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tugline.gateway.backend import Traffic
-from tugline.measures import CONTENT_TYPE, counter, gauge, histogram, page
+from tugline.measures import CONTENT_TYPE, Values, families, page
 from tugline.node.app import Node
 from tugline.node.watch import Watch
 from tugline.types import Status
@@ -32,6 +32,33 @@ LOOK_S = 2.0
 """How often engines are looked at."""
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "tugline:num_requests_running")
 _FORWARD = ("tugline:forward_seconds_total",)
+_METRICS = """
+tugline_node_stage_sessions{stage} gauge: Sessions at work in a stage.
+tugline_node_stage_places{stage} gauge: Places that a stage has.
+tugline_node_stage_waiting{stage} gauge: Sessions that wait for a place in a stage.
+tugline_node_stage_seconds{stage} histogram: Time that sessions were in a stage.
+tugline_node_sessions gauge: Sessions on the node.
+tugline_node_room gauge: Sessions that could begin now.
+tugline_node_admission_held gauge: Ready agents that wait for their engine to have less to do.
+tugline_node_admission_held_seconds_total counter: Time that agents have waited so, in all.
+tugline_node_leases_total{way} counter: Sessions that were taken, and what became of their leases.
+tugline_node_results_total{status} counter: Trajectories by the status of their session.
+tugline_node_failures_total{boundary} counter: Failed sessions by the boundary that was crossed.
+tugline_node_ledger_tokens_total{fate,reason} counter: Sampled tokens, as the ledgers say.
+tugline_node_rejoined_total counter: Leases of the node that were lost.
+tugline_node_outages_total counter: Times that its server was away.
+tugline_node_untraced_total counter: Sessions without a trace.
+tugline_node_disk_bytes gauge: Disk that its sessions use.
+tugline_node_disk_low gauge: 1 while no work is taken for want of it.
+tugline_gateway_calls_total{outcome} counter: Model calls by what became of the answer.
+tugline_gateway_refused_total{error} counter: Requests that were answered by an error, by class.
+tugline_gateway_tokens_total{kind} counter: Tokens of model calls.
+tugline_gateway_first_token_seconds histogram: From a request to its first token.
+tugline_gateway_answer_seconds histogram: From a request to its last token.
+tugline_engine_up{engine} gauge: 1 if the engine told its load when it was last looked at.
+tugline_engine_running{engine} gauge: Requests in the engine when it was last looked at.
+tugline_engine_busy_seconds_total{engine} counter: Time in which the engine worked.
+"""
 
 
 @dataclass(slots=True)
@@ -106,13 +133,9 @@ class NodeMetrics:
 
     def families(self) -> list[Metric]:
         """All of them."""
-        return [
-            *self._stages(),
-            *self._sessions(),
-            *self._tokens(),
-            *self._calls(),
-            *self._engine(),
-        ]
+        return families(
+            _METRICS, self._stages() | self._sessions() | self._calls() | self._engine()
+        )
 
     def app(self) -> Starlette:
         """For a node that has no server in its process: ``/metrics`` and ``/healthz``."""
@@ -125,133 +148,57 @@ class NodeMetrics:
 
         return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthy)])
 
-    def _stages(self) -> Iterable[Metric]:
+    def _stages(self) -> dict[str, Values]:
         stages = self._node.stages
         pools = {status.value: pool for status, pool in stages.pools.items()}
-        held = {name: float(pool.busy) for name, pool in pools.items()}
-        held[Status.READY.value] = stages.early - stages.cold
-        return (
-            gauge("tugline_node_stage_sessions", "Sessions at work in a stage.", held, "stage"),
-            gauge(
-                "tugline_node_stage_places",
-                "Places that a stage has.",
-                {name: pool.size for name, pool in pools.items()},
-                "stage",
-            ),
-            gauge(
-                "tugline_node_stage_waiting",
-                "Sessions that wait for a place in a stage.",
-                {name: pool.waiting for name, pool in pools.items()},
-                "stage",
-            ),
-            histogram(
-                "tugline_node_stage_seconds",
-                "Time that sessions were in a stage.",
-                {status.value: spread for status, spread in self._watch.stage_s.items()},
-                "stage",
-            ),
-            gauge("tugline_node_sessions", "Sessions on the node.", stages.held),
-            gauge("tugline_node_room", "Sessions that could begin now.", stages.room()),
-            gauge(
-                "tugline_node_admission_held",
-                "Ready agents that wait for their engine to have less to do.",
-                stages.admission.held,
-            ),
-            counter(
-                "tugline_node_admission_held_seconds",
-                "Time that agents have waited for their engine, in all.",
-                stages.admission.held_s,
-            ),
-        )
+        held = {name: pool.busy for name, pool in pools.items()}
+        return {
+            "tugline_node_stage_sessions": held | {Status.READY.value: stages.early - stages.cold},
+            "tugline_node_stage_places": {name: pool.size for name, pool in pools.items()},
+            "tugline_node_stage_waiting": {name: pool.waiting for name, pool in pools.items()},
+            "tugline_node_stage_seconds": self._watch.stage_s,
+            "tugline_node_sessions": stages.held,
+            "tugline_node_room": stages.room(),
+            "tugline_node_admission_held": stages.admission.held,
+            "tugline_node_admission_held_seconds_total": stages.admission.held_s,
+        }
 
-    def _sessions(self) -> Iterable[Metric]:
+    def _sessions(self) -> dict[str, Values]:
         stats = self._node.stats
-        ways = ("leased", "committed", "requeued", "fenced", "handed_back")
-        return (
-            counter(
-                "tugline_node_leases",
-                "Sessions that were taken, and what became of their leases.",
-                {way: getattr(stats, way) for way in ways},
-                "way",
-            ),
-            counter(
-                "tugline_node_results",
-                "Trajectories by the status of their session.",
-                {status.value: n for status, n in stats.ends.items()},
-                "status",
-            ),
-            counter(
-                "tugline_node_failures",
-                "Failed sessions by the boundary that was crossed.",
-                {boundary.value: n for boundary, n in stats.failures.items()},
-                "boundary",
-            ),
-            counter("tugline_node_rejoined", "Leases of the node that were lost.", stats.rejoined),
-            counter("tugline_node_outages", "Times that its server was away.", stats.outages),
-            counter("tugline_node_untraced", "Sessions without a trace.", self._watch.untold),
-            gauge("tugline_node_disk_bytes", "Disk that its sessions use.", stats.disk_bytes),
-            gauge("tugline_node_disk_low", "1 while no work is taken for it.", stats.disk_low),
-        )
-
-    def _tokens(self) -> Iterable[Metric]:
-        stats = self._node.stats
-        fates: dict[tuple[str, ...], float] = {("trained", ""): stats.trained}
+        fates = {("trained", ""): stats.trained}
         fates |= {("masked", reason.value): n for reason, n in stats.masked.items()}
         fates |= {("dropped", reason.value): n for reason, n in stats.dropped.items()}
-        text = "Sampled tokens of ended sessions, by what the ledger says of them."
-        return (counter("tugline_node_ledger_tokens", text, fates, "fate", "reason"),)
+        ways = ("leased", "committed", "requeued", "fenced", "handed_back")
+        return {
+            "tugline_node_leases_total": {way: getattr(stats, way) for way in ways},
+            "tugline_node_results_total": stats.ends,
+            "tugline_node_failures_total": stats.failures,
+            "tugline_node_ledger_tokens_total": fates,
+            "tugline_node_rejoined_total": stats.rejoined,
+            "tugline_node_outages_total": stats.outages,
+            "tugline_node_untraced_total": self._watch.untold,
+            "tugline_node_disk_bytes": stats.disk_bytes,
+            "tugline_node_disk_low": stats.disk_low,
+        }
 
-    def _calls(self) -> Iterable[Metric]:
+    def _calls(self) -> dict[str, Values]:
         traffic = self._traffic
         tokens = {"prompt": traffic.prompt_tokens, "sampled": traffic.sampled_tokens}
-        return (
-            counter(
-                "tugline_gateway_calls",
-                "Model calls by what became of the answer.",
-                dict(traffic.calls),
-                "outcome",
-            ),
-            counter(
-                "tugline_gateway_refused",
-                "Requests that were answered by an error, by its class.",
-                dict(traffic.refused),
-                "error",
-            ),
-            counter("tugline_gateway_tokens", "Tokens of model calls.", tokens, "kind"),
-            histogram(
-                "tugline_gateway_first_token_seconds",
-                "From a request to its first token.",
-                traffic.first_token_s,
-            ),
-            histogram(
-                "tugline_gateway_answer_seconds",
-                "From a request to its last token.",
-                traffic.answer_s,
-            ),
-        )
+        return {
+            "tugline_gateway_calls_total": traffic.calls,
+            "tugline_gateway_refused_total": traffic.refused,
+            "tugline_gateway_tokens_total": tokens,
+            "tugline_gateway_first_token_seconds": traffic.first_token_s,
+            "tugline_gateway_answer_seconds": traffic.answer_s,
+        }
 
-    def _engine(self) -> Iterable[Metric]:
+    def _engine(self) -> dict[str, Values]:
         seen = self._engines.seen
-        return (
-            gauge(
-                "tugline_engine_up",
-                "1 if the engine told its load when it was last looked at.",
-                {url: float(one.up) for url, one in seen.items()},
-                "engine",
-            ),
-            gauge(
-                "tugline_engine_running",
-                "Requests in the engine when it was last looked at.",
-                {url: one.running for url, one in seen.items()},
-                "engine",
-            ),
-            counter(
-                "tugline_engine_busy_seconds",
-                "Time in which the engine worked.",
-                {url: one.seconds for url, one in seen.items()},
-                "engine",
-            ),
-        )
+        return {
+            "tugline_engine_up": {url: one.up for url, one in seen.items()},
+            "tugline_engine_running": {url: one.running for url, one in seen.items()},
+            "tugline_engine_busy_seconds_total": {url: one.seconds for url, one in seen.items()},
+        }
 
 
 def _sum(text: str, names: Sequence[str]) -> float | None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client.core import Metric
 
-from tugline.measures import MOMENTS, SIZES, SPELLS, Distribution, counter, gauge, histogram, page
+from tugline.measures import MOMENTS, SIZES, SPELLS, Distribution, Values, families, page
 from tugline.protocol import Event, EventKind, NodeState
 from tugline.server.database import events
 from tugline.server.database.database import Database
@@ -25,6 +25,29 @@ from tugline.types import Boundary, Status
 
 _CHUNK = 1000
 _WHYS = {*(boundary.value for boundary in Boundary), "stale"}
+
+_METRICS = """
+tugline_sessions{status} gauge: Sessions by status.
+tugline_queue{tenant} gauge: Sessions in line, by tenant.
+tugline_tasks_open gauge: Tasks of which not all is over.
+tugline_nodes{state} gauge: Nodes by state.
+tugline_slots gauge: Agents that the live nodes may run at once.
+tugline_results_unread{consumer} gauge: Results that a consumer has not acknowledged, up to 100,000.
+tugline_callbacks{state} gauge: Callbacks that did not arrive yet.
+tugline_position gauge: Number of the latest event.
+tugline_weights_version gauge: The newest version of the weights.
+tugline_weights_paused gauge: 1 while model calls are held.
+tugline_events_total{kind} counter: What happened, by kind.
+tugline_requeued_total{why} counter: Sessions that went back into the line, by boundary.
+tugline_results_total{status} counter: Results by status.
+tugline_failures_total{boundary} counter: Failed sessions by boundary.
+tugline_tokens_total{kind} counter: Tokens of the results.
+tugline_queue_seconds histogram: From when a session could be given out to when it was.
+tugline_http_seconds{route,status} histogram: Time to answer a request, its wait included.
+tugline_store_commit_seconds{store} histogram: Time of a commit, with all operations in it.
+tugline_store_commit_operations{store} histogram: Operations that share a commit.
+tugline_waiting gauge: What long-polls and streams listen to, added up.
+"""
 
 Page = Callable[[], Awaitable[bytes]]
 
@@ -92,7 +115,14 @@ class ServerMetrics:
         depths = await self._database.read(look)
         async with self._lock:
             await self._count()
-        return [*_now(depths), *_past(self._happened), *self._works()]
+        store = self._database.name
+        works: dict[str, Values] = {
+            "tugline_http_seconds": self._routes,
+            "tugline_store_commit_seconds": {store: self._commit_s},
+            "tugline_store_commit_operations": {store: self._batch},
+            "tugline_waiting": self._database.hub.listeners,
+        }
+        return families(_METRICS, _now(depths) | _past(self._happened) | works)
 
     async def _count(self) -> None:
         """Read the events since the last page; for the first page, since the start."""
@@ -108,77 +138,28 @@ class ServerMetrics:
             at = found[-1].position if found else latest
         self._read = at
 
-    def _works(self) -> Iterable[Metric]:
-        name = self._database.name
-        return (
-            histogram(
-                "tugline_http_seconds",
-                "Time to answer a request; one that waits for something takes as long as that.",
-                self._routes,
-                "route",
-                "status",
-            ),
-            histogram(
-                "tugline_store_commit_seconds",
-                "Time of a commit, with all operations in it.",
-                {name: self._commit_s},
-                "store",
-            ),
-            histogram(
-                "tugline_store_commit_operations",
-                "Operations that share a commit.",
-                {name: self._batch},
-                "store",
-            ),
-            gauge(
-                "tugline_waiting",
-                "What long-polls and streams listen to, added up.",
-                self._database.hub.listeners,
-            ),
-        )
+
+def _now(depths: Depths) -> dict[str, Values]:
+    return {
+        "tugline_sessions": dict.fromkeys((one.value for one in Status), 0) | depths.sessions,
+        "tugline_queue": depths.queued,
+        "tugline_tasks_open": depths.tasks_open,
+        "tugline_nodes": dict.fromkeys((one.value for one in NodeState), 0) | depths.nodes,
+        "tugline_slots": depths.slots,
+        "tugline_results_unread": depths.unread,
+        "tugline_callbacks": depths.outbox,
+        "tugline_position": depths.position,
+        "tugline_weights_version": depths.control.version,
+        "tugline_weights_paused": depths.control.paused is not None,
+    }
 
 
-def _now(depths: Depths) -> Iterable[Metric]:
-    statuses = dict.fromkeys((status.value for status in Status), 0) | depths.sessions
-    states = dict.fromkeys((state.value for state in NodeState), 0) | depths.nodes
-    return (
-        gauge("tugline_sessions", "Sessions by status.", statuses, "status"),
-        gauge("tugline_queue", "Sessions in line, by tenant.", depths.queued, "tenant"),
-        gauge("tugline_tasks_open", "Tasks of which not all is over.", depths.tasks_open),
-        gauge("tugline_nodes", "Nodes by state.", states, "state"),
-        gauge("tugline_slots", "Agents that the live nodes may run at once.", depths.slots),
-        gauge(
-            "tugline_results_unread",
-            "Results that a consumer has not acknowledged, up to 100,000.",
-            depths.unread,
-            "consumer",
-        ),
-        gauge("tugline_callbacks", "Callbacks that did not arrive yet.", depths.outbox, "state"),
-        gauge("tugline_position", "Number of the latest event.", depths.position),
-        gauge(
-            "tugline_weights_version", "The newest version of the weights.", depths.control.version
-        ),
-        gauge(
-            "tugline_weights_paused", "1 while model calls are held.", bool(depths.control.paused)
-        ),
-    )
-
-
-def _past(happened: Happened) -> Iterable[Metric]:
-    return (
-        counter("tugline_events", "What happened, by kind.", happened.kinds, "kind"),
-        counter(
-            "tugline_requeued",
-            "Sessions that went back into the line, by the boundary that was crossed.",
-            happened.requeued,
-            "why",
-        ),
-        counter("tugline_results", "Results by status.", happened.results, "status"),
-        counter("tugline_failures", "Failed sessions by boundary.", happened.failures, "boundary"),
-        counter("tugline_tokens", "Tokens of the results.", happened.tokens, "kind"),
-        histogram(
-            "tugline_queue_seconds",
-            "From when a session could be given out to when it was.",
-            happened.waited,
-        ),
-    )
+def _past(happened: Happened) -> dict[str, Values]:
+    return {
+        "tugline_events_total": happened.kinds,
+        "tugline_requeued_total": happened.requeued,
+        "tugline_results_total": happened.results,
+        "tugline_failures_total": happened.failures,
+        "tugline_tokens_total": happened.tokens,
+        "tugline_queue_seconds": happened.waited,
+    }
