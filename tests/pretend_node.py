@@ -241,6 +241,8 @@ class Script:
         self.gateway, self.times = gateway, {"init": 0.0, "run": 0.0, "eval": 0.0, **times}
         self.now = {"init": 0, "run": 0, "eval": 0, "boxes": 0}
         self.most = dict(self.now)
+        self.hang: frozenset[str] = frozenset()
+        """Sessions that never end, whatever their instruction says."""
         self.order: list[str] = []
         """Sessions in the order in which they began to run."""
         self.ended: list[str] = []
@@ -319,16 +321,14 @@ class PretendBox:
             try:
                 async with limit(timeout_s):
                     await script.gateway.gate.wait()
-                    await (asyncio.sleep(3600) if what == "hang" else self._work())
+                    hangs = what == "hang" or session in script.hang
+                    await asyncio.sleep(3600 if hangs else script.times["run"])
             except TimeoutError:
                 return Exit(-15, timed_out=True, seconds=0.0)
             except asyncio.CancelledError:
                 script.ended.append(session)
                 raise
         return Exit(0, timed_out=False, seconds=0.0)
-
-    async def _work(self) -> None:
-        await asyncio.sleep(self._script.times["run"])
 
 
 class Given(Parts):

@@ -7,6 +7,7 @@ import pytest
 
 from pretend_node import Bench, Server, task
 from tugline.errors import ServerError
+from tugline.node.logs import CHUNK
 from tugline.protocol import Control, PauseMode, StopWhy
 from tugline.types import Boundary, Status
 
@@ -241,6 +242,26 @@ async def test_logs_are_sent_while_somebody_reads(tmp_path: Path) -> None:
         await server.until(lambda: server.logs)
         server.followed = ()
     assert server.logs == {"t-0": b"I am t-0\n"}
+
+
+async def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
+    """64 KiB of what nobody followed; of a followed one, from there on all."""
+    bench = Bench(tmp_path)
+    async with bench.working() as server:
+        server.submit(task("a", what="hang"))
+        await server.until(lambda: bench.script.now["run"])
+        [live] = bench.node.crew.live.values()
+        assert live.course.log is not None
+        text = b"".join(b"%07d\n" % number for number in range(20_000))
+        live.course.log.write_bytes(text)
+        server.followed = ("a-0",)
+        await server.until(lambda: server.logs)
+        with live.course.log.open("ab") as file:
+            file.write(text)
+        await server.until(lambda: len(server.logs["a-0"]) > len(text))
+        server.stop("a-0", StopWhy.CANCELLED)
+        await server.until(lambda: server.results)
+    assert server.logs["a-0"] == text[-CHUNK:] + text
 
 
 async def test_a_server_that_refuses_the_node_is_told_to_the_caller(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ _KV = (
     "vllm:kv_cache_usage_perc",
     "vllm:gpu_cache_usage_perc",  # its name before vLLM 0.10
     "sglang:token_usage",
-    "tugline:kv_cache_usage_perc",
 )
 LOOK_S = 1.0
 """How old the last look may be."""

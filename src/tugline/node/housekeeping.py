@@ -77,7 +77,10 @@ class Housekeeping:
     async def run(self) -> None:
         """Look after the disk for as long as the node lives."""
         while True:
-            await asyncio.to_thread(self.sweep)
+            try:
+                await asyncio.to_thread(self.sweep)
+            except OSError as error:  # a folder that went meanwhile, a disk that is ill
+                _log.warning("disk not looked through", error=str(error))
             await asyncio.sleep(LOW_EVERY_S if self._stats.disk_low else EVERY_S)
 
     def sweep(self) -> None:

@@ -40,6 +40,8 @@ class Live:
     """Set when nothing of it is here any more."""
     sent: int = 0
     """Bytes of its log that the server has."""
+    skipped: int = 0
+    """Bytes of its log that the server will not get."""
     logging: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

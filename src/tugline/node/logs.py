@@ -12,7 +12,7 @@ from tugline.node.live import Live
 from tugline.protocol import Dispatcher
 
 CHUNK = 64 << 10
-"""Bytes told at once, and how much of the end is told of a log that nobody followed."""
+"""Bytes told at once, and how much is told of what was printed before anybody read it."""
 EVERY_S = 0.5
 _END_S = 5.0
 _log = log.get("node.logs")
@@ -55,21 +55,24 @@ class LogSender:
     async def _send(self, live: Live) -> None:
         path = live.course.log
         while path is not None:
-            start, chunk = await asyncio.to_thread(_read, path, live.sent)
+            if not live.sent:
+                live.skipped = max(0, await asyncio.to_thread(_size, path) - CHUNK)
+            chunk = await asyncio.to_thread(_read, path, live.skipped + live.sent)
             if not chunk:
                 return
-            length = await self._server.log(live.id, live.epoch, start, chunk)
+            length = await self._server.log(live.id, live.epoch, live.sent, chunk)
             if length <= live.sent:
                 return  # it takes no more
             live.sent = length
 
 
-def _read(path: Path, start: int) -> tuple[int, bytes]:
-    """From `start` on; from the beginning, no more than the last 64 KiB."""
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _read(path: Path, start: int) -> bytes:
     if not path.exists():
-        return 0, b""
+        return b""
     with path.open("rb") as file:
-        if not start:
-            start = max(0, file.seek(0, 2) - CHUNK)
         file.seek(start)
-        return start, file.read(CHUNK)
+        return file.read(CHUNK)
