@@ -2,30 +2,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from observed import observed, read, task
 from tugline.capture.trajectories import pack
 from tugline.protocol import Ask, HandBack, Hello, Orders
-from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.database import events
-from tugline.server.database.database import open_database
 from tugline.server.metrics import ServerMetrics
 from tugline.types import Boundary, Callback, Failure, Ledger, Reward, Status, Trajectory
 
+Served = Callable[[], AbstractAsyncContextManager[tuple[ControlPlane, ServerMetrics]]]
 
-@contextlib.asynccontextmanager
-async def server(folder: Path) -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
-    """A control plane and its metrics."""
-    database = open_database(f"sqlite:{folder / 'server.db'}")
-    metrics = ServerMetrics(database)
-    blobs = open_blobs(str(folder / "blobs"))
-    async with ControlPlane(database, blobs, folder=folder) as control:
-        yield control, metrics
+
+@pytest.fixture
+def server(
+    open_control: Callable[..., AbstractAsyncContextManager[ControlPlane]],
+) -> Served:
+    """A control plane and its metrics, on each kind of store."""
+
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[tuple[ControlPlane, ServerMetrics]]:
+        async with open_control() as control:
+            yield control, ServerMetrics(control.database)
+
+    return opened
 
 
 async def leased(control: ControlPlane, room: int) -> tuple[str, Orders]:
@@ -50,9 +56,9 @@ def result(session: str, sample: int, failure: Failure | None = None) -> bytes:
     return pack(trajectory)
 
 
-async def test_what_there_is_now(tmp_path: Path) -> None:
+async def test_what_there_is_now(server: Served) -> None:
     """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights."""
-    async with server(tmp_path) as (control, metrics):
+    async with server() as (control, metrics):
         await control.announce(4)
         callback = Callback("http://127.0.0.1:9/")
         await control.submit([replace(task("a", samples=3), callback=callback)])
@@ -72,12 +78,13 @@ async def test_what_there_is_now(tmp_path: Path) -> None:
     assert found["tugline_tasks_open"][()] == 2
     assert found["tugline_weights_version"][()] == 4
     assert found["tugline_weights_paused"][()] == 0
-    assert found["tugline_store_commit_seconds_count"]["sqlite",] > 5
+    (commits,) = found["tugline_store_commit_seconds_count"].values()
+    assert commits > 5
 
 
-async def test_what_has_happened(tmp_path: Path) -> None:
+async def test_what_has_happened(server: Served) -> None:
     """Leases, requeues by their reason, results, failures and tokens, as they were committed."""
-    async with server(tmp_path) as (control, metrics):
+    async with server() as (control, metrics):
         await control.submit([task("a", samples=4)])
         _, orders = await leased(control, 4)
         one, two, three, four = (work.session for work in orders.work)
@@ -101,9 +108,9 @@ async def test_what_has_happened(tmp_path: Path) -> None:
     assert 0 < found["tugline_queue_seconds_sum"][()] < 20
 
 
-async def test_each_event_is_counted_once(tmp_path: Path) -> None:
+async def test_each_event_is_counted_once(server: Served) -> None:
     """Pages one after the other and at the same time, more events than are read at once."""
-    async with server(tmp_path) as (control, metrics):
+    async with server() as (control, metrics):
         for first in range(0, 3000, 1000):
             await control.submit([task(f"t{n}") for n in range(first, first + 1000)])
             await asyncio.gather(metrics.page(), metrics.page())
@@ -111,21 +118,21 @@ async def test_each_event_is_counted_once(tmp_path: Path) -> None:
         assert found["tugline_events_total"]["task.accepted",] == 3000
 
 
-async def test_a_server_counts_from_its_start(tmp_path: Path) -> None:
+async def test_a_server_counts_from_its_start(server: Served) -> None:
     """What an earlier process did is not counted again, so that a rate has no jump."""
-    async with server(tmp_path) as (control, _):
+    async with server() as (control, _):
         await control.submit([task("a")])
     await asyncio.sleep(0.01)
-    async with server(tmp_path) as (control, metrics):
+    async with server() as (control, metrics):
         assert await control.database.read(events.latest) == 1
         await control.submit([task("b")])
         found = read(await metrics.page())
     assert found["tugline_events_total"]["task.accepted",] == 1
 
 
-async def test_requests_are_told_by_route(tmp_path: Path) -> None:
+async def test_requests_are_told_by_route(server: Served) -> None:
     """Route and class of the status are labels; ids are not."""
-    async with server(tmp_path) as (_, metrics):
+    async with server() as (_, metrics):
         metrics.served("GET /v1/tasks/{id}", 200, 0.003)
         metrics.served("GET /v1/tasks/{id}", 404, 0.02)
         found = read(await metrics.page())
