@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -10,8 +13,12 @@ import msgspec
 import zstandard
 
 from tugline.protocol import Hello, Orders, Problem, Welcome
-from tugline.server.app import Api, Tokens
+from tugline.server.app import Api, Tokens, create_app, serve_api
+from tugline.server.blobs import open_blobs
+from tugline.server.checks import check_task
 from tugline.server.control import ControlPlane
+from tugline.server.database.database import open_database
+from tugline.server.metrics import ServerMetrics
 from tugline.types import Ledger, Reward, Status, Trajectory, encode
 
 TOKENS = Tokens(client="client-token", join="join-token", read="read-token")
@@ -114,3 +121,21 @@ def result(session: str, task: str, sample: int = 0, reward: float = 1.0) -> byt
         reward=Reward(reward),
     )
     return zstandard.compress(encode(trajectory))
+
+
+@asynccontextmanager
+async def serve(store: str, folder: Path, **settings: Any) -> AsyncIterator[Served]:
+    """A server on an empty store, with metrics, and somebody who asks."""
+    async with (
+        ControlPlane(
+            open_database(store),
+            open_blobs(str(folder / "blobs")),
+            folder=folder,
+            check=check_task,
+            **settings,
+        ) as control,
+        aiohttp.ClientSession() as http,
+    ):
+        app = create_app(control, TOKENS, ServerMetrics(control.database))
+        async with serve_api(app) as url:
+            yield Served(url, app, control, http)

@@ -234,12 +234,13 @@ async def test_weights_are_a_barrier_for_all_nodes(server: Served) -> None:
 
 # --------------------------------------------------------------------------- the server
 async def test_the_server_tells_how_it_is(server: Served) -> None:
-    """Health without a token, status with one; no metrics where none are kept."""
+    """Health without a token, status and metrics with one."""
     await server.submit(samples=2)
     assert (await server.ask("GET", "/healthz", None)).json == {"status": "ok"}
     counts = (await server.ask("GET", "/v1/status", "read")).json
     assert (counts["tasks_open"], counts["sessions"]) == (1, {"queued": 2})
-    assert (await server.ask("GET", "/metrics")).status == 404
+    page = (await server.ask("GET", "/metrics", "read")).body.decode()
+    assert 'route="GET /v1/status"' in page
 
 
 async def test_a_store_that_cannot_be_used_is_503_and_a_fault_names_its_id(

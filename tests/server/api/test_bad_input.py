@@ -131,9 +131,9 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
 
 
 @pytest.mark.timeout(60)
-async def test_the_table_of_bad_input(server: Served) -> None:
+async def test_the_table_of_bad_input(server_of_each: Served) -> None:
     """Each mistake gets its status, type, field and a detail that helps; nothing is kept."""
-    wrong = []
+    server, wrong = server_of_each, []
     for request, how, status, name, field, part in TABLE:
         method, path = request.split(" ")
         told = await server.ask(method, path, **how)

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from served import TOKENS, Served
+from tugline.protocol import Hello
 from tugline.server.app import Api, create_app, serve_api
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
@@ -94,20 +95,29 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
         aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKENS.client}"}) as http,
     ):
         app = create_app(control, TOKENS)
+        node = await control.register(Hello(name="n", slots=1, room=1))
 
         async def ask(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
             async with http.get(url, headers=headers) as got:
                 return got.status, await got.read()
 
+        async def lease(url: str) -> tuple[int, bytes]:
+            mine = {"authorization": f"Bearer {node.token}"}
+            path = f"{url}/v1/nodes/{node.node}/lease"
+            async with http.post(path, json={"room": 1}, headers=mine) as got:
+                return got.status, await got.read()
+
         async with serve_api(app) as url:
             ways = (("/v1/results?wait_s=60", {}), ("/v1/results", NDJSON), ("/v1/events", SSE))
             asking = [asyncio.create_task(ask(url + path, how)) for path, how in ways * 5]
+            asking.append(asyncio.create_task(lease(url)))
             await _until(app, len(asking))
             began = time.monotonic()
         assert time.monotonic() - began < 2
-        poll, lines, told = (await asyncio.gather(*asking))[:3]
-        assert poll[0] == 503
-        assert b"urn:tugline:problem:stopping" in poll[1]
+        poll, lines, told, *_, leased = await asyncio.gather(*asking)
+        for status, problem in (poll, leased):
+            assert status == 503
+            assert b"urn:tugline:problem:stopping" in problem
         assert lines == (200, b'{"items":[],"groups":[],"cursor":0}\n')
         assert told == (200, b": events\n\n")
 

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,16 +19,10 @@ from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS
 from schemathesis.core.parameters import ParameterLocation
 
-from served import TASK, TOKENS, Served, result
+from served import TASK, TOKENS, Served, result, serve
 from tugline.protocol import Ask, Welcome
 from tugline.server.api import openapi
 from tugline.server.api.table import ROUTES
-from tugline.server.app import create_app, serve_api
-from tugline.server.blobs import open_blobs
-from tugline.server.checks import check_task
-from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
-from tugline.server.metrics import ServerMetrics
 
 DOCUMENT = json.loads(openapi.document(ROUTES))
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
@@ -39,6 +32,8 @@ PASSED_BY = {"use_after_free", "ensure_resource_availability", "ignored_auth"}
 TOO_STRICT = {"positive_data_acceptance"}
 EXAMPLES = int(os.environ.get("TUGLINE_EXAMPLES", "4"))
 """Of each kind and operation; more of them take longer and find more."""
+STORE = os.environ.get("TUGLINE_STORE", "")
+"""Another store than SQLite; an empty one."""
 MODES = [
     (operation, mode)
     for operation in OPERATIONS
@@ -48,29 +43,17 @@ MODES = [
 
 
 @asynccontextmanager
-async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, str]]:
-    """A server with one of everything; its address, and the token of its node."""
-    async with (
-        ControlPlane(
-            open_database(f"sqlite:{folder / 'db'}"),
-            open_blobs(str(folder / "blobs")),
-            folder=folder,
-            check=check_task,
-            lease_s=1.0,
-        ) as control,
-        aiohttp.ClientSession() as http,
-    ):
-        app = create_app(control, TOKENS, ServerMetrics(control.database))
-        async with serve_api(app) as url:
-            server = Served(url, app, control, http)
-            await server.submit(samples=4, callback={"url": "http://127.0.0.1:9/"})
-            node = await server.join()
-            done, _ = (await server.lease(node, 2)).work
-            data = result(done.session.id, "t")
-            assert (await server.commit(node, done.session.id, 1, data)).status == 200
-            living = asyncio.create_task(_live(server, node))
-            yield url, json.dumps([node.node, node.token, done.session.id])
-            living.cancel()
+async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, list[str]]]:
+    """A server with one of everything; its address, its node, the node's token, a session."""
+    async with serve(STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0) as server:
+        await server.submit(samples=4, callback={"url": "http://127.0.0.1:9/"})
+        node = await server.join()
+        done, _ = (await server.lease(node, 2)).work
+        data = result(done.session.id, "t")
+        assert (await server.commit(node, done.session.id, 1, data)).status == 200
+        living = asyncio.create_task(_live(server, node))
+        yield server.url, [node.node, node.token, done.session.id]
+        living.cancel()
 
 
 async def _live(server: Served, node: Welcome) -> None:
@@ -87,13 +70,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     ready, told, stop = threading.Event(), [], asyncio.Event()
     loop = asyncio.new_event_loop()
 
-    async def serve() -> None:
+    async def run() -> None:
         async with _lived_in(tmp_path_factory.mktemp("server")) as (url, known):
-            told.append((url, json.loads(known)))
+            told.append((url, known))
             ready.set()
             await stop.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
     thread.start()
     assert ready.wait(20)
     yield told[0]
@@ -110,11 +93,13 @@ def _settled(case: Case, url: str, known: list[str], *, real: bool) -> dict[str,
     if real and "id" in case.path_parameters:
         ids = {"tasks": "t", "sessions": session, "nodes": node}
         case.path_parameters["id"] = ids[case.path.split("/")[2]]
-    for bag, name in ((case.query, "wait_s"), (case.body, "wait_s"), (case.body, "within_s")):
-        if isinstance(bag, dict) and isinstance(bag.get(name), int | float):
-            bag[name] = min(bag[name], 0.01)
-        elif bag is case.body and isinstance(bag, dict) and case.path.endswith(("lease", "pause")):
-            bag.setdefault({"wait_s": "wait_s", "within_s": "within_s"}[name], 0.01)
+    if case.path.endswith(("lease", "pause")) and isinstance(case.body, dict):
+        case.body.setdefault("within_s" if case.path.endswith("pause") else "wait_s", 0.01)
+    waits = ((case.query, "wait_s", 60), (case.body, "wait_s", 60), (case.body, "within_s", 3600))
+    for bag, name, most in waits:
+        asked = bag.get(name) if isinstance(bag, dict) else None
+        if isinstance(asked, int | float) and 0 <= asked <= most:
+            bag[name] = min(asked, 0.01)
     headers = {"Authorization": f"Bearer {tokens[roles[0]]}"} if roles else {}
     return {"base_url": url, "headers": headers, "timeout": 20}
 
