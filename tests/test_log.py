@@ -66,10 +66,10 @@ async def test_every_event_of_a_session_carries_its_ids(lines: Lines, tmp_path: 
     ours = [
         line
         for line in found
-        if line["event"] in {"refused", "evaluated again", "failed"}
+        if line["event"] in {"refused", "evaluated again", "failed", "ended"}
         and line.get("error") != "Unauthorized"
     ]
-    assert [line["event"] for line in ours] == ["refused", "evaluated again", "failed"]
+    assert [line["event"] for line in ours] == ["refused", "evaluated again", "failed", "ended"]
     for line in ours:
         named = (line["task"], line["session"], line["epoch"], line["node"])
         assert named == ("t", "t-0", 1, "here"), line

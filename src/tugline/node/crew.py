@@ -203,6 +203,7 @@ class Crew:
         self._stats.ended(trajectory)
         if self._observer is not None:
             self._observer.ended(live.work, trajectory)
+        _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
         data = await asyncio.to_thread(pack, trajectory)
         entry = await self.journal.keep(live.id, live.epoch, data)
         await self.logs.finish(live)
