@@ -26,6 +26,7 @@ from tugline.server.database.database import Database
 ORPHAN_S = 3600.0
 """A blob may be that long without a row; it takes seconds."""
 _TEMPORARY = ".tmp-"
+_CHUNK = 1000
 
 
 class Blobs(Protocol):
@@ -61,10 +62,11 @@ async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) 
     """Delete the blobs that no result points to; returns how many."""
     gone = 0
     async for names in blobs.older(time.time() - older_s):
-        known = await database.read(partial(results.known, blobs=names))
-        for name in set(names) - known:
-            await blobs.delete(name)
-            gone += 1
+        for start in range(0, len(names), _CHUNK):
+            some = names[start : start + _CHUNK]
+            for name in set(some) - await database.read(partial(results.known, blobs=some)):
+                await blobs.delete(name)
+                gone += 1
     return gone
 
 

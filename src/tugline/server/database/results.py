@@ -6,14 +6,15 @@ result is that of its event, so one cursor serves both, and it is safe: see `eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 
 import msgspec
 
-from tugline.protocol import EventKind, Results, ResultView, TaskView
+from tugline.protocol import EventKind, Results, ResultView
 from tugline.server.database import events
 from tugline.server.database.base import Tx
-from tugline.server.database.tasks import view as view_of
+from tugline.server.database.tasks import among, views
 
 _view = msgspec.msgpack.Decoder(ResultView)
 
@@ -96,12 +97,13 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
 
     The results of a group stand together, by sample; `TaskView.missing` names those without use.
     """
-    chosen = _released(tx, after, limit, tasks)
-    if not chosen:
+    released = _released(tx, after, limit, tasks)
+    if not released:
         return Results(items=(), cursor=after)
-    named, values = _among("task", [group.id for group in chosen])
+    chosen = views(tx, released)
+    named, values = _among("task", released)
     rows = tx.all(f"SELECT view FROM results WHERE {named}", **values)  # noqa: S608 - constants
-    order = {group.id: place for place, group in enumerate(chosen)}
+    order = {task: place for place, task in enumerate(released)}
     items = sorted(
         (_view.decode(view) for (view,) in rows),
         key=lambda item: (order[item.task], item.sample),
@@ -109,8 +111,8 @@ def groups(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None = None) -
     return Results(items=tuple(items), groups=tuple(chosen), cursor=chosen[-1].released or after)
 
 
-def _released(tx: Tx, after: int, limit: int, among: Sequence[str] | None) -> list[TaskView]:
-    named, values = _among("id", among)
+def _released(tx: Tx, after: int, limit: int, tasks: Sequence[str] | None) -> list[str]:
+    named, values = _among("id", tasks)
     rows = tx.all(
         f"SELECT id, samples FROM tasks WHERE released > :after AND {named}"  # noqa: S608 - constants
         " ORDER BY released LIMIT :limit",
@@ -118,20 +120,13 @@ def _released(tx: Tx, after: int, limit: int, among: Sequence[str] | None) -> li
         limit=limit,
         **values,
     )
-    chosen: list[TaskView] = []
-    total = 0
-    for task, samples in rows:
-        total += samples
-        if chosen and total > limit:
-            break
-        chosen.append(view_of(tx, task))
-    return chosen
+    fit = [total <= limit for total in itertools.accumulate(samples for _, samples in rows)]
+    return [task for task, _ in rows[: max(sum(fit), 1)]]
 
 
-def _among(column: str, names: Iterable[str] | None) -> tuple[str, dict[str, str]]:
+def _among(column: str, names: Sequence[str] | None) -> tuple[str, dict[str, str]]:
     """A condition on `column`, and its values; None does not restrict."""
     if names is None:
         return "1 = 1", {}
-    values = {f"name{n}": name for n, name in enumerate(names)}
-    listed = ", ".join(f":{name}" for name in values)
-    return (f"{column} IN ({listed})" if values else "1 = 0"), values
+    named, values = among(names)
+    return f"{column} IN ({named})" if values else "1 = 0", values

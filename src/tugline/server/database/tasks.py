@@ -174,6 +174,14 @@ def view(tx: Tx, task: str) -> TaskView:
     return _views(tx, rows)[0]
 
 
+def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
+    """These tasks, all of which there are, as they stand and in this order."""
+    named, values = among(ids)
+    found = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id IN ({named})", **values)  # noqa: S608 - constants
+    rows = {row[0]: row for row in found}
+    return _views(tx, [rows[task] for task in ids])
+
+
 def page(
     tx: Tx,
     *,
