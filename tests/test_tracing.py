@@ -3,11 +3,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +71,20 @@ class Collector:
         return Response(media_type="application/x-protobuf")
 
 
-@pytest.fixture
-async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
-    """A real receiver on loopback, which the environment names."""
+@contextlib.asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    """A real receiver on loopback, and its address."""
     taking = Collector()
     routes = [Route("/v1/traces", taking.take, methods=["POST"])]
     async with serve(Starlette(routes=routes)) as url:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-        yield taking
+        yield taking, url
 
 
-@contextlib.contextmanager
-def tracing(url: str) -> Iterator[Tracer]:
-    """A tracer, closed at the end."""
+def tracer_to(url: str) -> Tracer:
+    """A tracer that tells this collector."""
     tracer = open_tracer({"OTEL_EXPORTER_OTLP_ENDPOINT": url}, node="here")
     assert tracer is not None
-    yield tracer
-    tracer.close()
+    return tracer
 
 
 async def rolled(folder: Path) -> Rollout:
@@ -132,13 +128,13 @@ def values(span: Span) -> dict[str, Any]:
     return found
 
 
-async def test_a_session_is_one_trace(collector: Collector, tmp_path: Path) -> None:
+async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     """Root, stages and model calls arrive at a real collector, with the counts of the capture."""
     rollout = await rolled(tmp_path)
-    tracer = open_tracer(os.environ, node="here")
-    assert tracer is not None
-    await asyncio.to_thread(tracer.tell, rollout)
-    await asyncio.to_thread(tracer.close)
+    async with collecting() as (collector, url):
+        tracer = tracer_to(url)
+        await asyncio.to_thread(tracer.tell, rollout)
+        await asyncio.to_thread(tracer.close)
     assert collector.resource["service.name"] == "tugline"
     assert collector.resource["service.instance.id"] == "here"
     ours = hashlib.sha256(b"t-0.3").digest()[:16]
@@ -178,18 +174,14 @@ async def test_a_session_is_one_trace(collector: Collector, tmp_path: Path) -> N
 async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
     """Telling returns at once, closing within its bound, whoever does not listen."""
     rollout = await rolled(tmp_path)
+    tracer = tracer_to("http://127.0.0.1:9")
     started = time.monotonic()
-    with tracing("http://127.0.0.1:9") as tracer:
-        for epoch in range(200):
-            tracer.tell(structs.replace(rollout, session=replace_epoch(epoch)))
-        told = time.monotonic()
+    for epoch in range(200):
+        tracer.tell(structs.replace(rollout, session=structs.replace(SESSION, epoch=epoch)))
+    told = time.monotonic()
+    await asyncio.to_thread(tracer.close)
     assert told - started < 2.0
     assert time.monotonic() - told < 4.0
-
-
-def replace_epoch(epoch: int) -> Session:
-    """Another attempt at the session."""
-    return structs.replace(SESSION, epoch=epoch)
 
 
 def test_a_failure_is_told_where_it_happened() -> None:

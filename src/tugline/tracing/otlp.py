@@ -1,8 +1,8 @@
 """Send spans to an OpenTelemetry collector over HTTP. Needs the extra ``otel``.
 
 The library's own queue is bounded and emptied by a thread of its own: a collector that is slow or
-gone costs the spans that do not fit any more, and no session waits for it. Address, headers,
-sampling and time limits are read from the variables that every OpenTelemetry program knows.
+gone costs the spans that do not fit any more, and no session waits for it. Headers, sampling and
+time limits are read from the variables that every OpenTelemetry program knows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Ids(RandomIdGenerator):
 class Otlp:
     """A `Tracer` of its own: it leaves the process-wide one to whoever embeds Tugline."""
 
-    def __init__(self, *, node: str) -> None:
-        """`node` names the instance of the service."""
+    def __init__(self, url: str, *, node: str) -> None:
+        """`url` takes traces, `node` names the instance of the service."""
         release = version("tugline")
         resource = Resource.create(
             {
@@ -52,7 +52,7 @@ class Otlp:
             resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
         self._provider.add_span_processor(
-            BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=_QUEUED)
+            BatchSpanProcessor(OTLPSpanExporter(endpoint=url), max_queue_size=_QUEUED)
         )
         self._tracer = self._provider.get_tracer("tugline", release)
 

@@ -13,6 +13,7 @@ from tugline.errors import UsageError
 from tugline.tracing.spans import Rollout
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""The address itself, and one that the path of traces is added to."""
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SPOKEN = "http/protobuf"
 
@@ -36,7 +37,8 @@ def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
     """
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    if not any(environ.get(name) for name in ENDPOINTS):
+    whole, base = (environ.get(name, "") for name in ENDPOINTS)
+    if not whole and not base:
         return None
     protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), _SPOKEN)
     if protocol != _SPOKEN:
@@ -50,4 +52,4 @@ def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
             f"({error.name} is not there): pip install 'tugline[otel]'"
         )
         raise UsageError(msg) from error
-    return Otlp(node=node)
+    return Otlp(whole or f"{base.rstrip('/')}/v1/traces", node=node)
