@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -92,30 +90,3 @@ async def test_a_node_alone_has_a_page_of_its_own(tmp_path: Path) -> None:
             assert "tugline_node_sessions" in read(await answer.read())
         async with http.get(f"{url}/healthz") as answer:
             assert answer.status == 200
-
-
-class Broken:
-    """A tracer that cannot."""
-
-    closed = False
-
-    def tell(self, _rollout: Any) -> None:
-        """Fail."""
-        msg = "no"
-        raise ValueError(msg)
-
-    def close(self) -> None:
-        """Note it."""
-        self.closed = True
-
-
-async def test_traces_that_break_cost_no_session(tmp_path: Path) -> None:
-    """The session completes, and the page says that it has no trace."""
-    tracer = Broken()
-    async with observed(tmp_path, tracer=tracer) as rig:
-        await rig.run(task("good"))
-        await until(lambda: rig.watch.untold > 0)
-        page = await rig.metrics.page()
-        assert (await rig.control.counts()).sessions == {"completed": 1}
-    assert re.search(rb"^tugline_node_untraced_total 1\.0$", page, re.MULTILINE)
-    assert tracer.closed

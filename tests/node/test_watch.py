@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from observed import observed, task, until
+from tugline.tracing.spans import Rollout
+from tugline.types import Status
+
+
+class Kept:
+    """A tracer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Rollout] = []
+
+    def tell(self, rollout: Rollout) -> None:
+        """Keep it."""
+        self.told.append(rollout)
+
+    def close(self) -> None:
+        """Nothing is left to send."""
+
+
+async def test_each_attempt_is_told_with_its_stages_and_calls(tmp_path: Path) -> None:
+    """Of one that completes all stages, of one that fails those it had; each with its calls."""
+    tracer = Kept()
+    async with observed(tmp_path, tracer=tracer) as rig:
+        await rig.run(task("good"), task("bad", "exit(3)"))
+    by_epoch = {(one.session.id, one.session.epoch): one for one in tracer.told}
+    assert sorted(by_epoch) == [("bad-0", 1), ("bad-0", 2), ("good-0", 1)]
+    good, bad = by_epoch["good-0", 1], by_epoch["bad-0", 2]
+    stages = [Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL]
+    assert [status for status, _ in good.began] == stages
+    assert [status for status, _ in bad.began] == stages[:4]
+    times = [at for _, at in good.began] + [good.ended]
+    assert times == sorted(times)
+    assert len(good.calls) == 1
+    assert len(bad.calls) == 0
+    assert good.trajectory.status is Status.COMPLETED
+    assert good.node == "here"
+
+
+class Broken:
+    """A tracer that cannot."""
+
+    closed = False
+
+    def tell(self, _rollout: Any) -> None:
+        """Fail."""
+        msg = "no"
+        raise ValueError(msg)
+
+    def close(self) -> None:
+        """Note it."""
+        self.closed = True
+
+
+async def test_traces_that_break_cost_no_session(tmp_path: Path) -> None:
+    """The session completes, and the page says that it has no trace."""
+    tracer = Broken()
+    async with observed(tmp_path, tracer=tracer) as rig:
+        await rig.run(task("good"))
+        await until(lambda: rig.watch.untold > 0)
+        page = await rig.metrics.page()
+        assert (await rig.control.counts()).sessions == {"completed": 1}
+    assert re.search(rb"^tugline_node_untraced_total 1\.0$", page, re.MULTILINE)
+    assert tracer.closed
