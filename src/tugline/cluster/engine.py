@@ -102,9 +102,15 @@ async def _answering(settings: EngineSettings, mode: Mode) -> Upstream:
     """The replicas, once all of them answer."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.wait_s
+    asked_again = False
     while True:
         try:
             return await connect(settings.urls, mode=mode, model=settings.served_name)
+        except UsageError as error:
+            if asked_again:
+                raise
+            asked_again = True  # one that was restarted in the middle of it looks unsound, too
+            _log.warning("asking the engine again", error=str(error))
         except EngineError as error:
             if error.status is not None or loop.time() > deadline:
                 raise
