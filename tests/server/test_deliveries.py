@@ -102,7 +102,7 @@ async def _all(database: Database, state: DeliveryState | None = None) -> list[D
 
 async def _until(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
     """Wait until so many callbacks are in this state."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(found := await _all(database, state)) < count:  # noqa: ASYNC110 - asks the rows
             await asyncio.sleep(0.01)
     assert len(found) == count
