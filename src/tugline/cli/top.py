@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tugline.cli.status import Folder, Json, Server, Token
 from tugline.client.api import Client
 from tugline.errors import Missing, ServerError
 from tugline.protocol import Counts, Event, EventKind, NodeState, NodeView, TaskState, TaskView
@@ -35,6 +36,7 @@ _TASKS = 200
 """Open tasks that are looked at."""
 _LINES = 12
 _DEADLINE_S = 3.0
+"""People are told soon that a server is not there."""
 _AT_WORK = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 _QUEUE = re.compile(r'^tugline_queue\{tenant="(.*)"\} (\S+)$', re.MULTILINE)
 _UNREAD = re.compile(r'^tugline_results_unread\{consumer="(.*)"\} (\S+)$', re.MULTILINE)
@@ -241,29 +243,29 @@ def _age(seconds: float) -> str:
 # --------------------------------------------------------------------------- the command
 def top(
     *,
-    server: Annotated[str | None, typer.Option(help="URL of the server.")] = None,
-    token: Annotated[str | None, typer.Option(help="Its client or read token.")] = None,
+    server: Server = None,
+    token: Token = None,
+    folder: Folder = None,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and end.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show queue, nodes, throughput, stragglers and failures as they change."""
     console = Console(highlight=False)
     live = console.is_terminal and not once and not as_json
     seen = None
     with contextlib.suppress(KeyboardInterrupt):  # that is how it is left
-        seen = asyncio.run(_follow(server, token, every if live else None, console))
+        client = Client(server, token, folder=folder, deadline_s=_DEADLINE_S)
+        seen = asyncio.run(_follow(client, every if live else None, console))
     if as_json and seen is not None:
         sys.stdout.write(msgspec.json.encode(seen).decode() + "\n")
     elif seen is not None:
         console.print(screen(seen))
 
 
-async def _follow(
-    server: str | None, token: str | None, every: float | None, console: Console
-) -> Overview | None:
+async def _follow(client: Client, every: float | None, console: Console) -> Overview:
     """Look once, or show it until interrupted; a server that is away is waited for."""
-    async with Client(server, token, deadline_s=_DEADLINE_S) as client:
+    async with client:
         watcher = Watcher(client)
         seen = await watcher.look()
         if every is None:
