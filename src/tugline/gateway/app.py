@@ -49,6 +49,7 @@ HEADERS_BY_S = 2.0
 """How long a stream's headers may wait for the first token, so that early faults get a status."""
 _REMEMBERED = 8
 """Calls of a session that a repeated request may be about."""
+_KEPT = 4096  # sessions that are over and can still be asked about
 _RETRY = "x-stainless-retry-count"
 _PATH = re.compile(
     r"(?:/s/(?P<session>[^/]+))?(?:/(?P<version>v1(?:alpha|beta)?\d*))?(?P<rest>/.*)"
@@ -155,8 +156,7 @@ class Gateway:
         `offers_tools` says that its calls declare tools, so that one without is beside the task.
         `workdir` and `home` are its folders, kept for whoever replays it.
         """
-        segment = self.segment(session)
-        self._segments[session.id] = segment
+        segment = self._segments[session.id] = self.segment(session)
         contract = policy.contract_of(task.sampling, session.sample)
         live, secret = self._sessions.open(
             session.id,
@@ -176,6 +176,9 @@ class Gateway:
             recent = self._recent.pop(session.id)
             overflow = self._overflow.pop(session.id, None)
             self._faults[session.id] = recent[-1].error if recent else overflow
+            if len(self._faults) > _KEPT:
+                old = next(iter(self._faults))
+                del self._faults[old], self._segments[old]
 
     async def _flush(self) -> None:
         while True:

@@ -152,7 +152,8 @@ class Stages:
 
     def room(self) -> int:
         """How many more sessions could begin INIT at once."""
-        free = self._settings.slots - self.pools[Status.RUN].busy
+        running = self.pools[Status.RUN].busy - self.admission.held  # those have a slot, and wait
+        free = self._settings.slots - running
         ahead = self.target if self._enough_memory() else 0
         return max(
             0,
