@@ -1,0 +1,124 @@
+"""``tugline`` as people start it: processes in a folder, and an engine that needs no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tiny import tokenizer
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.types import Reward
+
+TESTS = Path(__file__).parents[1]
+TUGLINE = Path(sys.executable).with_name("tugline")
+AGENT = TESTS / "chaos" / "agent.py"
+READY_S = 40.0
+
+
+class Fine:
+    """An evaluator that starts no program: every session is worth 1."""
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """Judge nothing."""
+        return Verdict(Reward(1.0), {})
+
+
+class World:
+    """Processes that work in `folder`; all are ended by `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        (folder / "tokenizer.json").write_text(tokenizer().text(), encoding="utf-8")
+
+    def engine(self) -> str:
+        """Start one; its URL."""
+        self.start("engine", sys.executable, str(TESTS / "cluster/engine.py"), "engine.url")
+        url = self.folder / "engine.url"
+        until(url.exists, "the engine", lambda: self.said("engine"))
+        return url.read_text()
+
+    def start(self, name: str, *argv: str, **env: str) -> subprocess.Popen[bytes]:
+        """A process whose words go to a file."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                argv,
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": str(TESTS), **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return self.running[name]
+
+    def tugline(self, name: str, *options: str, **env: str) -> subprocess.Popen[bytes]:
+        """A command that goes on."""
+        return self.start(name, str(TUGLINE), *options, **env)
+
+    def ask(self, *options: str, code: int = 0) -> Any:
+        """A command that ends by itself; what it printed, out of its JSON lines."""
+        done = subprocess.run(
+            [TUGLINE, *options, "--json"],
+            cwd=self.folder,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr.decode()
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def said(self, name: str) -> str:
+        """What a process has told so far."""
+        return (self.folder / f"{name}.log").read_text()
+
+    def up(self, name: str, *words: str) -> None:
+        """Wait until it said so."""
+        until(lambda: all(one in self.said(name) for one in words), name, lambda: self.said(name))
+
+    def end(self, name: str, sign: int = signal.SIGTERM, within_s: float = 20.0) -> int:
+        """Send a signal and wait; the exit code."""
+        process = self.running.pop(name)
+        process.send_signal(sign)
+        return process.wait(within_s)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for process in self.running.values():
+            process.kill()
+            process.wait(10)
+
+
+def task(name: str, *, samples: int = 2, turns: int = 1, pause_s: float = 0.0) -> dict[str, Any]:
+    """A conversation of `turns` model calls, with so long between them."""
+    return {
+        "id": name,
+        "instruction": json.dumps({"turns": turns, "pause_s": pause_s}),
+        "harness": {"name": "shell", "options": {"command": [sys.executable, str(AGENT)]}},
+        "evaluator": {"name": "cluster.processes:Fine"},
+        "samples": samples,
+        "limits": {"agent_s": 60},
+    }
+
+
+def write(path: Path, tasks: Sequence[dict[str, Any]]) -> str:
+    """A task file."""
+    path.write_text("".join(json.dumps(one) + "\n" for one in tasks))
+    return str(path)
+
+
+def until(
+    done: Callable[[], bool], what: str, told: Callable[[], str], within_s: float = READY_S
+) -> None:
+    """Wait for it, or fail with what was told meanwhile."""
+    end = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < end, f"waited {within_s} s for {what}: {told()}"
+        time.sleep(0.05)
