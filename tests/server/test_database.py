@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tugline.errors import Missing, StoreError, UsageError
+from tugline.server.database.base import Tx
+from tugline.server.database.database import Database, open_database
+from tugline.server.database.schema import STEPS
+
+
+def _add(name: str, *, fail: bool = False) -> Any:
+    def op(tx: Tx) -> str:
+        tx.run("INSERT INTO consumers VALUES (:name, 0, 0)", name=name)
+        if fail:
+            msg = f"no {name}"
+            raise Missing(msg)
+        return name
+
+    return op
+
+
+def _names(tx: Tx) -> list[str]:
+    return [name for (name,) in tx.all("SELECT name FROM consumers ORDER BY name")]
+
+
+async def test_writes_of_many_callers_share_one_commit(database: Database) -> None:
+    """What queues up while the disk is busy is one transaction; each caller gets its own answer."""
+    batches: list[int] = []
+    database.on_batch = lambda ops, _seconds: batches.append(ops)
+    gate = threading.Event()
+    first = asyncio.ensure_future(database.write(lambda _tx: gate.wait(5)))
+    await asyncio.sleep(0.05)
+    others = [asyncio.ensure_future(database.write(_add(f"n{n:02}"))) for n in range(40)]
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(*others) == [f"n{n:02}" for n in range(40)]
+    assert await first is True
+    assert batches == [1, 40]
+    assert len(await database.read(_names)) == 40
+
+
+async def test_an_error_is_its_callers_alone(database: Database) -> None:
+    """An operation that fails leaves nothing behind and does not touch those beside it."""
+    gate = threading.Event()
+    blocking = asyncio.ensure_future(database.write(lambda _tx: gate.wait(5)))
+    await asyncio.sleep(0.05)
+    ops = [_add("a"), _add("b", fail=True), _add("a"), _add("c")]
+    waiting = asyncio.gather(*map(database.write, ops), return_exceptions=True)
+    await asyncio.sleep(0)
+    gate.set()
+    a, b, again, c = await waiting
+    await blocking
+    assert (a, c) == ("a", "c")
+    assert isinstance(b, Missing)
+    assert isinstance(again, StoreError), "the database's own errors have our name"
+    assert await database.read(_names) == ["a", "c"]
+
+
+async def test_reads_do_not_wait_for_a_write(database: Database) -> None:
+    """A list is answered while a transaction is open, and does not see it."""
+    gate = threading.Event()
+
+    def slow(tx: Tx) -> None:
+        _add("late")(tx)
+        gate.wait(5)
+
+    writing = asyncio.ensure_future(database.write(slow))
+    await asyncio.sleep(0.05)
+    assert await asyncio.wait_for(database.read(_names), 1) == []
+    gate.set()
+    await writing
+    assert await database.read(_names) == ["late"]
+
+
+async def test_wakes_only_after_the_commit(database: Database) -> None:
+    """Who is woken finds what it was woken for."""
+
+    def op(tx: Tx) -> None:
+        _add("here")(tx)
+        tx.wake("topic")
+
+    loop = asyncio.get_running_loop()
+    with database.hub.listen("topic") as bell:
+        if database.name == "postgresql":  # at first it says that anything may be news
+            assert await bell.heard(loop.time() + 5)
+        writing = asyncio.ensure_future(database.write(op))
+        assert await bell.heard(loop.time() + 5)
+        assert await database.read(_names) == ["here"]
+        await writing
+    assert database.hub.listeners == 0
+
+
+async def test_what_is_written_is_there_after_a_restart(store_url: str) -> None:
+    """The tables are made once, and kept."""
+    async with open_database(store_url) as database:
+        await database.write(_add("kept"))
+    async with open_database(store_url) as database:
+        assert await database.read(_names) == ["kept"]
+
+
+async def test_two_servers_may_start_at_once_on_postgres(postgres_url: str) -> None:
+    """One makes the tables, the other finds them."""
+    async with contextlib.AsyncExitStack() as stack:
+        opened = [open_database(postgres_url) for _ in range(3)]
+        await asyncio.gather(*map(stack.enter_async_context, opened))
+        await opened[0].write(_add("one"))
+        assert await opened[2].read(_names) == ["one"]
+
+
+async def test_servers_wake_each_other_on_postgres(postgres_url: str) -> None:
+    """What one server commits is heard by those who wait at another."""
+    async with open_database(postgres_url) as one, open_database(postgres_url) as other:
+        with other.hub.listen("topic") as bell:
+            await asyncio.sleep(0.3)  # it listens by now, and has said that all may be news
+            bell.take()
+            began = time.monotonic()
+            await one.write(lambda tx: tx.wake("topic", *(f"node:{n}" for n in range(2000))))
+            assert await bell.heard(asyncio.get_running_loop().time() + 5)
+            assert time.monotonic() - began < 1
+
+
+async def test_a_second_server_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    """SQLite would let it in, and both would give the same nodes orders."""
+    url = f"sqlite:{tmp_path / 'a.db'}"
+    async with open_database(url):
+        with pytest.raises(UsageError, match="used by another server"):
+            async with open_database(url):
+                pass
+
+
+async def test_a_store_of_a_later_version_is_refused(store_url: str) -> None:
+    """It is left as it is, and the message says which layouts there are."""
+    async with open_database(store_url) as database:
+        if database.name == "sqlite":
+            await database.write(lambda tx: tx.wake())
+        else:
+            await database.write(lambda tx: tx.run("INSERT INTO layout VALUES (99)"))
+    if store_url.startswith("sqlite:"):
+        with sqlite3.connect(store_url.removeprefix("sqlite:")) as db:
+            db.execute("PRAGMA user_version = 99")
+        db.close()
+    with pytest.raises(UsageError, match=f"layout 99, this version reads {len(STEPS)}"):
+        async with open_database(store_url):
+            pass
+
+
+@pytest.mark.parametrize("url", ["mysql://x", "sqlite:", "tugline.db"])
+def test_an_unknown_store_is_refused(url: str) -> None:
+    """The message says what would be right."""
+    with pytest.raises(UsageError, match="must be sqlite:PATH or postgresql://"):
+        open_database(url)
+
+
+async def test_an_unreachable_postgres_is_said_so() -> None:
+    """Without the password that the URL has."""
+    with pytest.raises(StoreError, match=r"postgresql://127\.0\.0\.1:1/x") as caught:
+        async with open_database("postgresql://me:secret@127.0.0.1:1/x"):
+            pass
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_lost_connection_is_opened_again(postgres_url: str) -> None:
+    """When PostgreSQL ends all connections, writes and reads go on as if nothing was."""
+    async with open_database(postgres_url) as database:
+        await database.write(_add("before"))
+        await database.read(_names)
+        with psycopg.connect(postgres_url, autocommit=True) as admin:
+            admin.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE application_name = 'tugline'"
+            )
+        found = asyncio.gather(*(database.read(_names) for _ in range(4)))
+        await database.write(_add("later"))
+        assert all("before" in names for names in await found)
+        assert await database.read(_names) == ["before", "later"]
+
+
+async def test_a_connection_lost_in_the_middle_repeats_the_operation(postgres_url: str) -> None:
+    """What a transaction had done is undone by the loss, and done again."""
+    runs = []
+
+    def op(tx: Tx) -> None:
+        runs.append(1)
+        _add("once")(tx)
+        if len(runs) == 1:
+            with psycopg.connect(postgres_url, autocommit=True) as admin:
+                admin.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                    " WHERE application_name = 'tugline' AND state = 'idle in transaction'"
+                )
+            tx.run("UPDATE consumers SET acked = 1")
+
+    async with open_database(postgres_url) as database:
+        await database.write(op)
+        assert len(runs) == 2
+        assert await database.read(_names) == ["once"]
+
+
+_FULL = """
+import asyncio, resource, signal, sys
+from tugline.errors import StoreError
+from tugline.server.database.database import open_database
+
+def put(tx, n):
+    tx.run("INSERT INTO consumers VALUES (:name, 0, 0)", name=f"{n}" + "x" * 100_000)
+
+async def main():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    async with open_database(sys.argv[1]) as database:
+        await database.write(lambda tx: put(tx, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+        kept = 1
+        try:
+            for n in range(1, 100):
+                await database.write(lambda tx: put(tx, n))
+                kept += 1
+        except StoreError as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await database.write(lambda tx: put(tx, 1000))
+        count = await database.read(lambda tx: tx.one("SELECT COUNT(*) FROM consumers")[0])
+        print(kept, count - 1)
+
+asyncio.run(main())
+"""
+
+
+def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
+    """Writes fail with clear words while there is no room, and go on when there is some."""
+    url = f"sqlite:{tmp_path / 'a.db'}"
+    run = subprocess.run(
+        [sys.executable, "-c", _FULL, url], capture_output=True, text=True, timeout=30, check=False
+    )
+    said, kept = run.stdout.splitlines()
+    assert f"store {tmp_path / 'a.db'}: " in said, run.stderr
+    before, after = map(int, kept.split())
+    assert 1 < before == after
+
+
+def test_no_space_is_explained(tmp_path: Path) -> None:
+    """The operating system's own words get advice, too."""
+    database = open_database(f"sqlite:{tmp_path / 'a.db'}")
+    error = OSError(errno.ENOSPC, "No space left on device")
+    assert "free some space" in str(database._store.explain(error))

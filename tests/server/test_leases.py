@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from leased import Idler, Open, a_task, names, result
+from tugline.errors import FencedError
+from tugline.protocol import Ask, EventKind, HandBack, Kept, Pause, PauseMode, StopWhy
+from tugline.server.blobs import LocalBlobs
+from tugline.server.control import ControlPlane
+from tugline.server.database.database import open_database
+from tugline.types import Boundary, Failure, Group, Stale, Status
+
+
+async def test_a_node_that_waits_gets_work_at_once(control: ControlPlane) -> None:
+    """A question that waits is answered by the submission, not by a clock."""
+    node = await Idler.join(control)
+    asking = asyncio.ensure_future(node.ask(wait_s=20))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await control.submit([a_task("t", 4)])
+    orders = await asking
+    assert names(orders.work) == ["t-0", "t-1", "t-2", "t-3"]
+    assert time.monotonic() - began < 1
+    first = orders.work[0]
+    assert first.task == a_task("t", 4)
+    assert (first.session.epoch, first.session.attempt) == (1, 0)
+    assert first.session.status is Status.INIT
+
+
+async def test_work_is_no_more_than_there_is_room(control: ControlPlane) -> None:
+    """The rest stays for others, and a node without room waits for orders only."""
+    node, other = await Idler.join(control, "a", room=3), await Idler.join(control, "b")
+    await control.submit([a_task("t", 5)])
+    assert len((await node.ask()).work) == 3
+    assert (await node.ask(wait_s=0.05)).work == ()
+    assert len((await other.ask()).work) == 2
+    assert (await other.ask(wait_s=0.05)).work == ()
+
+
+async def test_samples_of_a_task_stay_together(control: ControlPlane) -> None:
+    """Nodes that wait at the same time each get whole tasks, as far as they have room."""
+    a, b = await Idler.join(control, "a", room=4), await Idler.join(control, "b", room=4)
+    asking = asyncio.gather(a.ask(), b.ask())
+    await asyncio.sleep(0.05)
+    await control.submit([a_task("s", 4), a_task("t", 4)])
+    got = [sorted({work.task.id for work in orders.work}) for orders in await asking]
+    assert sorted(got) == [["s"], ["t"]]
+
+
+async def test_an_answer_that_got_lost_is_given_again(control: ControlPlane) -> None:
+    """The node says what it holds; what it does not name has not arrived, and keeps its epoch."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t", 2)])
+    lost = await node.ask()
+    node.held.clear()
+    again = await node.ask()
+    assert sorted(names(again.work)) == sorted(names(lost.work)) == ["t-0", "t-1"]
+    assert {work.session.epoch for work in again.work} == {1}
+    assert (await node.commit("t-0")).kept is Kept.COMMITTED
+
+
+async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane) -> None:
+    """A client that hangs up while it is served finds its work in the next answer."""
+    node = await Idler.join(control)
+    for n in range(10):
+        asking = asyncio.ensure_future(node.ask(wait_s=20))
+        await asyncio.sleep(0.02)
+        await asyncio.gather(control.submit([a_task(f"t{n}")]), return_exceptions=True)
+        asking.cancel()
+        await asyncio.wait([asking])
+    held = set(node.held)
+    for _ in range(10):
+        held |= set(names((await node.ask(wait_s=0.3)).work))
+        if len(held) == 8:
+            break
+    assert len(held) == 8, "as many as it has room for"
+
+
+async def test_a_result_is_kept_once(control: ControlPlane) -> None:
+    """The same bytes again are fine; others are refused, as is what comes with an old epoch."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t")])
+    [work] = (await node.ask()).work
+    data = result(work.session)
+    assert (await control.commit("t-0", 1, data)).kept is Kept.COMMITTED
+    assert (await control.commit("t-0", 1, data)).kept is Kept.ALREADY
+    with pytest.raises(FencedError):
+        await control.commit("t-0", 1, result(work.session, reward=0.5))
+    found = await control.results()
+    assert [item.reward for item in found.items] == [1.0]
+    assert await control.trajectory("t-0") == data
+
+
+async def test_a_lost_nodes_sessions_go_to_others_in_time(open_control: Open) -> None:
+    """At most a second after its lease has ended; what it says then is refused."""
+    async with open_control(lease_s=0.6) as control:
+        dead, alive = await Idler.join(control, "dead"), await Idler.join(control, "alive")
+        await control.submit([a_task("t")])
+        [work] = (await dead.ask()).work
+        began = time.monotonic()
+        while not alive.held and time.monotonic() < began + 5:
+            await alive.ask(wait_s=0.2)
+        assert 0.5 < time.monotonic() - began < 0.6 + 1
+        assert alive.held["t-0"].epoch == 2
+        assert alive.held["t-0"].attempt == 1
+        with pytest.raises(FencedError):
+            await control.commit("t-0", 1, result(work.session))
+        for says in (dead.ask, dead.renew):
+            with pytest.raises(FencedError, match="register again"):
+                await says()
+        assert (await alive.commit("t-0")).kept is Kept.COMMITTED
+        kinds = [event.kind for event in await control.events(after=0)]
+        assert kinds.index(EventKind.LOST) < kinds.index(EventKind.REQUEUED)
+
+
+async def test_a_node_that_renews_keeps_what_it_has(open_control: Open) -> None:
+    """For as long as it does, whatever its sessions take."""
+    async with open_control(lease_s=0.5) as control:
+        node = await Idler.join(control)
+        await control.submit([a_task("t")])
+        await node.ask()
+        for _ in range(8):
+            await asyncio.sleep(0.15)
+            assert (await node.renew()).stop == ()
+        assert (await node.commit("t-0")).kept is Kept.COMMITTED
+
+
+async def test_a_node_that_starts_again_gives_up_what_it_had(control: ControlPlane) -> None:
+    """Its successor of the same name gets it at once, without waiting for a lease to end."""
+    before = await Idler.join(control, "a")
+    await control.submit([a_task("t")])
+    await before.ask()
+    after = await Idler.join(control, "a")
+    assert names((await after.ask()).work) == ["t-0"]
+    assert after.held["t-0"].epoch == 2
+    with pytest.raises(FencedError):
+        await before.renew()
+
+
+async def test_leases_outlive_a_restart_of_the_server(open_control: Open) -> None:
+    """Nodes have the whole lease to come back, and commit what they were given before."""
+    async with open_control(lease_s=1.0) as control:
+        node = await Idler.join(control)
+        await control.submit([a_task("t", 2)])
+        await node.ask()
+    await asyncio.sleep(1.1)
+    async with open_control(lease_s=1.0) as control:
+        node.control = control
+        await asyncio.sleep(0.5)
+        assert (await node.commit("t-0")).kept is Kept.COMMITTED
+        assert (await node.renew()).stop == ()
+        assert (await control.counts()).sessions == {"completed": 1, "run": 1}
+
+
+async def test_what_is_held_and_belongs_to_others_is_dropped(control: ControlPlane) -> None:
+    """A renewal names it as fenced."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t", 2)])
+    await node.ask()
+    handed = HandBack(epoch=1, why="no room")
+    await control.hand_back("t-1", handed)
+    assert [(stop.session, stop.why) for stop in (await node.renew()).stop] == [
+        ("t-1", StopWhy.FENCED)
+    ]
+    with pytest.raises(FencedError):
+        await control.hand_back("t-1", handed)
+
+
+async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:
+    """A question in waiting is answered by a stop; the next one waits, renewals repeat it."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t")])
+    await node.ask()
+    asking = asyncio.ensure_future(node.ask(wait_s=20))
+    await asyncio.sleep(0.1)
+    await control.cancel(session="t-0", by="me")
+    [stop] = (await asyncio.wait_for(asking, 2)).stop
+    assert (stop.session, stop.why, stop.by) == ("t-0", StopWhy.CANCELLED, "cancelled by me")
+    began = time.monotonic()
+    assert (await node.ask(wait_s=0.3)).stop == (stop,)
+    assert time.monotonic() - began > 0.25
+    assert (await node.renew()).stop == (stop,)
+
+
+async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> None:
+    """It is told at once, and what it hands back costs no attempt."""
+    node = await Idler.join(control, "a")
+    await control.submit([a_task("t")])
+    await node.ask()
+    asking = asyncio.ensure_future(node.ask(wait_s=20))
+    await asyncio.sleep(0.1)
+    await control.drain(node.node)
+    assert (await asyncio.wait_for(asking, 2)).draining
+    await control.submit([a_task("u")])
+    assert (await node.ask(wait_s=0.2)).work == ()
+    await control.hand_back("t-0", HandBack(epoch=1, why="going"))
+    other = await Idler.join(control, "b")
+    await other.ask()
+    assert (other.held["t-0"].attempt, other.held["t-0"].epoch) == (0, 2)
+    assert set(other.held) == {"t-0", "u-0"}
+
+
+@pytest.mark.parametrize(
+    ("boundary", "tries"),
+    [
+        (Boundary.INFRASTRUCTURE, 3),
+        (Boundary.RUNTIME, 3),
+        (Boundary.HARNESS, 2),
+        (Boundary.ENGINE, 1),
+        (Boundary.AGENT, 1),
+        (Boundary.EVALUATOR, 1),
+    ],
+)
+async def test_whose_failure_it_is_decides_who_tries_again(
+    control: ControlPlane, boundary: Boundary, tries: int
+) -> None:
+    """What the infrastructure lost is tried as often as the task says, a harness twice."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t", group=Group(attempts=3))])
+    for attempt in range(tries):
+        [work] = (await node.ask()).work
+        assert work.session.attempt == attempt
+        kept = (await node.commit("t-0", failure=boundary)).kept
+        assert kept is (Kept.REQUEUED if attempt < tries - 1 else Kept.COMMITTED)
+    found = await control.result("t-0")
+    assert (found.status, found.attempt) == (Status.FAILED, tries - 1)
+    assert found.failure == Failure(boundary, "it broke")
+    assert found.reward is None
+
+
+async def test_a_harness_that_failed_leaves_the_other_attempts(control: ControlPlane) -> None:
+    """Attempts are those that the infrastructure may lose."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t", group=Group(attempts=2))])
+    for failure in (Boundary.HARNESS, Boundary.RUNTIME):
+        await node.ask()
+        assert (await node.commit("t-0", failure=failure)).kept is Kept.REQUEUED
+    await node.ask()
+    assert (await node.commit("t-0", failure=Boundary.RUNTIME)).kept is Kept.COMMITTED
+
+
+async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) -> None:
+    """If another has room; a node that is alone gets it again."""
+    a = await Idler.join(control, "a")
+    await control.submit([a_task("t")])
+    await a.ask()
+    b = await Idler.join(control, "b", room=1)
+    asking = asyncio.gather(a.ask(wait_s=1, room=7), b.ask(wait_s=1))
+    await asyncio.sleep(0.05)
+    await a.commit("t-0", failure=Boundary.RUNTIME)
+    await asking
+    assert set(b.held) == {"t-0"}
+    await b.commit("t-0", failure=Boundary.RUNTIME)
+    assert names((await b.ask()).work) == ["t-0"]
+
+
+async def test_the_last_attempt_of_a_lost_node_is_a_result(open_control: Open) -> None:
+    """Nobody waits for ever for a task that kills its nodes."""
+    async with open_control() as control:
+        await control.submit([a_task("t", group=Group(attempts=2))])
+        for _ in range(2):
+            node = await Idler.join(control, "a")
+            await node.ask()
+        await Idler.join(control, "a")
+        found = await control.result("t-0")
+        assert found.failure is not None
+        assert found.failure.boundary is Boundary.INFRASTRUCTURE
+        assert "attempt 2, the last" in found.failure.message
+        assert (found.bytes, found.reward) == (0, None)
+
+
+async def test_stale_sessions_start_again(control: ControlPlane) -> None:
+    """Those that are too many versions behind, where their task wants it so."""
+    node = await Idler.join(control)
+    strict = Group(max_staleness=1, on_stale=Stale.ABORT)
+    await control.submit([a_task("strict", group=strict), a_task("marked", group=Group())])
+    await node.ask()
+    node.applied = 2
+    asking = asyncio.ensure_future(node.ask(wait_s=20))
+    await asyncio.sleep(0.05)
+    announcing = asyncio.gather(control.announce(1), return_exceptions=True)
+    await asyncio.sleep(0.05)
+    await node.renew()
+    await announcing
+    announcing = asyncio.gather(control.announce(2), return_exceptions=True)
+    [stop] = (await asyncio.wait_for(asking, 5)).stop
+    assert (stop.session, stop.why) == ("strict-0", StopWhy.STALE)
+    await announcing
+    await control.hand_back("strict-0", HandBack(epoch=1, why="stale"))
+    del node.held["strict-0"]
+    [work] = (await node.ask()).work
+    assert (work.session.id, work.session.attempt, work.session.epoch) == ("strict-0", 1, 2)
+    assert (await control.session("strict-0")).version == 2
+
+
+async def test_who_does_not_stop_is_stopped(open_control: Open) -> None:
+    """A node that renews and ignores its orders loses the session when a lease time is over."""
+    async with open_control(lease_s=0.5) as control:
+        node = await Idler.join(control)
+        await control.submit([a_task("t")])
+        await node.ask()
+        await control.cancel(task="t", by="me")
+        until = time.monotonic() + 5
+        while not (await control.results()).items and time.monotonic() < until:
+            await asyncio.sleep(0.1)
+            await node.renew()
+        assert (await control.result("t-0")).status is Status.CANCELLED
+        [stop] = (await node.renew()).stop
+        assert stop.why is StopWhy.FENCED
+
+
+async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
+    """It holds when all have said that they pause, and is told to those who wait for work."""
+    node, late = await Idler.join(control, "a"), await Idler.join(control, "b")
+    asking = asyncio.ensure_future(node.ask(wait_s=20))
+    await asyncio.sleep(0.05)
+    pausing = asyncio.ensure_future(control.pause(Pause(PauseMode.WAIT, within_s=10)))
+    orders = await asyncio.wait_for(asking, 2)
+    assert orders.control.paused is PauseMode.WAIT
+    for one in (node, late):
+        await asyncio.sleep(0.05)
+        assert not pausing.done()
+        one.applied = orders.control.generation
+        await one.renew()
+    barrier = await asyncio.wait_for(pausing, 2)
+    assert (barrier.applied, barrier.missing) == (("a", "b"), ())
+
+
+async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
+    """It waits no longer than it was told to; the same pause again is no new one."""
+    await Idler.join(control, "slow")
+    barrier = await control.pause(Pause(within_s=0.2))
+    assert (barrier.missing, barrier.generation) == (("slow",), 1)
+    assert (await control.pause(Pause(within_s=0.05))).generation == 1
+    assert (await control.counts()).paused
+
+
+async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -> None:
+    """On PostgreSQL a task that one server takes in wakes a node that waits at another."""
+
+    def server(name: str) -> ControlPlane:
+        blobs = LocalBlobs(tmp_path / "blobs")
+        return ControlPlane(open_database(postgres_url), blobs, folder=tmp_path / name)
+
+    async with server("one") as one, server("other") as other:
+        node = await Idler.join(other)
+        asking = asyncio.ensure_future(node.ask(wait_s=20))
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        await one.submit([a_task("t", 2)])
+        assert len((await asking).work) == 2
+        assert time.monotonic() - began < 1
+        assert (await node.commit("t-0")).kept is Kept.COMMITTED
+        assert await one.node_of("nonsense") is None
+        waiting = asyncio.ensure_future(one.results(after=(await one.results()).cursor, wait_s=10))
+        await node.commit("t-1")
+        assert [item.session for item in (await asyncio.wait_for(waiting, 2)).items] == ["t-1"]
+
+
+async def test_idle_questions_end_in_time(control: ControlPlane) -> None:
+    """A hundred nodes without work are answered with nothing when their time is over."""
+    asks = []
+    for n in range(100):
+        node = await Idler.join(control, f"n{n}")
+        asks.append(control.lease(node.node, Ask(room=1, wait_s=0.5)))
+    began = time.monotonic()
+    orders = await asyncio.gather(*asks)
+    assert all(one.work == () for one in orders)
+    assert 0.4 < time.monotonic() - began < 5
