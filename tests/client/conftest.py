@@ -1,83 +1,15 @@
-"""A real server on a real socket, and nodes that are played by a test."""
+"""A server that is up, and somebody who asks it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from served import TOKENS, result
+from house import House
 from tugline.client.api import Client
-from tugline.client.nodes import NodeClient
-from tugline.protocol import Ask, Held, Hello, Work
-from tugline.server.app import Api, create_app, serve_api
-from tugline.server.blobs import open_blobs
-from tugline.server.checks import check_task
-from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
-from tugline.types import Part, Status, Task
-
-
-class House:
-    """A server that can be stopped and started again on the same port."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.url, self.port = folder, "", 0
-        self.control: ControlPlane
-        self.app: Api
-        self._stack = contextlib.AsyncExitStack()
-
-    async def start(self) -> None:
-        """Up, with what is in the folder."""
-        self.control = await self._stack.enter_async_context(
-            ControlPlane(
-                open_database(f"sqlite:{self.folder / 'server.db'}"),
-                open_blobs(str(self.folder / "blobs")),
-                folder=self.folder,
-                lease_s=10.0,
-                check=check_task,
-            )
-        )
-        self.app = create_app(self.control, TOKENS)
-        self.url = await self._stack.enter_async_context(serve_api(self.app, port=self.port))
-        self.port = int(self.url.rpartition(":")[2])
-
-    async def stop(self) -> None:
-        """Down; connections are closed."""
-        await self._stack.aclose()
-
-    def client(self, **how: float) -> Client:
-        """Somebody who may submit."""
-        return Client(self.url, TOKENS.client, **how)
-
-    async def finish(self, *, limit: int = 100, **rewards: float) -> list[str]:
-        """Play a node that runs what is queued; `rewards` by session, with ``_`` for ``-``."""
-        async with NodeClient(self.url, TOKENS.join) as node:
-            welcome = await node.register(Hello(name="played", slots=limit, room=limit))
-            work = (await node.lease(welcome.node, Ask(room=limit, wait_s=5.0))).work
-            for one in work:
-                await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
-            return [one.session.id for one in work]
-
-
-async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:
-    """A result of this session."""
-    of = work.session
-    await node.commit(of.id, of.epoch, result(of.id, of.task, of.sample, reward))
-
-
-def held(*work: Work) -> tuple[Held, ...]:
-    """What a node says that it has."""
-    return tuple(Held(one.session.id, one.session.epoch, Status.RUN) for one in work)
-
-
-def task(name: str = "t", **changes: object) -> Task:
-    """A task of one sample."""
-    part = Part("tests")
-    return Task(id=name, instruction="do", harness=Part("shell"), evaluator=part, **changes)
 
 
 @pytest.fixture

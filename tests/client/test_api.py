@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from client.conftest import House, commit, held, task
+from house import House, commit, held, task
 from served import TOKENS
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient

@@ -193,7 +193,7 @@ def struct_in(annotation: Any) -> list[type[msgspec.Struct]]:
 
 def _explained(error: msgspec.ValidationError, values: Any, where: str) -> ConfigError:
     """`error` with the field, its value and what is known of it."""
-    why, _, place = str(error).partition(" - at `")
+    why, _, place = str(error).replace("[...]", "").partition(" - at `")
     why = why.replace("`", "")
     lacking = re.search(r"missing required field (\w+)", why)
     path = [name or int(number) for name, number in _STEP.findall(place.removesuffix("`"))]

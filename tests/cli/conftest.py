@@ -1,0 +1,74 @@
+"""The commands as people start them, beside a server that is up."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from house import House
+from served import TOKENS
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Shell:
+    """A folder to work in, in which ``tugline up`` seems to have been started."""
+
+    def __init__(self, folder: Path, house: House) -> None:
+        self.folder, self.house = folder, house
+        data = folder / "tugline-data"
+        data.mkdir()
+        (data / "server.json").write_bytes(msgspec.json.encode({"url": house.url}))
+        (data / "tokens.json").write_bytes(msgspec.json.encode(TOKENS))
+
+    def file(self, name: str, text: str) -> None:
+        """A file in the folder."""
+        (self.folder / name).write_text(text)
+
+    async def start(self, *words: str) -> asyncio.subprocess.Process:
+        """A command that goes on."""
+        return await asyncio.create_subprocess_exec(
+            TUGLINE,
+            *words,
+            cwd=self.folder,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    async def run(self, *words: str) -> Done:
+        """A command, to its end."""
+        return await end(await self.start(*words))
+
+
+async def end(process: asyncio.subprocess.Process) -> Done:
+    """Wait for a command to end."""
+    out, err = await asyncio.wait_for(process.communicate(), 40)
+    return Done(process.returncode or 0, out.decode(), err.decode())
+
+
+@pytest.fixture
+async def shell(tmp_path: Path) -> AsyncIterator[Shell]:
+    """Where commands are typed."""
+    kept = tmp_path / "server"
+    kept.mkdir()
+    house = House(kept)
+    await house.start()
+    try:
+        async with asyncio.timeout(100):
+            yield Shell(tmp_path, house)
+    finally:
+        await house.stop()

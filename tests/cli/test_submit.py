@@ -1,0 +1,65 @@
+"""``tugline submit``: all or nothing, and the same again changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+
+from cli.conftest import Shell, end
+
+TASK = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\nsamples: 2\n"
+
+
+async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
+    """The table in the end says how they went; submitted again, they are over at once."""
+    for name in ("a", "b"):
+        shell.file(f"{name}.yaml", TASK.format(id=name))
+    submitting = await shell.start("submit", ".", "--wait")
+    played: list[str] = []
+    while len(played) < 4:
+        played += await shell.house.finish(wait_s=0.5)
+    done = await end(submitting)
+    assert done.code == 0, done.err
+    assert "2 tasks with 4 sessions accepted\n" in done.err
+    assert [line.split()[:3] for line in done.out.splitlines()[1:3]] == [
+        ["a", "released", "2/2"],
+        ["b", "released", "2/2"],
+    ]
+    told = json.loads((await shell.run("submit", "a.yaml", "--wait", "--json")).out)
+    assert [one["new"] for one in told["accepted"]] == [False]
+    assert told["released"][0]["usable"] == 2
+
+
+async def test_nothing_is_sent_if_something_is_wrong(shell: Shell) -> None:
+    """One bad task of many: exit code 2 and an empty server."""
+    shell.file("a.yaml", TASK.format(id="a"))
+    shell.file("b.yaml", TASK.format(id="b") + "priority: 11\n")
+    done = await shell.run("submit", "a.yaml", "b.yaml")
+    assert done.code == 2
+    assert "task 'b': priority is 11, must be from -10 to 10" in done.err
+    assert (await shell.house.control.tasks()).tasks == ()
+
+
+async def test_what_the_server_refuses_is_exit_code_2(shell: Shell) -> None:
+    """Another task of the same name."""
+    shell.file("a.yaml", TASK.format(id="a"))
+    assert (await shell.run("submit", "a.yaml")).code == 0
+    shell.file("a.yaml", TASK.format(id="a") + "priority: 1\n")
+    done = await shell.run("submit", "a.yaml")
+    assert done.code == 2
+    assert "another id" in done.err
+
+
+async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
+    """And says so."""
+    shell.file("a.yaml", TASK.format(id="a"))
+    submitting = await shell.start("submit", "a.yaml", "--wait")
+    while not (await shell.house.control.tasks()).tasks:  # noqa: ASYNC110 - the command does it
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.3)
+    submitting.send_signal(signal.SIGINT)
+    done = await end(submitting)
+    assert done.code == 130
+    assert "what was accepted goes on" in done.err
+    assert (await shell.house.control.counts()).sessions == {"queued": 2}

@@ -1,0 +1,53 @@
+"""``tugline task``: what it writes is what it accepts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "task.schema.json"
+
+
+def task(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command, to its end."""
+    return subprocess.run(
+        [TUGLINE, "task", *words], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
+    )
+
+
+def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
+    """It passes the check, and is not overwritten unless that is asked for."""
+    assert task("init", "mine.yaml", cwd=tmp_path).returncode == 0
+    done = task("check", "mine.yaml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "1 tasks with 1 sessions are well-formed\n")
+    again = task("init", "mine.yaml", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "mine.yaml is there already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("sampels: 4", "unknown key 'sampels'; did you mean 'samples'?"),
+        ("samples: 0", "task 't': samples is 0, must be from 1 to 10,000"),
+        ("runtime: {name: lokal}", "unknown runtime 'lokal'; did you mean 'local'?"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, line: str, told: str) -> None:
+    """What is unknown, out of range or cannot be made: exit code 2."""
+    text = "id: t\ninstruction: do\nharness: {name: pi}\nevaluator: {name: tests}\n"
+    (tmp_path / "t.yaml").write_text(text + line)
+    done = task("check", "t.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_documented_schema_is_the_one_that_is_printed(tmp_path: Path) -> None:
+    """Made with ``tugline task schema > docs/task.schema.json``."""
+    assert json.loads(task("schema", cwd=tmp_path).stdout) == json.loads(SCHEMA.read_text())

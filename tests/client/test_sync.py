@@ -1,0 +1,54 @@
+"""The client without await: every method of the other one, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+
+from house import House, task
+from served import TOKENS
+from tugline.client.api import Client
+from tugline.client.sync import SyncClient
+from tugline.errors import Missing, UsageError
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    """With the same arguments; waiting alone may be bounded here."""
+    for name, method in inspect.getmembers(Client, inspect.isfunction):
+        if not name.startswith("_"):
+            here = inspect.signature(getattr(SyncClient, name)).parameters
+            there = inspect.signature(method).parameters
+            extra = {"within_s"} if name == "wait" else set()
+            assert list(here.values())[: len(there)] == list(there.values()), name
+            assert set(here) - set(there) == extra, name
+
+
+async def test_it_does_what_the_other_one_does(house: House) -> None:
+    """Calls, lists, streams, blocks and errors."""
+
+    def work() -> None:
+        with SyncClient(house.url, TOKENS.client) as client:
+            assert client.submit([task("a", samples=2)])[0].new
+            assert [one.id for one in client.tasks()] == ["a"]
+            with client.paused():
+                assert client.weights().paused is not None
+            assert client.weights().paused is None
+            with pytest.raises(Missing):
+                client.task("x")
+            with pytest.raises(TimeoutError):
+                client.wait("a", within_s=0.1)
+            asyncio.run_coroutine_threadsafe(house.finish(), loop).result(20)
+            assert client.wait("a", within_s=20)[0].usable == 2
+            for one in client.results("me"):
+                assert one.trajectory is not None
+                client.ack("me", one.cursor)
+                if one.view.sample == 1:
+                    break
+            assert list(client.results("me", follow=False)) == []
+        with pytest.raises(UsageError, match="not open"):
+            client.status()
+
+    loop = asyncio.get_running_loop()
+    await asyncio.wait_for(asyncio.to_thread(work), 50)

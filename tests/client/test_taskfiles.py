@@ -1,0 +1,156 @@
+"""Task files: what is read, and what a mistake is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from tugline.client.taskfiles import load_tasks
+from tugline.client.taskforms import schema, sentences, template
+from tugline.errors import ConfigError, UsageError
+from tugline.types import Callback, Group, Limits, Part, Sampling, Stale, Task
+
+YAML = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\n"
+WANTED = Task(id="t", instruction="do", harness=Part("pi"), evaluator=Part("tests"))
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    """A file."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_every_form_of_file_is_read(tmp_path: Path) -> None:
+    """YAML, TOML, JSON, JSON lines; one task or many."""
+    raw = {"id": "t", "instruction": "do", "harness": {"name": "pi"}}
+    raw["evaluator"] = {"name": "tests"}
+    line = msgspec.json.encode(raw).decode()
+    toml = 'id="t"\ninstruction="do"\nharness.name="pi"\nevaluator.name="tests"\n'
+    forms = {
+        "one.yaml": yaml.safe_dump(raw),
+        "many.yml": yaml.safe_dump([raw]),
+        "one.toml": toml,
+        "many.toml": f"[[tasks]]\n{toml}",
+        "one.json": line,
+        "many.json": f"[{line}]",
+        "lines.jsonl": f"{line}\n\n",
+    }
+    for name, text in forms.items():
+        assert load_tasks([written(tmp_path, name, text)]) == [WANTED], name
+
+
+def test_folders_and_patterns_are_searched(tmp_path: Path) -> None:
+    """In order of names; a folder not below itself, where the tasks' own files are."""
+    for name in ("b", "a"):
+        written(tmp_path, f"{name}.yaml", YAML.format(id=name))
+    written(tmp_path, "workspace/package.json", "{}")
+    written(tmp_path, "notes.txt", "no task")
+    assert [task.id for task in load_tasks([tmp_path])] == ["a", "b"]
+    assert [task.id for task in load_tasks([f"{tmp_path}/[b].yaml"])] == ["b"]
+    for nothing in (tmp_path / "c.yaml", f"{tmp_path}/*.toml"):
+        with pytest.raises(UsageError, match="there is no file"):
+            load_tasks([nothing])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="there is no task file"):
+        load_tasks([tmp_path / "empty"])
+
+
+def test_texts_may_lie_beside(tmp_path: Path) -> None:
+    """Relative to the task file, wherever the command is started."""
+    written(tmp_path, "texts/ask.md", "Please mend it.\n")
+    written(tmp_path, "texts/calc.py", "def add(): ...\n")
+    path = written(
+        tmp_path,
+        "t.yaml",
+        "id: t\ninstruction_file: texts/ask.md\nharness: {name: pi}\nevaluator: {name: tests}\n"
+        "files: {calc.py: {file: texts/calc.py}, b.txt: here}\n",
+    )
+    (task,) = load_tasks([path])
+    assert task.instruction == "Please mend it.\n"
+    assert task.files == {"calc.py": "def add(): ...\n", "b.txt": "here"}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("sample: 3", "t.yaml: unknown key 'sample'; did you mean 'samples'?"),
+        ("limits: {agent: 3}", "t.yaml: unknown key 'limits.agent'; did you mean 'agent_s'?"),
+        ("callback: {uri: x}", "unknown key 'callback.uri'; did you mean 'url'?"),
+        ("limits: {max_turns: many}", "limits.max_turns is 'many': Expected int | null, got str"),
+        ("samples: 1.5", "samples is 1.5: Expected int, got float"),
+        ("sampling_policy: allowed", "is 'allowed': must be one of enforce, allow, refuse"),
+        ("group: {on_stale: drop}", "group.on_stale is 'drop': must be one of mark, abort"),
+        ("files: {a.py: 3}", "files is {'a.py': 3}: Expected str, got int"),
+        ("callback: {}", "callback.url is missing"),
+        ("instruction_file: x", "give either instruction or instruction_file"),
+        ("files: {a.py: {file: b.py}}", "files.a.py.file is 'b.py', which cannot be read: No such"),
+        ("id: u", "t.yaml is not valid YAML: key 'id' stands twice (line 5, column 1)"),
+        ("[", "t.yaml is not valid YAML"),
+    ],
+)
+def test_a_mistake_names_file_field_and_value(tmp_path: Path, line: str, told: str) -> None:
+    """One line that says what would be right."""
+    path = written(tmp_path, "t.yaml", YAML.format(id="t") + line)
+    with pytest.raises(ConfigError) as raised:
+        load_tasks([path])
+    assert told in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("t.jsonl", '{"id": "t"}\n{', "t.jsonl, line 1: instruction is missing"),
+        ("t.jsonl", "{", "t.jsonl, line 1 is not valid JSON"),
+        ("t.yaml", "[3]", "t.yaml, task 1: 3 is no task"),
+        ("t.toml", "=", "t.toml is not valid TOML"),
+        ("t.txt", "", "file type '.txt' is unknown; use one of .yaml"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, told: str) -> None:
+    """With the place in it."""
+    with pytest.raises(ConfigError) as raised:
+        load_tasks([written(tmp_path, name, text)])
+    assert told in str(raised.value)
+
+
+def test_an_id_stands_once(tmp_path: Path) -> None:
+    """Over all files together; the error names both."""
+    written(tmp_path, "a.yaml", YAML.format(id="t"))
+    written(tmp_path, "b.yaml", YAML.format(id="t"))
+    with pytest.raises(ConfigError, match=r"b\.yaml: id 't' is taken, by .*a\.yaml"):
+        load_tasks([tmp_path])
+
+
+def test_the_template_says_every_field(tmp_path: Path) -> None:
+    """With its default, which is what stands there once the line is no comment any more."""
+    text = template()
+    (task,) = load_tasks([written(tmp_path, "t.yaml", text)])
+    lines = [line.removeprefix("# ") for line in text.splitlines()]
+    start = lines.index("runtime:")
+    callback = lines.index("callback:")
+    kept = [line for line in lines[start - 1 : callback - 1] if ":" in line and line[0] != "-"]
+    told = [line for line in kept if not line[0].isupper()]
+    (full,) = load_tasks([written(tmp_path, "f.yaml", text + "\n".join(told))])
+    assert full == task
+    for kind in (Task, Limits, Sampling, Group, Callback, Part):
+        for name, sentence in sentences(kind).items():
+            assert sentence in text, f"{kind.__name__}.{name}"
+            assert f"{name}:" in text
+
+
+def test_the_schema_knows_every_field_and_no_other() -> None:
+    """Each with its sentence; closed, as the reader is."""
+    told = schema()["$defs"]
+    for kind in (Task, Limits, Sampling, Group, Callback, Part):
+        fields = set(kind.__struct_fields__)
+        properties = told[kind.__name__]["properties"]
+        assert set(properties) - {"instruction_file"} == fields
+        assert all(properties[name]["description"] for name in fields)
+        assert told[kind.__name__]["additionalProperties"] is False
+    assert told["Stale"]["enum"] == sorted(Stale)

@@ -1,0 +1,35 @@
+"""What ``import tugline`` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tugline
+
+NAMES = [
+    "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
+    "Ledger", "Limits", "Missing", "Part", "Policy", "Result", "Reward", "Sampling", "ServerError",
+    "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError", "UsageError",
+    "load_tasks",
+]  # fmt: skip
+
+
+def test_the_public_names_are_these() -> None:
+    """Each can be had, and nothing else."""
+    assert dir(tugline) == sorted(NAMES)
+    for name in NAMES:
+        assert getattr(tugline, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Klient'"):
+        _ = tugline.Klient
+
+
+def test_importing_it_loads_nothing() -> None:
+    """A name is paid for by who uses it."""
+    code = "import sys, tugline; print({'numpy', 'aiohttp', 'msgspec'} & sys.modules.keys())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "set()\n"
