@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import structlog
 from msgspec.structs import replace
 
 from observed import observed, task
 from tugline import log
+from tugline.gateway.asgi import lifespan
+from tugline.serving import serve
 
 AGENT = (
     "import json, os, urllib.error, urllib.request as r\n"
@@ -89,6 +92,22 @@ async def test_ids_reach_tasks_and_threads_and_end_with_the_block(lines: Lines) 
     say("outside")
     found = {line["event"]: line.get("session") for line in lines.read()}
     assert found == {"thread": "s", "task": "s", "outside": None}
+
+
+async def test_what_breaks_in_a_server_is_a_line_too(lines: Lines) -> None:
+    """A request that nobody foresaw leaves its traceback in the log, not on the terminal."""
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await lifespan(receive, send)
+        else:
+            _divide()
+
+    async with serve(app) as url, aiohttp.ClientSession() as http, http.get(url) as answer:
+        assert answer.status == 500
+    (line,) = lines.read()
+    assert (line["part"], line["level"]) == ("uvicorn.error", "error")
+    assert "ZeroDivisionError" in line["exception"]
 
 
 def test_what_libraries_log_is_in_the_same_form(lines: Lines) -> None:

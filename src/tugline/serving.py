@@ -162,6 +162,7 @@ async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
         lifespan="on",
         access_log=False,
         log_level="warning",
+        log_config=None,  # its words come out with ours, see `log`
         http=_Guarded,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
