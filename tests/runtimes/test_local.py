@@ -194,3 +194,20 @@ def test_wrong_options_are_named() -> None:
     """An option out of range says which and what would be right."""
     with pytest.raises(ConfigError, match="cpu_s is 0"):
         Local(cpu_s=0)
+
+
+async def test_programs_that_will_not_end_hold_up_nothing_else(tmp_path: Path) -> None:
+    """Twenty ignore SIGTERM at once: they are killed side by side, and threads stay free."""
+    runtime = Local(grace_s=1.5)
+
+    async def stubborn(number: int) -> Exit:
+        async with runtime.open(tmp_path / str(number)) as box:
+            return await sh(box, "trap '' TERM; while :; do sleep 1; done", timeout_s=1.0)
+
+    ending = asyncio.gather(*(stubborn(number) for number in range(20)))
+    await asyncio.sleep(1.6)
+    began = asyncio.get_running_loop().time()
+    await asyncio.to_thread(lambda: None)
+    assert asyncio.get_running_loop().time() - began < 0.5
+    assert all(end.timed_out for end in await ending)
+    assert asyncio.get_running_loop().time() - began < 6

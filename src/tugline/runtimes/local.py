@@ -18,6 +18,8 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,6 +30,7 @@ from tugline.runtimes.clock import Clock, limit
 from tugline.runtimes.processes import MARK, Started, end, start_time
 
 _RECORD = ".started"
+_ENDERS = 32
 
 
 class Local:
@@ -53,13 +56,15 @@ class Local:
         # A lower limit than asked for may already be in force; that one stays then.
         self._limits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
         self._grace_s = grace_s
+        # Many agents may ignore SIGTERM at once; nothing else must wait for a thread meanwhile.
+        self._enders = ThreadPoolExecutor(_ENDERS, thread_name_prefix="tugline-end")
 
     @contextlib.asynccontextmanager
     async def open(
         self, directory: Path, files: Mapping[str, str] | None = None
     ) -> AsyncIterator[LocalBox]:
         """A box under `directory` with `files` in its workdir; leaving it deletes nothing."""
-        box = LocalBox(Path.cwd() / directory, self._limits, self._grace_s)
+        box = LocalBox(Path.cwd() / directory, self._limits, self._grace_s, self._enders)
         await asyncio.to_thread(box.make)
         await box.write(box.workdir, files or {})
         yield box
@@ -78,7 +83,9 @@ class Local:
 class LocalBox:
     """See `tugline.runtimes.base.Box`."""
 
-    def __init__(self, directory: Path, limits: str, grace_s: float) -> None:
+    def __init__(
+        self, directory: Path, limits: str, grace_s: float, enders: ThreadPoolExecutor
+    ) -> None:
         self.workdir = directory / "work"
         self.home = directory / "home"
         self.logs = directory / "logs"
@@ -86,6 +93,7 @@ class LocalBox:
         self._directory = directory
         self._limits = limits
         self._grace_s = grace_s
+        self._enders = enders
 
     def make(self) -> None:
         """Make the folders; a workdir with something in it is an error, not a head start."""
@@ -151,7 +159,8 @@ class LocalBox:
 
     async def _end(self, process: asyncio.subprocess.Process | None, started: Started) -> None:
         """Without a process, cancelled while it was being made, the mark finds what there is."""
-        await asyncio.to_thread(end, started, grace_s=self._grace_s)
+        ending = partial(end, started, grace_s=self._grace_s)
+        await asyncio.get_running_loop().run_in_executor(self._enders, ending)
         if process is not None:
             await process.wait()
         self._record(started).unlink(missing_ok=True)

@@ -49,6 +49,7 @@ def end(started: Started, *, grace_s: float) -> int:
     hit: set[int] = set()
     kill_at = time.monotonic() + grace_s
     give_up_at = kill_at + 2.0
+    pause = 0.01
     while members := _members(started):
         now = time.monotonic()
         if now > give_up_at:
@@ -59,7 +60,8 @@ def end(started: Started, *, grace_s: float) -> int:
             elif pid not in hit:
                 _send(pid, signal.SIGTERM)
         hit |= members
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(0.1, 1.5 * pause)
     return len(hit)
 
 
