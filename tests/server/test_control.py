@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from leased import Idler, Open, a_task, result
+from tugline.errors import Conflict, FencedError, Invalid, Missing, UsageError
+from tugline.protocol import EventKind, Hello, Kept, TaskState
+from tugline.server.control import ControlPlane
+from tugline.types import Boundary, Session, Status, Task
+
+
+async def test_a_task_is_taken_in_once(control: ControlPlane) -> None:
+    """The same again is fine and says so; another of its name is refused, with all beside it."""
+    [first] = await control.submit([a_task("t", 2)])
+    assert (first.sessions, first.new) == (("t-0", "t-1"), True)
+    [again] = await control.submit([a_task("t", 2)])
+    assert (again.sessions, again.new) == (("t-0", "t-1"), False)
+    with pytest.raises(Conflict, match="'t' was submitted before with other content"):
+        await control.submit([a_task("u"), a_task("t", 3)])
+    with pytest.raises(Missing):
+        await control.task("u")
+    assert await control.task_body("t") == a_task("t", 2)
+
+
+async def test_a_batch_is_taken_in_whole(control: ControlPlane) -> None:
+    """A thousand at a time, with duplicates, each accepted once."""
+    batch = [a_task(f"t{n}") for n in range(1000)]
+    accepted = await control.submit([*batch, batch[0]])
+    assert [one.new for one in accepted[:3]] == [True] * 3
+    assert len(accepted) == 1001
+    counts = await control.counts()
+    assert (counts.sessions, counts.tasks_open) == ({"queued": 1000}, 1000)
+
+
+async def test_what_cannot_be_run_is_refused_with_its_number(open_control: Open) -> None:
+    """The check's own field is kept behind the number of the task."""
+
+    def check(task: Task) -> None:
+        if task.id == "field":
+            msg = "agent_s is -1, must be positive"
+            raise Invalid(msg, field="limits.agent_s")
+        if task.id == "usage":
+            msg = "no harness of that name"
+            raise UsageError(msg)
+
+    async with open_control(check=check) as control:
+        for name, field in (("field", "1.limits.agent_s"), ("usage", "1")):
+            with pytest.raises(Invalid) as caught:
+                await control.submit([a_task("t"), a_task(name)])
+            assert caught.value.field == field
+        with pytest.raises(Invalid, match="samples is 0") as caught:
+            await control.submit([a_task("t", 0)])
+        assert caught.value.field == "0.samples"
+        assert (await control.counts()).tasks_open == 0
+
+
+async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
+    """Every task once, in order of submission, whatever the filter."""
+    names = [f"t{n}" for n in range(25)]
+    tags = {"kind": 'a"b', "odd": "yes"}
+    for n, name in enumerate(names):
+        fields = {"tags": tags} if n % 2 else {"tags": {"kind": "A"}, "tenant": "x"}
+        await control.submit([a_task(name, 2, **fields)])
+    await control.cancel(task="t3", by="me")
+
+    async def read(**chosen: object) -> list[str]:
+        seen: list[str] = []
+        after = None
+        while True:
+            page = await control.tasks(**chosen, after=after, limit=4)  # type: ignore[arg-type]
+            seen += [task.id for task in page.tasks]
+            after = page.next
+            if after is None:
+                return seen
+
+    assert await read() == names
+    assert await read(tenant="x") == names[::2]
+    assert await read(tag='kind=a"b') == names[1::2]
+    assert await read(tag="kind=A") == names[::2]
+    assert await read(tag="kind=a") == []
+    assert await read(state=TaskState.RELEASED) == ["t3"]
+    assert len(await read(state=TaskState.OPEN, tag="odd=yes")) == 11
+    for wrong, field in (({"after": "x"}, "after"), ({"tag": "x"}, "tag")):
+        with pytest.raises(Invalid) as caught:
+            await control.tasks(**wrong)  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+async def test_sessions_are_found(control: ControlPlane) -> None:
+    """By task, by status and by node, in pages."""
+    node = await Idler.join(control, room=3)
+    await control.submit([a_task("t", 4), a_task("u", 4)])
+    await node.ask()
+    of_node = await control.sessions(node=node.node)
+    assert [one.id for one in of_node.sessions] == ["t-0", "t-1", "t-2"]
+    queued = await control.sessions(status=Status.QUEUED, limit=3)
+    assert [one.id for one in queued.sessions] == ["t-3", "u-0", "u-1"]
+    rest = await control.sessions(status=Status.QUEUED, limit=3, after=queued.next)
+    assert ([one.id for one in rest.sessions], rest.next) == (["u-2", "u-3"], None)
+    assert len((await control.sessions(task="u")).sessions) == 4
+    assert (await control.session("t-1")).node == node.node
+    with pytest.raises(Missing, match="no session 'x'"):
+        await control.session("x")
+
+
+async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> None:
+    """Each result once, in order, over a restart of both; what is unacknowledged comes again."""
+    async with open_control() as control:
+        node = await Idler.join(control)
+        await control.submit([a_task("t", 4)])
+        await node.ask()
+        for n in (2, 0, 3):
+            await node.commit(f"t-{n}")
+        first = await control.results(consumer="me", limit=2)
+        assert [item.session for item in first.items] == ["t-2", "t-0"]
+        await control.ack("me", first.cursor)
+    async with open_control() as control:
+        node.control = control
+        rest = await control.results(consumer="me")
+        assert [item.session for item in rest.items] == ["t-3"]
+        waiting = asyncio.ensure_future(
+            control.results(consumer="me", after=rest.cursor, wait_s=10)
+        )
+        await asyncio.sleep(0.05)
+        await node.commit("t-1")
+        found = await asyncio.wait_for(waiting, 2)
+        assert [item.session for item in found.items] == ["t-1"]
+        assert (await control.consumers())[0].acked == first.cursor
+
+
+async def test_a_question_without_news_ends_in_time(control: ControlPlane) -> None:
+    """With nothing, and the cursor it came with."""
+    began = time.monotonic()
+    assert (await control.results(after=0, wait_s=0.2)).cursor == 0
+    assert 0.15 < time.monotonic() - began < 2
+    assert await control.events(after=0, wait_s=0.05) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "not a trajectory"),
+        (b"nonsense", "not a trajectory"),
+        (result(Session(id="other-0", task="t", sample=0)), "must name it"),
+        (result(Session(id="t-0", task="t", sample=0), status=Status.RUN), "be final"),
+        (result(Session(id="t-0", task="t", sample=0), status=Status.FAILED), "does not say why"),
+    ],
+)
+async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, match: str) -> None:
+    """And the session goes on."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t")])
+    await node.ask()
+    with pytest.raises(Invalid, match=match):
+        await control.commit("t-0", 1, data)
+    assert (await node.commit("t-0")).kept is Kept.COMMITTED
+
+
+async def test_a_token_opens_its_node_until_it_is_gone(control: ControlPlane) -> None:
+    """Also where it was looked up before."""
+    first = await control.register(Hello(name="a", slots=1, room=1))
+    assert await control.node_of(first.token) == first.node
+    second = await control.register(Hello(name="a", slots=1, room=1))
+    assert await control.node_of(first.token) is None
+    assert await control.node_of(second.token) == second.node
+    assert await control.node_of("x") is None
+
+
+@pytest.mark.parametrize(
+    ("hello", "field"),
+    [
+        (Hello(name="a b", slots=1, room=1), "name"),
+        (Hello(name="", slots=1, room=1), "name"),
+        (Hello(name="a", slots=0, room=1), "slots"),
+        (Hello(name="a", slots=1, room=-1), "room"),
+    ],
+)
+async def test_a_node_must_make_sense(control: ControlPlane, hello: Hello, field: str) -> None:
+    """The field is named."""
+    with pytest.raises(Invalid) as caught:
+        await control.register(hello)
+    assert caught.value.field == field
+
+
+async def test_nodes_are_listed_with_what_they_do(control: ControlPlane) -> None:
+    """And the counts have their slots together."""
+    node = await Idler.join(control, "b", room=2)
+    await Idler.join(control, "a")
+    await control.submit([a_task("t", 4)])
+    await node.ask()
+    shown = {view.name: (view.running, view.state.value) for view in await control.nodes()}
+    assert shown == {"a": (0, "live"), "b": (2, "live")}
+    counts = await control.counts()
+    assert (counts.nodes, counts.slots, counts.sessions) == (2, 10, {"init": 2, "queued": 2})
+
+
+async def test_logs_come_from_who_holds_the_session(control: ControlPlane) -> None:
+    """A node is asked for a log that somebody reads, and only it may write it."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t")])
+    await node.ask()
+    asking = asyncio.ensure_future(node.ask(wait_s=20))
+    await asyncio.sleep(0.05)
+    reading = asyncio.ensure_future(control.read_log("t-0", wait_s=10))
+    assert (await asyncio.wait_for(asking, 2)).follow == ("t-0",)
+    assert await control.log("t-0", 1, 0, b"hello") == 5
+    part = await asyncio.wait_for(reading, 2)
+    assert (part.data, part.offset, part.ended) == (b"hello", 5, False)
+    with pytest.raises(FencedError):
+        await control.log("t-0", 2, 5, b"!")
+    await node.commit("t-0")
+    assert (await control.read_log("t-0", offset=5)).ended
+    with pytest.raises(Missing):
+        await control.read_log("x")
+
+
+async def test_a_requeued_result_leaves_nothing_behind(control: ControlPlane) -> None:
+    """What is tried again has no result and no trajectory."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t")])
+    await node.ask()
+    await node.commit("t-0", failure=Boundary.RUNTIME)
+    for ask in (control.result, control.trajectory):
+        with pytest.raises(Missing, match="has no result"):
+            await ask("t-0")
+    kinds = [event.kind for event in await control.events(after=0, task="t")]
+    assert kinds == [EventKind.ACCEPTED, EventKind.LEASED, EventKind.REQUEUED]
+
+
+async def test_everything_is_there_right_after_the_start(open_control: Open) -> None:
+    """With ten thousand sessions in it a server answers within two seconds of its start."""
+    async with open_control() as control:
+        for n in range(5):
+            await control.submit([a_task(f"t{n}-{k}", 2) for k in range(1000)])
+    began = time.monotonic()
+    async with open_control() as control:
+        assert (await control.counts()).sessions == {"queued": 10_000}
+        node = await Idler.join(control, room=16)
+        assert len((await node.ask()).work) == 16
+        assert time.monotonic() - began < 2

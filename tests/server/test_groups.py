@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from leased import Idler, Open, a_task, names
+from tugline.errors import Missing
+from tugline.protocol import Cancelled, EventKind, HandBack, Kept, StopWhy, TaskState
+from tugline.server.control import ControlPlane
+from tugline.types import Boundary, Callback, Group, Status
+
+
+async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -> None:
+    """Its samples without a usable result are named; the order is that of release."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t", 3), a_task("u")])
+    await node.ask()
+    await node.commit("t-1")
+    await node.commit("t-0", failure=Boundary.AGENT)
+    view = await control.task("t")
+    assert (view.state, view.counts, view.usable) == (
+        TaskState.OPEN,
+        {"completed": 1, "failed": 1, "init": 1},
+        1,
+    )
+    await node.commit("u-0")
+    await node.commit("t-2", reward=None)
+    view = await control.task("t")
+    assert (view.state, view.usable, view.missing, view.why) == (TaskState.RELEASED, 1, (0, 2), "")
+    found = await control.results(groups=True)
+    assert [group.id for group in found.groups] == ["u", "t"]
+    assert [item.session for item in found.items] == ["u-0", "t-0", "t-1", "t-2"]
+
+
+async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
+    """What waits is cancelled, what runs is stopped, and what it has done is kept."""
+    node = await Idler.join(control, room=3)
+    await control.submit([a_task("t", 5, group=Group(enough=1))])
+    assert names((await node.ask()).work) == ["t-0", "t-1", "t-2"]
+    await node.commit("t-0", failure=Boundary.AGENT)
+    assert (await control.task("t")).why == ""
+    await node.commit("t-1")
+    view = await control.task("t")
+    assert (view.why, view.state) == ("enough", TaskState.OPEN)
+    assert view.counts == {"failed": 1, "completed": 1, "cancelled": 2, "init": 1}
+    [stop] = (await node.renew()).stop
+    assert (stop.session, stop.why, stop.by) == ("t-2", StopWhy.CANCELLED, "enough")
+    await node.commit("t-2", status=Status.CANCELLED, reward=None)
+    view = await control.task("t")
+    assert (view.state, view.missing) == (TaskState.RELEASED, (0, 2, 3, 4))
+
+
+async def test_a_deadline_releases_what_is_there(open_control: Open) -> None:
+    """Within a second; what runs is stopped, and a node that is gone holds nothing up."""
+    async with open_control(lease_s=0.5) as control:
+        node = await Idler.join(control, room=1)
+        group = Group(deadline_s=0.4)
+        await control.submit([a_task("t", 3, group=group)])
+        await node.ask()
+        began = time.monotonic()
+        found = await control.results(groups=True, wait_s=5)
+        assert time.monotonic() - began < 0.4 + 0.5 + 1
+        [view] = found.groups
+        assert (view.why, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
+        assert {item.status for item in found.items} == {Status.CANCELLED}
+
+
+async def test_cancelling_a_task(control: ControlPlane) -> None:
+    """Says what it met; doing it again finds the same still on its way."""
+    node = await Idler.join(control, room=2)
+    await control.submit([a_task("t", 4)])
+    await node.ask()
+    await node.commit("t-0")
+    expected = Cancelled(ended=("t-2", "t-3"), stopping=("t-1",), final=1)
+    assert await control.cancel(task="t", by="me") == expected
+    again = await control.cancel(task="t", by="you")
+    assert again == Cancelled(ended=(), stopping=("t-1",), final=3)
+    assert (await control.session("t-1")).stopping == "cancelled by me"
+    await node.commit("t-1", status=Status.CANCELLED, reward=None)
+    view = await control.task("t")
+    assert (view.state, view.why) == (TaskState.RELEASED, "cancelled by me")
+    assert view.counts == {"completed": 1, "cancelled": 3}
+    for wrong in ({"task": "nothing"}, {"session": "nothing-0"}):
+        with pytest.raises(Missing, match="nothing"):
+            await control.cancel(**wrong, by="me")
+
+
+async def test_cancelling_a_session(control: ControlPlane) -> None:
+    """Leaves the others alone; one that is over stays as it is."""
+    node = await Idler.join(control, room=1)
+    await control.submit([a_task("t", 3)])
+    await node.ask()
+    assert (await control.cancel(session="t-2", by="me")).ended == ("t-2",)
+    assert (await control.cancel(session="t-0", by="me")).stopping == ("t-0",)
+    assert (await control.cancel(session="t-2", by="me")).final == 1
+    assert (await control.result("t-2")).status is Status.CANCELLED
+    assert (await control.task("t")).why == ""
+    await node.commit("t-0", status=Status.CANCELLED, reward=None)
+    assert names((await node.ask()).work) == ["t-1"]
+
+
+@pytest.mark.parametrize("how", ["lost", "handed back", "failed", "completed"])
+async def test_what_is_cancelled_does_not_start_again(control: ControlPlane, how: str) -> None:
+    """However its attempt ends; a result that came in time is kept as it is."""
+    node = await Idler.join(control, "a")
+    await control.submit([a_task("t")])
+    await node.ask()
+    await control.cancel(task="t", by="me")
+    if how == "lost":
+        await Idler.join(control, "a")
+    elif how == "handed back":
+        await control.hand_back("t-0", HandBack(epoch=1, why="draining"))
+    elif how == "failed":
+        kept = await node.commit("t-0", failure=Boundary.INFRASTRUCTURE)
+        assert kept.kept is Kept.COMMITTED
+    else:
+        await node.commit("t-0")
+    found = await control.result("t-0")
+    expected = {"failed": Status.FAILED, "completed": Status.COMPLETED}
+    assert found.status is expected.get(how, Status.CANCELLED)
+    assert (await control.task("t")).state is TaskState.RELEASED
+
+
+async def test_results_and_release_have_a_callback_each(control: ControlPlane) -> None:
+    """Written with what they tell of, whatever the receiver does."""
+    node = await Idler.join(control)
+    callback = Callback("http://127.0.0.1:9/hook")
+    await control.submit([a_task("t", 2, callback=callback), a_task("quiet")])
+    await node.ask()
+    for session in ("t-0", "t-1", "quiet-0"):
+        await node.commit(session)
+    kinds = [delivery.kind for delivery in await control.deliveries()]
+    assert kinds == [EventKind.RESULT, EventKind.RESULT, EventKind.RELEASED]
+
+
+async def test_whoever_waits_for_a_group_gets_it_at_once(control: ControlPlane) -> None:
+    """A question for groups sleeps through results of unfinished ones."""
+    node = await Idler.join(control)
+    await control.submit([a_task("t", 2)])
+    await node.ask()
+    waiting = asyncio.ensure_future(control.results(groups=True, wait_s=10))
+    await node.commit("t-0")
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await node.commit("t-1")
+    assert [group.id for group in (await asyncio.wait_for(waiting, 2)).groups] == ["t"]
