@@ -35,6 +35,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
     """Server and node, with the API at an address."""
     async with observed(folder) as rig:
         app = create_app(rig.control, TOKENS, rig.pages)
+        rig.pages.waiting = lambda: app.waiting
         async with serve_api(app) as url:
             yield rig, url
 

@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 
-from observed import observed, read, task
+from observed import observed, read, task, until
+from served import TOKENS
 from tugline.capture.trajectories import pack
 from tugline.protocol import Ask, HandBack, Hello, Orders
+from tugline.server.app import create_app, serve_api
 from tugline.server.control import ControlPlane
 from tugline.server.database import events
 from tugline.server.metrics import ServerMetrics
@@ -151,3 +154,19 @@ async def test_one_page_has_the_server_and_its_node(tmp_path: Path) -> None:
     names = [line.split()[2] for line in page.decode().splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
     assert {"tugline_sessions", "tugline_node_sessions", "tugline_gateway_calls_total"} <= {*names}
+
+
+async def test_open_long_answers_are_counted(tmp_path: Path) -> None:
+    """One that waits over HTTP is on the page, and gone from it with its client."""
+    async with observed(tmp_path) as rig:
+        app = create_app(rig.control, TOKENS, rig.pages)
+        rig.pages.waiting = lambda: app.waiting
+        headers = {"authorization": f"Bearer {TOKENS.read}"}
+        async with serve_api(app) as url, aiohttp.ClientSession(headers=headers) as http:
+            asking = asyncio.ensure_future(http.get(f"{url}/v1/results?wait_s=20"))
+            await until(lambda: app.waiting == 1)
+            async with http.get(f"{url}/metrics") as answer:
+                found = read(await answer.read())
+            asking.cancel()
+            await until(lambda: app.waiting == 0)
+    assert found["tugline_waiting"][()] == 1

@@ -46,7 +46,7 @@ tugline_queue_seconds histogram: From when a session could be given out to when 
 tugline_http_seconds{route,status} histogram: Time to answer a request, its wait included.
 tugline_store_commit_seconds{store} histogram: Time of a commit, with all operations in it.
 tugline_store_commit_operations{store} histogram: Operations that share a commit.
-tugline_waiting gauge: What long-polls and streams listen to, added up.
+tugline_waiting gauge: Long-polls and streams that are open.
 """
 
 Page = Callable[[], Awaitable[bytes]]
@@ -86,6 +86,8 @@ class ServerMetrics:
     def __init__(self, database: Database, others: Sequence[Page] = ()) -> None:
         """`database` tells of each commit from here on."""
         self._database, self.others = database, list(others)
+        self.waiting: Callable[[], int] = lambda: 0
+        """Tells how many long answers are open."""
         database.on_batch = self._committed
         self._commit_s, self._batch = Distribution(MOMENTS), Distribution(SIZES)
         self._routes: dict[tuple[str, ...], Distribution] = defaultdict(
@@ -120,7 +122,7 @@ class ServerMetrics:
             "tugline_http_seconds": self._routes,
             "tugline_store_commit_seconds": {store: self._commit_s},
             "tugline_store_commit_operations": {store: self._batch},
-            "tugline_waiting": self._database.hub.listeners,
+            "tugline_waiting": self.waiting(),
         }
         return families(_METRICS, _now(depths) | _past(self._happened) | works)
 
