@@ -297,6 +297,7 @@ def test_a_task_chooses_its_builder_by_name_or_by_class(
     assert made.options.max_length == 9
     (tmp_path / "theirs.py").write_text(
         "class Own:\n    def __init__(self, **options):\n        self.options = options\n"
+        "    def build(self, calls):\n        raise NotImplementedError\n"
     )
     info = tmp_path / "theirs-1.dist-info"
     info.mkdir()

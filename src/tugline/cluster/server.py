@@ -14,6 +14,7 @@ from pathlib import Path
 from tugline.cluster.folder import announce, callback_secret, only_one, tokens
 from tugline.cluster.settings import ServerSettings, Settings
 from tugline.cluster.stopping import stopping
+from tugline.errors import Invalid, UnknownPlugin, UsageError
 from tugline.node.parts import Parts
 from tugline.server.app import create_app, serve_api
 from tugline.server.blobs import open_blobs
@@ -58,6 +59,7 @@ async def api(
     """The control plane under an address, which clients on this machine find in `folder`."""
     metrics = ServerMetrics(control.database)
     app = create_app(control, tokens(folder), metrics)
+    metrics.waiting = lambda: app.waiting
     async with serve_api(app, settings.host, settings.port) as url:
         announce(folder, reachable(url))
         yield reachable(url), metrics
@@ -79,9 +81,15 @@ async def serve_alone(settings: Settings, folder: Path, say: Say) -> None:
 
 
 def check(task: Task) -> None:
-    """Refuse a task that could not be run. Raises `Invalid` or `UsageError`."""
+    """Refuse a task that could not be run. Raises `Invalid`."""
     check_task(task)
-    Parts().check(task)  # parts of its own: a server that runs for weeks keeps none of them
+    parts = Parts()  # of its own: a server that runs for weeks keeps none of them
+    for kind in ("harness", "runtime", "evaluator", "builder"):
+        try:
+            getattr(parts, kind)(getattr(task, kind))
+        except UsageError as error:
+            field = "name" if isinstance(error, UnknownPlugin) else "options"
+            raise Invalid(str(error), field=f"{kind}.{field}") from error
 
 
 def is_local(host: str) -> bool:

@@ -12,12 +12,20 @@ from typing import Any
 import msgspec
 
 from tugline.builders.base import Builder
-from tugline.errors import ConfigError
+from tugline.errors import ConfigError, UnknownPlugin
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
 from tugline.runtimes.base import Runtime
 from tugline.types import Part, Task
+
+_DOES = {
+    "harness": ("install", "launch"),
+    "runtime": ("open", "reap"),
+    "evaluator": ("evaluate",),
+    "builder": ("build",),
+}
+"""What a part of each kind can do: not every class that a task can name may be called."""
 
 
 class Parts:
@@ -57,6 +65,9 @@ class Parts:
         key = (kind, msgspec.msgpack.encode(part, order="deterministic"))
         if key not in self._made:
             target = find(kind, part.name)
+            if not all(callable(getattr(target, verb, None)) for verb in _DOES[kind]):
+                msg = f"{part.name!r} is no {kind}: it must have {' and '.join(_DOES[kind])}"
+                raise UnknownPlugin(msg)
             try:
                 self._made[key] = target(**part.options)
             except TypeError as error:
