@@ -1,42 +1,69 @@
 """`Client` without await: the same client, on the event loop of a thread of its own.
 
 For scripts, notebooks and trainers that have no event loop. One `SyncClient` may be used from
-several threads.
+several threads. Its methods are made of those of `Client`, with their types and their words.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tugline.client.api import DEADLINE_S, Client
-from tugline.client.results import GroupResults, Result
 from tugline.errors import UsageError
-from tugline.protocol import (
-    Accepted,
-    Barrier,
-    Cancelled,
-    Consumer,
-    Control,
-    Counts,
-    Delivery,
-    DeliveryState,
-    Event,
-    NodeView,
-    PauseMode,
-    ResultView,
-    SessionView,
-    TaskState,
-    TaskView,
-)
-from tugline.types import Status, Task, Trajectory
+from tugline.protocol import TaskView
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _waited(
+    method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncClient, P], T]:
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._do(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _each(
+    method: Callable[Concatenate[Client, P], AsyncIterator[T]],
+) -> Callable[Concatenate[SyncClient, P], Iterator[T]]:
+    @functools.wraps(method)
+    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        items = method(self._client, *args, **kwargs)
+        try:
+            while (item := self._do(_next(items))) is not None:
+                yield item
+        finally:
+            if self._loop is not None and (close := getattr(items, "aclose", None)):
+                self._do(close())
+
+    return call
+
+
+def _entered(
+    method: Callable[Concatenate[Client, P], AbstractAsyncContextManager[T]],
+) -> Callable[Concatenate[SyncClient, P], AbstractContextManager[T]]:
+    @functools.wraps(method)
+    @contextlib.contextmanager
+    def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        block = method(self._client, *args, **kwargs)
+        value = self._do(block.__aenter__())
+        try:
+            yield value
+        finally:
+            self._do(block.__aexit__(None, None, None))
+
+    return call
 
 
 class SyncClient:
@@ -56,9 +83,8 @@ class SyncClient:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tugline-client", daemon=True
-        )
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="tugline-client", daemon=True)
         self._thread.start()
         self._do(self._client.__aenter__())
         return self
@@ -84,169 +110,41 @@ class SyncClient:
         """Of the server."""
         return self._client.url
 
-    # ---------------------------------------------------------------------- tasks and sessions
-    def submit(self, tasks: Task | Iterable[Task]) -> list[Accepted]:
-        """As `Client.submit`."""
-        return self._do(self._client.submit(tasks))
+    submit = _waited(Client.submit)
+    task = _waited(Client.task)
+    task_body = _waited(Client.task_body)
+    tasks = _each(Client.tasks)
+    session = _waited(Client.session)
+    sessions = _each(Client.sessions)
+    cancel = _waited(Client.cancel)
+    released = _each(Client.released)
 
-    def task(self, task: str) -> TaskView:
-        """As `Client.task`."""
-        return self._do(self._client.task(task))
+    results = _each(Client.results)
+    groups = _each(Client.groups)
+    ack = _waited(Client.ack)
+    consumers = _waited(Client.consumers)
+    result = _waited(Client.result)
+    trajectory = _waited(Client.trajectory)
 
-    def task_body(self, task: str) -> Task:
-        """As `Client.task_body`."""
-        return self._do(self._client.task_body(task))
+    events = _each(Client.events)
+    log = _each(Client.log)
+    status = _waited(Client.status)
+    metrics = _waited(Client.metrics)
+    nodes = _waited(Client.nodes)
+    drain = _waited(Client.drain)
+    deliveries = _waited(Client.deliveries)
+    redeliver = _waited(Client.redeliver)
 
-    def tasks(
-        self, *, state: TaskState | None = None, tenant: str | None = None, tag: str | None = None
-    ) -> Iterator[TaskView]:
-        """As `Client.tasks`."""
-        return self._each(self._client.tasks(state=state, tenant=tenant, tag=tag))
-
-    def session(self, session: str) -> SessionView:
-        """As `Client.session`."""
-        return self._do(self._client.session(session))
-
-    def sessions(
-        self, *, task: str | None = None, status: Status | None = None, node: str | None = None
-    ) -> Iterator[SessionView]:
-        """As `Client.sessions`."""
-        return self._each(self._client.sessions(task=task, status=status, node=node))
-
-    def cancel(
-        self, *, task: str | None = None, session: str | None = None, by: str = "a client"
-    ) -> Cancelled:
-        """As `Client.cancel`."""
-        return self._do(self._client.cancel(task=task, session=session, by=by))
-
-    def released(self, tasks: Iterable[str]) -> Iterator[TaskView]:
-        """As `Client.released`."""
-        return self._each(self._client.released(tasks))
+    weights = _waited(Client.weights)
+    announce = _waited(Client.announce)
+    pause = _waited(Client.pause)
+    resume = _waited(Client.resume)
+    paused = _entered(Client.paused)
 
     def wait(self, tasks: str | Iterable[str], *, within_s: float | None = None) -> list[TaskView]:
-        """As `Client.wait`. Raises `TimeoutError` after `within_s`."""
+        """Until all of these tasks are released. Raises `TimeoutError` after `within_s`."""
         return self._do(asyncio.wait_for(self._client.wait(tasks), within_s))
 
-    # ---------------------------------------------------------------------- results
-    def results(
-        self,
-        consumer: str | None = None,
-        *,
-        after: int | None = None,
-        tasks: Sequence[str] = (),
-        follow: bool = True,
-        auto_ack: bool = False,
-    ) -> Iterator[Result]:
-        """As `Client.results`."""
-        return self._each(
-            self._client.results(
-                consumer, after=after, tasks=tasks, follow=follow, auto_ack=auto_ack
-            )
-        )
-
-    def groups(
-        self,
-        consumer: str | None = None,
-        *,
-        after: int | None = None,
-        tasks: Sequence[str] = (),
-        follow: bool = True,
-        auto_ack: bool = False,
-    ) -> Iterator[GroupResults]:
-        """As `Client.groups`."""
-        return self._each(
-            self._client.groups(
-                consumer, after=after, tasks=tasks, follow=follow, auto_ack=auto_ack
-            )
-        )
-
-    def ack(self, consumer: str, cursor: int) -> Consumer:
-        """As `Client.ack`."""
-        return self._do(self._client.ack(consumer, cursor))
-
-    def consumers(self) -> list[Consumer]:
-        """As `Client.consumers`."""
-        return self._do(self._client.consumers())
-
-    def result(self, session: str) -> ResultView:
-        """As `Client.result`."""
-        return self._do(self._client.result(session))
-
-    def trajectory(self, session: str) -> Trajectory:
-        """As `Client.trajectory`."""
-        return self._do(self._client.trajectory(session))
-
-    # ---------------------------------------------------------------------- looking
-    def events(self, *, after: int | None = None, task: str | None = None) -> Iterator[Event]:
-        """As `Client.events`."""
-        return self._each(self._client.events(after=after, task=task))
-
-    def log(
-        self, session: str, *, tail: int | None = None, follow: bool = False
-    ) -> Iterator[bytes]:
-        """As `Client.log`."""
-        return self._each(self._client.log(session, tail=tail, follow=follow))
-
-    def status(self) -> Counts:
-        """As `Client.status`."""
-        return self._do(self._client.status())
-
-    def happened(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """As `Client.happened`."""
-        return self._do(self._client.happened(after=after, limit=limit))
-
-    def metrics(self) -> str:
-        """As `Client.metrics`."""
-        return self._do(self._client.metrics())
-
-    def nodes(self) -> list[NodeView]:
-        """As `Client.nodes`."""
-        return self._do(self._client.nodes())
-
-    def drain(self, node: str) -> None:
-        """As `Client.drain`."""
-        self._do(self._client.drain(node))
-
-    def deliveries(
-        self, state: DeliveryState | None = None, *, after: int = 0, limit: int = 100
-    ) -> list[Delivery]:
-        """As `Client.deliveries`."""
-        return self._do(self._client.deliveries(state, after=after, limit=limit))
-
-    def redeliver(self, delivery: int) -> Delivery:
-        """As `Client.redeliver`."""
-        return self._do(self._client.redeliver(delivery))
-
-    # ---------------------------------------------------------------------- weights
-    def weights(self) -> Control:
-        """As `Client.weights`."""
-        return self._do(self._client.weights())
-
-    def announce(self, version: int) -> Barrier:
-        """As `Client.announce`."""
-        return self._do(self._client.announce(version))
-
-    def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 60.0) -> Barrier:
-        """As `Client.pause`."""
-        return self._do(self._client.pause(mode, within_s=within_s))
-
-    def resume(self) -> Barrier:
-        """As `Client.resume`."""
-        return self._do(self._client.resume())
-
-    @contextlib.contextmanager
-    def paused(
-        self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 60.0
-    ) -> Iterator[Barrier]:
-        """As `Client.paused`."""
-        block = self._client.paused(mode, within_s=within_s)
-        barrier = self._do(block.__aenter__())
-        try:
-            yield barrier
-        finally:
-            self._do(block.__aexit__(None, None, None))
-
-    # ---------------------------------------------------------------------- inside
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run on the client's loop. An interrupt here ends the work there, too."""
         if self._loop is None:
@@ -259,14 +157,6 @@ class SyncClient:
         except BaseException:
             future.cancel()
             raise
-
-    def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
-        try:
-            while (item := self._do(_next(items))) is not None:
-                yield item
-        finally:
-            if self._loop is not None and (close := getattr(items, "aclose", None)):
-                self._do(close())
 
 
 async def _next(items: AsyncIterator[T]) -> T | None:
