@@ -19,13 +19,14 @@ from rich.console import Console
 
 from observed import CALL, Observed, observed, task, until
 from served import TOKENS
-from tugline.cli.top import Overview, Watcher, screen
+from tugline.cli.top import Overview, Watcher, _is_shown, screen
 from tugline.client.api import Client
 from tugline.errors import ServerError
+from tugline.protocol import Hello, NodeState
 from tugline.server.app import create_app, serve_api
 
 TUGLINE = Path(sys.executable).with_name("tugline")
-SLOW = f"{CALL}\nimport os, time\nif os.environ['HOME']: time.sleep(30)"
+SLOW = f"{CALL}\nimport time; time.sleep(30)"
 STRAGGLER = f"{CALL}\nimport os, time\nwhile 'g-2.' in os.getcwd():\n    time.sleep(0.1)\n"
 """The third sample of the group never ends."""
 
@@ -93,15 +94,26 @@ async def test_once_and_as_json(tmp_path: Path) -> None:
     """The program prints one screen, or one object, and ends."""
     async with served(tmp_path) as (rig, url):
         await rig.run(task("a"))
-        code, out, err = await command(url, "--once")
+        shown, printed = await asyncio.gather(command(url, "--once"), command(url, "--json"))
+    for code, _, err in (shown, printed):
         assert (code, err) == (0, "")
-        assert "\x1b" not in out
-        assert "completed 1" in out
-        code, out, err = await command(url, "--json")
-        assert (code, err) == (0, "")
-    told: dict[str, Any] = json.loads(out)
+    assert "\x1b" not in shown[1]
+    assert "completed 1" in shown[1]
+    told: dict[str, Any] = json.loads(printed[1])
     assert told["counts"]["sessions"] == {"completed": 1}
     assert told["nodes"][0]["node"]["name"] == "here"
+
+
+async def test_a_lost_node_is_shown_for_a_while(tmp_path: Path) -> None:
+    """It is marked; those that were lost long ago are left out."""
+    async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
+        await rig.control.register(Hello(name="old", slots=1, room=1))
+        await rig.control.register(Hello(name="old", slots=1, room=1))
+        seen = await Watcher(client).look()
+        states = sorted((one.node.name, one.node.state.value) for one in seen.nodes)
+        assert states == [("here", "live"), ("old", "gone"), ("old", "live")]
+        lost = next(one.node for one in seen.nodes if one.node.state is NodeState.GONE)
+    assert not _is_shown(lost, lost.deadline + 601)
 
 
 async def test_without_a_server_it_says_so() -> None:

@@ -35,6 +35,8 @@ _EVENTS = 1000
 _TASKS = 200
 """Open tasks that are looked at."""
 _LINES = 12
+_GONE_S = 600.0
+"""How long a lost node is shown."""
 _DEADLINE_S = 3.0
 """People are told soon that a server is not there."""
 _AT_WORK = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
@@ -96,8 +98,9 @@ class Watcher:
             client.status(), client.nodes(), self._numbers(), self._stragglers()
         )
         await self._catch_up(counts.position)
-        lines = await asyncio.gather(*(self._line(node) for node in nodes))
         now = time.time()
+        here = (node for node in nodes if _is_shown(node, now))
+        lines = await asyncio.gather(*(self._line(node) for node in here))
         done = [one for one in self._events if one.kind is EventKind.RESULT]
         span = max(1.0, min(_WINDOW_S, now - self._since))
         return Overview(
@@ -159,6 +162,10 @@ def _failed(event: Event) -> Failed | None:
     if event.kind is EventKind.RESULT and detail.get("status") in {"failed", "timed_out"}:
         return Failed(session, event.created, f"{detail['status']} {detail.get('boundary', '')}")
     return None
+
+
+def _is_shown(node: NodeView, now: float) -> bool:
+    return node.state is not NodeState.GONE or node.deadline > now - _GONE_S
 
 
 def _is_straggling(task: TaskView) -> bool:
