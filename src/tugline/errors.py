@@ -7,8 +7,7 @@ TuglineError
  |   +- CheckpointError   a checkpoint cannot be written, or is damaged; names its path
  +- RequestError          one model call is refused; carries the HTTP status
  |   +- Unsupported       asks for something this engine or template cannot do (400)
- |   +- NotFound          no such route or model (404)
- |   +- TooLarge          the body, a header or a field is beyond its bound (413)
+ |   +- NotFound, TooLarge  no such route or model (404); beyond its bound (413)
  |   +- UpgradeRequired   a websocket was asked for (426)
  |   +- ContextOverflow   prompt and answer do not fit the engine's window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)

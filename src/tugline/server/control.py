@@ -360,12 +360,8 @@ class ControlPlane:
 
     async def redeliver(self, delivery: int) -> Delivery:
         """Send a callback once more. Raises `Missing`."""
-
-        def op(tx: Tx) -> Delivery:
-            tx.wake("outbox")
-            return outbox.again(tx, delivery, time.time())
-
-        return await self.database.write(op)
+        again = partial(outbox.again, id=delivery, now=time.time())
+        return await self.database.write(again)
 
     async def read_log(
         self, session: str, *, offset: int = 0, limit: int = 65_536, wait_s: float = 0.0
