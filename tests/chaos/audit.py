@@ -138,11 +138,12 @@ def _trainer(told: Evidence) -> Iterator[Row]:
 
 def _callbacks(story: Story, told: Evidence) -> Iterator[Row]:
     wanted = {one["session"] for one in told.results if one["task"] in story.called_back}
+    wanted |= story.called_back  # and of their release
     subjects: dict[str, set[str]] = defaultdict(set)
     for one in told.delivered:
-        subjects[one["id"]].add(str(_subject(one["body"])))
+        subjects[one["id"]].add(_subject(one["body"]))
     heard = {name for each in subjects.values() for name in each}
-    yield _none("results whose callback never came", wanted - heard)
+    yield _none("results and releases without their callback", wanted - heard)
     yield _none("callback ids that stand for two things",
                 [name for name, each in subjects.items() if len(each) > 1])  # fmt: skip
     ids = Counter(name for each in subjects.values() for name in each)
@@ -154,9 +155,8 @@ def _callbacks(story: Story, told: Evidence) -> Iterator[Row]:
 
 
 def _subject(body: Mapping[str, Any]) -> str:
-    """The session or the task that a callback is about."""
-    inner = body.get("result") or body.get("task") or body
-    return str(inner.get("session") or inner.get("id") if isinstance(inner, Mapping) else inner)
+    """The session whose result a callback is about, or the task that is over."""
+    return str(body["result"]["session"] if body["kind"] == "session.result" else body["task"])
 
 
 def _ledgers(fleet: Fleet, told: Evidence) -> Iterator[Row]:
