@@ -119,7 +119,7 @@ class Transport:
         `ServerError`, of the class that fits.
         """
         packed, headers = body, self._headers(token)
-        headers["Accept"] = "application/zstd" if kind is bytes else "application/json"
+        headers["Accept"] = "application/zstd, */*" if kind is bytes else "application/json"
         if body is not None and not isinstance(body, bytes):
             packed = msgspec.json.encode(body)
             headers["Content-Type"] = "application/json"
