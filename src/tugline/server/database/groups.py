@@ -74,7 +74,7 @@ def finish(tx: Tx, entry: Entry, end: End, now: float) -> None:
     if callback:
         outbox.add(tx, id=position, task=entry.task, kind=EventKind.RESULT, url=callback, now=now)
         tx.wake("outbox")
-    tx.wake("results", "events")
+    tx.wake("results")
     if ended == samples:
         _release(tx, entry.task, have, callback, now)
     elif enough is not None and have >= enough and not why:

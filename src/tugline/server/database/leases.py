@@ -7,6 +7,7 @@ somebody else's by now: it is told to drop it.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,10 +16,12 @@ from tugline.protocol import (
     EventKind,
     HandBack,
     Held,
+    Hello,
     Kept,
     NodeState,
     Stop,
     StopWhy,
+    Welcome,
 )
 from tugline.server.database import events, nodes, results, sessions, tenants
 from tugline.server.database.base import Tx
@@ -38,6 +41,15 @@ class Heard(NamedTuple):
 
 
 # --------------------------------------------------------------------------- to a node
+def join(tx: Tx, hello: Hello, now: float, lease_s: float) -> Welcome:
+    """Take a node in. Another of its name is given up, with what it holds."""
+    node, token = f"{hello.name}.{secrets.token_hex(4)}", secrets.token_urlsafe(24)
+    for before in nodes.named(tx, hello.name):
+        lose(tx, before, "another of its name came", now)
+    nodes.add(tx, node, hello, token, now=now, lease_s=lease_s)
+    return Welcome(node=node, token=token, lease_s=lease_s, control=nodes.control(tx))
+
+
 def hear(tx: Tx, node: str, held: Sequence[Held], advance_at: float | None = None) -> Heard:
     """Compare what a node holds with what the table says. Raises `FencedError` for a lost node.
 
@@ -69,7 +81,7 @@ def give(tx: Tx, rooms: Mapping[str, int], now: float) -> dict[str, list[Session
     left = {node: room for node, room in rooms.items() if node in live and room > 0}
     given: dict[str, list[Session]] = {node: [] for node in left}
     homes: dict[str, str] = {}
-    leased = []
+    leased, notes = [], []
     version = nodes.control(tx).version
     for row in tenants.take(tx, sum(left.values())):
         session, task, sample, attempt, epoch, avoid, home, since = row
@@ -90,9 +102,10 @@ def give(tx: Tx, rooms: Mapping[str, int], now: float) -> dict[str, list[Session
         )
         leased.append({"id": session, "node": node, "version": version, "now": now})
         detail = {"attempt": attempt, "epoch": epoch + 1, "waited": max(0.0, now - since)}
-        events.add(tx, EventKind.LEASED, task=task, session=session, node=node, detail=detail)
+        notes.append(events.Note(task, session, node, detail))
     if leased:
         _lease(tx, leased, homes)
+        events.add_all(tx, EventKind.LEASED, notes)
     return {node: mine for node, mine in given.items() if mine}
 
 
@@ -112,7 +125,6 @@ def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) ->
         "UPDATE tasks SET home = :home WHERE id = :task",
         [{"task": task, "home": home} for task, home in homes.items()],
     )
-    tx.wake("events")
 
 
 def _session(entry: Entry) -> Session:

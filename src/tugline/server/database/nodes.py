@@ -37,7 +37,7 @@ def add(tx: Tx, node: str, hello: Hello, token: str, *, now: float, lease_s: flo
         deadline=now + lease_s,
     )
     events.add(tx, EventKind.JOINED, node=node, detail={"name": hello.name, "slots": hello.slots})
-    tx.wake("timers", "events", "nodes")
+    tx.wake("timers", "nodes")
 
 
 def named(tx: Tx, name: str) -> list[str]:
@@ -73,14 +73,14 @@ def drain(tx: Tx, node: str) -> None:
     if state(tx, node) is NodeState.LIVE:
         tx.run("UPDATE nodes SET state = 'draining' WHERE id = :node", node=node)
         events.add(tx, EventKind.DRAINING, node=node)
-        tx.wake(f"node:{node}", "events")
+        tx.wake(f"node:{node}")
 
 
 def bury(tx: Tx, node: str, why: str) -> None:
     """It is gone."""
     tx.run("UPDATE nodes SET state = 'gone' WHERE id = :node", node=node)
     events.add(tx, EventKind.LOST, node=node, detail={"why": why})
-    tx.wake(f"node:{node}", "applied", "events", "nodes")
+    tx.wake(f"node:{node}", "applied", "nodes")
 
 
 def spare(tx: Tx, now: float, lease_s: float) -> None:
@@ -152,7 +152,7 @@ def put_control(tx: Tx, new: Control) -> None:
         paused=new.paused.value if new.paused else None,
         version=new.version,
     )
-    tx.wake("control", "events")
+    tx.wake("control")
 
 
 def applied(tx: Tx, generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

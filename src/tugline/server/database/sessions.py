@@ -140,7 +140,7 @@ def requeue(tx: Tx, entry: Entry, why: str, now: float, *, tries: int = 1, fault
     events.add(
         tx, EventKind.REQUEUED, task=entry.task, session=entry.id, node=entry.node, detail=detail
     )
-    tx.wake("work", "events")
+    tx.wake("work")
 
 
 def stop(tx: Tx, entries: Sequence[Entry], why: StopWhy, by: str, now: float) -> None:
@@ -149,17 +149,11 @@ def stop(tx: Tx, entries: Sequence[Entry], why: StopWhy, by: str, now: float) ->
         "UPDATE sessions SET stop = :why, stop_by = :by, stop_at = :now WHERE id = :id",
         [{"id": entry.id, "why": why.value, "by": by, "now": now} for entry in entries],
     )
-    for entry in entries:
-        events.add(
-            tx,
-            EventKind.STOPPING,
-            task=entry.task,
-            session=entry.id,
-            node=entry.node,
-            detail={"why": why.value, "by": by},
-        )
-        tx.wake(f"node:{entry.node}")
-    tx.wake("timers", "events")
+    detail = {"why": why.value, "by": by}
+    stopping = [events.Note(entry.task, entry.id, entry.node, detail) for entry in entries]
+    if stopping:
+        events.add_all(tx, EventKind.STOPPING, stopping)
+    tx.wake("timers", *(f"node:{entry.node}" for entry in entries))
 
 
 def advance(tx: Tx, entry: Entry, said: Held, now: float) -> None:

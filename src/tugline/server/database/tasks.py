@@ -128,11 +128,9 @@ def _insert(tx: Tx, batch: Sequence[Packed], now: float) -> None:
             for n, session in enumerate(session_ids(task))
         ],
     )
-    for packed in batch:
-        events.add(
-            tx, EventKind.ACCEPTED, task=packed.task.id, detail={"samples": packed.task.samples}
-        )
-    tx.wake("work", "events", "timers")
+    accepted = [events.Note(task.id, detail={"samples": task.samples}) for task, _, _ in batch]
+    events.add_all(tx, EventKind.ACCEPTED, accepted)
+    tx.wake("work", "timers")
 
 
 def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
