@@ -51,7 +51,7 @@ unit: $(STAMP) ## tests without a real harness
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
 
-test-chaos: $(STAMP) ## the long tests: the demo killed with kill -9 and resumed, again and again
+test-chaos: $(STAMP) ## the long tests: everything killed with kill -9, frozen, cut off or without disk, on both stores
 	@$(BIN)/pytest -m slow $(ARGS)
 
 test-harnesses: $(STAMP) ## every real harness against the gateway and a scripted model, without internet

@@ -28,12 +28,14 @@ class Size:
     sessions: int
     probes: int
     tasks: int
+    polls: int = 1000
+    polls_s: float = 10.0
 
 
 SIZES = {
     "full": Size(3000, 400, 100_000),
     "quick": Size(600, 100, 20_000),
-    "smoke": Size(40, 10, 2000),
+    "smoke": Size(40, 10, 2000, 20, 1.0),
 }
 
 
@@ -188,10 +190,11 @@ async def queue(server: Server, http: aiohttp.ClientSession, size: Size) -> dict
     """Submit until the queue is long; then what memory, lists and the status cost."""
     api = server.api(http)
     seconds, small = 0.0, 0.0
-    for first in range(0, size.tasks, BATCH):
+    batch = min(BATCH, size.tasks // 10)
+    for first in range(0, size.tasks, batch):
         if first == size.tasks // 10:
             small = server.rss_mb()
-        body = [task(f"q{first + n}") for n in range(BATCH)]
+        body = [task(f"q{first + n}") for n in range(batch)]
         began = time.perf_counter()
         await api.post("/v1/tasks", body)
         seconds += time.perf_counter() - began

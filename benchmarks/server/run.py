@@ -1,4 +1,4 @@
-"""What the rollout server costs: sessions through one node, dispatch, and a queue of 100,000.
+"""What the rollout server costs: sessions through a node, dispatch, a long queue, waiting.
 
 Server, node and load generator (this program, with an engine that has no model) are one process
 each, on loopback. `docs/benchmarks.md` says what each figure means.
@@ -23,12 +23,20 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from measures import SIZES, dispatch, pipeline, queue
+from long_polls import long_polls
+from measures import SIZES, Size, dispatch, pipeline, queue
 
 from rig import Server, note, postgres
 
 STORES = ("sqlite", "postgres")
-MEASURES = {"pipeline": pipeline, "dispatch": dispatch, "queue": queue}
+
+
+async def polls(server: Server, http: aiohttp.ClientSession, size: Size) -> dict[str, Any]:
+    """Share of a core that open questions take while nothing happens."""
+    return await long_polls(server, http, size.polls, size.polls_s)
+
+
+MEASURES = {"pipeline": pipeline, "dispatch": dispatch, "queue": queue, "long polls": polls}
 
 
 async def run(store: str, size: str) -> dict[str, Any]:
@@ -37,14 +45,15 @@ async def run(store: str, size: str) -> dict[str, Any]:
     told: dict[str, Any] = {"store": store}
     for name, measure in MEASURES.items():
         note(f"measuring: {name}")
-        with tempfile.TemporaryDirectory(prefix="tugline-bench-") as name_, ExitStack() as stack:
-            folder = Path(name_)
+        with tempfile.TemporaryDirectory(prefix="tugline-bench-") as path, ExitStack() as stack:
+            folder = Path(path)
             pg = store == "postgres"
             url = stack.enter_context(postgres(folder / "pg")) if pg else None
             server = Server(folder, url)
             stack.callback(server.stop)
             await server.up()
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+            timeout, every = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(timeout=timeout, connector=every) as http:
                 told |= await measure(server, http, SIZES[size])
             await asyncio.sleep(0.1)
     told["size"] = size
