@@ -7,6 +7,7 @@ import pytest
 
 from pretend_node import Bench, Server, task
 from tugline.errors import ServerError
+from tugline.node import app
 from tugline.node.logs import CHUNK
 from tugline.protocol import Control, PauseMode, StopWhy
 from tugline.types import Boundary, Status
@@ -173,6 +174,34 @@ async def test_a_drain_has_an_end(tmp_path: Path) -> None:
         await asyncio.wait_for(asyncio.shield(bench.running), 5)
     [(name, back)] = server.backs
     assert (name, back.boundary) == ("t-0", None)
+
+
+async def test_a_drain_does_not_wait_for_a_server_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be told stays in the journal; the node ends all the same."""
+    monkeypatch.setattr(app, "_LEAVE_S", 0.1)
+    bench = Bench(tmp_path, grace_s=0.3, run=0.1)
+    async with bench.working() as server:
+        server.submit(task())
+        await server.until(lambda: bench.script.now["run"])
+        server.away = True
+        bench.node.drain()
+        assert bench.running is not None
+        await asyncio.wait_for(asyncio.shield(bench.running), 5)
+    assert [path.name for path in (tmp_path / "journal").iterdir()] == ["t-0.1.result"]
+    assert not server.results
+
+
+async def test_a_node_that_never_joined_can_be_stopped(tmp_path: Path) -> None:
+    """At once, as there is nothing to finish."""
+    bench = Bench(tmp_path)
+    bench.server.away = True
+    async with bench.working() as server:
+        await server.until(lambda: server.said)
+        bench.node.drain()
+        assert bench.running is not None
+        await asyncio.wait_for(asyncio.shield(bench.running), 5)
 
 
 async def test_a_pause_is_on_nobodys_clock(tmp_path: Path) -> None:

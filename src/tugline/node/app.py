@@ -38,7 +38,7 @@ from tugline.protocol import (
 _SETTLE_S = 0.25
 """How often the server is asked while a control is being put in place."""
 _LEAVE_S = 10.0
-"""How long results may take to be committed once the grace of a drain is over."""
+"""How long what is left may take to reach the server once the grace of a drain is over."""
 _log = log.get("node")
 
 
@@ -94,18 +94,21 @@ class Node:
         beside = [
             asyncio.create_task(self._disk.run(), name="node-disk"),
             asyncio.create_task(self.crew.logs.run(), name="node-logs"),
-            asyncio.create_task(self._drained(), name="node-drain"),
         ]
+        ways = {
+            asyncio.create_task(self._work(), name="node-work"),
+            asyncio.create_task(self._drained(), name="node-drain"),
+        }
         try:
-            await self.crew.offer()
-            while not await self._member():
-                self.stats.rejoined += 1
+            ended, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
         finally:
             self._controls.close()
-            for task in beside:
+            for task in (*beside, *ways):
                 task.cancel()
             await self.crew.close()
-            await asyncio.wait(beside)
+            await asyncio.wait((*beside, *ways))
 
     def drain(self) -> None:
         """Take no more work, finish what runs within the grace, hand back the rest, end."""
@@ -116,6 +119,11 @@ class Node:
     def draining(self) -> bool:
         """Whether it takes no more work."""
         return self._draining.is_set()
+
+    async def _work(self) -> None:
+        await self.crew.offer()
+        while not await self._member():
+            self.stats.rejoined += 1
 
     async def _member(self) -> bool:
         """Join and work; True when drained, False if the lease was lost and it must join again."""
@@ -160,10 +168,11 @@ class Node:
         await self._draining.wait()
         _log.info("draining", node=self.id, sessions=len(self.crew.live))
         self.crew.call_off(Fate.DRAIN, started=False)
-        await asyncio.sleep(self.settings.grace_s)
+        await self.crew.empty(self.settings.grace_s)
         self.crew.call_off(Fate.DRAIN)
-        await asyncio.sleep(_LEAVE_S)
-        await self.crew.close()
+        await self.crew.empty(_LEAVE_S)
+        if self.id:  # a server that is away is not waited for
+            await asyncio.sleep(_LEAVE_S)
 
     # ----------------------------------------------------------------------- the lease
     async def _lease(self, node: str) -> None:

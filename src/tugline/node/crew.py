@@ -121,6 +121,11 @@ class Crew:
         if offers:
             await asyncio.wait(offers, timeout=_OFFER_S)
 
+    async def empty(self, within_s: float) -> None:
+        """Wait until all that is here now is gone, but no longer than that."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=within_s)
+
     async def close(self) -> None:
         """End everything at once; what is in the journal stays there."""
         for task in self._tasks:

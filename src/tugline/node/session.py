@@ -54,6 +54,7 @@ from tugline.types import (
 MODEL = "tugline-policy"
 """The model name that agents see: one that no harness knows, so that none adapts itself to it."""
 
+_INSTALL_S = 1800.0
 _EVAL_GRACE_S = 10.0
 _LOG_TAIL = 400
 _log = log.get("node")
@@ -190,8 +191,9 @@ class _Rollout:
         limits = self.task.limits
         async with contextlib.AsyncExitStack() as stack:
             async with self._stage(Status.INIT):
-                # Not on the clock: the first installation takes as long as it takes.
-                await self.harness.install()
+                # Not on the clock of INIT: the first installation may take long.
+                async with asyncio.timeout(_INSTALL_S):
+                    await self.harness.install()
                 async with asyncio.timeout(limits.init_s):
                     box = await stack.enter_async_context(
                         self.runtime.open(self.directory / "agent", self.task.files)
