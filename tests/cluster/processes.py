@@ -65,15 +65,21 @@ class World:
 
     def ask(self, *options: str, code: int = 0) -> Any:
         """A command that ends by itself; what it printed, out of its JSON lines."""
-        done = subprocess.run(
-            [TUGLINE, *options, "--json"],
+        done = self.call(*options, "--json")
+        assert done.returncode == code, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def call(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """A command that ends by itself."""
+        return subprocess.run(
+            [TUGLINE, *options],
             cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
             capture_output=True,
+            text=True,
             timeout=60,
             check=False,
         )
-        assert done.returncode == code, done.stderr.decode()
-        return [json.loads(line) for line in done.stdout.splitlines()]
 
     def said(self, name: str) -> str:
         """What a process has told so far."""

@@ -23,12 +23,6 @@ def load(
 
     `dtype` None takes the one that the checkpoint was saved in. Remote code is never run.
     """
-    try:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional dependency
-        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - the same
-    except ImportError as error:
-        msg = f"the embedded engine needs torch ({error}): pip install 'tugline[train]'"
-        raise UsageError(msg) from error
     if not folder.is_dir():
         msg = f"no model folder at {folder}: give a folder with config.json and *.safetensors"
         raise UsageError(msg)
@@ -36,6 +30,12 @@ def load(
         if not (folder / file).is_file():
             msg = f"{folder} has no {file}: it is not a complete Hugging Face model folder"
             raise UsageError(msg)
+    try:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an optional dependency
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415 - the same
+    except ImportError as error:
+        msg = f"the embedded engine needs torch ({error}): pip install 'tugline[train]'"
+        raise UsageError(msg) from error
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(

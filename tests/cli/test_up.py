@@ -1,0 +1,120 @@
+"""``tugline up``, ``node`` and ``run``: what is wrong is one line that says what would be right."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.processes import World, task, write
+from tugline.capture.trajectories import read_folder
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+NODE = ("node", "--server", "http://127.0.0.1:9", "--token", "t")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A folder, and whatever is started in it."""
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def tugline(*options: str, cwd: Path) -> tuple[int, str]:
+    """Exit code and stderr as one line; stdout stays empty and there is no traceback."""
+    done = subprocess.run(
+        [TUGLINE, *options], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
+    )
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return done.returncode, " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("up", "--engine", "http://x", "--model", "m"), "leave it out beside --engine"),
+        (("up", "--model", "m", "--tokenizer", "t"), "--tokenizer is for an engine at an address"),
+        (("up", "--port", "70000"), "server.port: 70000 is not <= 65535"),
+        (("up", "--slots", "0"), "node.slots: 0 is not >= 1"),
+        (("up", "--name", "a/b"), "node.name: 'a/b'"),
+        (("up", "--store", "mysql://x", "--no-node"), "must be sqlite:PATH or postgresql://"),
+        (("up", "--config", "wrong.yaml"), "unknown key 'server.prot' in wrong.yaml; did you mean"),
+        (("up", "--model", "nowhere", "--port", "0"), "no model folder at nowhere"),
+        (("node", "--server", "127.0.0.1", "--token", "t"), "must be a URL such as http://"),
+        (("run", "none.yaml", "--out", "o"), "there is no file none.yaml"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_a_mistake_is_one_clear_line(tmp_path: Path, options: tuple[str, ...], line: str) -> None:
+    """Flags, files and addresses."""
+    (tmp_path / "wrong.yaml").write_text("server: {prot: 3}\n")
+    code, said = tugline(*options, cwd=tmp_path)
+    assert code == 2, said
+    assert line in said
+
+
+def test_a_taken_port_and_a_taken_folder_are_named(tmp_path: Path) -> None:
+    """Somebody else has them."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, said = tugline("up", "--no-node", "--port", str(port), cwd=tmp_path)
+    assert (code, f"cannot listen on 127.0.0.1:{port}" in said) == (2, True)
+    with (tmp_path / "tugline-data/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, said = tugline("up", "--no-node", "--port", "0", cwd=tmp_path)
+    assert (code, "another process is running in tugline-data" in said) == (2, True)
+
+
+def test_an_engine_that_cannot_be_trained_from_is_refused(world: World) -> None:
+    """Exact mode without a tokenizer, and a template that nobody knows."""
+    told = {"engine": {"urls": [world.engine()], "mode": "exact"}}
+    (world.folder / "exact.yaml").write_text(json.dumps(told))
+    code, said = tugline(*NODE, "--config", "exact.yaml", cwd=world.folder)
+    assert (code, "it needs the model's tokenizer.json, as engine.tokenizer" in said) == (2, True)
+    told["engine"]["tokenizer"] = "tokenizer.json"
+    (world.folder / "exact.yaml").write_text(json.dumps(told))
+    code, said = tugline(*NODE, "--config", "exact.yaml", cwd=world.folder)
+    assert code == 2
+    assert "the chat template of 'scripted' is not known" in said
+    assert "qwen3" in said
+
+
+def test_run_leaves_files_and_goes_on(world: World) -> None:
+    """Results as lines and trajectories; the same command with one more task runs only that."""
+    exact = ("--engine", world.engine(), "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
+    run = ("run", "tasks.jsonl", "--out", "o", *exact)
+    write(world.folder / "tasks.jsonl", [task("a")])
+    (first,) = world.ask(*run)
+    assert (first["sessions"], first["reward"], first["failures"]) == (2, 1.0, {})
+    write(world.folder / "tasks.jsonl", [task("a"), task("b", samples=1)])
+    (second,) = world.ask(*run)
+    assert second["sessions"] == 3
+    lines = (world.folder / "o/results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["session"] for line in lines][2] == "b-0"
+    kept = list(read_folder(world.folder / "o/trajectories"))
+    assert sorted(one.session for one in kept) == ["a-0", "a-1", "b-0"]
+    changed = task("a") | {"samples": 5}
+    write(world.folder / "tasks.jsonl", [changed])
+    refused = world.call(*run)
+    assert (refused.returncode, "'a'" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_run_says_that_nothing_got_through(world: World) -> None:
+    """Exit code 1, and the agent's last words."""
+    broken = task("a") | {
+        "harness": {"name": "shell", "options": {"command": "echo oh no; exit 3"}}
+    }
+    write(world.folder / "tasks.jsonl", [broken])
+    exact = ("--engine", world.engine(), "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
+    done = world.call("run", "tasks.jsonl", "--out", "o", *exact)
+    assert done.returncode == 1, done.stderr
+    assert "2 failed in the harness" in done.stderr
+    assert "oh no" in done.stderr
