@@ -42,7 +42,7 @@ async def test_many_tasks_go_in_batches(client: Client) -> None:
 
 async def test_what_is_not_there_is_missing(client: Client) -> None:
     """An unknown id has an error of its own."""
-    for asking in (client.task("x"), client.session("x-0"), client.trajectory("x-0")):
+    for asking in (client.task("x/.."), client.session("x-0?"), client.trajectory("x-0")):
         with pytest.raises(Missing):
             await asking
     with pytest.raises(Missing):

@@ -21,7 +21,7 @@ import msgspec
 from tugline.client import streams
 from tugline.client.finding import find_server
 from tugline.client.results import GroupResults, Result, Wanted, stream, unpack
-from tugline.client.transport import Transport
+from tugline.client.transport import Transport, quoted
 from tugline.errors import ServerError, UsageError
 from tugline.protocol import (
     Accepted,
@@ -104,11 +104,11 @@ class Client:
 
     async def task(self, task: str) -> TaskView:
         """A task as it stands. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/tasks/{task}", TaskView)
+        return await self._http.ask("GET", f"/v1/tasks/{quoted(task)}", TaskView)
 
     async def task_body(self, task: str) -> Task:
         """A task as it was submitted. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/tasks/{task}/body", Task)
+        return await self._http.ask("GET", f"/v1/tasks/{quoted(task)}/body", Task)
 
     async def tasks(
         self, *, state: TaskState | None = None, tenant: str | None = None, tag: str | None = None
@@ -121,7 +121,7 @@ class Client:
 
     async def session(self, session: str) -> SessionView:
         """A session as it stands. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/sessions/{session}", SessionView)
+        return await self._http.ask("GET", f"/v1/sessions/{quoted(session)}", SessionView)
 
     async def sessions(
         self, *, task: str | None = None, status: Status | None = None, node: str | None = None
@@ -142,8 +142,9 @@ class Client:
         if (task is None) == (session is None):
             msg = "cancel either a task or a session"
             raise UsageError(msg)
-        path = f"/v1/tasks/{task}" if task is not None else f"/v1/sessions/{session}"
-        return await self._http.ask("POST", f"{path}/cancel", Cancelled, query={"by": by})
+        kind, name = ("tasks", task) if task is not None else ("sessions", session or "")
+        path = f"/v1/{kind}/{quoted(name)}/cancel"
+        return await self._http.ask("POST", path, Cancelled, query={"by": by})
 
     async def released(self, tasks: Iterable[str]) -> AsyncGenerator[TaskView, None]:
         """Each of these tasks once all its sessions are final, in that order."""
@@ -220,11 +221,13 @@ class Client:
 
     async def result(self, session: str) -> ResultView:
         """The result of a session, without tokens. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/sessions/{session}/result", ResultView)
+        return await self._http.ask("GET", f"/v1/sessions/{quoted(session)}/result", ResultView)
 
     async def trajectory(self, session: str) -> Trajectory:
         """What a trainer learns from a session. Raises `Missing` for one that never ran."""
-        return unpack(await self._http.ask("GET", f"/v1/sessions/{session}/trajectory", bytes))
+        return unpack(
+            await self._http.ask("GET", f"/v1/sessions/{quoted(session)}/trajectory", bytes)
+        )
 
     # ---------------------------------------------------------------------- looking
     def events(
@@ -258,7 +261,7 @@ class Client:
 
     async def drain(self, node: str) -> None:
         """Have a node finish what it runs, and go."""
-        await self._http.ask("POST", f"/v1/nodes/{node}/drain", type(None))
+        await self._http.ask("POST", f"/v1/nodes/{quoted(node)}/drain", type(None))
 
     async def deliveries(
         self, state: DeliveryState | None = None, *, after: int = 0, limit: int = 100

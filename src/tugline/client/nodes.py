@@ -21,8 +21,8 @@ from tugline.client.transport import Transport
 from tugline.errors import FencedError, ServerError
 from tugline.protocol import Ask, Commit, HandBack, Hello, Orders, Renewal, Welcome
 
-DEADLINE_S = 20.0
-"""Shorter than a lease: a node that cannot be heard shall know it in time."""
+DEADLINE_S = 10.0
+"""Shorter than a lease. A node asks again by itself then, and says what it has by that time."""
 
 
 class _Length(msgspec.Struct):

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from tugline.client.transport import BROKEN, Patience, Transport, is_passing
+from tugline.client.transport import BROKEN, Patience, Transport, is_passing, quoted
 from tugline.errors import ServerError
 from tugline.protocol import Counts, Event, SessionView
 from tugline.types import TERMINAL
@@ -50,7 +50,7 @@ async def log(
     A stream also ends when its server goes down. So the end is where nothing more comes of a log
     that was known to be complete before it was asked for.
     """
-    path, patience = f"/v1/sessions/{session}/log", Patience(http.deadline_s)
+    path, patience = f"/v1/sessions/{quoted(session)}/log", Patience(http.deadline_s)
     offset: int | None = None if tail else 0
     complete = not follow
     while True:
@@ -77,4 +77,6 @@ async def log(
 
 
 async def _is_over(http: Transport, session: str) -> bool:
-    return (await http.ask("GET", f"/v1/sessions/{session}", SessionView)).status in TERMINAL
+    return (
+        await http.ask("GET", f"/v1/sessions/{quoted(session)}", SessionView)
+    ).status in TERMINAL

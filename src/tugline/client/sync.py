@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -44,8 +44,7 @@ def _each(
             while (item := self._do(_next(items))) is not None:
                 yield item
         finally:
-            if self._loop is not None and (close := getattr(items, "aclose", None)):
-                self._do(close())
+            self._leave(items)
 
     return call
 
@@ -158,6 +157,16 @@ class SyncClient:
         except BaseException:
             future.cancel()
             raise
+
+    def _leave(self, items: AsyncIterator[Any]) -> None:
+        """Close a stream; without waiting where the garbage collector does so in our thread."""
+        if self._loop is None or not isinstance(items, AsyncGenerator):
+            return
+        if threading.current_thread() is self._thread:
+            asyncio.run_coroutine_threadsafe(items.aclose(), self._loop)
+            return
+        with contextlib.suppress(RuntimeError):  # a step that was interrupted is closing it
+            self._do(items.aclose())
 
 
 async def _next(items: AsyncIterator[T]) -> T | None:

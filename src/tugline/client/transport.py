@@ -14,6 +14,7 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -33,13 +34,14 @@ SLOWEST = 1 << 20
 """Bytes a second that a line has: a large body has more time."""
 SILENCE_S = 45.0
 """Three signs of life of a stream that were missed."""
-SHORTEST_S, LONGEST_S = 0.05, 5.0
+SHORTEST_S, LONGEST_S = 0.05, 2.0
 """Of the pause between two tries."""
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 _CLASSES: dict[str, type[ServerError]] = {
     "invalid": Invalid,
     "missing": Missing,
+    "no-route": Missing,
     "conflict": Conflict,
     "fenced": FencedError,
 }
@@ -64,6 +66,10 @@ class Patience:
         """Something came of it: all the time again."""
         self._end = asyncio.get_running_loop().time() + self.seconds
         self._pause = SHORTEST_S
+
+    def at_most(self, seconds: float) -> None:
+        """No more than so many seconds from now on."""
+        self._end = min(self._end, asyncio.get_running_loop().time() + seconds)
 
     async def wait(self, error: ServerError, at_least: float = 0.0) -> None:
         """Pause before the next try. Raises `error` if the deadline would pass meanwhile."""
@@ -148,6 +154,7 @@ class Transport:
                 error, after = self.unreachable(broken), 0.0
             if error.status is not None and error.status not in _RETRIED:
                 raise error
+            patience.at_most(self.deadline_s + sending_s)  # there is nothing to wait for any more
             await patience.wait(error, after)
 
     @contextlib.asynccontextmanager
@@ -194,6 +201,11 @@ class Transport:
             msg = "this client is not open: use `async with Client(...) as client`"
             raise UsageError(msg)
         return self._http
+
+
+def quoted(name: str) -> str:
+    """An id as a part of a path, whatever somebody has typed for one."""
+    return quote(name, safe="")
 
 
 def is_passing(error: ServerError) -> bool:
