@@ -27,7 +27,7 @@ _KV = (
     "vllm:gpu_cache_usage_perc",  # its name before vLLM 0.10
     "sglang:token_usage",
 )
-LOOK_S = 1.0
+LOOK_S = 0.25
 """How old the last look may be."""
 _ANSWER_S = 2.0
 _log = log.get("node.admission")
