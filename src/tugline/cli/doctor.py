@@ -1,11 +1,13 @@
 """``tugline doctor``: what a running inference engine can do, and what to change before training.
 
-Exit code 0 if the wanted mode is sound, 1 if it is not or nothing answers.
+Without an engine it looks at the server that runs here, its nodes and their engines. Exit code 0 if
+all is sound (with ``--engine``: the wanted mode), 1 if it is not or nothing answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -13,6 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tugline.cli.status import Folder, Server, Token, reach
+from tugline.client.health import Finding, examine
 from tugline.errors import UsageError
 from tugline.gateway.doctor.diagnosis import Outcome, Report
 from tugline.gateway.doctor.probe import probe
@@ -21,18 +25,26 @@ from tugline.types import Mode
 _COLOUR = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNKNOWN: "yellow"}
 
 
-def doctor(
+def doctor(  # noqa: PLR0913 - each is a flag
     *,
-    engine: Annotated[str, typer.Option(help="Address, such as http://127.0.0.1:8000.")],
+    engine: Annotated[
+        str | None, typer.Option(help="Address, such as http://127.0.0.1:8000.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Served name; the first if not given.")] = None,
     mode: Annotated[
         Mode | None, typer.Option(help="What you want to run; the best for training if not given.")
     ] = None,
+    server: Server = None,
+    token: Token = None,
+    folder: Folder = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as one JSON object.")
     ] = False,
 ) -> None:
-    """Ask a running engine what it can do: which mode is sound, and which flags to add."""
+    """Ask an engine which mode is sound and which flags to add, or a server what is wrong."""
+    if engine is None:
+        _examine(server, token, folder, as_json=as_json)
+        return
     report = asyncio.run(probe(engine, model))
     refusal = ""
     try:
@@ -44,6 +56,24 @@ def doctor(
     else:
         _show(report, refusal)
     if refusal:
+        raise typer.Exit(1)
+
+
+def _examine(server: str | None, token: str | None, folder: Path | None, *, as_json: bool) -> None:
+    async def main() -> list[Finding]:
+        async with reach(server, token, folder) as client:
+            return await examine(client)
+
+    found = asyncio.run(main())
+    if as_json:
+        typer.echo(msgspec.json.encode([one._asdict() for one in found]))
+    else:
+        table = Table("part", "", "what was seen", box=None)
+        for one in found:
+            sign = "[green]sound[/]" if one.sound else "[red]wrong[/]"
+            table.add_row(one.what, sign, one.detail)
+        Console(highlight=False).print(table)
+    if not all(one.sound for one in found):
         raise typer.Exit(1)
 
 

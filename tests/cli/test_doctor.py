@@ -1,0 +1,39 @@
+"""``tugline doctor`` without an engine: what is wrong with the server that runs here."""
+
+from __future__ import annotations
+
+import json
+
+from cli.conftest import Shell
+from house import task
+from served import TOKENS
+from tugline.client.nodes import NodeClient
+from tugline.protocol import Hello, Pause
+
+
+async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
+    """No node, paused weights, a node that is there: what is wrong has exit code 1."""
+    await shell.house.control.submit([task("a", samples=3)])
+    alone = await shell.run("doctor", "--json")
+    found = {one["what"]: one for one in json.loads(alone.out)}
+    assert alone.code == 1
+    assert found["server"]["sound"]
+    assert found["nodes"]["detail"].startswith("3 sessions wait and no node is live")
+    async with NodeClient(shell.house.url, TOKENS.join) as node:
+        await node.register(Hello(name="n", slots=2, room=2))
+    sound = await shell.run("doctor")
+    assert sound.code == 0, sound.out
+    assert "n is live, 0 sessions, 2 slots" in sound.out
+    await shell.house.control.pause(Pause(within_s=0.1))
+    paused = await shell.run("doctor")
+    assert (paused.code, "paused until somebody resumes" in paused.out) == (1, True)
+
+
+async def test_a_server_that_does_not_answer_is_one_line(shell: Shell) -> None:
+    """It is gone, and its address is told."""
+    await shell.house.stop()
+    gone = await shell.run("doctor", "--json")
+    (found,) = json.loads(gone.out)
+    assert gone.code == 1
+    assert found["what"] == "server"
+    assert shell.house.url in found["detail"]
