@@ -136,6 +136,7 @@ def _cancel(tx: Tx, entries: list[Entry], by: str, now: float) -> Cancelled:
 def _release(tx: Tx, task: str, usable: int, callback: str | None, now: float) -> None:
     position = events.add(tx, EventKind.RELEASED, task=task, detail={"usable": usable})
     tx.run("UPDATE tasks SET released = :position WHERE id = :task", task=task, position=position)
+    tx.run("UPDATE positions SET at = at + 1 WHERE name = 'released'")
     tx.wake("releases")
     if callback:
         outbox.add(tx, id=position, task=task, kind=EventKind.RELEASED, url=callback, now=now)

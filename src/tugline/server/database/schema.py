@@ -15,6 +15,7 @@ _FIRST = """
 CREATE TABLE positions (name TEXT PRIMARY KEY, at BIGINT NOT NULL);
 INSERT INTO positions VALUES
     ('events', 0), ('places', 0),
+    ('tasks', 0), ('released', 0), ('sessions', 0),                       -- how many ever
     ('completed', 0), ('failed', 0), ('timed_out', 0), ('cancelled', 0);  -- sessions that ended so
 CREATE TABLE control (
     id INTEGER PRIMARY KEY, generation BIGINT NOT NULL, paused TEXT, version BIGINT NOT NULL
@@ -47,7 +48,7 @@ CREATE TABLE tasks (
     tags TEXT NOT NULL,                       -- JSON
     created DOUBLE PRECISION NOT NULL
 );
-CREATE INDEX tasks_released ON tasks (released);
+CREATE INDEX tasks_released ON tasks (released) WHERE released IS NOT NULL;
 CREATE INDEX tasks_open ON tasks (place) WHERE released IS NULL;
 CREATE INDEX tasks_of_tenant ON tasks (tenant, place);
 CREATE INDEX tasks_due ON tasks (deadline)

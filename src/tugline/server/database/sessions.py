@@ -6,6 +6,7 @@ still holds (I3).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -168,13 +169,11 @@ def advance(tx: Tx, entry: Entry, said: Held, now: float) -> None:
 
 
 def tally(tx: Tx) -> dict[str, int]:
-    """Sessions by status. Those that are over are counted as they end, not looked through."""
-    over = tuple(status.value for status in TERMINAL)
-    counts = {name: at for name, at in tx.all("SELECT name, at FROM positions") if name in over}
-    active = ", ".join(f"'{status}'" for status in Status if status not in TERMINAL)
-    counts |= dict(
-        tx.all(
-            f"SELECT status, COUNT(*) FROM sessions WHERE status IN ({active}) GROUP BY status"  # noqa: S608 - constants
-        )
+    """Sessions by status. Counted as they come and end, so that nothing is looked through."""
+    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
+    counts: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
+    counts |= Counter(
+        status for (status,) in tx.all("SELECT status FROM sessions WHERE node IS NOT NULL")
     )
-    return {name: int(n) for name, n in counts.items() if n}
+    counts[Status.QUEUED.value] = at["sessions"] - sum(counts.values())
+    return {name: n for name, n in counts.items() if n}

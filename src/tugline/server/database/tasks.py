@@ -99,6 +99,8 @@ def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:
 
 def _insert(tx: Tx, batch: Sequence[Packed], now: float) -> None:
     sessions = sum(packed.task.samples for packed in batch)
+    for name, n in (("tasks", len(batch)), ("sessions", sessions)):
+        tx.run("UPDATE positions SET at = at + :n WHERE name = :name", name=name, n=n)
     [(last,)] = tx.all(
         "UPDATE positions SET at = at + :n WHERE name = 'places' RETURNING at",
         n=len(batch) + sessions,
@@ -211,8 +213,8 @@ def page(
 
 def open_count(tx: Tx) -> int:
     """How many tasks have sessions that are not over."""
-    [(count,)] = tx.all("SELECT COUNT(*) FROM tasks WHERE released IS NULL")
-    return int(count)
+    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
+    return at["tasks"] - at["released"]
 
 
 def among(names: Iterable[str]) -> tuple[str, dict[str, str]]:
