@@ -27,7 +27,7 @@ async def test_results_are_saved_as_a_folder_that_trainers_read(shell: Shell) ->
     await shell.house.control.submit([task("b")])
     await shell.house.finish()
     done = await shell.run("results", "--out", "kept")
-    assert "1 results saved, 2 in all" in done.err
+    assert "saved in kept: 1 new, 2 in all" in done.err
     assert [line.split()[1] for line in done.out.splitlines()] == ["b-0"]
     kept = shell.folder / "kept"
     lines = (kept / "results.jsonl").read_text().splitlines()

@@ -21,12 +21,14 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
         played += await shell.house.finish(wait_s=0.5)
     done = await end(submitting)
     assert done.code == 0, done.err
-    assert "2 tasks with 4 sessions accepted\n" in done.err
+    assert "accepted tasks: 2, sessions: 4\n" in done.err
     assert [line.split()[:3] for line in done.out.splitlines()[1:3]] == [
         ["a", "released", "2/2"],
         ["b", "released", "2/2"],
     ]
-    told = json.loads((await shell.run("submit", "a.yaml", "--wait", "--json")).out)
+    again = await shell.run("submit", "a.yaml", "--wait", "--json")
+    told = json.loads(again.out)
+    assert "accepted tasks: 1 (known already: 1), sessions: 2" in again.err
     assert [one["new"] for one in told["accepted"]] == [False]
     assert told["released"][0]["usable"] == 2
 

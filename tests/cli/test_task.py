@@ -24,7 +24,7 @@ def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
     """It passes the check, and is not overwritten unless that is asked for."""
     assert task("init", "mine.yaml", cwd=tmp_path).returncode == 0
     done = task("check", "mine.yaml", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "1 tasks with 1 sessions are well-formed\n")
+    assert (done.returncode, done.stdout) == (0, "well-formed tasks: 1, sessions: 1\n")
     again = task("init", "mine.yaml", cwd=tmp_path)
     assert again.returncode == 2
     assert "mine.yaml is there already" in again.stderr

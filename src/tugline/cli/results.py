@@ -69,7 +69,7 @@ def results(  # noqa: PLR0913 - each is a flag
     finally:
         if saved:
             saved.index()
-            where = f"{seen} results saved, {len(saved.views)} in all: {out}"
+            where = f"saved in {out}: {seen} new, {len(saved.views)} in all"
             Console(stderr=True, highlight=False, soft_wrap=True).print(where, markup=False)
     if not seen and not saved:
         typer.echo("nothing new", err=True)

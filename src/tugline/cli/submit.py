@@ -91,8 +91,8 @@ async def _send(client: Client, tasks: Sequence[Task], console: Console) -> list
 def _say(console: Console, accepted: Sequence[Accepted]) -> None:
     new = sum(one.new for one in accepted)
     sessions = sum(len(one.sessions) for one in accepted)
-    known = f", {len(accepted) - new} were known already" if new < len(accepted) else ""
-    console.print(f"{len(accepted)} tasks with {sessions} sessions accepted{known}")
+    known = f" (known already: {len(accepted) - new})" if new < len(accepted) else ""
+    console.print(f"accepted tasks: {len(accepted)}{known}, sessions: {sessions}")
 
 
 async def _follow(

@@ -51,7 +51,7 @@ def check(paths: Paths) -> None:
             msg = f"task {one.id!r}: {error}"
             raise UsageError(msg) from error
     sessions = sum(one.samples for one in tasks)
-    typer.echo(f"{len(tasks)} tasks with {sessions} sessions are well-formed")
+    typer.echo(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
 
 @task.command()

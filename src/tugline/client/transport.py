@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
@@ -178,7 +179,8 @@ class Transport:
 
     def unreachable(self, error: BaseException) -> ServerError:
         """What a lost connection is called."""
-        why = str(error) or type(error).__name__
+        number = getattr(error, "errno", None) or 0
+        why = os.strerror(number) if number > 0 else str(error) or type(error).__name__
         return ServerError(f"the server at {self.url} cannot be reached: {why}")
 
     def _headers(self, token: str | None = None) -> dict[str, str]:
