@@ -30,7 +30,7 @@ from rich.table import Table
 from workload import SCALE, Engine, Gateway, Marks, Parts, Rollouts, draw
 
 from tugline import log
-from tugline.node.admission import Admission
+from tugline.node.admission import LOOK_S, Admission
 from tugline.node.app import Node
 from tugline.node.session import roll_out
 from tugline.node.settings import NodeSettings
@@ -113,7 +113,7 @@ async def working(case: Case, engine: Engine, rollouts: Rollouts) -> AsyncIterat
             node = Node(control, Gateway(), Parts(rollouts), folder / "node", settings)
             if case.admission:
                 node.stages.admission = Admission(
-                    engine.pressure, waiting=ENGINE // 2, every_s=SCALE
+                    engine.pressure, waiting=ENGINE // 2, every_s=LOOK_S * SCALE
                 )
             task = asyncio.create_task(node.run())
             try:
