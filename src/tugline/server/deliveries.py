@@ -15,16 +15,13 @@ import asyncio
 import email.utils
 import hashlib
 import random
-import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Self
+from importlib import import_module
+from typing import Any, NamedTuple, Self
 
-import aiohttp
 import msgspec
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from tugline import log
 from tugline.errors import Invalid, Missing, StoreError
@@ -101,14 +98,10 @@ class Deliveries:
         self._hosts, self._patience = hosts, patience
         self._name = hashlib.sha256(secret).hexdigest()[:12]
         self._senders: dict[str, asyncio.Task[None]] = {}
+        self._poster: Any = None
+        """A `tugline.server.posting.Poster`, imported when it is needed first."""
 
     async def __aenter__(self) -> Self:
-        self._client = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._patience.timeout_s),
-            connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver()),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"User-Agent": "tugline", "Content-Type": "application/json"},
-        )
         self._watching = asyncio.create_task(self._watch())
         return self
 
@@ -117,7 +110,8 @@ class Deliveries:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await self._client.close()
+        if self._poster is not None:
+            await self._poster.close()
 
     def check(self, task: Task) -> None:
         """Raises `Invalid` for a task whose callback would never be sent."""
@@ -164,6 +158,8 @@ class Deliveries:
     async def _serve(self, host: str) -> None:
         """Send what is due at a host, a few at a time, until there is nothing more."""
         failures = 0
+        posting = await asyncio.to_thread(import_module, "tugline.server.posting")
+        self._poster = self._poster or posting.Poster(self._patience.timeout_s)
         try:
             while claimed := await self._claim(host):
                 fates = await asyncio.gather(*map(self._send, claimed))
@@ -194,45 +190,10 @@ class Deliveries:
         headers = {"webhook-id": name, "webhook-timestamp": str(now)}
         if self._secret:
             headers["webhook-signature"] = sign(self._secret, name, now, body)
-        try:
-            async with self._client.post(
-                delivery.url, data=body, headers=headers, allow_redirects=False
-            ) as answer:
-                return _judged(delivery, answer.status, answer.headers.get("Retry-After", ""))
-        except TimeoutError:
-            return _Fate(delivery, f"no answer within {self._patience.timeout_s:g} s")
-        except (aiohttp.ClientError, ValueError) as error:  # the latter for what is no URL
-            return _Fate(delivery, str(error) or type(error).__name__)
-
-
-class _Resolver(AbstractResolver):
-    """Looks names up in threads of its own, so a slow name server blocks nothing else."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        """Its addresses. Raises `OSError`."""
-        find = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, find)
-        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        return [
-            ResolveResult(
-                hostname=host,
-                host=str(address[0]),
-                port=int(address[1]),
-                family=kind,
-                proto=proto,
-                flags=flags,
-            )
-            for kind, _, proto, _, address in found
-        ]
-
-    async def close(self) -> None:
-        """Let the threads go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        answer = await self._poster.post(delivery.url, body, headers)
+        if answer.error:
+            return _Fate(delivery, answer.error)
+        return _judged(delivery, answer.status, answer.retry_after)
 
 
 def may_send(url: str, hosts: frozenset[str] | None) -> bool:
