@@ -110,6 +110,15 @@ async def test_what_is_written_is_there_after_a_restart(store_url: str) -> None:
         assert await database.read(_names) == ["kept"]
 
 
+async def test_a_closed_store_refuses(store_url: str) -> None:
+    """Nobody waits for ever for an answer of a server that has stopped."""
+    async with open_database(store_url) as database:
+        pass
+    for ask in (database.read, database.write):
+        with pytest.raises(StoreError, match="being stopped"):
+            await ask(_names)
+
+
 async def test_two_servers_may_start_at_once_on_postgres(postgres_url: str) -> None:
     """One makes the tables, the other finds them."""
     async with contextlib.AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -67,11 +67,14 @@ class Dispatch:
         self._asked = Bell()
 
     async def __aenter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._moved = self._stack.enter_context(self._database.hub.listen("nodes"))
         self._rounds = asyncio.create_task(self._serve())
 
     async def __aexit__(self, *_exc: object) -> None:
         self._rounds.cancel()
         await asyncio.wait({self._rounds})
+        self._stack.close()
 
     async def lease(self, node: str, ask: Ask) -> Orders:
         """Work, or anything else that this node must know, or nothing when its time is over."""
@@ -93,10 +96,6 @@ class Dispatch:
         """Everything this node must know, but no work."""
         heard = await self._hear(node, renewal.held, renewal.applied)
         return await self._orders(node, heard, renewal.held, ())
-
-    def forget(self, live: Iterable[str]) -> None:
-        """Keep in mind only what these nodes were told."""
-        self._told = {node: self._told[node] for node in live if node in self._told}
 
     # ------------------------------------------------------------------ one question
     async def _hear(self, node: str, held: Sequence[Held], applied: int) -> Heard:
@@ -121,6 +120,8 @@ class Dispatch:
                 del self._waiting[asker.node]
 
     def _news(self, node: str, heard: Heard, ask: Ask) -> bool:
+        if self._moved.take():  # nodes come and go: tell once more rather than keep all for ever
+            self._told.clear()
         told, now = self._told.get(node, _Told()), self._telling(heard, ask.held)
         return bool(
             now.stop - told.stop
@@ -173,8 +174,9 @@ class Dispatch:
                 await work.heard()
                 try:
                     await self._round()
-                except StoreError as error:
-                    _log.warning("nothing can be given out", error=str(error))
+                except Exception as error:  # noqa: BLE001 - without rounds nobody ever gets work
+                    known = isinstance(error, StoreError)
+                    _log.error("nothing is given out", error=str(error), exc_info=not known)
                     await asyncio.sleep(_PAUSE_S)
                     work.ring()
 

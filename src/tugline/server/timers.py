@@ -54,8 +54,9 @@ class Timers:
                         await self._database.write(
                             lambda tx: expire(tx, time.time(), self._lease_s)
                         )
-                except StoreError as error:
-                    _log.warning("clocks stand still", error=str(error))
+                except Exception as error:  # noqa: BLE001 - without clocks nothing ever falls due
+                    known = isinstance(error, StoreError)
+                    _log.error("clocks stand still", error=str(error), exc_info=not known)
                     away = True
                     await asyncio.sleep(_PAUSE_S)
 

@@ -61,6 +61,7 @@ class Database:
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="tugline-read")
         self._writer = threading.Thread(target=self._write_all, name="tugline-write", daemon=True)
         self._connection: Connection | None = None
+        self._open = False
 
     @property
     def name(self) -> str:
@@ -75,9 +76,11 @@ class Database:
         self._listening = self._store.listen(self._overheard)
         self._listening.__enter__()
         self._writer.start()
+        self._open = True
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
+        self._open = False
         await asyncio.to_thread(self._end)
 
     async def write(self, op: Callable[[Tx], T], *, durable: bool = True) -> T:
@@ -85,6 +88,7 @@ class Database:
 
         Raises what `op` raises, and `StoreError` when the database cannot be used.
         """
+        self._check_open()
         future: asyncio.Future[T] = self._loop.create_future()
         try:
             self._jobs.put_nowait(_Job(op, durable, future))
@@ -94,8 +98,14 @@ class Database:
         return await future
 
     async def read(self, op: Callable[[Tx], T]) -> T:
-        """Run `op`, which sees a single state and changes nothing."""
+        """Run `op`, which sees a single state and changes nothing. Raises as `write` does."""
+        self._check_open()
         return await self._loop.run_in_executor(self._pool, self._read, op)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            msg = "store: the server is being stopped"
+            raise StoreError(msg)
 
     # ------------------------------------------------------------------ in the readers' threads
     def _read(self, op: Callable[[Tx], T]) -> T:
@@ -132,7 +142,9 @@ class Database:
         topics: set[str] = set()
         try:
             outcomes, topics = self._persist(jobs, began + RETRY_S)
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001 - this thread must go on, whatever it was
+            _close(self._connection)
+            self._connection = None
             outcomes = [_Outcome(error=error)] * len(jobs)
         self.on_batch(len(jobs), time.monotonic() - began)
         self._loop.call_soon_threadsafe(self._answer, jobs, outcomes, topics)

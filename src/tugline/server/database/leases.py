@@ -77,6 +77,8 @@ def give(tx: Tx, rooms: Mapping[str, int], now: float) -> dict[str, list[Session
     Samples of a task go where its first one went as long as there is room, and an attempt that
     follows a failure goes elsewhere if anybody else has room.
     """
+    if not tenants.waiting(tx):
+        return {}
     live = nodes.live(tx)
     left = {node: room for node, room in rooms.items() if node in live and room > 0}
     given: dict[str, list[Session]] = {node: [] for node in left}

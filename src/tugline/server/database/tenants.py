@@ -23,18 +23,27 @@ def weigh(tx: Tx, weights: Mapping[str, float]) -> None:
     )
 
 
+def waiting(tx: Tx) -> list[Row]:
+    """Tenants that have sessions in line: ``(name, weight, pass)``."""
+    # With EXISTS, PostgreSQL would join, and look through all that is queued.
+    return tx.all(
+        "SELECT name, weight, pass FROM tenants WHERE (SELECT 1 FROM sessions"
+        " WHERE sessions.tenant = tenants.name AND sessions.status = 'queued' LIMIT 1) = 1"
+    )
+
+
 def activate(tx: Tx, tenant: str) -> None:
     """Work comes in for this tenant: if it had none, it starts level with those that have."""
     tx.run(
         "INSERT INTO tenants (name, weight, pass) VALUES (:name, 1, 0) ON CONFLICT DO NOTHING",
         name=tenant,
     )
-    waiting = {name: at for name, _, at in _waiting(tx)}
-    if tenant in waiting:
+    passes = {name: at for name, _, at in waiting(tx)}
+    if tenant in passes:
         return
     # Where nobody has work, level with whoever was given most.
     [(most,)] = tx.all("SELECT MAX(pass) FROM tenants")
-    level = min(waiting.values(), default=most)
+    level = min(passes.values(), default=most)
     tx.run(
         "UPDATE tenants SET pass = :level WHERE name = :name AND pass < :level",
         name=tenant,
@@ -45,7 +54,7 @@ def activate(tx: Tx, tenant: str) -> None:
 def take(tx: Tx, n: int) -> list[Row]:
     """The next `n` queued sessions, fairly: ``id task sample attempt epoch avoid home updated``."""
     weights, lines, heap = {}, {}, []
-    for name, weight, at in _waiting(tx):
+    for name, weight, at in waiting(tx):
         weights[name], lines[name] = weight, iter(_line(tx, name, n))
         heap.append((at, name))
     heapq.heapify(heap)
@@ -63,14 +72,6 @@ def take(tx: Tx, n: int) -> list[Row]:
         [{"name": name, "at": at} for name, at in passes.items()],
     )
     return taken
-
-
-def _waiting(tx: Tx) -> list[Row]:
-    # With EXISTS, PostgreSQL would join, and look through all that is queued.
-    return tx.all(
-        "SELECT name, weight, pass FROM tenants WHERE (SELECT 1 FROM sessions"
-        " WHERE sessions.tenant = tenants.name AND sessions.status = 'queued' LIMIT 1) = 1"
-    )
 
 
 def _line(tx: Tx, tenant: str, n: int) -> list[Row]:
