@@ -24,7 +24,7 @@ from tugline.cli.up import (
     engine_flags,
     keep_running,
     say,
-    with_a_model,
+    with_an_engine,
 )
 from tugline.cluster.settings import settings
 from tugline.cluster.up import work
@@ -55,4 +55,4 @@ def node(  # noqa: PLR0913 - each is a flag
         node={"slots": slots, "name": name},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    keep_running(work(with_a_model(told), folder, server, token, say), log_file)
+    keep_running(work(with_an_engine(told), folder, server, token, say), log_file)

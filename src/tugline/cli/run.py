@@ -28,7 +28,7 @@ from tugline.cli.up import (
     Tokenizer,
     engine_flags,
     keep_running,
-    with_a_model,
+    with_an_engine,
 )
 from tugline.client.taskfiles import load_tasks
 from tugline.cluster.run import run as run_all
@@ -106,13 +106,13 @@ def run(  # noqa: PLR0913 - each is a flag
         node={"slots": slots},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    tasks = load_tasks(paths)
+    tasks, told = load_tasks(paths), with_an_engine(told)
     console = Console(stderr=True, highlight=False)
     tally = Tally(console, _bar(console))
 
     async def main() -> None:
         with tally.bar:
-            await run_all(tasks, with_a_model(told), out, tally.add)
+            await run_all(tasks, told, out, tally.add)
 
     try:
         keep_running(main(), log_file)

@@ -80,29 +80,33 @@ def up(  # noqa: PLR0913 - each is a flag
         return
     from tugline.cluster.up import serve_and_work  # noqa: PLC0415 - takes a second, see there
 
-    keep_running(serve_and_work(with_a_model(told), folder, say), log_file)
+    keep_running(serve_and_work(with_an_engine(told), folder, say), log_file)
 
 
 def engine_flags(
     urls: list[str] | None, model: Path | None, tokenizer: Path | None, renderer: str | None
 ) -> Given:
-    """What the flags say of the engine. Raises `UsageError` where they contradict each other."""
-    if urls and model:
-        msg = "--model is for an engine in this process; leave it out beside --engine"
-        raise UsageError(msg)
-    if tokenizer and not urls:
-        msg = "--tokenizer is for an engine at an address; a model folder brings its own"
-        raise UsageError(msg)
+    """What the flags say of the engine."""
     return {"urls": urls or None, "model": model, "tokenizer": tokenizer, "renderer": renderer}
 
 
-def with_a_model(told: Settings) -> Settings:
-    """Without any engine, the tiny model of the demo: it shows that everything works."""
-    if told.engine.urls or told.engine.model:
+def with_an_engine(told: Settings) -> Settings:
+    """Without any engine the tiny model of the demo: it shows that everything works.
+
+    Raises `UsageError` where file and flags contradict each other.
+    """
+    engine = told.engine
+    if engine.urls and engine.model:
+        msg = "--model is for an engine in this process; leave it out beside --engine"
+        raise UsageError(msg)
+    if engine.tokenizer and not engine.urls:
+        msg = "--tokenizer is for an engine at an address; a model folder brings its own"
+        raise UsageError(msg)
+    if engine.urls or engine.model:
         return told
     model = Path(str(files("tugline.demo"))) / _MODEL
     say("no engine was given: the demo's tiny model answers ([bold]--engine URL[/] for a real one)")
-    return told.model_copy(update={"engine": told.engine.model_copy(update={"model": model})})
+    return told.model_copy(update={"engine": engine.model_copy(update={"model": model})})
 
 
 def say(line: str) -> None:

@@ -70,7 +70,7 @@ async def served(
 @contextlib.asynccontextmanager
 async def _embedded(settings: EngineSettings, folder: Path, slots: int) -> AsyncIterator[Reached]:
     model, tokenizer, eos_ids = await asyncio.to_thread(load, folder)
-    from tugline.inference.engine import Engine  # noqa: PLC0415 - needs the extra `train`
+    from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, which is there by now
 
     config = model.config.get_text_config()
     rendering = _rendering(settings, tokenizer, str(config.model_type))
