@@ -123,6 +123,8 @@ class Fleet:
 
     def add(self, name: str, *argv: str, **env: str) -> Program:
         """A program of this run; it is not started yet."""
+        if name != "server":  # which has a machine of its own in life, and a time to keep here
+            argv = ("nice", "-n", "10", *argv)
         self.programs[name] = Program(name, argv, self.folder, env)
         return self.programs[name]
 
