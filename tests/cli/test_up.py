@@ -14,9 +14,9 @@ import pytest
 
 from cluster.processes import World, task, write
 from tugline.capture.trajectories import read_folder
+from tugline.cli.app import main
 
 TUGLINE = Path(sys.executable).with_name("tugline")
-NODE = ("node", "--server", "http://127.0.0.1:9", "--token", "t")
 
 
 @pytest.fixture
@@ -45,17 +45,41 @@ def tugline(*options: str, cwd: Path) -> tuple[int, str]:
         (("up", "--port", "70000"), "server.port: 70000 is not <= 65535"),
         (("up", "--slots", "0"), "node.slots: 0 is not >= 1"),
         (("up", "--name", "a/b"), "node.name: 'a/b'"),
-        (("up", "--store", "mysql://x", "--no-node"), "must be sqlite:PATH or postgresql://"),
         (("up", "--config", "wrong.yaml"), "unknown key 'server.prot' in wrong.yaml; did you mean"),
-        (("up", "--model", "nowhere", "--port", "0"), "no model folder at nowhere"),
-        (("node", "--server", "127.0.0.1", "--token", "t"), "must be a URL such as http://"),
         (("run", "none.yaml", "--out", "o"), "there is no file none.yaml"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
-def test_a_mistake_is_one_clear_line(tmp_path: Path, options: tuple[str, ...], line: str) -> None:
-    """Flags, files and addresses."""
+def test_a_mistake_is_one_clear_line(
+    tmp_path: Path,
+    options: tuple[str, ...],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Flags and files, before anything is started."""
     (tmp_path / "wrong.yaml").write_text("server: {prot: 3}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tugline", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert line in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("up", "--store", "mysql://x", "--no-node"), "must be sqlite:PATH or postgresql://"),
+        (("up", "--model", "nowhere", "--port", "0"), "no model folder at nowhere"),
+        (("node", "--server", "127.0.0.1", "--token", "t"), "must be a URL such as http://"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_used_ends_the_start(
+    tmp_path: Path, options: tuple[str, ...], line: str
+) -> None:
+    """A store, a model and a server, each one clear line."""
     code, said = tugline(*options, cwd=tmp_path)
     assert code == 2, said
     assert line in said
@@ -71,20 +95,6 @@ def test_a_taken_port_and_a_taken_folder_are_named(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, said = tugline("up", "--no-node", "--port", "0", cwd=tmp_path)
     assert (code, "another process is running in tugline-data" in said) == (2, True)
-
-
-def test_an_engine_that_cannot_be_trained_from_is_refused(world: World) -> None:
-    """Exact mode without a tokenizer, and a template that nobody knows."""
-    told = {"engine": {"urls": [world.engine()], "mode": "exact"}}
-    (world.folder / "exact.yaml").write_text(json.dumps(told))
-    code, said = tugline(*NODE, "--config", "exact.yaml", cwd=world.folder)
-    assert (code, "it needs the model's tokenizer.json, as engine.tokenizer" in said) == (2, True)
-    told["engine"]["tokenizer"] = "tokenizer.json"
-    (world.folder / "exact.yaml").write_text(json.dumps(told))
-    code, said = tugline(*NODE, "--config", "exact.yaml", cwd=world.folder)
-    assert code == 2
-    assert "the chat template of 'scripted' is not known" in said
-    assert "qwen3" in said
 
 
 def test_run_leaves_files_and_goes_on(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,28 +26,44 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
-    """It comes up later than its node, and is used in exact mode with the template asked for."""
-    (tmp_path / "tokenizer.json").write_text(WORDS.text())
+def scripted() -> Any:
+    """An engine that can be served."""
     answer = [*WORDS.encode("so be it"), *WORDS.encode("<|im_end|>")]
-    slow = ScriptedEngine(
+    made = ScriptedEngine(
         lambda _prompt, _id: Reply(answer, tokens_per_chunk=4),
         vocab_size=WORDS.size,
         eos_ids=answer[-1:],
     )
+    return create_app(made, model_name="m", tokenizer=WORDS)
+
+
+async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
+    """It comes up later than its node, and is used in exact mode with the template asked for."""
+    (tmp_path / "tokenizer.json").write_text(WORDS.text())
     port = free_port()
-    told = EngineSettings(
-        urls=(f"http://127.0.0.1:{port}",), tokenizer=tmp_path, renderer="qwen3", wait_s=30
-    )
+    url = f"http://127.0.0.1:{port}"
+    told = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
     async with asyncio.timeout(60):
         reaching = asyncio.create_task(engine(told, slots=1).__aenter__())
         await asyncio.sleep(0.5)
         assert not reaching.done()
-        async with serve(create_app(slow, model_name="m", tokenizer=WORDS), port=port):
+        async with serve(scripted(), port=port):
             reached = await reaching
+            unknown = told.model_copy(update={"renderer": None})
+            with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
+                await engine(unknown, slots=1).__aenter__()
     assert reached.upstream.wire.mode is Mode.EXACT
     assert reached.rendering is not None
     assert reached.rendering.name == "qwen3"
+
+
+async def test_exact_mode_needs_a_tokenizer() -> None:
+    """The line says where it is told, before any engine is asked."""
+    told = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
+    with pytest.raises(
+        UsageError, match=r"needs the model's tokenizer\.json"
+    ):
+        await engine(told, slots=1).__aenter__()
 
 
 async def test_an_engine_that_never_answers_is_given_up() -> None:
