@@ -60,9 +60,7 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
 async def test_exact_mode_needs_a_tokenizer() -> None:
     """The line says where it is told, before any engine is asked."""
     told = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
-    with pytest.raises(
-        UsageError, match=r"needs the model's tokenizer\.json"
-    ):
+    with pytest.raises(UsageError, match=r"needs the model's tokenizer\.json"):
         await engine(told, slots=1).__aenter__()
 
 

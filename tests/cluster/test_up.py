@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.processes import World, task, until, write
+from cluster.processes import AGENT, World, task, until, write
+from tugline.capture import segments
 from tugline.capture.trajectories import read_folder
 
 EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
@@ -34,8 +36,8 @@ def test_everything_in_one_process_outlives_its_death(world: World) -> None:
     tokens = (world.folder / DATA / "tokens.json").read_bytes()
     quick, slow = task("quick", samples=3), task("slow", turns=3, pause_s=0.5)
     world.ask("submit", write(world.folder / "tasks.jsonl", [quick, slow]))
-    segments = world.folder / DATA / "nodes/n/segments"
-    until(lambda: any(segments.glob("slow-0.*")), "a slow session", lambda: world.said("up"))
+    recorded = world.folder / DATA / "nodes/n/segments"
+    until(lambda: any(recorded.glob("slow-0.*")), "a slow session", lambda: world.said("up"))
     world.end("up", signal.SIGKILL)
     world.tugline("up", *up)
     until(lambda: world.said("up").count("node n is up") == 2, "it again", lambda: world.said("up"))
@@ -48,7 +50,28 @@ def test_everything_in_one_process_outlives_its_death(world: World) -> None:
     kept = list(read_folder(world.folder / "kept/trajectories"))
     assert all(one.ledger.balanced and one.ledger.trained for one in kept)
     assert (world.folder / DATA / "tokens.json").read_bytes() == tokens
+    _cancel_what_is_followed(world)
     assert world.end("up") == 0
+
+
+def _cancel_what_is_followed(world: World) -> None:
+    """A log that is followed ends with its session; what was sampled until then is kept."""
+    late = task("late", samples=1, turns=2, pause_s=30)
+    late["harness"]["options"] = {"command": f"echo here I am; exec {sys.executable} {AGENT}"}
+    world.ask("submit", write(world.folder / "late.jsonl", [late]))
+    logs = world.tugline("logs", "logs", "late-0", "-f")
+    until(lambda: "here I am" in world.said("logs"), "its log", lambda: world.said("logs"))
+    until(lambda: _calls(world, "late-0") == 1, "its call", lambda: world.said("up"))
+    world.ask("cancel", "late")
+    assert logs.wait(20) == 0
+    world.ask("submit", "late.jsonl", "--wait")
+    (view,) = world.ask("results", "--task", "late")
+    assert (view["status"], view["trained"] == view["sampled"] > 0) == ("cancelled", True)
+
+
+def _calls(world: World, session: str) -> int:
+    paths = list((world.folder / DATA).glob(f"nodes/n/segments/{session}.*.seg"))
+    return sum(len(segments.read(path).calls) for path in paths)
 
 
 def test_a_signal_drains_what_runs_and_hands_back_what_waits(world: World) -> None:
