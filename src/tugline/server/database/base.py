@@ -95,6 +95,8 @@ class Store(Protocol):
     name: str
     errors: tuple[type[Exception], ...]
     """What its driver raises."""
+    mistakes: tuple[type[Exception], ...]
+    """Those among them that are an operation's own fault, so that waiting mends nothing."""
 
     def prepare(self) -> None:
         """Take possession and bring the tables up to date."""

@@ -116,6 +116,8 @@ class Database:
                 try:
                     connection = connection or self._store.connect(reading=True)
                     return _seen(connection, op)
+                except self._store.mistakes:
+                    raise
                 except self._store.errors as error:
                     _close(connection)
                     connection = None
@@ -177,6 +179,8 @@ class Database:
         try:
             with connection.savepoint():
                 return _Outcome(job.op(tx))
+        except self._store.mistakes as error:
+            return _Outcome(error=error)
         except self._store.errors as error:
             if not connection.usable:
                 raise

@@ -48,6 +48,11 @@ class Postgres:
 
     name = "postgresql"
     errors: tuple[type[Exception], ...] = (psycopg.Error,)
+    mistakes: tuple[type[Exception], ...] = (
+        psycopg.ProgrammingError,
+        psycopg.IntegrityError,
+        psycopg.DataError,
+    )
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -24,6 +24,11 @@ class Sqlite:
 
     name = "sqlite"
     errors: tuple[type[Exception], ...] = (sqlite3.Error, OSError)
+    mistakes: tuple[type[Exception], ...] = (
+        sqlite3.ProgrammingError,
+        sqlite3.IntegrityError,
+        sqlite3.DataError,
+    )
 
     def __init__(self, path: Path) -> None:
         self._path = path
