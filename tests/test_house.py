@@ -65,9 +65,10 @@ def test_everything_is_within_its_budget() -> None:
         ("lines in a docstring", 25, [(_name(path), _docstring_lines(path)) for path in SOURCES]),
         ("lines in a package face", 60, [(_name(path), _lines(path)) for path in faces]),
         # 14,000 were meant for one dialect and one template. There are four APIs, 28 templates and
-        # six engine formats now (9,400 lines), a room each that shows, verifies, exports and
-        # replays what was recorded (5,400), and a durable server with its API, nodes and clients.
-        ("lines in all", 36_000, [("tugline", sum(map(_lines, SOURCES)))]),
+        # six engine formats (9,400 lines), a room each that shows, verifies, exports and replays
+        # what was recorded (5,400), and a durable server on two databases with its API, its nodes,
+        # clients, metrics and traces (13,000).
+        ("lines in all", 42_000, [("tugline", sum(map(_lines, SOURCES)))]),
     ]
     over = [
         f"{name}: {size} {what}, the budget is {budget}"
