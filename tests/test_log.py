@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,3 +125,17 @@ def test_what_libraries_log_is_in_the_same_form(lines: Lines) -> None:
 
 def _divide() -> float:
     return len(threading.enumerate()) / 0
+
+
+def test_events_go_to_whatever_stderr_is_at_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that was stderr once and is closed by now breaks nothing."""
+    first, second = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", first)
+    log.configure()
+    try:
+        monkeypatch.setattr(sys, "stderr", second)
+        first.close()
+        log.get("test").warning("told")
+        assert "told" in second.getvalue()
+    finally:
+        structlog.reset_defaults()

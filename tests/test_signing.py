@@ -60,7 +60,9 @@ def test_a_callback_with_another_body_or_too_old_is_refused() -> None:
         verify(SECRET, {}, b"{}")
 
 
-@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_AAAA", "whsec_!", "bm8gcHJlZml4LCBzbyBub3Qgb25lIG9mIG91cnM="])
+@pytest.mark.parametrize(
+    "secret", ["", "whsec_", "whsec_AAAA", "whsec_!", "bm8gcHJlZml4LCBzbyBub3Qgb25lIG9mIG91cnM="]
+)
 def test_a_secret_must_be_one(secret: str) -> None:
     """An empty or mistyped secret is an error, not an open door."""
     with pytest.raises(UsageError, match="must be whsec_ and 24 to 64 bytes"):

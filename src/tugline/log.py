@@ -19,10 +19,11 @@ import structlog
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
     """Send events of at least `level` to `path` as JSON lines, or to stderr for people."""
     renderer: Any = structlog.dev.ConsoleRenderer()
-    stream = sys.stderr
+    # Looked up for each event: who replaces sys.stderr gets what is written from then on.
+    factory: Any = lambda *_: structlog.WriteLogger(sys.stderr)  # noqa: E731
     if path is not None:
         renderer = structlog.processors.JSONRenderer()
-        stream = path.open("a", encoding="utf-8")
+        factory = structlog.WriteLoggerFactory(file=path.open("a", encoding="utf-8"))
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -34,7 +35,7 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
-        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        logger_factory=factory,
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()

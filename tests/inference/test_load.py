@@ -52,6 +52,8 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 def test_without_torch_the_extra_is_named(tmp_path: Path) -> None:
     """The error says what to install."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "from pathlib import Path\nfrom tugline.inference.load import load\n"

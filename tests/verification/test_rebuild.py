@@ -36,7 +36,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 async def test_a_rebuilt_trajectory_is_the_one_that_was_committed(tmp_path: Path) -> None:
     """From the segment alone: traces, ledger, reward, report and seconds, to the byte."""
-    async with local(tmp_path) as (cluster, _):
+    async with local(tmp_path) as cluster:
         committed = await cluster.run([task("a")])
     where, out = tmp_path / "segments", tmp_path / "out"
     rebuild_all(segments_of(where), where, out, None)
