@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import math
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -48,6 +49,7 @@ async def control_plane(settings: ServerSettings, folder: Path) -> AsyncIterator
         secret=callback_secret(folder),
         callback_hosts=settings.callback_hosts,
         keep_events_s=settings.keep_events_days * _DAY_S,
+        keep_tasks_s=(settings.keep_tasks_days or math.inf) * _DAY_S,
     ) as control:
         yield control
 

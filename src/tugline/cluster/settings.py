@@ -35,7 +35,9 @@ class ServerSettings(Config):
     callback_hosts: tuple[str, ...] | None = None
     """Hosts that callbacks may go to; None: any."""
     keep_events_days: float = Field(default=30.0, gt=0)
-    """How long events can be read again; results stay."""
+    """How long events can be read again."""
+    keep_tasks_days: float | None = Field(default=None, gt=0)
+    """Forget tasks with their results so long after their end, once acknowledged; None: never."""
 
     @field_validator("tenants")
     @classmethod

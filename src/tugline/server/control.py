@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -96,6 +97,7 @@ class ControlPlane:
         secret: bytes = b"",
         callback_hosts: Collection[str] | None = None,
         keep_events_s: float = KEEP_EVENTS_S,
+        keep_tasks_s: float = math.inf,
     ) -> None:
         self.database = database
         self._blobs, self._lease_s, self._tenants, self._check = blobs, lease_s, tenants, check
@@ -105,7 +107,9 @@ class ControlPlane:
         self._weights = Weights(database)
         self._timers = Timers(database, lease_s=lease_s)
         self._deliveries = Deliveries(database, secret, hosts=hosts)
-        self._housekeeping = Housekeeping(database, blobs, keep_events_s=keep_events_s)
+        self._housekeeping = Housekeeping(
+            database, blobs, keep_events_s=keep_events_s, keep_tasks_s=keep_tasks_s
+        )
         self._tokens: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:

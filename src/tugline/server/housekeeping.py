@@ -1,8 +1,9 @@
-"""What nobody needs any more is forgotten: blobs without a result, old events, nodes long gone."""
+"""What nobody needs any more is forgotten: old tasks, events and nodes, blobs without a result."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from functools import partial
 
@@ -11,6 +12,7 @@ from tugline.errors import StoreError
 from tugline.server.blobs import Blobs, sweep
 from tugline.server.database import events, nodes
 from tugline.server.database.database import Database
+from tugline.server.database.forgetting import forget
 
 EVERY_S = 3600.0
 _GONE_S = 86_400.0
@@ -20,8 +22,16 @@ _log = log.get("server")
 class Housekeeping:
     """Cleans up at the start and every hour; an async context manager."""
 
-    def __init__(self, database: Database, blobs: Blobs, *, keep_events_s: float) -> None:
-        self._database, self._blobs, self._keep_events_s = database, blobs, keep_events_s
+    def __init__(
+        self,
+        database: Database,
+        blobs: Blobs,
+        *,
+        keep_events_s: float,
+        keep_tasks_s: float = math.inf,
+    ) -> None:
+        self._database, self._blobs = database, blobs
+        self._keep_events_s, self._keep_tasks_s = keep_events_s, keep_tasks_s
 
     async def __aenter__(self) -> None:
         self._task = asyncio.create_task(self._often())
@@ -39,6 +49,10 @@ class Housekeeping:
             await asyncio.sleep(EVERY_S)
 
     async def _once(self, now: float) -> None:
+        if self._keep_tasks_s < math.inf:
+            over = now - self._keep_tasks_s
+            while await self._database.write(partial(forget, before=over), durable=False):
+                pass
         await sweep(self._blobs, self._database)
         before = now - self._keep_events_s
         while await self._database.write(partial(events.trim, before=before), durable=False):
