@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 KEY = base64.b64decode(os.environ["TUGLINE_CALLBACK_SECRET"].removeprefix("whsec_"))
 SEEN: set[str] = set()  # of a real receiver, in a database: a callback may come twice
@@ -22,7 +22,7 @@ class Receiver(BaseHTTPRequestHandler):
     """Answers one callback."""
 
     def do_POST(self) -> None:
-        """Verify, then note it."""
+        """Verify, note it, answer."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         name, at = self.headers.get("webhook-id", ""), self.headers.get("webhook-timestamp", "")
         digest = hmac.digest(KEY, f"{name}.{at}.".encode() + body, hashlib.sha256)
@@ -30,14 +30,14 @@ class Receiver(BaseHTTPRequestHandler):
         signatures = self.headers.get("webhook-signature", "").split()
         genuine = any(hmac.compare_digest(right, one) for one in signatures)
         recent = at.isdigit() and abs(time.time() - int(at)) < 300
-        self.send_response(204 if genuine and recent else 401)
-        self.end_headers()
         if genuine and recent and name not in SEEN:
-            SEEN.add(name)
             told = json.loads(body)
             print(told["kind"], told["task"], told.get("result", {}).get("reward"), flush=True)
+            SEEN.add(name)
+        self.send_response(204 if genuine and recent else 401)  # what is answered is safe
+        self.end_headers()
 
 
-server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Receiver)
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Receiver)
 print(f"listening on http://127.0.0.1:{server.server_port}", flush=True)
 server.serve_forever()
