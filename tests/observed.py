@@ -123,6 +123,9 @@ async def observed(
         pages.others.append(metrics.page)
         working = asyncio.create_task(node.run())
         try:
+            async with asyncio.timeout(20):
+                while not node.id:  # until it has joined
+                    await asyncio.sleep(0.005)
             yield Observed(control, node, gateway, watch, metrics, engines, pages)
         finally:
             node.drain()
