@@ -124,7 +124,7 @@ async def observed(
         working = asyncio.create_task(node.run())
         try:
             async with asyncio.timeout(20):
-                while not node.id:  # until it has joined
+                while not node.id:  # noqa: ASYNC110 - until it has joined
                     await asyncio.sleep(0.005)
             yield Observed(control, node, gateway, watch, metrics, engines, pages)
         finally:
