@@ -16,6 +16,10 @@ TuglineError
  +- EngineError           the model server failed or answered nonsense; retried elsewhere
  +- HarnessError          the agent program cannot be installed or started
  +- RuntimeFault          the sandbox cannot be made or used
+ |   +- NetworkFault      the way from the sandbox to the gateway cannot be made
+ |   +- ImageFault        a container image is missing or cannot be built
+ |   +- WorkspaceFault    a repository, commit or folder cannot be had
+ |   +- DiskFull          the node has no room left
  +- EvaluatorError        the verdict could not be had; says nothing about the agent
  +- CaptureError          a segment cannot be written or read; names file and offset
  +- ServerError           the rollout server cannot be reached or refuses; carries the problem
@@ -144,6 +148,22 @@ class HarnessError(TuglineError):
 
 class RuntimeFault(TuglineError):
     """The place where agents run is at fault."""
+
+
+class NetworkFault(RuntimeFault):
+    """The sandbox cannot be given its way to the gateway."""
+
+
+class ImageFault(RuntimeFault):
+    """A container image cannot be pulled, built or used."""
+
+
+class WorkspaceFault(RuntimeFault):
+    """What a task begins with cannot be had."""
+
+
+class DiskFull(RuntimeFault):
+    """The node's disk has no room left."""
 
 
 class EvaluatorError(TuglineError):

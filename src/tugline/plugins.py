@@ -23,7 +23,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "qwen_code": "tugline.harnesses.qwen_code:QwenCode",
         "shell": "tugline.harnesses.shell:Shell",
     },
-    "runtime": {"local": "tugline.runtimes.local:Local"},
+    "runtime": {
+        "auto": "tugline.runtimes.local:Local",
+        "local": "tugline.runtimes.local:Local",
+    },
     "evaluator": {"tests": "tugline.evaluators.tests:Tests"},
     "export": {
         "arrow": "tugline.exports.parquet:Arrow",

@@ -85,11 +85,87 @@ An evaluation is repeated by itself, before it counts as failed.
 """
 
 
+class Cause(StrEnum):
+    """What went wrong, closer than the boundary where it showed; `HANDLING` says what follows."""
+
+    SANDBOX = "sandbox"
+    """The place for the agent, or for its judge, could not be made or was lost."""
+    NETWORK = "network"
+    """The way from the sandbox to the gateway, or to an allowed host, could not be made."""
+    IMAGE = "image"
+    """A container image is missing, cannot be pulled, or its Dockerfile is broken."""
+    WORKSPACE = "workspace"
+    """A repository, commit or folder that the task begins with cannot be had."""
+    DISK = "disk"
+    """The disk of the node is full."""
+    NODE = "node"
+    """The node was lost, or broke in a way that nobody foresaw."""
+    INIT_TIMEOUT = "init_timeout"
+    """`Limits.init_s` was over before the agent could begin."""
+    BUILD_TIMEOUT = "build_timeout"
+    """`Limits.total_s` was over while traces were built, or while the session waited."""
+    ENGINE = "engine"
+    """The model server failed, or refused what the harness asked."""
+    INSTALL = "install"
+    """The agent program cannot be had or configured."""
+    CRASH = "crash"
+    """The agent program broke, by what it wrote and what was recorded of it."""
+    AGENT_TIMEOUT = "agent_timeout"
+    """`Limits.agent_s` (or `total_s` meanwhile) was over; what was captured is built and judged."""
+    AGENT_MEMORY = "agent_memory"
+    """The agent's programs took more memory than the sandbox gives."""
+    AGENT_DISK = "agent_disk"
+    """The agent's programs wrote more than the sandbox gives."""
+    EVALUATOR = "evaluator"
+    """The evaluator broke, twice."""
+    EVAL_TIMEOUT = "eval_timeout"
+    """`Limits.eval_s` was over without a verdict, twice."""
+    TASK = "task"
+    """The task itself is wrong: no node can do it."""
+
+
+class Handling(msgspec.Struct, frozen=True):
+    """What becomes of a session that failed for some cause."""
+
+    boundary: Boundary
+    """Where such a failure shows."""
+    retries: int | None
+    """How often it is tried again; None: as often as `Group.attempts` allows."""
+    elsewhere: bool = False
+    """Whether another node gets it, where there is one."""
+    judged: bool = False
+    """Whether its outcome counts for the policy: it is evaluated and trained on; else masked."""
+
+
+HANDLING: dict[Cause, Handling] = {
+    Cause.SANDBOX: Handling(Boundary.RUNTIME, None, elsewhere=True),
+    Cause.NETWORK: Handling(Boundary.RUNTIME, None, elsewhere=True),
+    Cause.IMAGE: Handling(Boundary.RUNTIME, 1, elsewhere=True),
+    Cause.WORKSPACE: Handling(Boundary.RUNTIME, 1, elsewhere=True),
+    Cause.DISK: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
+    Cause.NODE: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
+    Cause.INIT_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
+    Cause.BUILD_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None),
+    Cause.ENGINE: Handling(Boundary.ENGINE, 0),
+    Cause.INSTALL: Handling(Boundary.HARNESS, 1, elsewhere=True),
+    Cause.CRASH: Handling(Boundary.HARNESS, 1),
+    Cause.AGENT_TIMEOUT: Handling(Boundary.AGENT, 0, judged=True),
+    Cause.AGENT_MEMORY: Handling(Boundary.AGENT, 0, judged=True),
+    Cause.AGENT_DISK: Handling(Boundary.AGENT, 0, judged=True),
+    Cause.EVALUATOR: Handling(Boundary.EVALUATOR, 0),
+    Cause.EVAL_TIMEOUT: Handling(Boundary.EVALUATOR, 0),
+    Cause.TASK: Handling(Boundary.RUNTIME, 0),
+}
+"""One row for every cause. An evaluation is repeated by itself, before it counts as failed."""
+
+
 class Failure(msgspec.Struct, frozen=True):
     """Why a session did not complete."""
 
     boundary: Boundary
     message: str
+    cause: Cause | None = None
+    """None in what was recorded before causes were told apart."""
 
 
 # --------------------------------------------------------------------------- what is asked for
@@ -100,6 +176,26 @@ class Part(msgspec.Struct, frozen=True):
     """Built in, an entry point of an installed package, or ``module:Class``."""
     options: dict[str, Any] = {}
     """What it is made with; each part has its own."""
+
+
+class Workspace(msgspec.Struct, frozen=True):
+    """What an agent finds in its folder besides `Task.files`, which are laid over it.
+
+    Paths are those of the node. Each session sees a copy-on-write view; nothing is changed here.
+    """
+
+    image: str | None = None
+    """Container image to run in; without `repo` and `folder`, also where the files come from."""
+    build: str | None = None
+    """In place of `image`: folder with a Dockerfile to make one from."""
+    repo: str | None = None
+    """Git repository: URL or path."""
+    commit: str | None = None
+    """Of `repo`: what is checked out, as a full hash, a tag or a branch."""
+    folder: str | None = None
+    """In place of `repo`: folder whose files are seen."""
+    path: str | None = None
+    """Where the agent finds them; None: the image's own working folder, or ``/workspace``."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -191,8 +287,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The agent program."""
     evaluator: Part
     """Who judges what it did."""
-    runtime: Part = Part("local")
+    runtime: Part = Part("auto")
     """The place where it runs."""
+    workspace: Workspace = Workspace()
+    """Repository, folder or image to begin with."""
     builder: Part = Part("prefix_merging")
     """How its model calls become traces."""
     files: dict[str, str] = {}

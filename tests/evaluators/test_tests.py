@@ -9,7 +9,7 @@ import pytest
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.junit import expected_tests, read_report
-from tugline.evaluators.patch import Patch
+from tugline.runtimes.patch import Patch
 from tugline.evaluators.tests import Tests
 from tugline.runtimes.base import Box
 from tugline.runtimes.local import Local

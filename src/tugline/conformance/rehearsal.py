@@ -22,7 +22,7 @@ from tugline.gateway.upstream import Upstream
 from tugline.gateway.words.rendering import Rendering
 from tugline.harnesses.base import Harness, Seat, offers_tools, spent_status
 from tugline.plugins import find
-from tugline.runtimes.base import Box, Exit
+from tugline.runtimes.base import Box, Exit, Place
 from tugline.runtimes.local import Local
 from tugline.types import Call, Limits, Part, Session, Task
 
@@ -140,7 +140,7 @@ async def rehearse(
 ) -> Rehearsal:
     """Run the program once in `folder`, which must be empty and stays."""
     answering = served(engine) if engine else scripted(stage.scripts, stage.hitches)
-    async with answering as model, Local().open(folder, stage.files) as box:
+    async with answering as model, Local().open(folder, Place(files=stage.files)) as box:
         gateway = Tapped(model.upstream, model.rendering, folder / "segments")
         gateway.broken = stage.broken
         async with gateway:
@@ -187,7 +187,7 @@ async def _session(cell: Cell, stage: Stage, gateway: Gateway, box: Box) -> Exit
             model=_MODEL,
         )
         launch = harness.launch(seat)
-        await box.write(box.home, launch.files)
+        await box.put(box.home, launch.files)
         return await box.run(launch.argv, env=launch.env, timeout_s=stage.timeout_s)
 
 

@@ -1,22 +1,23 @@
 """The contract of an evaluator: from what an agent left behind to a reward, or to "no verdict".
 
-An evaluator never runs anything in the place where the agent was. It gets the agent's changes as
-text and a way to open new boxes. Whatever the agent did is a verdict, also an endless loop or a
+An evaluator never runs anything in the place where the agent was (unless a task set says that it
+must: `in_place`). It gets the agent's changes as data and a way to open new boxes, without any
+network. Whatever the agent did is a verdict, also an endless loop or a
 deleted file; only when no verdict can be had does it raise `EvaluatorError`, which is retried and
 never charged to the policy (I5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tugline.evaluators.patch import Patch
-from tugline.runtimes.base import Box
-from tugline.types import Reward
+from tugline.runtimes.base import Box, Content, Exit, Mount
+from tugline.runtimes.patch import Patch
+from tugline.types import Call, Reward, Task, Trace
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -30,14 +31,22 @@ class Verdict(msgspec.Struct, frozen=True):
 class Outcome(NamedTuple):
     """What an agent left behind."""
 
-    files: Mapping[str, str]
-    """The task's files as the agent found them."""
+    task: Task
     patch: Patch
-    """What it did to them."""
-    open_box: Callable[[Mapping[str, str]], AbstractAsyncContextManager[Box]]
-    """A new box whose workdir holds the given files; each call makes another one."""
+    """What it did to the files of the task and of its workspace."""
+    open_box: Callable[[Mapping[str, Content]], AbstractAsyncContextManager[Box]]
+    """A new box with the task's workspace and, over it, the given files; `Task.files` are not in
+    it unless given. Each call makes another one, with the evaluator's `mounts`."""
     timeout_s: float
     """Time that the evaluation may take."""
+    calls: Sequence[Call] = ()
+    """Its model calls, in order."""
+    traces: Sequence[Trace] = ()
+    """What was built of them."""
+    exit: Exit | None = None
+    """How its program ended."""
+    box: Box | None = None
+    """Where the agent was, for evaluators that are `in_place`; its programs are dead."""
 
 
 class Evaluator(Protocol):
@@ -46,6 +55,21 @@ class Evaluator(Protocol):
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Raises `EvaluatorError` when no verdict can be had."""
         ...
+
+
+def mounts(evaluator: Evaluator, task: Task) -> tuple[Mount, ...]:
+    """Folders that its boxes need; its own ``mounts(task)``, else none."""
+    given: Callable[[Task], tuple[Mount, ...]] = getattr(evaluator, "mounts", lambda _task: ())
+    return given(task)
+
+
+def in_place(evaluator: Evaluator) -> bool:
+    """Whether the agent's own box is kept for it, without network; its ``in_place``, else no.
+
+    The agent's box then has the evaluator's `mounts` from the start: give it no secrets there.
+    """
+    wanted: bool = getattr(evaluator, "in_place", False)
+    return wanted
 
 
 def wants_box(evaluator: Evaluator) -> bool:

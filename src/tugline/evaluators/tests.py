@@ -20,16 +20,17 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.evaluators.junit import MAX_REPORT, Tally, expected_tests, pick, read_report
-from tugline.evaluators.patch import Patch, applied, unified
-from tugline.runtimes.base import Box, Exit, check_path
+from tugline.evaluators.diff import applied, unified
+from tugline.evaluators.junit import Tally, expected_tests, pick, read_report
+from tugline.runtimes.base import Box, Content, Exit, check_path
+from tugline.runtimes.patch import Patch
 from tugline.types import Reward
 
 PROTECTED = (
@@ -104,9 +105,9 @@ class Tests:
         trusted, patch, refused = self._trusted(outcome)
         paths = _under(self._paths, pick(trusted))
         expected = self._expected if self._expected is not None else _expected(trusted, paths)
-        files, gave_way = applied(outcome.files, patch, trusted)
+        files, gave_way = applied(outcome.task.files, patch, trusted)
         report: dict[str, Any] = {
-            "diff": unified(outcome.files, outcome.patch),
+            "diff": unified(outcome.task.files, outcome.patch),
             "refused": sorted({*refused, *gave_way}),
         }
         key = _digest(files, paths, expected)
@@ -123,7 +124,11 @@ class Tests:
         return Verdict(verdict.reward, {**verdict.report, **report, "cached": False})
 
     async def _run(
-        self, outcome: Outcome, files: dict[str, str], paths: list[str], expected: frozenset[str]
+        self,
+        outcome: Outcome,
+        files: dict[str, Content],
+        paths: list[str],
+        expected: frozenset[str],
     ) -> Verdict:
         async with outcome.open_box(files) as box:
             target = box.home / _REPORT
@@ -134,7 +139,7 @@ class Tests:
                 timeout_s=min(self._timeout_s, outcome.timeout_s),
                 log_name="tests",
             )
-            data = _read(target)
+            data = await box.get(target) or b""
             tail = _tail(box)
         tally = read_report(data)
         if tally is None:
@@ -157,15 +162,17 @@ class Tests:
 
     def _trusted(self, outcome: Outcome) -> tuple[dict[str, str], Patch, list[str]]:
         """Files whose text is the task's, the patch without them, and what it may not touch."""
-        given = set(pick(outcome.files)) | {p for p in outcome.files if self._is_protected(p)}
-        trusted = {path: outcome.files[path] for path in given} | self._files
+        given = set(pick(outcome.task.files)) | {
+            p for p in outcome.task.files if self._is_protected(p)
+        }
+        trusted = {path: outcome.task.files[path] for path in given} | self._files
         if not any(p in trusted and section in trusted[p] for p, section in _CONFIGS.items()):
             # Without a file of its own pytest would look for one in the folders above.
             trusted["pytest.ini"] = "[pytest]\n"
         refused = [
             path
             for path in outcome.patch.files
-            if path in trusted or self._is_protected(path) or _shadows(path, outcome.files)
+            if path in trusted or self._is_protected(path) or _shadows(path, outcome.task.files)
         ]
         kept = {p: text for p, text in outcome.patch.files.items() if p not in set(refused)}
         return trusted, Patch(kept, outcome.patch.notes), refused
@@ -241,16 +248,9 @@ def _verdict(
     return Verdict(Reward(float(good), parts), report)
 
 
-def _digest(files: Mapping[str, str], paths: Sequence[str], expected: frozenset[str]) -> str:
+def _digest(files: Mapping[str, Content], paths: Sequence[str], expected: frozenset[str]) -> str:
     content = (sorted(files.items()), list(paths), sorted(expected))
     return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
-
-
-def _read(report: Path) -> bytes:
-    if not report.is_file():
-        return b""
-    with report.open("rb") as file:
-        return file.read(MAX_REPORT + 1)
 
 
 def _tail(box: Box) -> str:

@@ -11,15 +11,21 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Mapping
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from tugline.errors import ConfigError, HarnessError
+from tugline.runtimes.base import Exit, Mount
 
 T = TypeVar("T")
+
+_FAULTS = frozenset(
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
+)
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +79,33 @@ def offers_tools(harness: Harness) -> bool:
     """Whether every call of a harness's task declares tools; its own ``offers_tools``, else no."""
     offers: bool = getattr(harness, "offers_tools", False)
     return offers
+
+
+def mounts(harness: Harness) -> tuple[Mount, ...]:
+    """Folders that its program is in; its own ``mounts``, asked for after `install`, else none."""
+    found: tuple[Mount, ...] = getattr(harness, "mounts", ())
+    return found
+
+
+def keeps(harness: Harness) -> tuple[str, ...]:
+    """Its own log: glob patterns below the agent's home; its own ``keeps``, else none."""
+    found: tuple[str, ...] = getattr(harness, "keeps", ())
+    return found
+
+
+def crashed(harness: Harness, end: Exit, said: str) -> str | None:
+    """Why its program broke, from how it ended and the end of what it wrote; None if it did not.
+
+    Its own ``crashed(end, said)``, else: it was killed by a signal that is a fault of its own. A
+    harness knows what its exit codes are worth; that no model call was made is judged elsewhere.
+    """
+    own: Callable[[Exit, str], str | None] | None = getattr(harness, "crashed", None)
+    if own is not None:
+        return own(end, said)
+    fault = -end.code if end.code < 0 else end.code - 128
+    if end.timed_out or fault not in _FAULTS:
+        return None
+    return f"ended by {signal.Signals(fault).name}"
 
 
 def chosen(harness: str, option: str, value: str, known: Mapping[str, T]) -> T:

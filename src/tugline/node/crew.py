@@ -16,6 +16,7 @@ from tugline import log
 from tugline.capture.trajectories import pack
 from tugline.errors import FencedError, ServerError, TuglineError
 from tugline.node.admission import Admission, Engines
+from tugline.node.blame import blamed
 from tugline.node.housekeeping import DONE
 from tugline.node.journal import Entry, Journal
 from tugline.node.link import LONGEST_S, Link
@@ -27,7 +28,7 @@ from tugline.node.settings import NodeSettings
 from tugline.node.stages import Stages
 from tugline.node.stats import Observer, Stats
 from tugline.protocol import HandBack, Held, Kept, Stop, StopWhy, Work
-from tugline.types import Boundary, Failure, Ledger, Status, Trajectory
+from tugline.types import Cause, Ledger, Status, Trajectory
 
 _OFFER_S = 2.0
 """How long the results of a predecessor may take before the node joins without waiting."""
@@ -257,5 +258,5 @@ def _broken(live: Live, error: BaseException) -> Trajectory:
         status=Status.FAILED,
         traces=(),
         ledger=Ledger(),
-        failure=Failure(Boundary.INFRASTRUCTURE, said),
+        failure=blamed(Cause.NODE, said),
     )

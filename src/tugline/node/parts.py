@@ -21,7 +21,7 @@ from tugline.types import Part, Task
 
 _DOES = {
     "harness": ("install", "launch"),
-    "runtime": ("open", "reap"),
+    "runtime": ("open", "reap", "unavailable", "weaknesses"),
     "evaluator": ("evaluate",),
     "builder": ("build",),
 }

@@ -2,8 +2,8 @@
 
 `roll_out` reads top to bottom like the life of a session: INIT, READY, RUN, BUILD, EVAL. It returns
 a trajectory whatever happens (I5); only cancellation and the caller's own errors come out as
-exceptions. The name of the boundary that was crossed comes from *where* something failed and from
-what kind of error it was (`_failure`, `blame_others`).
+exceptions. What is to blame comes from *where* something failed and from what kind of error it was
+(`blame.py`, `blame_others`).
 
 Every stage has a clock of its own, which starts when the session gets its place there (`course`):
 waiting is charged to nobody but `total_s`. An agent that runs out of time is still built and
@@ -30,26 +30,19 @@ from tugline.errors import (
     EvaluatorError,
     HarnessError,
     RuntimeFault,
-    TuglineError,
     UsageError,
 )
+from tugline.evaluators import base as evaluators
 from tugline.evaluators.base import Outcome, Verdict, wants_box
-from tugline.evaluators.patch import Patch, compare
+from tugline.harnesses import base as harnesses
 from tugline.harnesses.base import Seat, offers_tools, spent_status
-from tugline.node.course import Course, Halt
+from tugline.node.blame import blamed, failure_of, halted
+from tugline.node.course import Course
 from tugline.node.parts import Parts
 from tugline.node.warm import Warm
-from tugline.runtimes.base import Box, Exit
-from tugline.types import (
-    Boundary,
-    Call,
-    Failure,
-    Ledger,
-    Session,
-    Status,
-    Task,
-    Trajectory,
-)
+from tugline.runtimes.base import Box, Exit, Mount, Place
+from tugline.runtimes.patch import Patch
+from tugline.types import Call, Cause, Failure, Ledger, Session, Status, Task, Trajectory
 
 MODEL = "tugline-policy"
 """The model name that agents see: one that no harness knows, so that none adapts itself to it."""
@@ -145,7 +138,7 @@ async def roll_out(  # noqa: PLR0913 - what a session is, where it runs, and who
     rollout = _Rollout(task, session, gateway, directory, parts, on_stage, course or Course())
     end = None
     try:
-        async with contextlib.aclosing(rollout.spare):
+        async with rollout.place, contextlib.aclosing(rollout.spare):
             await rollout.run_agent()
             await rollout.build()
             rollout.blame_others()
@@ -175,6 +168,9 @@ class _Rollout:
         self.runtime = parts.runtime(task.runtime)
         self.evaluator = parts.evaluator(task.evaluator)
         self.builder = parts.builder(task.builder)
+        self.place = contextlib.AsyncExitStack()
+        """Holds the agent's box while it is needed."""
+        self.box: Box | None = None
         self.spare = Warm(self._new_box)
         """A box that waits for the evaluator."""
         self.ran: _Ran | None = None
@@ -193,22 +189,43 @@ class _Rollout:
             async with self._stage(Status.INIT):
                 # Not on the clock of INIT: the first installation may take long.
                 async with asyncio.timeout(_INSTALL_S):
-                    await self.harness.install()
+                    await self._install()
                 async with asyncio.timeout(limits.init_s):
-                    box = await stack.enter_async_context(
-                        self.runtime.open(self.directory / "agent", self.task.files)
-                    )
+                    box = self.box = await self.place.enter_async_context(self._agents_box())
                     endpoint = await stack.enter_async_context(self._endpoint(box))
                     self.opened = True
-                    launch = self.harness.launch(self._seat(box, endpoint))
-                    await box.write(box.home, launch.files)
+                    url = await box.reach(endpoint.base_url.rstrip("/"))
+                    launch = self.harness.launch(self._seat(box, url, endpoint.key))
+                    await box.put(box.home, launch.files)
             self.course.log = box.logs / "agent.log"
             async with self._stage(Status.RUN):
-                if wants_box(self.evaluator):
+                if wants_box(self.evaluator) and not evaluators.in_place(self.evaluator):
                     self.spare.prepare(self.course.spares)
                 clock = self.course.clock(limits.agent_s)
                 end = await box.run(launch.argv, env=launch.env, timeout_s=clock)
-                self.ran = await asyncio.to_thread(_left, end, self.task.files, box)
+                patch = await box.changes()
+                said = await asyncio.to_thread(_tail, box.logs)
+                self.ran = _Ran(end, patch, said)
+        if not evaluators.in_place(self.evaluator):
+            await self.place.aclose()
+
+    async def _install(self) -> None:
+        try:
+            await self.harness.install()
+        except UsageError as error:  # such as a Node that is missing: this node's, not the task's
+            raise HarnessError(str(error)) from error
+
+    def _agents_box(self) -> AbstractAsyncContextManager[Box]:
+        mounts = harnesses.mounts(self.harness)
+        if evaluators.in_place(self.evaluator):
+            mounts += evaluators.mounts(self.evaluator, self.task)
+        return self._open(self.directory / "agent", mounts, self.task.files)
+
+    def _open(
+        self, directory: Path, mounts: tuple[Mount, ...], files: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[Box]:
+        place = Place(workspace=self.task.workspace, files=files, mounts=mounts)
+        return self.runtime.open(directory, place)
 
     async def build(self) -> None:
         """BUILD: traces from what was recorded."""
@@ -227,19 +244,25 @@ class _Rollout:
         return calls, self.builder.build(calls)
 
     def blame_others(self) -> None:
-        """Stop if the end was a fault of the engine, or of a program that never did its work.
+        """Stop if the end was a fault of the engine, or of the agent's program.
 
         A program that gave up after it had talked to the model is judged by what it left.
         """
         engine = self.gateway.failure(self.session.id)
         if engine is not None:
-            raise _Stopped(engine)
-        if self.calls or self.ran is None:
+            raise _Stopped(blamed(Cause.ENGINE, engine.message))
+        if self.ran is None:
             return
-        end = self.ran.exit
+        end, said, name = self.ran.exit, self.ran.log_tail, self.task.harness.name
+        if end.cause is not None:
+            return
+        broke = harnesses.crashed(self.harness, end, said)
+        if broke is not None:
+            raise _Stopped(blamed(Cause.CRASH, f"{name} broke: {broke}: {said}"))
+        if self.calls:
+            return
         how = f"ended with exit code {end.code} and" if not end.timed_out else "ran out of time and"
-        msg = f"{self.task.harness.name} {how} made no model call: {self.ran.log_tail}"
-        raise _Stopped(Failure(Boundary.HARNESS, msg))
+        raise _Stopped(blamed(Cause.CRASH, f"{name} {how} made no model call: {said}"))
 
     async def evaluate(self) -> None:
         """EVAL, a second time if the first gave no verdict."""
@@ -255,13 +278,23 @@ class _Rollout:
             msg = "an agent that did not run cannot be judged"
             raise EvaluatorError(msg)
         limit = self.task.limits.eval_s
-        outcome = Outcome(self.task.files, self.ran.patch, self.spare.open, limit)
+        outcome = Outcome(
+            task=self.task,
+            patch=self.ran.patch,
+            open_box=self.spare.open,
+            timeout_s=limit,
+            calls=self.calls,
+            traces=self.built.traces,
+            exit=self.ran.exit,
+            box=self.box if evaluators.in_place(self.evaluator) else None,
+        )
         async with asyncio.timeout(limit + _EVAL_GRACE_S):
             return await self.evaluator.evaluate(outcome)
 
-    def _new_box(self, files: Mapping[str, str]) -> AbstractAsyncContextManager[Box]:
+    def _new_box(self) -> AbstractAsyncContextManager[Box]:
         self.boxes += 1
-        return self.runtime.open(self.directory / f"eval-{self.boxes}", files)
+        mounts = evaluators.mounts(self.evaluator, self.task)
+        return self._open(self.directory / f"eval-{self.boxes}", mounts, {})
 
     def _endpoint(self, box: Box) -> AbstractAsyncContextManager[Endpoint]:
         return self.gateway.open(
@@ -273,13 +306,13 @@ class _Rollout:
             home=str(box.home),
         )
 
-    def _seat(self, box: Box, endpoint: Endpoint) -> Seat:
+    def _seat(self, box: Box, url: str, key: str) -> Seat:
         return Seat(
             instruction=self.task.instruction,
             workdir=str(box.workdir),
             home=str(box.home),
-            base_url=endpoint.base_url.rstrip("/"),
-            key=endpoint.key,
+            base_url=url,
+            key=key,
             model=MODEL,
         )
 
@@ -299,8 +332,10 @@ class _Rollout:
                 yield
         except Exception as error:
             if self.course.halt.pulled and isinstance(error, TimeoutError):
-                raise _halted(at, self.course.halt) from error
-            failure = _failure(at, error)
+                failure = halted(at) if self.course.halt.over else None
+                ending = Status.TIMED_OUT if failure else Status.CANCELLED
+                raise _Stopped(failure, ending) from error
+            failure = failure_of(at, error)
             _log.warning("failed", session=self.session.id, stage=at, exc_info=error)
             raise _Stopped(failure) from error
         finally:
@@ -323,12 +358,21 @@ class _Rollout:
         try:
             await self.gateway.conclude(self.session.id, result)
         except CaptureError as error:
-            return self._trajectory(_Stopped(Failure(Boundary.INFRASTRUCTURE, str(error))))
+            return self._trajectory(_Stopped(failure_of(Status.BUILD, error, kept=False)))
         return trajectory
+
+    def _agents_failure(self) -> Failure | None:
+        """What the agent ran out of; it was judged all the same."""
+        end = self.ran.exit if self.ran is not None else None
+        if end is None or not (end.timed_out or end.cause):
+            return None
+        cause = end.cause or Cause.AGENT_TIMEOUT
+        return blamed(cause, f"{cause.value} after {end.seconds:.0f} s")
 
     def _trajectory(self, end: _Stopped | None) -> Trajectory:
         timed_out = self.ran is not None and self.ran.exit.timed_out
         done = Status.TIMED_OUT if timed_out else Status.COMPLETED
+        failure = end.failure if end else self._agents_failure()
         return Trajectory(
             session=self.session.id,
             task=self.task.id,
@@ -338,40 +382,9 @@ class _Rollout:
             ledger=self.built.ledger,
             reward=self.verdict.reward if self.verdict else None,
             report=self.verdict.report if self.verdict else {},
-            failure=end.failure if end else None,
+            failure=failure,
             seconds=self.seconds,
         )
-
-
-def _halted(status: Status, halt: Halt) -> _Stopped:
-    """The end that somebody asked for, or that `total_s` brought."""
-    if not halt.over:
-        return _Stopped(None, Status.CANCELLED)
-    boundary = {Status.RUN: Boundary.AGENT, Status.EVAL: Boundary.EVALUATOR}.get(status)
-    failure = Failure(boundary or Boundary.INFRASTRUCTURE, f"total_s was over in {status.value}")
-    return _Stopped(failure, Status.TIMED_OUT)
-
-
-def _failure(status: Status, error: Exception) -> Failure:
-    """Whose failure it is, from where it happened and what it was."""
-    boundary = Boundary.INFRASTRUCTURE
-    if isinstance(error, EngineError):
-        boundary = Boundary.ENGINE
-    elif status is Status.INIT and isinstance(error, HarnessError | UsageError):
-        boundary = Boundary.HARNESS
-    elif status is Status.BUILD and isinstance(error, CaptureError):
-        boundary = Boundary.ENGINE
-    elif status is Status.EVAL and not isinstance(error, RuntimeFault):
-        boundary = Boundary.EVALUATOR
-    if isinstance(error, TimeoutError):
-        return Failure(boundary, f"{status.value} was out of time")
-    known = isinstance(error, TuglineError)
-    return Failure(boundary, str(error) if known else f"{type(error).__name__}: {error}")
-
-
-def _left(end: Exit, files: Mapping[str, str], box: Box) -> _Ran:
-    """What the agent left behind; reads its folder, so it blocks."""
-    return _Ran(end, compare(files, box.workdir), _tail(box.logs))
 
 
 def _tail(logs: Path) -> str:

@@ -14,9 +14,9 @@ from contextlib import AbstractAsyncContextManager
 
 from tugline import log
 from tugline.errors import RuntimeFault
-from tugline.runtimes.base import Box
+from tugline.runtimes.base import Box, Content
 
-OpenBox = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Box]]
+OpenBox = Callable[[], AbstractAsyncContextManager[Box]]
 _log = log.get("node")
 
 
@@ -37,18 +37,19 @@ class Warm:
         self._holder = asyncio.create_task(self._hold(self._ready, places))
 
     @contextlib.asynccontextmanager
-    async def open(self, files: Mapping[str, str]) -> AsyncIterator[Box]:
+    async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Box]:
         """The box that was prepared, the first time and if it is still clean; else a new one."""
         box = await self._taken()
         try:
             if box is not None:
-                await box.write(box.workdir, files)
+                await box.put(box.workdir, files)
                 yield box
                 return
         finally:
             if box is not None:
                 await self.aclose()
-        async with self._open_box(files) as box:
+        async with self._open_box() as box:
+            await box.put(box.workdir, files)
             yield box
 
     async def aclose(self) -> None:
@@ -83,7 +84,7 @@ class Warm:
         # Entered and left by one task, as asynchronous context managers want it.
         async with places or contextlib.nullcontext():
             try:
-                async with self._open_box({}) as box:
+                async with self._open_box() as box:
                     ready.set_result((box, await asyncio.to_thread(_look, box)))
                     await self._leave.wait()
             except Exception as error:  # noqa: BLE001 - told to whoever asks for the box
@@ -94,9 +95,6 @@ class Warm:
 
 
 def _look(box: Box) -> object:
-    """What cannot stay the same when its folders are changed or replaced."""
-    found = []
-    for folder in (box.workdir, box.home):
-        stat = folder.lstat()
-        found.append((stat.st_dev, stat.st_ino, stat.st_ctime_ns, sorted(folder.iterdir())))
-    return found
+    """How its folders are, where a box can tell; in others nobody can touch them."""
+    look: Callable[[], object] | None = getattr(box, "look", None)
+    return look() if look is not None else None

@@ -12,11 +12,12 @@ import contextlib
 import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from tugline.errors import UsageError
-from tugline.runtimes.base import Box, Exit, Runtime
+from tugline.runtimes.base import MOST, Box, Content, Exit, Place, Runtime
 from tugline.runtimes.clock import Clock
+from tugline.runtimes.patch import Caps, Patch
 
 Start = tuple[tuple[str, ...], tuple[str, ...]]
 """What stands before the mounting, and before the program once it is done."""
@@ -62,16 +63,22 @@ class SamePlace:
         self._inner, self._old, self._start = inner, old, start
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, files: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Box]:
+    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:
         """A box in `directory`, which its programs know by the other name."""
-        async with self._inner.open(directory, files) as box:
+        async with self._inner.open(directory, place) as box:
             yield _Box(box, self._old, self._start)
 
     def reap(self, directory: Path) -> int:
         """As the inner runtime does."""
         return self._inner.reap(directory)
+
+    def unavailable(self) -> str | None:
+        """As the inner runtime says."""
+        return self._inner.unavailable()
+
+    def weaknesses(self) -> Sequence[str]:
+        """As the inner runtime says."""
+        return self._inner.weaknesses()
 
 
 class _Box:
@@ -80,14 +87,32 @@ class _Box:
     def __init__(self, inner: Box, old: Path, start: Start) -> None:
         self.workdir, self.home, self.logs = inner.workdir, inner.home, inner.logs
         self._inner, self._old, self._start = inner, old, start
-        self._here = inner.workdir.parent
-        if inner.home.parent != self._here:
+        self._here = Path(inner.workdir).parent
+        if Path(inner.home).parent != self._here:
             msg = f"{inner.workdir} and {inner.home} are not in one folder"
             raise UsageError(msg)
 
-    async def write(self, root: Path, files: Mapping[str, str]) -> None:
-        """Put `files` under `root`, with the paths in them as programs see them."""
-        await self._inner.write(root, {name: self._seen(text) for name, text in files.items()})
+    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
+        """Put `files` under `root`, with the paths in their texts as programs see them."""
+        await self._inner.put(
+            root,
+            {
+                name: self._seen(content) if isinstance(content, str) else content
+                for name, content in files.items()
+            },
+        )
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """As the inner box has it."""
+        return await self._inner.get(path, most=most)
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """As in the inner box."""
+        return await self._inner.changes(caps)
+
+    async def reach(self, url: str) -> str:
+        """As in the inner box."""
+        return await self._inner.reach(url)
 
     async def run(
         self,

@@ -1,26 +1,39 @@
 """The contract of a runtime: a place where one session's programs run and can be ended.
 
-A runtime opens a `Box`: two folders and a way to run a program in them. Whatever a box started is
-gone when the box is left, also when the waiting task is cancelled or this process was killed and
-started again (`reap`). A program that fails is an `Exit`, never an exception; exceptions
-(`RuntimeFault`) say that the place itself is at fault, which is what a retry elsewhere needs to
-know (I5).
+A runtime opens a `Box`: a folder for the task, one for the agent's settings, and a way to run a
+program in them. Whatever a box started is gone when the box is left, also when the waiting task is
+cancelled or this process was killed and started again (`reap`). A program that fails is an `Exit`,
+never an exception; exceptions (`RuntimeFault` and its kinds) say that the place itself is at
+fault, which is what a retry elsewhere needs to know (I5). No program can leave its box, read
+another's, or reach anything but what `reach` lets it (I6), as far as `weaknesses` does not say so.
 
-`Box.workdir` and `Box.home` are paths on this machine and also the paths that the program sees;
-a container keeps that true by mounting them where they are.
+`Box.workdir` and `Box.home` are paths as programs see them; whether they are also paths of this
+machine is the runtime's business. Files go in and come out by `put`, `get` and `changes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Protocol
 
 import msgspec
 
 from tugline.errors import RuntimeFault, UsageError
 from tugline.runtimes.clock import Clock
+from tugline.runtimes.patch import Caps, Change, Patch
+from tugline.types import Cause, Workspace
+
+WORKDIR = PurePosixPath("/workspace")
+"""Where sandboxes put the task's files, unless its workspace says otherwise."""
+HOME = PurePosixPath("/home/agent")
+"""Where sandboxes put the agent's home."""
+MOST = 8 << 20
+"""Bytes that `Box.get` returns at most."""
+
+Content = str | bytes | Change | None
+"""What a file becomes: text, bytes, a `Change` with its mode or link, or None to remove it."""
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -29,20 +42,70 @@ class Exit(msgspec.Struct, frozen=True):
     code: int
     timed_out: bool
     seconds: float
+    cause: Cause | None = None
+    """Set when a limit of the box ended it: memory or disk."""
+
+
+class Mount(msgspec.Struct, frozen=True):
+    """A folder of this machine that programs see at `target`, read-only.
+
+    Without a `source` it is a new, empty, writable folder of the box's own, read with `Box.get`.
+    """
+
+    target: str
+    source: str | None = None
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What a box is opened with. `files` are laid over the workspace."""
+
+    workspace: Workspace = Workspace()
+    files: Mapping[str, str] = {}
+    mounts: tuple[Mount, ...] = ()
 
 
 class Box(Protocol):
     """A place for one session."""
 
-    workdir: Path
-    """Where the task's files are and where programs start."""
-    home: Path
-    """The agent's home folder, outside `workdir` so that its settings are not part of its work."""
-    logs: Path
-    """``<log_name>.log`` holds what a program wrote to stdout and stderr."""
+    @property
+    def workdir(self) -> PurePath:
+        """Where the task's files are and where programs start."""
+        ...
 
-    async def write(self, root: Path, files: Mapping[str, str]) -> None:
-        """Put `files` (relative POSIX path to text) under `root`, `workdir` or `home`."""
+    @property
+    def home(self) -> PurePath:
+        """The agent's home, outside `workdir` so that its settings are not part of its work."""
+        ...
+
+    @property
+    def logs(self) -> Path:
+        """Of this machine: ``<log_name>.log`` holds what a program wrote to stdout and stderr."""
+        ...
+
+    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
+        """Put `files` (by relative POSIX path) under `root`, which is `workdir` or `home`.
+
+        Nothing is followed out of `root`, whatever its programs have made of it. Raises
+        `UsageError` for a path that leaves it.
+        """
+        ...
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """A regular file's bytes; None if there is none, a link is in the way or it is larger.
+
+        `path` is below `workdir`, `home` or a writable mount.
+        """
+        ...
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """What programs did to the workdir since the box was opened; none of them runs any more."""
+        ...
+
+    async def reach(self, url: str) -> str:
+        """The URL under which programs reach the one at `url`, an HTTP server of this machine.
+
+        Nothing else of that host can be reached by it. Raises `NetworkFault`.
+        """
         ...
 
     async def run(
@@ -55,23 +118,33 @@ class Box(Protocol):
     ) -> Exit:
         """Run a program to its end or to the end of its time; nothing of it is left behind.
 
-        A `Clock` is a time that may be held meanwhile: see `runtimes.clock.limit`.
-        ``python3`` is a Python with pytest; `env` is added to a clean environment.
+        Its output is in the log as it comes. A `Clock` is a time that may be held meanwhile: see
+        `runtimes.clock.limit`. ``python3`` is a Python with pytest where the runtime has one of
+        its own; `env` is added to a clean environment.
         """
         ...
 
 
 class Runtime(Protocol):
-    """Makes boxes."""
+    """Makes boxes. Making one of these looks at nothing but its options."""
 
-    def open(
-        self, directory: Path, files: Mapping[str, str] | None = None
-    ) -> AbstractAsyncContextManager[Box]:
-        """A box under `directory` (made if missing) whose workdir holds `files`."""
+    def open(self, directory: Path, place: Place | None = None) -> AbstractAsyncContextManager[Box]:
+        """A box that keeps its files and logs under `directory`, which is made if missing.
+
+        A runtime that cannot give what `place` asks for raises `UsageError`, naming it.
+        """
         ...
 
     def reap(self, directory: Path) -> int:
-        """End what a killed process left running in boxes under `directory`; returns how many."""
+        """End what a killed process left of boxes under `directory`; returns how many things."""
+        ...
+
+    def unavailable(self) -> str | None:
+        """Why it cannot be used on this machine, with what to do; None if it can. May block."""
+        ...
+
+    def weaknesses(self) -> Sequence[str]:
+        """What it does not keep apart on this machine, a line each. May block."""
         ...
 
 
@@ -84,18 +157,24 @@ def check_path(path: str) -> str:
     return path
 
 
-def write_files(root: Path, files: Mapping[str, str]) -> None:
-    """Write texts under `root`, byte for byte as given. All paths are checked before any is made.
+def write_files(root: Path, files: Mapping[str, Content]) -> None:
+    """Write files under `root`, byte for byte as given. All paths are checked before any is made.
 
     Raises `UsageError` for a path that leaves `root`, `RuntimeFault` when the disk refuses.
     """
     for path in files:
         check_path(path)
-    for path, text in files.items():
+    for path, content in files.items():
         target = root / path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(text.encode())
+            if content is None:
+                target.unlink(missing_ok=True)
+            elif isinstance(content, Change):
+                target.write_bytes(content.data)
+                target.chmod(0o755 if content.executable else 0o644)
+            else:
+                target.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             msg = f"cannot write {target}: {error.strerror}"
             raise RuntimeFault(msg) from error

@@ -20,13 +20,14 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 
 from tugline.errors import ConfigError, RuntimeFault
-from tugline.runtimes.base import Exit, write_files
+from tugline.runtimes.base import MOST, Content, Exit, Place, write_files
 from tugline.runtimes.clock import Clock, limit
+from tugline.runtimes.patch import Caps, Patch, compare
 from tugline.runtimes.processes import MARK, Started, end, start_time
 
 _RECORD = ".started"
@@ -60,13 +61,14 @@ class Local:
         self._enders = ThreadPoolExecutor(_ENDERS, thread_name_prefix="tugline-end")
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, files: Mapping[str, str] | None = None
-    ) -> AsyncIterator[LocalBox]:
-        """A box under `directory` with `files` in its workdir; leaving it deletes nothing."""
-        box = LocalBox(Path.cwd() / directory, self._limits, self._grace_s, self._enders)
+    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[LocalBox]:
+        """A box under `directory` with its files in its workdir; leaving it deletes nothing."""
+        place = place or Place()
+        box = LocalBox(
+            Path.cwd() / directory, self._limits, self._grace_s, self._enders, dict(place.files)
+        )
         await asyncio.to_thread(box.make)
-        await box.write(box.workdir, files or {})
+        await box.put(box.workdir, place.files)
         yield box
 
     def reap(self, directory: Path) -> int:
@@ -79,13 +81,31 @@ class Local:
                 record.unlink(missing_ok=True)
         return count
 
+    def unavailable(self) -> str | None:
+        """Nothing: there is always this machine."""
+        return None
+
+    def weaknesses(self) -> Sequence[str]:
+        """What docs/runtimes.md says at length."""
+        return (
+            "files of this user can be read and changed",
+            "the network is open",
+            "memory and the number of processes have no bound",
+        )
+
 
 class LocalBox:
     """See `tugline.runtimes.base.Box`."""
 
     def __init__(
-        self, directory: Path, limits: str, grace_s: float, enders: ThreadPoolExecutor
+        self,
+        directory: Path,
+        limits: str,
+        grace_s: float,
+        enders: ThreadPoolExecutor,
+        files: Mapping[str, str],
     ) -> None:
+        self._files = files
         self.workdir = directory / "work"
         self.home = directory / "home"
         self.logs = directory / "logs"
@@ -108,9 +128,29 @@ class LocalBox:
             msg = f"{self.workdir} is not empty; each session needs a folder of its own"
             raise RuntimeFault(msg)
 
-    async def write(self, root: Path, files: Mapping[str, str]) -> None:
+    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """Put `files` under `root`."""
-        await asyncio.to_thread(write_files, root, files)
+        await asyncio.to_thread(write_files, Path(root), files)
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """A regular file's bytes."""
+        return await asyncio.to_thread(_read, Path(path), most)
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """What differs from the files it was opened with."""
+        return await asyncio.to_thread(compare, self._files, self.workdir, caps)
+
+    async def reach(self, url: str) -> str:
+        """The same: this machine's network is the programs' own."""
+        return url
+
+    def look(self) -> object:
+        """What cannot stay the same when its folders are changed or replaced."""
+        found = []
+        for folder in (self.workdir, self.home):
+            stat = folder.lstat()
+            found.append((stat.st_dev, stat.st_ino, stat.st_ctime_ns, sorted(folder.iterdir())))
+        return found
 
     async def run(
         self,
@@ -183,6 +223,13 @@ class LocalBox:
         except OSError as error:
             msg = f"cannot write {record}: {error.strerror}"
             raise RuntimeFault(msg) from error
+
+
+def _read(path: Path, most: int) -> bytes | None:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        data = file.read(most + 1)
+        return data if len(data) <= most else None
+    return None
 
 
 async def _finish(task: asyncio.Task[None]) -> None:

@@ -27,7 +27,7 @@ from tugline.server.database import events, nodes, results, sessions, tenants
 from tugline.server.database.base import Tx
 from tugline.server.database.groups import CANCELLED, End, finish
 from tugline.server.database.sessions import Entry
-from tugline.types import RETRIES, Boundary, Failure, Session, Status
+from tugline.types import HANDLING, RETRIES, Cause, Failure, Session, Status
 
 
 class Heard(NamedTuple):
@@ -174,14 +174,15 @@ def give_up(tx: Tx, entry: Entry, failure: Failure, now: float) -> None:
         finish(tx, entry, CANCELLED, now)
     elif not retry(tx, entry, failure, now):
         said = f"{failure.message} (attempt {entry.attempt + 1}, the last)"
-        finish(tx, entry, End(Status.FAILED, Failure(failure.boundary, said)), now)
+        finish(tx, entry, End(Status.FAILED, Failure(failure.boundary, said, failure.cause)), now)
 
 
 def retry(tx: Tx, entry: Entry, failure: Failure, now: float) -> bool:
-    """Requeue after a failure that is tried again; False if it is not (`RETRIES`)."""
+    """Requeue after a failure that is tried again; False if it is not (`HANDLING`)."""
     if entry.stop == StopWhy.CANCELLED:
         return False
-    allowed = RETRIES[failure.boundary]
+    handling = HANDLING[failure.cause] if failure.cause else None
+    allowed = handling.retries if handling else RETRIES[failure.boundary]
     if allowed is not None:
         if entry.faults >= allowed:
             return False
@@ -202,7 +203,8 @@ def more(tx: Tx, entry: Entry) -> bool:
 def lose(tx: Tx, node: str, why: str, now: float) -> None:
     """A node is gone: what it held is given up, and nothing it says from now on counts."""
     nodes.bury(tx, node, why)
-    failure = Failure(Boundary.INFRASTRUCTURE, f"node {node} was lost: {why}")
+    said = f"node {node} was lost: {why}"
+    failure = Failure(HANDLING[Cause.NODE].boundary, said, Cause.NODE)
     for entry in sessions.select(tx, "node = :node ORDER BY place", node=node):
         give_up(tx, entry, failure, now)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tugline.evaluators.patch import Caps, Patch, applied, compare, unified
+from tugline.runtimes.patch import Caps, Patch, applied, compare, unified
 
 BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
 
