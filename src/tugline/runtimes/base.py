@@ -54,6 +54,9 @@ class Mount(msgspec.Struct, frozen=True):
 
     target: str
     source: str | None = None
+    optional: bool = False
+    """Mounted only where the place has nothing at `target`: a C library, say, for images without
+    one. `source` may be a single file."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
