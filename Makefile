@@ -6,7 +6,7 @@ STAMP := .venv/.ready
 SPREAD := -n auto --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-harnesses test-engines test-browser bench clean
+.PHONY: help setup demo test checks lint format types layers dependencies budgets unit e2e test-chaos test-harnesses test-engines test-browser test-sandboxes bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /|/' | awk -F'|' '{printf "make %-14s %s\n", $$1, $$2}'
@@ -20,8 +20,8 @@ setup: $(STAMP) ## make .venv ready (the other targets do this themselves)
 demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS="..."
 	@$(BIN)/tugline demo $(ARGS)
 
-test: checks ## every check, then every test that is not marked slow, harness, engines or browser
-	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser" $(ARGS)
+test: checks ## every check, then every test that is not marked slow, harness, engines, browser or podman
+	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser and not podman" $(ARGS)
 
 checks: lint types layers dependencies budgets ## every check, no other tests
 
@@ -46,7 +46,7 @@ budgets: $(STAMP) ## size budgets and whether the docs are complete
 	@$(BIN)/pytest -q tests/test_house.py
 
 unit: $(STAMP) ## tests without a real harness
-	@$(BIN)/pytest $(SPREAD) -m "not pi and not slow and not harness and not engines and not browser" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "not pi and not slow and not harness and not engines and not browser and not podman" $(ARGS)
 
 e2e: $(STAMP) ## tests with the real pi harness
 	@$(BIN)/pytest -m "pi and not slow and not harness" $(ARGS)
@@ -64,6 +64,10 @@ test-engines: $(STAMP) ## the gateway against real vLLM and SGLang servers on CP
 test-browser: $(STAMP) ## the page of a session in a real Chromium (root on Debian gets one installed)
 	@$(BIN)/python tools/browser.py
 	@$(BIN)/pytest -m browser tests/browser $(ARGS)
+
+test-sandboxes: $(STAMP) ## the tests that run containers, with a real Podman (root on Debian gets one installed)
+	@$(BIN)/python tools/podman.py
+	@$(BIN)/pytest -m "podman and not harness" $(ARGS)
 
 bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against transformers
 	@$(BIN)/tugline bench gateway $(ARGS)

@@ -1,0 +1,138 @@
+"""See that there is Podman and what its tests run in, for `make test-sandboxes`.
+
+Root on Debian or Ubuntu gets it by apt. No image registry is asked: one image is busybox alone, the
+other a Debian of `debootstrap`, kept as a tar in the cache. The Debian also carries the names of
+public images that Dockerfiles commonly begin with, where nothing else has them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+PROGRAMS = {
+    "podman": "podman",
+    "runc": "runc",
+    "conmon": "conmon",
+    "fuse-overlayfs": "fuse-overlayfs",
+    "slirp4netns": "slirp4netns",
+    "newuidmap": "uidmap",
+    "nsenter": "util-linux",
+    "busybox": "busybox-static",
+    "debootstrap": "debootstrap",
+    "bwrap": "bubblewrap",
+}
+"""Program to package."""
+PACKAGES = ("python3", "python3-pytest", "git", "ca-certificates")
+SUITE = "bookworm"
+BUSYBOX = "localhost/tugline/busybox:latest"
+DEBIAN = "localhost/tugline/debian:12"
+STAND_INS = ("docker.io/library/python:3.11-slim", "docker.io/library/debian:12-slim")
+PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+LEFT_OUT = ("./dev/*", "./proc/*", "./sys/*", "./var/cache/apt/archives/*", "./var/lib/apt/lists/*")
+
+
+def say(what: str) -> None:
+    """Progress."""
+    print(f"podman: {what} ...", file=sys.stderr, flush=True)
+
+
+def run(*argv: str | Path, **env: str) -> str:
+    """What a program prints; ends this one with its words if it fails."""
+    done = subprocess.run(
+        [str(part) for part in argv],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+    )
+    if done.returncode != 0:
+        words = " ".join((done.stderr or done.stdout).split())[-400:]
+        sys.exit(f"podman: {argv[0]} {argv[1]} failed: {words}")
+    return done.stdout
+
+
+def install(packages: list[str]) -> None:
+    """By apt, as root; elsewhere the tests that need it are skipped."""
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        wanted = " ".join(packages)
+        print(f"podman: tests skip what is missing; install by hand: {wanted}", file=sys.stderr)
+        sys.exit(0)
+    say(f"installing {' '.join(packages)} with apt-get")
+    run("apt-get", "-q", "update")
+    apt = ("apt-get", "-q", "install", "-y", "--no-install-recommends")
+    run(*apt, *packages, DEBIAN_FRONTEND="noninteractive")
+
+
+def has(image: str) -> bool:
+    """Whether the engine has it."""
+    found = subprocess.run(["podman", "image", "exists", image], check=False)
+    return found.returncode == 0
+
+
+def load(image: str, tar: Path, command: str) -> None:
+    """An image of one layer."""
+    run("podman", "import", "-q", "-c", f'CMD ["{command}"]', "-c", f"ENV {PATH}", tar, image)
+
+
+def make_busybox(tar: Path) -> None:
+    """The static program and a link for each thing it can do."""
+    program = shutil.which("busybox") or "busybox"
+    with tarfile.open(tar, "w") as archive:
+        for name in ("bin", "tmp", "etc", "home", "root", "var", "run"):
+            folder = tarfile.TarInfo(name)
+            folder.type, folder.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
+            archive.addfile(folder)
+        archive.add(program, "bin/busybox")
+        for name in run(program, "--list").split():
+            link = tarfile.TarInfo(f"bin/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            if name != "busybox":
+                archive.addfile(link)
+
+
+def make_debian(tar: Path) -> None:
+    """A small Debian with Python, pytest and git; a minute or two, once."""
+    with tempfile.TemporaryDirectory(dir=tar.parent) as folder:
+        wanted = f"--include={','.join(PACKAGES)}"
+        run("debootstrap", "--variant=minbase", wanted, SUITE, folder)
+        part = tar.with_suffix(".part")
+        leave = [f"--exclude={pattern}" for pattern in LEFT_OUT]
+        run("tar", "-C", folder, *leave, "-cf", part, ".")
+        part.rename(tar)
+
+
+def main() -> None:
+    """Done in a second where everything is there."""
+    missing = [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
+    if missing:
+        install(missing)
+    if not has(BUSYBOX):
+        say(f"making {BUSYBOX}")
+        with tempfile.TemporaryDirectory() as folder:
+            make_busybox(Path(folder) / "busybox.tar")
+            load(BUSYBOX, Path(folder) / "busybox.tar", "/bin/sh")
+    if os.geteuid() != 0:
+        return  # a Debian is made by root alone
+    given = os.environ.get("TUGLINE_CACHE")
+    cache = Path(given).expanduser() if given else Path.home() / ".cache" / "tugline"
+    tar = cache / "images" / "debian-12.tar"
+    tar.parent.mkdir(parents=True, exist_ok=True)
+    if not tar.exists():
+        say(f"making {tar} with debootstrap")
+        make_debian(tar)
+    if not has(DEBIAN):
+        say(f"making {DEBIAN}")
+        load(DEBIAN, tar, "/bin/bash")
+    for name in STAND_INS:
+        if not has(name):
+            run("podman", "tag", DEBIAN, name)
+
+
+main()
