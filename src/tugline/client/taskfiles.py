@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from enum import EnumType
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import yaml
@@ -27,6 +27,7 @@ from tugline.types import Task
 SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".jsonl")
 INSTRUCTION = "instruction_file"
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 def load_tasks(paths: Iterable[Path | str]) -> list[Task]:
@@ -37,7 +38,7 @@ def load_tasks(paths: Iterable[Path | str]) -> list[Task]:
     tasks: list[Task] = []
     homes: dict[str, str] = {}
     for path in paths:
-        for file in _files(path):
+        for file in task_files(path):
             for where, task in read_tasks(file):
                 if task.id in homes:
                     msg = f"{where}: id {task.id!r} is taken, by {homes[task.id]}"
@@ -49,19 +50,29 @@ def load_tasks(paths: Iterable[Path | str]) -> list[Task]:
 
 def read_tasks(path: Path) -> Iterator[tuple[str, Task]]:
     """The tasks of one file, each with its place in words. Raises `ConfigError`."""
+    for where, raw in _parsed(path, read_text(path)):
+        yield where, to_task(raw, where, path.parent)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises `ConfigError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         msg = f"cannot read {path}: {error.strerror}"
         raise ConfigError(msg) from error
     except UnicodeDecodeError as error:
         msg = f"{path} is not UTF-8 text (byte {error.start})"
         raise ConfigError(msg) from error
-    for where, raw in _parsed(path, text):
-        yield where, _task(raw, where, path.parent)
 
 
-def _files(given: Path | str) -> list[Path]:
+def read_value(path: Path) -> Any:
+    """What a YAML, TOML or JSON file holds. Raises `ConfigError`."""
+    return _whole(path, read_text(path))
+
+
+def task_files(given: Path | str) -> list[Path]:
+    """The files that a path or pattern stands for. Raises `UsageError` where there is none."""
     path = Path(given)
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
@@ -137,7 +148,8 @@ def _json(text: str, where: str) -> Any:
 
 
 # --------------------------------------------------------------------------- values to a task
-def _task(raw: Any, where: str, folder: Path) -> Task:
+def to_task(raw: Any, where: str, folder: Path) -> Task:
+    """A task from its keys and values; files beside it are in `folder`. Raises `ConfigError`."""
     if not isinstance(raw, dict):
         msg = f"{where}: {reprlib.repr(raw)} is no task; keys and values are needed, key: value"
         raise ConfigError(msg)
@@ -154,11 +166,16 @@ def _task(raw: Any, where: str, folder: Path) -> Task:
             else text
             for name, text in values["files"].items()
         }
-    _refuse_unknown(values, Task, where, "")
+    return converted(values, Task, where)
+
+
+def converted(values: Any, kind: type[_S], where: str) -> _S:
+    """`values` as a struct of this kind. Raises `ConfigError` for what is unknown or wrong."""
+    _refuse_unknown(values, kind, where, "")
     try:
-        return msgspec.convert(values, Task)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise _explained(error, values, where) from error
+        raise _explained(error, values, kind, where) from error
 
 
 def _beside(folder: Path, name: Any, where: str, field: str) -> str:
@@ -191,7 +208,7 @@ def struct_in(annotation: Any) -> list[type[msgspec.Struct]]:
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
 
 
-def _explained(error: msgspec.ValidationError, values: Any, where: str) -> ConfigError:
+def _explained(error: msgspec.ValidationError, values: Any, kind: Any, where: str) -> ConfigError:
     """`error` with the field, its value and what is known of it."""
     why, _, place = str(error).replace("[...]", "").partition(" - at `")
     why = why.replace("`", "")
@@ -199,7 +216,6 @@ def _explained(error: msgspec.ValidationError, values: Any, where: str) -> Confi
     path = [name or int(number) for name, number in _STEP.findall(place.removesuffix("`"))]
     if lacking:
         return ConfigError(f"{where}: {'.'.join(map(str, [*path, lacking[1]]))} is missing")
-    kind: Any = Task
     for step in path:
         values = values[step]
         within = [one for inner in struct_in(kind) for one in msgspec.structs.fields(inner)]
