@@ -1,0 +1,119 @@
+"""A listening socket inside another process's network namespace, made from outside.
+
+A namespace belongs to the thread that makes a socket, and the socket stays in it wherever it is
+used. With the right to do so (root), a thread enters the namespace, makes the socket and ends
+there; it never comes back, so nothing of this process is left inside. Without it, a short-lived
+process enters the user namespace that owns the network first, and passes the socket back: this
+file is its program, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+_NS_GET_USERNS = 0xB701
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_BACKLOG = 128
+_HELPER_S = 10.0
+
+
+def listen(pid: int, port: int) -> socket.socket:
+    """A TCP socket that listens on loopback where process `pid` is. Blocks. Raises `OSError`."""
+    try:
+        return _in_thread(pid, port)
+    except PermissionError:
+        return _by_helper(pid, port)
+
+
+def _in_thread(pid: int, port: int) -> socket.socket:
+    made: list[socket.socket] = []
+    failed: list[OSError] = []
+
+    def enter() -> None:
+        try:
+            made.append(_enter(pid, port, with_user=False))
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=enter, name="tugline-door")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def _by_helper(pid: int, port: int) -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        argv = (sys.executable, "-I", "-S", __file__, str(pid), str(port), str(theirs.fileno()))
+        done = subprocess.run(
+            argv,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_HELPER_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            raise OSError(said[-1] if said else f"helper ended with {done.returncode}")
+        _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+    return socket.socket(fileno=descriptor)
+
+
+def _enter(pid: int, port: int, *, with_user: bool) -> socket.socket:
+    """Go there for good, and listen."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if with_user:
+            owner = fcntl.ioctl(network, _NS_GET_USERNS)
+            _join(libc, owner, _CLONE_NEWUSER)
+            os.close(owner)
+        _join(libc, network, _CLONE_NEWNET)
+    finally:
+        os.close(network)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        _loopback_up(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _join(libc: ctypes.CDLL, namespace: int, kind: int) -> None:
+    if libc.setns(namespace, kind) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _loopback_up(any_socket: socket.socket) -> None:
+    """Some make a network without switching its loopback device on."""
+    asked = struct.pack("16sh22x", b"lo", 0)
+    _, flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, asked))
+    if not flags & _IFF_UP:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | _IFF_UP))
+
+
+def _main(pid: int, port: int, answer: int) -> None:
+    with socket.socket(fileno=answer) as channel:
+        made = _enter(pid, port, with_user=True)
+        socket.send_fds(channel, [b"."], [made.fileno()])
+
+
+if __name__ == "__main__":
+    _main(*(int(value) for value in sys.argv[1:]))
