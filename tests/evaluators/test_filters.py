@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+import pytest
+
+from tugline.errors import ConfigError
+from tugline.evaluators.filters import PYTHON, TESTS, Rules, check_patterns, laid, matches, sift
+from tugline.runtimes.base import Mount
+from tugline.runtimes.patch import Change, Patch
+
+RULES = Rules(
+    trusted=["tests/test_bill.py"],
+    protected=(*PYTHON, "data/*.lock"),
+    known=["types"],
+    workdir=PurePosixPath("/workspace"),
+    mounts=[Mount("/workspace/verifier", "/srv/verifier"), Mount("/tests")],
+)
+TEXT = Change(b"x = 1\n")
+REFUSED: dict[str, str] = {
+    "tests/test_bill.py": "belongs to the tests",
+    "tests": "stands in the way",
+    "tests/test_bill.py/x": "stands in the way",
+    ".git/config": "belongs to git",
+    "sub/.git": "belongs to git",
+    "src/sitecustomize.py": "loaded unasked",
+    "sitecustomize/__init__.py": "loaded unasked",
+    "usercustomize.cpython-311-x86_64-linux-gnu.so": "loaded unasked",
+    "a/evil.pth": "loaded unasked",
+    "evil.egg-info/entry_points.txt": "loaded unasked",
+    "evil-1.dist-info/entry_points.txt": "loaded unasked",
+    "tests/__pycache__/test_bill.cpython-311.pyc": "loaded unasked",
+    "deep/er/conftest.py": "protected (conftest.py)",
+    "setup.cfg": "protected (setup.cfg)",
+    "data/deep/x.lock": "protected (data/*.lock)",
+    "pytest.py": "in place of pytest",
+    "_pytest/__init__.py": "in place of _pytest",
+    "json/decoder.py": "in place of json",
+    "random.so": "in place of random",
+    "tests/inspect.py": "in place of inspect",
+    "verifier/reward.txt": "evaluator puts its own",
+}
+KEPT = ("bill.py", "types/new.py", "src/json.py", "tests/data.txt", "gitignore", "a.lock")
+
+
+@pytest.mark.parametrize("path", REFUSED)
+@pytest.mark.parametrize("change", [TEXT, None], ids=["written", "removed"])
+def test_what_changes_the_judge_is_refused(path: str, change: Change | None) -> None:
+    """By name, whether it is written or removed, with a reason; the rest is kept."""
+    kept, refused = sift(Patch({path: change, "bill.py": TEXT}, ("a note",)), RULES)
+    assert kept == Patch({"bill.py": TEXT}, ("a note",))
+    assert list(refused) == [path]
+    assert REFUSED[path] in refused[path]
+
+
+def test_work_is_kept() -> None:
+    """Names that merely look alike, and modules below the top, are the agent's to choose."""
+    patch = Patch(dict.fromkeys(KEPT, TEXT))
+    assert sift(patch, RULES) == (patch, {})
+
+
+@pytest.mark.parametrize(
+    ("path", "target", "stays"),
+    [
+        ("a", "b", True),
+        ("sub/a", "../b", True),
+        ("a", "/workspace/b", True),
+        ("a", "../b", False),
+        ("sub/a", "../../etc", False),
+        ("a", "/etc/passwd", False),
+        ("a", "/workspace/../etc", False),
+        # sub/up -> .. stays inside; a link by way of it and one more ".." would not.
+        ("a", "sub/up/../x", False),
+        ("a", "b/\udcff", True),
+    ],
+)
+def test_links_stay_in_the_workdir(path: str, target: str, stays: bool) -> None:  # noqa: FBT001
+    """A link is laid on when it cannot lead out, alone or by way of another one."""
+    link = Change(target.encode(errors="surrogateescape"), link=True)
+    kept, refused = sift(Patch({path: link}), RULES)
+    assert (path in kept.files, path in refused) == (stays, not stays)
+
+
+def test_no_link_is_absolute_where_nobody_knows_the_workdir() -> None:
+    """Without a workdir, a link to /workspace may lead anywhere."""
+    patch = Patch({"a": Change(b"/workspace/b", link=True)})
+    assert "leads out" in sift(patch, Rules()).refused["a"]
+
+
+def test_what_is_editable_is_no_longer_protected() -> None:
+    """A task may let its agent change the settings of the project, but never its tests."""
+    rules = Rules(protected=PYTHON, editable=["pyproject.toml"], trusted=["a/pyproject.toml"])
+    patch = Patch({"pyproject.toml": TEXT, "a/pyproject.toml": TEXT, "tox.ini": TEXT})
+    assert list(sift(patch, rules).refused) == ["a/pyproject.toml", "tox.ini"]
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "fits"),
+    [
+        ("a/conftest.py", "conftest.py", True),
+        ("conftest.py/x", "conftest.py", True),
+        ("a/tests/x", "tests/", True),
+        ("a/tests", "tests/", False),
+        ("a/tests/x", "/tests/", False),
+        ("tests/x", "/tests/", True),
+        ("src/deep/x.py", "src/*.py", True),
+        ("lib/src/x.py", "src/*.py", False),
+        ("src/x.py/y", "src/x.py", True),
+    ],
+)
+def test_patterns_fit_as_they_are_documented(path: str, pattern: str, fits: bool) -> None:  # noqa: FBT001
+    """Names at any depth, folders with all in them, paths from the workdir downwards."""
+    assert (matches(PurePosixPath(path), [pattern]) == pattern) is fits
+
+
+def test_every_language_protects_its_tests() -> None:
+    """The usual test files of each language fit its patterns."""
+    usual = {
+        "python": "pkg/test_a.py",
+        "go": "pkg/a_test.go",
+        "rust": "tests/cli.rs",
+        "node": "src/a.spec.ts",
+    }
+    for language, path in usual.items():
+        assert matches(PurePosixPath(path), TESTS[language]), language
+
+
+def test_patterns_are_checked() -> None:
+    """One string in place of a list is named, not read letter by letter."""
+    with pytest.raises(ConfigError, match="evaluator 'x': protected is 'a'"):
+        check_patterns("evaluator 'x': protected", "a")
+
+
+def test_what_is_laid_has_no_two_things_in_one_place() -> None:
+    """Trusted files win over the patch, the patch over the task's; what is removed stays away."""
+    before = {"bill.py": "old", "lib": "a file", "kept": "k", "gone": "g", "pkg/a.py": "a"}
+    patch = Patch(
+        {"bill.py": TEXT, "lib": None, "lib/x.py": TEXT, "gone": None, "of_the_base": None}
+        | {"pkg": TEXT, "pkg/a.py": None, "hidden": TEXT}
+    )
+    assert laid(before, patch, {"hidden/test.py": "t"}) == {
+        "hidden/test.py": "t",
+        "bill.py": TEXT,
+        "lib/x.py": TEXT,
+        "pkg": TEXT,
+        "kept": "k",
+        "gone": None,
+        "of_the_base": None,
+    }
