@@ -1,0 +1,135 @@
+"""Task-set files: a task set, what its tasks have in common, and which of them are taken.
+
+They stand beside task files wherever paths are given: `load` reads both. Like task files they are
+read strictly, and what is wrong is told by file, key, value and what would be right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tugline.client.taskfiles import converted, read_tasks, read_value, task_files
+from tugline.errors import ConfigError, UnknownPlugin
+from tugline.plugins import find
+from tugline.tasksets.base import INSTANCE, TASKSET, Solution, TaskSet, Template
+from tugline.tasksets.selection import Selection
+from tugline.types import Part, Task
+
+HARBOR_TASK = "task.toml"
+"""What a Harbor task's folder is known by."""
+_TRIAL = {"harness": {"name": "shell", "options": {"command": "true"}}}
+"""A folder of Harbor tasks has no template; this one is enough to look at them."""
+
+
+class SetFile(msgspec.Struct, frozen=True):
+    """A task-set file."""
+
+    taskset: Part
+    """Which set, and where it is."""
+    template: dict[str, Any]
+    """What all tasks have, with the keys of a task file."""
+    select: Selection = Selection()
+    """Which tasks are taken."""
+    prefix: str = ""
+    """Put before each task's id, to run the same set again."""
+
+
+class Chosen:
+    """The tasks that a task-set file stands for, and their solutions."""
+
+    def __init__(self, told: SetFile, where: str, folder: Path) -> None:
+        """Raises `ConfigError` and `UnknownPlugin`."""
+        self._folder, self._prefix, self._where = folder, told.prefix, where
+        self._select, self._name = told.select, told.taskset.name
+        self._select.check(where)
+        self._set = made(told.taskset, folder)
+        self._template = Template.read(
+            told.template, f"{where}, template", folder, prefix=told.prefix
+        )
+
+    def tasks(self) -> list[Task]:
+        """Those that are taken, in their order. Raises `ConfigError`, also where none is left."""
+        every = self._set.tasks(self._template)
+        named = (_tagged(task, self._name) for task in every)
+        tasks = self._select.pick(named, folder=self._folder, prefix=self._prefix)
+        if not tasks:
+            msg = f"{self._where}: no task is left; see select and taskset.options"
+            raise ConfigError(msg)
+        return tasks
+
+    def solution(self, task: Task) -> Solution | None:
+        """The reference solution of one of the tasks."""
+        return self._set.solution(task)
+
+
+def load(paths: Iterable[Path | str]) -> list[Task]:
+    """The tasks behind paths of task files and task-set files. Raises `UsageError`."""
+    tasks: list[Task] = []
+    homes: dict[str, str] = {}
+    for file in (file for path in paths for file in task_files(path)):
+        for where, task in _read(file):
+            if task.id in homes:
+                msg = f"{where}: id {task.id!r} is taken, by {homes[task.id]}"
+                raise ConfigError(msg)
+            homes[task.id] = where
+            tasks.append(task)
+    return tasks
+
+
+def _read(file: Path) -> Iterator[tuple[str, Task]]:
+    """The tasks of one file, each with its place in words."""
+    chosen = read_set(file)
+    if chosen is None:
+        yield from read_tasks(file)
+    else:
+        yield from ((f"{file}, {task.tags[INSTANCE]}", task) for task in chosen.tasks())
+
+
+def read_set(path: Path) -> Chosen | None:
+    """What a task-set file stands for; None for another file. Raises `ConfigError`."""
+    if path.suffix.lower() == ".jsonl" or path.is_dir():
+        return None
+    values = read_value(path)
+    if not isinstance(values, dict) or "taskset" not in values:
+        return None
+    return Chosen(converted(values, SetFile, str(path)), str(path), path.parent)
+
+
+def harbor_folder(path: Path) -> Chosen | None:
+    """The tasks of a Harbor folder, to look at; None for another path."""
+    if not path.is_dir() or not any(_harbor_tasks(path)):
+        return None
+    told = SetFile(Part("harbor", {"path": str(path.absolute())}), dict(_TRIAL))
+    return Chosen(told, str(path), path)
+
+
+def _harbor_tasks(path: Path) -> Iterator[Path]:
+    yield from path.glob(HARBOR_TASK)
+    yield from path.glob(f"*/{HARBOR_TASK}")
+
+
+def made(part: Part, folder: Path) -> TaskSet:
+    """A task set, with a `path` that is relative to `folder`. Raises `ConfigError`."""
+    target = find("taskset", part.name)
+    options = dict(part.options)
+    if isinstance(options.get("path"), str):
+        options["path"] = str((folder / Path(options["path"]).expanduser()).absolute())
+    if not all(callable(getattr(target, verb, None)) for verb in ("tasks", "solution")):
+        msg = f"{part.name!r} is no taskset: it must have tasks and solution"
+        raise UnknownPlugin(msg)
+    try:
+        taskset: TaskSet = target(**options)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(target).parameters) or "none"
+        msg = f"taskset {part.name!r}: {error} (its options: {known})"
+        raise ConfigError(msg) from error
+    return taskset
+
+
+def _tagged(task: Task, name: str) -> Task:
+    return msgspec.structs.replace(task, tags={TASKSET: name, **task.tags})
