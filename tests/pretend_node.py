@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from stub_model import StubGateway
@@ -31,8 +31,10 @@ from tugline.protocol import (
     Welcome,
     Work,
 )
-from tugline.runtimes.base import Box, Exit, write_files
+from tugline.runtimes.base import MOST, Box, Content, Exit, Place
 from tugline.runtimes.clock import Clock, limit
+from tugline.runtimes.files import put
+from tugline.runtimes.patch import Caps, Patch
 from tugline.types import Limits, Part, Reward, Session, Task, Trajectory
 
 LEASE_S = 0.6
@@ -266,13 +268,11 @@ class Script:
         return Launch(argv=(seat.instruction, seat.base_url.rpartition("/")[-1]))
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, files: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Box]:
+    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:
         """A box in a folder, after the time of INIT if it is for an agent."""
         for name in ("work", "home", "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        write_files(directory / "work", files or {})
+        put(directory / "work", place.files if place else {})
         if directory.name == "agent":
             with self.going("init"):
                 await asyncio.sleep(self.times["init"])
@@ -282,6 +282,14 @@ class Script:
     def reap(self, directory: Path) -> int:
         """Nothing is ever left."""
         return 0
+
+    def unavailable(self) -> str | None:
+        """Never."""
+        return None
+
+    def weaknesses(self) -> tuple[str, ...]:
+        """None that matter here."""
+        return ()
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Half a point, after a while."""
@@ -299,9 +307,21 @@ class PretendBox:
         self.logs = directory / "logs"
         self._script = script
 
-    async def write(self, root: Path, files: Mapping[str, str]) -> None:
+    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """Put them there."""
-        write_files(root, files)
+        put(Path(root), files)
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """Nothing is asked for."""
+        return None
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """It does nothing."""
+        return Patch()
+
+    async def reach(self, url: str) -> str:
+        """As it is."""
+        return url
 
     async def run(
         self,

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from tugline.errors import RuntimeFault, UsageError
+from tugline.errors import UsageError
 from tugline.runtimes.clock import Clock
 from tugline.runtimes.patch import Caps, Change, Patch
 from tugline.types import Cause, Workspace
@@ -158,29 +158,3 @@ def check_path(path: str) -> str:
         msg = f"file path {path!r} must be relative, with '/' between parts and without '..'"
         raise UsageError(msg)
     return path
-
-
-def write_files(root: Path, files: Mapping[str, Content]) -> None:
-    """Write files under `root`, byte for byte as given. All paths are checked before any is made.
-
-    Raises `UsageError` for a path that leaves `root`, `RuntimeFault` when the disk refuses.
-    """
-    for path in files:
-        check_path(path)
-    for path, content in files.items():
-        target = root / path
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if content is None:
-                target.unlink(missing_ok=True)
-            elif isinstance(content, Change):
-                target.write_bytes(content.data)
-                target.chmod(0o755 if content.executable else 0o644)
-            else:
-                target.write_bytes(content.encode() if isinstance(content, str) else content)
-        except OSError as error:
-            msg = f"cannot write {target}: {error.strerror}"
-            raise RuntimeFault(msg) from error
-        except UnicodeEncodeError as error:
-            msg = f"file {path!r} is not text that UTF-8 can hold: {error.reason}"
-            raise UsageError(msg) from error

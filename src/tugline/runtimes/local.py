@@ -25,10 +25,11 @@ from pathlib import Path, PurePath
 import msgspec
 
 from tugline.errors import ConfigError, RuntimeFault
-from tugline.runtimes.base import MOST, Content, Exit, Place, write_files
+from tugline.runtimes import files as beneath
+from tugline.runtimes.base import MOST, Content, Exit, Place
 from tugline.runtimes.clock import Clock, limit
 from tugline.runtimes.patch import Caps, Patch, compare
-from tugline.runtimes.processes import MARK, Started, end, start_time
+from tugline.runtimes.processes import MARK, Started, end, finish, start_time
 
 _RECORD = ".started"
 _ENDERS = 32
@@ -130,7 +131,7 @@ class LocalBox:
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """Put `files` under `root`."""
-        await asyncio.to_thread(write_files, Path(root), files)
+        await asyncio.to_thread(beneath.put, Path(root), files)
 
     async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
         """A regular file's bytes."""
@@ -175,7 +176,7 @@ class LocalBox:
         except TimeoutError:
             timed_out = True
         finally:
-            await _finish(asyncio.create_task(self._end(process, started)))
+            await finish(asyncio.create_task(self._end(process, started)))
         code = process.returncode if process and process.returncode is not None else 0
         return Exit(code, timed_out, time.monotonic() - began)
 
@@ -230,16 +231,3 @@ def _read(path: Path, most: int) -> bytes | None:
         data = file.read(most + 1)
         return data if len(data) <= most else None
     return None
-
-
-async def _finish(task: asyncio.Task[None]) -> None:
-    """Wait for `task` even while being cancelled, then let the cancellation go on."""
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
