@@ -11,6 +11,7 @@ A process that clears its environment *and* leaves its session escapes; see docs
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -33,6 +34,19 @@ class Started(msgspec.Struct, frozen=True):
     start: int | None
     """Clock ticks after boot at which it started; None where that cannot be read."""
     mark: str
+
+
+async def finish(task: asyncio.Task[None]) -> None:
+    """Wait for `task` even while being cancelled, then let the cancellation go on."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 def start_time(pid: int) -> int | None:
