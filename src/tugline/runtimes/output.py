@@ -60,7 +60,7 @@ class Output:
             await _readable(self._source)
             if not await asyncio.to_thread(self._copy):
                 return
-            if self._left <= 0:
+            if self._left < 0:
                 await asyncio.sleep(_PAUSE_S)
 
     def _copy(self) -> bool:
@@ -74,7 +74,7 @@ class Output:
         return True
 
     def _write(self, data: bytes) -> None:
-        if self._left <= 0:
+        if self._left < 0:
             return
         kept, self._left = data[: self._left], self._left - len(data)
         if self._left < 0:
@@ -82,7 +82,7 @@ class Output:
         try:
             os.write(self._file, kept)
         except OSError as error:
-            self._error, self._left = error, 0
+            self._error, self._left = error, -1
 
     def _close(self) -> None:
         """All writers are dead, so what is left is at most what the pipe holds."""
