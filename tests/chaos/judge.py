@@ -11,5 +11,6 @@ class Answer:
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Looks at the changed files only."""
-        left = outcome.patch.files.get("answer.txt") or ""
+        change = outcome.patch.files.get("answer.txt")
+        left = (change.text or "") if change else ""
         return Verdict(Reward(float(bool(left))), {"characters": len(left)})

@@ -15,7 +15,7 @@ import pytest
 
 from stub_model import Step, StubGateway
 from tugline.builders.base import Built
-from tugline.errors import ConfigError, EngineError, EvaluatorError, RuntimeFault
+from tugline.errors import ConfigError, DiskFull, EngineError, EvaluatorError, RuntimeFault
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.node.parts import Parts
 from tugline.node.session import roll_out
@@ -23,6 +23,7 @@ from tugline.runtimes.local import Local
 from tugline.types import (
     TRANSITIONS,
     Boundary,
+    Cause,
     Failure,
     Limits,
     Part,
@@ -172,7 +173,8 @@ async def test_an_agent_out_of_time_is_still_judged(gateway: StubGateway, tmp_pa
     task = a_task(shell(script), limits=Limits(agent_s=2.0))
     trajectory, stages = await rolled(task, gateway, tmp_path)
     assert trajectory.status is Status.TIMED_OUT
-    assert trajectory.failure is None
+    assert trajectory.failure is not None
+    assert trajectory.failure.cause is Cause.AGENT_TIMEOUT
     assert trajectory.reward == Reward(1.0, {"passed": 1.0, "total": 1.0})
     assert trajectory.ledger.trained == 2
     assert stages[-1] is Status.EVAL
@@ -217,7 +219,7 @@ async def test_the_engines_failure_is_not_the_agents(gateway: StubGateway, tmp_p
     gateway.failures["t-0"] = Failure(Boundary.ENGINE, "context overflow")
     trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path)
     assert trajectory.status is Status.FAILED
-    assert trajectory.failure == Failure(Boundary.ENGINE, "context overflow")
+    assert trajectory.failure == Failure(Boundary.ENGINE, "context overflow", Cause.ENGINE)
     assert trajectory.reward is None
 
 
@@ -283,7 +285,7 @@ async def test_an_evaluation_is_tried_twice(
     trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, parts)
     assert (trajectory.reward.value if trajectory.reward else None) == reward
     if reward is None:
-        assert trajectory.failure == Failure(Boundary.EVALUATOR, "x")
+        assert trajectory.failure == Failure(Boundary.EVALUATOR, "x", Cause.EVALUATOR)
         assert trajectory.traces
 
 
@@ -291,7 +293,8 @@ async def test_an_evaluation_is_tried_twice(
     ("kind", "error", "boundary"),
     [
         ("harness", ConfigError("no node"), Boundary.HARNESS),
-        ("runtime", RuntimeFault("disk full"), Boundary.INFRASTRUCTURE),
+        ("runtime", RuntimeFault("no namespaces"), Boundary.RUNTIME),
+        ("runtime", DiskFull("no room"), Boundary.INFRASTRUCTURE),
         ("runtime", OSError("weird"), Boundary.INFRASTRUCTURE),
         ("builder", EngineError("no ids"), Boundary.ENGINE),
         ("builder", ZeroDivisionError(), Boundary.INFRASTRUCTURE),
@@ -325,7 +328,12 @@ class Dying:
                 raise RuntimeFault(msg)
 
             yield SimpleNamespace(
-                home=box.home, workdir=box.workdir, logs=box.logs, write=box.write, run=lost
+                home=box.home,
+                workdir=box.workdir,
+                logs=box.logs,
+                put=box.put,
+                reach=box.reach,
+                run=lost,
             )
 
 
@@ -334,7 +342,7 @@ async def test_what_was_sampled_before_a_failure_is_accounted_for(
 ) -> None:
     """A session that is lost in RUN has its traces and a ledger of every token, in both places."""
     trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, Given(runtime=Dying()))
-    assert trajectory.failure == Failure(Boundary.INFRASTRUCTURE, "the machine is gone")
+    assert trajectory.failure == Failure(Boundary.RUNTIME, "the machine is gone", Cause.SANDBOX)
     assert trajectory.ledger.sampled == trajectory.ledger.trained > 0
     assert sum(int(trace.mask.sum()) for trace in trajectory.traces) == trajectory.ledger.trained
     assert gateway.results["t-0"].ledger == trajectory.ledger

@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tugline.errors import RuntimeFault
 from tugline.node.warm import Warm
-from tugline.runtimes.base import Box
-from tugline.runtimes.local import Local
+from tugline.runtimes.local import Local, LocalBox
 
 
 class Boxes:
@@ -18,16 +17,16 @@ class Boxes:
 
     def __init__(self, folder: Path, *, broken: bool = False) -> None:
         self.folder, self.broken = folder, broken
-        self.opened: list[Box] = []
+        self.opened: list[LocalBox] = []
         self.closed = 0
 
     @contextlib.asynccontextmanager
-    async def open(self, files: Mapping[str, str]) -> AsyncIterator[Box]:
+    async def open(self) -> AsyncIterator[LocalBox]:
         """One more."""
         if self.broken:
             msg = "no image"
             raise RuntimeFault(msg)
-        async with Local().open(self.folder / str(len(self.opened)), files) as box:
+        async with Local().open(self.folder / str(len(self.opened))) as box:
             self.opened.append(box)
             try:
                 yield box

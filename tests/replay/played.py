@@ -47,13 +47,15 @@ class Copied:
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """1 if it did."""
-        done = outcome.patch.files.get("second.txt") == FILES["one.txt"]
+        copy = outcome.patch.files.get("second.txt")
+        done = copy is not None and copy.text == FILES["one.txt"]
         return Verdict(Reward(float(done)), {})
 
 
 def task(harness: Part = AGENT, **changes: Any) -> Task:
     """A task that its own test judges."""
     given = {"evaluator": Part("replay.played:Copied"), "files": FILES, "instruction": INSTRUCTION}
+    given |= {"runtime": Part("local")}  # where a session's folder has a name of its own
     return Task(id="t", harness=harness, **{**given, **changes})
 
 

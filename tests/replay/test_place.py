@@ -6,6 +6,7 @@ import pytest
 
 from tugline.replay import place
 from tugline.replay.place import SamePlace, mountable
+from tugline.runtimes.base import Place
 from tugline.runtimes.local import Local
 
 
@@ -19,8 +20,10 @@ async def test_programs_find_their_folder_at_another_place(
     (old / "work" / "mine.txt").write_text("recorded")
     if not place._works(start, old):
         pytest.skip("this machine or user may not make such a name space")
-    async with SamePlace(Local(), old, start).open(tmp_path / "new", {"a.txt": "a"}) as box:
-        await box.write(box.home, {"settings": f"at {box.workdir}"})
+    async with SamePlace(Local(), old, start).open(
+        tmp_path / "new", Place(files={"a.txt": "a"})
+    ) as box:
+        await box.put(box.home, {"settings": f"at {box.workdir}"})
         script = 'pwd; echo "$HOME $TMPDIR $WHERE"; ls; cat "$HOME/settings"; echo b > b.txt'
         env = {"WHERE": str(box.workdir / "a.txt")}
         done = await box.run(("sh", "-c", script), env=env, timeout_s=20)

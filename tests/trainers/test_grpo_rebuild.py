@@ -48,7 +48,7 @@ class Grader:
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Longer is better; the first trace is judged apart."""
-        value = sum(len(text or "") for text in outcome.patch.files.values()) / 7
+        value = sum(len(change.data) for change in outcome.patch.files.values() if change) / 7
         return Verdict(Reward(value, {"length": value}, (value / 3, 0.1)), {"seen": True})
 
 
