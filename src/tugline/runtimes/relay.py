@@ -61,12 +61,10 @@ class Side(asyncio.Protocol):
         if self.other is not None:
             self.other.transport.resume_reading()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        """End the other side as this one ended: an answer that was cut off must not look whole."""
-        if self.other is not None and error is None:
+    def connection_lost(self, _error: Exception | None) -> None:
+        """The other side ends once it has what was said."""
+        if self.other is not None:
             self.other.transport.close()
-        elif self.other is not None:
-            self.other.transport.abort()
 
 
 class Caller(Side):
@@ -99,9 +97,9 @@ class Caller(Side):
         self.news.set()
         return super().eof_received()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, _error: Exception | None) -> None:
         """Make room for another one."""
-        super().connection_lost(error)
+        super().connection_lost(_error)
         self._relay.forget(self)
 
     async def until(self, mark: bytes) -> bytes:
