@@ -56,6 +56,8 @@ def as_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int
         instruction=problem.instruction,
         harness=harness_part(settings),
         evaluator=Part("tests", {"cache": True}),
+        # Its model, which was warmed up on these paths, can do no more than its tools can.
+        runtime=Part("local"),
         builder=Part(settings.builder),
         files=problem.files,
         samples=samples,

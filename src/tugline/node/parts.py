@@ -6,11 +6,13 @@ where a task comes in: a wrong name or option is an error there, not in the midd
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from typing import Any
 
 import msgspec
 
+from tugline import log
 from tugline.builders.base import Builder
 from tugline.errors import ConfigError, UnknownPlugin
 from tugline.evaluators.base import Evaluator
@@ -19,6 +21,7 @@ from tugline.plugins import find
 from tugline.runtimes.base import Runtime
 from tugline.types import Part, Task
 
+_log = log.get("node")
 _DOES = {
     "harness": ("install", "launch"),
     "runtime": ("open", "reap", "unavailable", "weaknesses"),
@@ -33,6 +36,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, bytes], Any] = {}
+        self._introduced: set[str] = set()
 
     def check(self, task: Task) -> None:
         """Raises `UnknownPlugin` or `ConfigError` if `task` names a part that cannot be made."""
@@ -50,6 +54,14 @@ class Parts:
         """The place where it runs."""
         made: Runtime = self._make("runtime", part)
         return made
+
+    async def introduce(self, part: Part) -> None:
+        """Say once, in the log, what this runtime does not keep apart on this machine."""
+        if part.name in self._introduced:
+            return
+        self._introduced.add(part.name)
+        for weakness in await asyncio.to_thread(self.runtime(part).weaknesses):
+            _log.warning("not contained", runtime=part.name, what=weakness)
 
     def evaluator(self, part: Part) -> Evaluator:
         """The judge."""

@@ -165,7 +165,7 @@ class _Rollout:
         self.task, self.session, self.gateway = task, session, gateway
         self.directory, self.on_stage, self.course = directory, on_stage, course
         self.harness = parts.harness(task.harness)
-        self.runtime = parts.runtime(task.runtime)
+        self.parts, self.runtime = parts, parts.runtime(task.runtime)
         self.evaluator = parts.evaluator(task.evaluator)
         self.builder = parts.builder(task.builder)
         self.place = contextlib.AsyncExitStack()
@@ -191,6 +191,7 @@ class _Rollout:
                 async with asyncio.timeout(_INSTALL_S):
                     await self._install()
                 async with asyncio.timeout(limits.init_s):
+                    await self.parts.introduce(self.task.runtime)
                     box = self.box = await self.place.enter_async_context(self._agents_box())
                     endpoint = await stack.enter_async_context(self._endpoint(box))
                     self.opened = True
