@@ -27,7 +27,15 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "auto": "tugline.runtimes.local:Local",
         "local": "tugline.runtimes.local:Local",
     },
-    "evaluator": {"tests": "tugline.evaluators.tests:Tests"},
+    "evaluator": {
+        "swebench": "tugline.evaluators.swebench:SweBench",
+        "tests": "tugline.evaluators.tests:Tests",
+    },
+    "taskset": {
+        "harbor": "tugline.tasksets.harbor:Harbor",
+        "jsonl": "tugline.tasksets.jsonl:Jsonl",
+        "swe": "tugline.tasksets.swe:Swe",
+    },
     "export": {
         "arrow": "tugline.exports.parquet:Arrow",
         "calls": "tugline.exports.parquet:Calls",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -97,9 +97,9 @@ def read_row(
     command = test_command or fields.text("test_cmd", "") or _text(install, "test_cmd") or known[0]
     parser = log_parser or fields.text("log_parser", "") or _text(install, "log_parser") or known[1]
     if script is None and not command:
-        raise fields.wrong("test_cmd", "eval_script or test_cmd, or the option test_command")
+        fields.refuse("test_cmd", "what runs its tests; or give eval_script, or test_command")
     if not parser:
-        raise fields.wrong("log_parser", "a parser's name, or the option log_parser")
+        fields.refuse("log_parser", "the name of a parser of swebench's")
     return Row(
         instance=fields.text("instance_id"),
         repo=repo,
@@ -128,7 +128,7 @@ def _r2e(fields: _Fields) -> Row:
     plain = {_COLOUR.sub("", name).split(" - ")[0]: end for name, end in told.items()}
     passing = tuple(name for name, end in plain.items() if name and end == "PASSED")
     if not passing:
-        raise fields.wrong("expected_output_json", "an object of test names with PASSED among them")
+        fields.refuse("expected_output_json", "an object of test names with PASSED among them")
     problem = fields.text("problem_statement")
     issue = _ISSUE.search(problem)
     return Row(
@@ -153,12 +153,12 @@ class _Fields:
         self._raw = raw
         self._where = f"{where}, {name}" if isinstance(name, str) and name else where
 
-    def wrong(self, field: str, right: str) -> ConfigError:
-        """What to raise for a field."""
+    def refuse(self, field: str, right: str) -> NoReturn:
+        """Raises `ConfigError` for a field."""
+        msg = f"{self._where}: {field} is {reprlib.repr(self._raw.get(field))}, must be {right}"
         if self._raw.get(field) is None:
-            return ConfigError(f"{self._where}: {field} is missing; needed is {right}")
-        value = reprlib.repr(self._raw[field])
-        return ConfigError(f"{self._where}: {field} is {value}, must be {right}")
+            msg = f"{self._where}: {field} is missing; it must be {right}"
+        raise ConfigError(msg)
 
     def text(self, field: str, default: str | None = None) -> str:
         """A text; not empty unless there is a default."""
@@ -166,21 +166,21 @@ class _Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, str) or (not value.strip() and default is None):
-            raise self.wrong(field, "text")
+            self.refuse(field, "text")
         return value
 
     def diff(self, field: str) -> str:
         """A patch as git writes it, or nothing."""
         value = self.text(field, "")
         if value.strip() and not re.search(r"^(diff --git |--- )", value, re.MULTILINE):
-            raise self.wrong(field, "a patch as `git diff` writes it")
+            self.refuse(field, "a patch as `git diff` writes it")
         return value
 
     def one_of(self, field: str, known: tuple[str, ...]) -> str:
         """One of some words; the first where the row says nothing."""
         value = self.text(field, known[0])
         if value not in known:
-            raise self.wrong(field, f"one of {', '.join(known)}")
+            self.refuse(field, f"one of {', '.join(known)}")
         return value
 
     def names(self, field: str, *, needed: bool = False) -> tuple[str, ...]:
@@ -188,14 +188,14 @@ class _Fields:
         value = self._decoded(field, [])
         right = isinstance(value, list) and all(isinstance(name, str) for name in value)
         if not right or (needed and not value):
-            raise self.wrong(field, "a list of names of tests, or the JSON text of one")
+            self.refuse(field, "a list of names of tests, or the JSON text of one")
         return tuple(value)
 
     def mapping(self, field: str) -> dict[str, Any]:
         """An object, or the JSON text of one."""
         value = self._decoded(field, {})
         if not isinstance(value, dict):
-            raise self.wrong(field, "an object, or the JSON text of one")
+            self.refuse(field, "an object, or the JSON text of one")
         return value
 
     def _decoded(self, field: str, default: object) -> Any:

@@ -35,40 +35,42 @@ _NO_TESTS = (
     ".toml",
 )
 _SETUP = {"conan-io/conan": "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"}
-_HEADER = re.compile(r"^diff --git (?:\"?a/.*\"?) \"?b/(.*?)\"?$", re.MULTILINE)
+_HEADER = re.compile(r"^diff --git \"?a/.*\"? \"?b/(.*?)\"?$", re.MULTILINE)
 _MYPY_CASE = re.compile(r"^\+?\s*\[case ([^\]\s]+)\]", re.MULTILINE)
 
 
 class Touched(NamedTuple):
     """The files of a patch."""
 
-    paths: tuple[str, ...]
-    """All of them."""
-    old: tuple[str, ...]
-    """Those that were there before."""
-    gone: tuple[str, ...]
-    """Those that are not there after."""
+    before: tuple[str, ...]
+    """Those that it changes, takes away or renames, by their old names."""
+    after: tuple[str, ...]
+    """Those that it changes or makes, by their new names."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All names."""
+        return tuple(dict.fromkeys((*self.before, *self.after)))
 
 
 def touched(diff: str) -> Touched:
     """The files that a patch of git's changes."""
-    paths, old, gone = [], [], []
+    before, after = [], []
     parts = _HEADER.split(diff)[1:]
     for path, body in zip(parts[::2], parts[1::2], strict=True):
         head = body.partition("\n@@")[0]
-        paths.append(path)
+        renamed = re.search(r"^rename from (.*)$", head, re.MULTILINE)
         if "\nnew file mode" not in head:
-            renamed = re.search(r"^rename from (.*)$", head, re.MULTILINE)
-            old.append(renamed[1] if renamed else path)
-        if "\ndeleted file mode" in head:
-            gone.append(path)
-    return Touched(tuple(dict.fromkeys([*paths, *old])), tuple(old), tuple(gone))
+            before.append(renamed[1] if renamed else path)
+        if "\ndeleted file mode" not in head:
+            after.append(path)
+    return Touched(tuple(before), tuple(after))
 
 
 def eval_script(row: Row, folder: str, setup: Sequence[str] = ()) -> str:
     """Bash that runs a row's tests in `folder`, between the marks that its log is read by."""
     files = touched(row.test_patch)
-    back = f"git checkout {row.commit} -- {shlex.join(files.old)}" if files.old else ":"
+    back = f"git checkout {row.commit} -- {shlex.join(files.before)}" if files.before else ":"
     lines = [
         "#!/bin/bash",
         "set -uxo pipefail",
@@ -101,6 +103,5 @@ def _command(row: Row, files: Touched) -> str:
     cases = _MYPY_CASE.findall(row.test_patch) if row.repo == "python/mypy" else []
     if cases:
         return f"{row.test_command} -k {shlex.quote(' or '.join(cases))}"
-    tests = [p for p in files.paths if p not in files.gone and not p.endswith(_NO_TESTS)]
-    renamed_away = set(files.old) - {p for p in _HEADER.findall(row.test_patch)}
-    return f"{row.test_command} {shlex.join(p for p in tests if p not in renamed_away)}".rstrip()
+    tests = (path for path in files.after if not path.endswith(_NO_TESTS))
+    return f"{row.test_command} {shlex.join(tests)}".rstrip()
