@@ -63,6 +63,15 @@ def mounts(evaluator: Evaluator, task: Task) -> tuple[Mount, ...]:
     return given(task)
 
 
+def hidden(evaluator: Evaluator, task: Task) -> tuple[Mount, ...]:
+    """Folders that the agent's box has empty, such as tests in an image; its own ``hidden(task)``.
+
+    That names their absolute paths; without it there are none.
+    """
+    paths: Callable[[Task], Sequence[str]] = getattr(evaluator, "hidden", lambda _task: ())
+    return tuple(Mount(path) for path in paths(task))
+
+
 def in_place(evaluator: Evaluator) -> bool:
     """Whether the agent's own box is kept for it, without network; its ``in_place``, else no.
 

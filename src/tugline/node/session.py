@@ -218,6 +218,7 @@ class _Rollout:
 
     def _agents_box(self) -> AbstractAsyncContextManager[Box]:
         mounts = harnesses.mounts(self.harness)
+        mounts += evaluators.hidden(self.evaluator, self.task)
         if evaluators.in_place(self.evaluator):
             mounts += evaluators.mounts(self.evaluator, self.task)
         return self._open(self.directory / "agent", mounts, self.task.files)
