@@ -36,7 +36,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, bytes], Any] = {}
-        self._introduced: set[str] = set()
+        self._introduced: dict[str, asyncio.Task[None]] = {}
 
     def check(self, task: Task) -> None:
         """Raises `UnknownPlugin` or `ConfigError` if `task` names a part that cannot be made."""
@@ -57,9 +57,11 @@ class Parts:
 
     async def introduce(self, part: Part) -> None:
         """Say once, in the log, what this runtime does not keep apart on this machine."""
-        if part.name in self._introduced:
-            return
-        self._introduced.add(part.name)
+        if part.name not in self._introduced:
+            self._introduced[part.name] = asyncio.create_task(self._introduce(part))
+        await asyncio.shield(self._introduced[part.name])
+
+    async def _introduce(self, part: Part) -> None:
         for weakness in await asyncio.to_thread(self.runtime(part).weaknesses):
             _log.warning("not contained", runtime=part.name, what=weakness)
 
