@@ -28,6 +28,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "local": "tugline.runtimes.local:Local",
     },
     "evaluator": {
+        "harbor": "tugline.evaluators.harbor:Harbor",
         "swebench": "tugline.evaluators.swebench:SweBench",
         "tests": "tugline.evaluators.tests:Tests",
     },

@@ -1,0 +1,133 @@
+"""A task tried without a model: what its reference solution earns, and what nothing at all earns.
+
+The solution runs where an agent would, and its outcome goes the way of an agent's: changes are
+taken out, the box is gone, the evaluator judges in new ones. So what earns 1 here can be earned,
+and what goes wrong here would go wrong in a thousand sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import msgspec
+
+from tugline.errors import TuglineError
+from tugline.evaluators import base as evaluators
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.node.blame import failure_of
+from tugline.node.parts import Parts
+from tugline.runtimes.base import Box, Content, Exit, Place
+from tugline.tasksets.base import Solution
+from tugline.types import Failure, Status, Task
+
+_GRACE_S = 10.0
+_TAIL = 400
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """What came of one try."""
+
+    reward: float | None
+    why: str
+    """What the evaluator says, or the solution's last words where it failed."""
+    failure: Failure | None = None
+    """Why there is no reward."""
+    seconds: float = 0.0
+
+
+class _Try:
+    """One solution of one task, in folders of its own."""
+
+    def __init__(self, task: Task, directory: Path, parts: Parts) -> None:
+        self._task, self._directory = task, directory
+        self._runtime = parts.runtime(task.runtime)
+        self._evaluator = parts.evaluator(task.evaluator)
+        self._boxes = 0
+        self.at = Status.INIT
+
+    async def verdict(self, solution: Solution | None) -> tuple[Verdict, str]:
+        """The evaluator's word, and why the solution's program failed if it did."""
+        in_place = evaluators.in_place(self._evaluator)
+        limits = self._task.limits
+        async with contextlib.AsyncExitStack() as place:
+            async with asyncio.timeout(limits.init_s):
+                box = await place.enter_async_context(self._agents_box(solution, in_place=in_place))
+            self.at = Status.RUN
+            end, said = await self._solve(box, solution or Solution())
+            patch = await box.changes()
+            if not in_place:
+                await place.aclose()
+            self.at = Status.EVAL
+            outcome = Outcome(
+                task=self._task,
+                patch=patch,
+                open_box=self._open_box,
+                timeout_s=limits.eval_s,
+                exit=end,
+                box=box if in_place else None,
+            )
+            async with asyncio.timeout(limits.eval_s + _GRACE_S):
+                return await self._evaluator.evaluate(outcome), said
+
+    async def _solve(self, box: Box, solution: Solution) -> tuple[Exit, str]:
+        await box.put(box.workdir, solution.changes)
+        await box.put(box.home, solution.home)
+        if not solution.argv:
+            return Exit(0, timed_out=False, seconds=0.0), ""
+        env = {"HOME": str(box.home), **solution.env}
+        seconds = self._task.limits.agent_s
+        end = await box.run(solution.argv, env=env, timeout_s=seconds, log_name="solution")
+        if end.code == 0 and not end.timed_out:
+            return end, ""
+        how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+        said = await asyncio.to_thread(_tail, box.logs / "solution.log")
+        return end, f"the solution {how}: {said}"
+
+    def _agents_box(
+        self, solution: Solution | None, *, in_place: bool
+    ) -> AbstractAsyncContextManager[Box]:
+        mounts = solution.mounts if solution else ()
+        if in_place:
+            mounts += evaluators.mounts(self._evaluator, self._task)
+        place = Place(workspace=self._task.workspace, files=self._task.files, mounts=mounts)
+        return self._runtime.open(self._directory / "agent", place)
+
+    @contextlib.asynccontextmanager
+    async def _open_box(self, files: Mapping[str, Content]) -> AsyncIterator[Box]:
+        self._boxes += 1
+        mounts = evaluators.mounts(self._evaluator, self._task)
+        place = Place(workspace=self._task.workspace, mounts=mounts)
+        async with self._runtime.open(self._directory / f"eval-{self._boxes}", place) as box:
+            await box.put(box.workdir, files)
+            yield box
+
+
+async def prove(task: Task, solution: Solution | None, directory: Path, parts: Parts) -> Proof:
+    """What a solution earns; None is the empty one. `directory` is new, and gone afterwards.
+
+    Raises `ConfigError` and `UnknownPlugin` for parts that cannot be made.
+    """
+    began = time.monotonic()
+    trial = _Try(task, directory, parts)
+    try:
+        verdict, said = await trial.verdict(solution)
+    except (TuglineError, OSError, TimeoutError) as error:
+        failure = failure_of(trial.at, error)
+        return Proof(None, failure.message, failure, time.monotonic() - began)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+    why = said or str(verdict.report.get("reason", ""))
+    return Proof(verdict.reward.value, why, None, time.monotonic() - began)
+
+
+def _tail(log: Path) -> str:
+    try:
+        return log.read_bytes()[-_TAIL:].decode(errors="replace").strip()
+    except OSError:
+        return ""
