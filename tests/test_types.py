@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tugline.types import (
+    HANDLING,
     TERMINAL,
     TRANSITIONS,
     Call,
+    Cause,
     Finish,
     Ids,
     Ledger,
@@ -152,3 +155,17 @@ def test_the_ledger_balances_only_when_every_token_is_accounted_for() -> None:
     assert Ledger(sampled=10, trained=7, masked=kept, dropped={Reason.STALE: 1}).balanced
     assert not Ledger(sampled=10, trained=7, masked=kept).balanced
     assert not Ledger(sampled=10, trained=9, masked=kept).balanced
+
+
+def test_every_cause_has_a_row_in_the_table_and_in_the_docs() -> None:
+    """What follows a failure is said once in code, and the page for users says the same."""
+    page = (Path(__file__).parent.parent / "docs" / "errors.md").read_text(encoding="utf-8")
+    for cause in Cause:
+        handling = HANDLING[cause]
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{cause.value}` |"))
+        _, _, boundary, _, again, policy, _ = (cell.strip() for cell in row.split("|"))
+        tries = {None: "as often as `group.attempts` allows", 0: "no"}.get(handling.retries, "once")
+        assert boundary == f"`{handling.boundary.value}`"
+        assert again == tries + (", elsewhere" if handling.elsewhere else "")
+        assert policy == ("judged" if handling.judged else "masked")
+    assert set(HANDLING) == set(Cause)

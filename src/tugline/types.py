@@ -102,8 +102,8 @@ class Cause(StrEnum):
     """The node was lost, or broke in a way that nobody foresaw."""
     INIT_TIMEOUT = "init_timeout"
     """`Limits.init_s` was over before the agent could begin."""
-    BUILD_TIMEOUT = "build_timeout"
-    """`Limits.total_s` was over while traces were built, or while the session waited."""
+    WAIT_TIMEOUT = "wait_timeout"
+    """`Limits.total_s` was over while the session waited, or while its traces were built."""
     ENGINE = "engine"
     """The model server failed, or refused what the harness asked."""
     INSTALL = "install"
@@ -111,7 +111,9 @@ class Cause(StrEnum):
     CRASH = "crash"
     """The agent program broke, by what it wrote and what was recorded of it."""
     AGENT_TIMEOUT = "agent_timeout"
-    """`Limits.agent_s` (or `total_s` meanwhile) was over; what was captured is built and judged."""
+    """`Limits.agent_s` was over; what was captured is built, and what was done is judged."""
+    TOTAL_TIMEOUT = "total_timeout"
+    """`Limits.total_s` was over while the agent was at work; what was captured is built."""
     AGENT_MEMORY = "agent_memory"
     """The agent's programs took more memory than the sandbox gives."""
     AGENT_DISK = "agent_disk"
@@ -145,11 +147,12 @@ HANDLING: dict[Cause, Handling] = {
     Cause.DISK: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
     Cause.NODE: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
     Cause.INIT_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None, elsewhere=True),
-    Cause.BUILD_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None),
+    Cause.WAIT_TIMEOUT: Handling(Boundary.INFRASTRUCTURE, None),
     Cause.ENGINE: Handling(Boundary.ENGINE, 0),
     Cause.INSTALL: Handling(Boundary.HARNESS, 1, elsewhere=True),
     Cause.CRASH: Handling(Boundary.HARNESS, 1),
     Cause.AGENT_TIMEOUT: Handling(Boundary.AGENT, 0, judged=True),
+    Cause.TOTAL_TIMEOUT: Handling(Boundary.AGENT, 0),
     Cause.AGENT_MEMORY: Handling(Boundary.AGENT, 0, judged=True),
     Cause.AGENT_DISK: Handling(Boundary.AGENT, 0, judged=True),
     Cause.EVALUATOR: Handling(Boundary.EVALUATOR, 0),

@@ -33,9 +33,9 @@ _KINDS: tuple[tuple[type[Exception], Cause], ...] = (
 """The first that fits, wherever it happened."""
 _OUT_OF_TIME = {
     Status.INIT: Cause.INIT_TIMEOUT,
-    Status.READY: Cause.BUILD_TIMEOUT,
-    Status.RUN: Cause.AGENT_TIMEOUT,
-    Status.BUILD: Cause.BUILD_TIMEOUT,
+    Status.READY: Cause.WAIT_TIMEOUT,
+    Status.RUN: Cause.TOTAL_TIMEOUT,
+    Status.BUILD: Cause.WAIT_TIMEOUT,
     Status.EVAL: Cause.EVAL_TIMEOUT,
 }
 

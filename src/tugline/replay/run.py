@@ -239,7 +239,8 @@ def _places(directory: Path) -> dict[str, str]:
 def _place(header: Header) -> Iterator[Start | None]:
     """How programs are started to find their folder where the recorded ones did; None if not."""
     old = Path(header.workdir).parent
-    apart = header.task.runtime.name != "local" or old == Path(old.anchor)
+    # Sandboxes give every session the same folders.
+    apart = header.task.runtime.name not in {"auto", "local"} or old == Path(old.anchor)
     if not header.workdir or Path(header.home).parent != old or apart:
         yield None
         return
