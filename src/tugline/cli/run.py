@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tugline.cli.task import Paths
 from tugline.cli.up import (
     ConfigFile,
     Engines,
@@ -30,10 +31,10 @@ from tugline.cli.up import (
     keep_running,
     with_an_engine,
 )
-from tugline.client.taskfiles import load_tasks
 from tugline.cluster.run import run as run_all
 from tugline.cluster.settings import settings
 from tugline.protocol import ResultView
+from tugline.tasksets.files import load
 from tugline.types import Boundary
 
 _QUIET_S = 10.0
@@ -83,9 +84,7 @@ class Tally:
 
 
 def run(  # noqa: PLR0913 - each is a flag
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Task files, folders or patterns.")
-    ],
+    paths: Paths,
     *,
     out: Annotated[Path, typer.Option(help="Folder of the run; the same one goes on.")],
     config: ConfigFile = None,
@@ -106,7 +105,7 @@ def run(  # noqa: PLR0913 - each is a flag
         node={"slots": slots},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    tasks, told = load_tasks(paths), with_an_engine(told)
+    tasks, told = load(paths), with_an_engine(told)
     console = Console(stderr=True, highlight=False)
     tally = Tally(console, _bar(console))
 

@@ -8,18 +8,19 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tugline.client.taskfiles import load_tasks
 from tugline.client.taskforms import schema as schema_of
 from tugline.client.taskforms import template
 from tugline.errors import Invalid, UsageError
 from tugline.node.parts import Parts
 from tugline.server.checks import check_task
+from tugline.tasksets.files import load
 from tugline.types import Task
 
 task = typer.Typer(help="Task files.", no_args_is_help=True)
 
 Paths = Annotated[
-    list[str], typer.Argument(metavar="PATH...", help="Task files, folders of them, or patterns.")
+    list[str],
+    typer.Argument(metavar="PATH...", help="Task or task-set files, folders of them, or patterns."),
 ]
 
 
@@ -62,7 +63,7 @@ def schema() -> None:
 
 def read_checked(paths: list[str]) -> list[Task]:
     """The tasks in files, each with sensible values. Raises `UsageError`, `Invalid`."""
-    tasks = load_tasks(paths)
+    tasks = load(paths)
     for one in tasks:
         try:
             check_task(one)

@@ -69,25 +69,41 @@ class Chosen:
 
 def load(paths: Iterable[Path | str]) -> list[Task]:
     """The tasks behind paths of task files and task-set files. Raises `UsageError`."""
-    tasks: list[Task] = []
+    return [task for task, _ in gather(paths)]
+
+
+def gather(
+    paths: Iterable[Path | str], *, folders: bool = False
+) -> list[tuple[Task, Chosen | None]]:
+    """Tasks, each with the set that it is from; with `folders`, Harbor's need no file of ours.
+
+    Raises `UsageError`.
+    """
+    tasks: list[tuple[Task, Chosen | None]] = []
     homes: dict[str, str] = {}
-    for file in (file for path in paths for file in task_files(path)):
-        for where, task in _read(file):
+    for path in paths:
+        harbor = harbor_folder(Path(path)) if folders else None
+        for where, task, chosen in _of_set(str(path), harbor) if harbor else _of_files(path):
             if task.id in homes:
                 msg = f"{where}: id {task.id!r} is taken, by {homes[task.id]}"
                 raise ConfigError(msg)
             homes[task.id] = where
-            tasks.append(task)
+            tasks.append((task, chosen))
     return tasks
 
 
-def _read(file: Path) -> Iterator[tuple[str, Task]]:
-    """The tasks of one file, each with its place in words."""
-    chosen = read_set(file)
-    if chosen is None:
-        yield from read_tasks(file)
-    else:
-        yield from ((f"{file}, {task.tags[INSTANCE]}", task) for task in chosen.tasks())
+def _of_files(path: Path | str) -> Iterator[tuple[str, Task, Chosen | None]]:
+    """The tasks of files, each with its place in words."""
+    for file in task_files(path):
+        chosen = read_set(file)
+        if chosen is None:
+            yield from ((where, task, None) for where, task in read_tasks(file))
+        else:
+            yield from _of_set(str(file), chosen)
+
+
+def _of_set(where: str, chosen: Chosen) -> Iterator[tuple[str, Task, Chosen]]:
+    yield from ((f"{where}, {task.tags[INSTANCE]}", task, chosen) for task in chosen.tasks())
 
 
 def read_set(path: Path) -> Chosen | None:

@@ -1,0 +1,257 @@
+"""``tugline tasks list | validate``: what is in a task set, and whether its tasks can be done.
+
+A task is fine when its reference solution earns 1 and doing nothing earns less. Anything else
+would teach a model nothing, or the wrong thing, and is found here without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tugline.cli.status import Json
+from tugline.errors import ConfigError, UsageError
+from tugline.node.parts import Parts
+from tugline.node.proof import Proof, prove
+from tugline.tasksets.base import INSTANCE
+from tugline.tasksets.files import Chosen, gather
+from tugline.types import Cause, Part, Task
+
+tasks = typer.Typer(help="Task sets.", no_args_is_help=True)
+
+Paths = Annotated[
+    list[str],
+    typer.Argument(metavar="PATH...", help="Task-set files, task files, or Harbor folders."),
+]
+_RIGHT = 1.0 - 1e-6
+"""The least reward of a solution, with room for rounding."""
+
+
+class State(StrEnum):
+    """What is to be said of a task."""
+
+    FINE = "fine"
+    BROKEN = "broken"
+    """Its reference solution does not earn 1."""
+    SOLVED = "solved"
+    """Doing nothing earns 1."""
+    ERROR = "error"
+    """There was no reward."""
+    UNPROVEN = "unproven"
+    """It has no reference solution; nothing else is wrong."""
+
+
+class Proved(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of ``--out``."""
+
+    task: str
+    digest: str
+    """Of the task as it was; when it changes, it is tried again."""
+    state: State
+    reference: float | None = None
+    """What the reference solution earned."""
+    empty: float | None = None
+    """What doing nothing earned."""
+    why: str = ""
+    cause: Cause | None = None
+    seconds: float = 0.0
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A line of ``list --json``."""
+
+    id: str
+    samples: int
+    tags: dict[str, str]
+
+
+@tasks.command(name="list")
+def list_tasks(paths: Paths, *, as_json: Json = False) -> None:
+    """List tasks with their tags."""
+    found = [task for task, _ in gather(paths, folders=True)]
+    if as_json:
+        for task in found:
+            typer.echo(msgspec.json.encode(Listed(task.id, task.samples, task.tags)))
+        return
+    table = Table("id", "samples", "tags", box=None)
+    for task in found:
+        tags = (f"{name}={value}" for name, value in task.tags.items() if name != INSTANCE)
+        table.add_row(task.id, str(task.samples), Text(" ".join(tags), style="dim"))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{len(found)} tasks, {sum(task.samples for task in found)} sessions")
+
+
+@tasks.command()
+def validate(
+    paths: Paths,
+    *,
+    runtime: Annotated[
+        str | None, typer.Option(help="Try them in this runtime instead of their own.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks that are tried at once.")] = 2,
+    out: Annotated[
+        Path | None, typer.Option(help="Add a line for each task; those there are not tried again.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Try reference solutions and empty ones, without a model; exit code 1 if any is not fine."""
+    found = gather(paths, folders=True)
+    if runtime is not None:
+        chosen = Part(runtime)
+        found = [(msgspec.structs.replace(task, runtime=chosen), of) for task, of in found]
+    parts = Parts()
+    _check_runtimes(parts, [task for task, _ in found])
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    proved = _kept(out) if out else {}
+    done = [proved[key] for task, _ in found if (key := _key(task)) in proved]
+    left = [one for one in found if _key(one[0]) not in proved]
+    if done:
+        console.print(f"tried before: {len(done)}, see {out}", markup=False)
+    done += asyncio.run(_try_all(left, parts, jobs, out, console))
+    if as_json:
+        for one in done:
+            typer.echo(msgspec.json.encode(one))
+    else:
+        _show(done)
+    if any(one.state not in {State.FINE, State.UNPROVEN} for one in done):
+        raise typer.Exit(1)
+
+
+def _check_runtimes(parts: Parts, found: Sequence[Task]) -> None:
+    """Raises `UsageError` for one that cannot be used here: no task is to blame for that."""
+    for part in {msgspec.json.encode(task.runtime): task.runtime for task in found}.values():
+        why = parts.runtime(part).unavailable()
+        if why is not None:
+            msg = f"runtime {part.name!r} cannot be used here: {why}"
+            raise UsageError(msg)
+
+
+async def _try_all(
+    found: Sequence[tuple[Task, Chosen | None]],
+    parts: Parts,
+    jobs: int,
+    out: Path | None,
+    console: Console,
+) -> list[Proved]:
+    places = asyncio.Semaphore(jobs)
+    with tempfile.TemporaryDirectory(prefix="tugline-") as folder, _bar(console) as bar:
+        line = bar.add_task("tasks", total=len(found))
+
+        async def one(number: int, task: Task, chosen: Chosen | None) -> Proved:
+            async with places:
+                proved = await _try(task, chosen, Path(folder) / str(number), parts)
+            if out is not None:
+                await asyncio.to_thread(_keep, out, proved)
+            bar.advance(line)
+            if not console.is_terminal:
+                console.print(f"{proved.task}: {proved.state}", markup=False)
+            return proved
+
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(one(n, *each)) for n, each in enumerate(found)]
+    return [task.result() for task in running]
+
+
+async def _try(task: Task, chosen: Chosen | None, folder: Path, parts: Parts) -> Proved:
+    """Both solutions, one after the other."""
+    nothing = Proof(None, "it has no reference solution")
+    try:
+        solution = await asyncio.to_thread(chosen.solution, task) if chosen else None
+        solved = await prove(task, solution, folder / "solved", parts) if solution else nothing
+        empty = await prove(task, None, folder / "empty", parts)
+    except UsageError as error:  # a part that cannot be made
+        key = _key(task)
+        return Proved(task=key[0], digest=key[1], state=State.ERROR, why=str(error))
+    return _judged(task, solved if solution else None, empty)
+
+
+def _judged(task: Task, solved: Proof | None, empty: Proof) -> Proved:
+    state, why = State.FINE, ""
+    failed = next((one for one in (solved, empty) if one and one.failure), None)
+    if failed is not None:
+        which = "reference" if failed is solved else "empty"
+        state, why = State.ERROR, f"{which}: {failed.why}"
+    elif empty.reward is not None and empty.reward >= _RIGHT:
+        state, why = State.SOLVED, f"empty: {empty.why}"
+    elif solved is None:
+        state = State.UNPROVEN
+    elif solved.reward is not None and solved.reward < _RIGHT:
+        state, why = State.BROKEN, f"reference: {solved.why}"
+    name, digest = _key(task)
+    return Proved(
+        task=name,
+        digest=digest,
+        state=state,
+        reference=solved.reward if solved else None,
+        empty=empty.reward,
+        why=why,
+        cause=failed.failure.cause if failed and failed.failure else None,
+        seconds=empty.seconds + (solved.seconds if solved else 0.0),
+    )
+
+
+def _key(task: Task) -> tuple[str, str]:
+    told = msgspec.json.encode(task, order="deterministic")
+    return task.id, hashlib.sha256(told).hexdigest()[:16]
+
+
+def _kept(out: Path) -> dict[tuple[str, str], Proved]:
+    """What was tried before and came to an end. Raises `ConfigError`."""
+    data = out.read_bytes() if out.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:  # cut short: it is tried again
+        os.truncate(out, len(whole))
+    kept: dict[tuple[str, str], Proved] = {}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            one = msgspec.json.decode(line, type=Proved)
+        except msgspec.DecodeError as error:
+            msg = f"{out}, line {number} is none of this command's: {error}"
+            raise ConfigError(msg) from error
+        if one.state is not State.ERROR:
+            kept[one.task, one.digest] = one
+    return kept
+
+
+def _keep(out: Path, proved: Proved) -> None:
+    with out.open("ab") as file:
+        file.write(msgspec.json.encode(proved) + b"\n")
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _show(done: Sequence[Proved]) -> None:
+    console = Console(highlight=False)
+    table = Table("task", "state", "reference", "empty", "why", box=None)
+    for one in done:
+        rewards = ("-" if r is None else f"{r:g}" for r in (one.reference, one.empty))
+        why = f"{one.cause}: {one.why}" if one.cause else one.why
+        table.add_row(one.task, one.state, *rewards, Text(why[:300]))
+    console.print(table)
+    counts = Counter(one.state for one in done)
+    console.print(", ".join(f"{state}: {counts[state]}" for state in State if counts[state]))
