@@ -253,6 +253,10 @@ class Broken:
         """Break."""
         raise self.error
 
+    def weaknesses(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def build(self, _calls: object) -> Built:
         """Break."""
         raise self.error
@@ -313,13 +317,13 @@ async def test_every_failure_names_its_boundary(
     assert legal(stages, trajectory.status)
 
 
-class Dying:
+class Dying(Local):
     """A runtime that is lost as soon as the agent has done its work."""
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Any]:
         """A box whose `run` does not come back with an end."""
-        async with Local().open(*args) as box:
+        async with super().open(*args) as box:
             run = box.run
 
             async def lost(*args: Any, **how: Any) -> None:
