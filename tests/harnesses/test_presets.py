@@ -28,11 +28,15 @@ SEAT = Seat(
 PRESETS = ["claude_code", "codex", "gemini_cli", "mini_swe_agent", "opencode", "pi", "qwen_code"]
 
 
+async def no_trial(_: Path) -> None:
+    """Nothing is started."""
+
+
 def launch(name: str, **options: Any) -> Launch:
     """As if the program were installed."""
     harness = find("harness", name)(**options)
-    harness._package._node = Path("/node")
-    harness._package._installed = True
+    harness.package._node = Path("/node")
+    harness.package._installed = True
     made: Launch = harness.launch(SEAT)
     return made
 
@@ -140,7 +144,7 @@ async def test_a_package_without_its_program_is_named(
         (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / program).chmod(0o755)
     with pytest.raises(HarnessError, match=r"could not install x@1\.2\.3: it has no .*bin/x\.js"):
-        await Npm("x", "x", "1.2.3", "bin/x.js").install()
+        await Npm("x", "x", "1.2.3", "bin/x.js").install(no_trial)
 
 
 async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,4 +153,4 @@ async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(HarnessError, match=r"cannot install no-such-package==9\.9\.9 \(exit 1\)"):
-        await Python("x", "no-such-package", "9.9.9", "x").install()
+        await Python("x", "no-such-package", "9.9.9", "x").install(no_trial)

@@ -100,8 +100,11 @@ def crashed(harness: Harness, end: Exit, said: str) -> str | None:
     harness knows what its exit codes are worth; that no model call was made is judged elsewhere.
     """
     own: Callable[[Exit, str], str | None] | None = getattr(harness, "crashed", None)
-    if own is not None:
-        return own(end, said)
+    return own(end, said) if own is not None else killed_by(end)
+
+
+def killed_by(end: Exit) -> str | None:
+    """The signal that is a fault of the program itself and that it ended by; None if it did not."""
     fault = -end.code if end.code < 0 else end.code - 128
     if end.timed_out or fault not in _FAULTS:
         return None

@@ -8,10 +8,15 @@ with every turn; `lean` sends a third of that and strictly appends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tugline.harnesses.base import Launch, Seat, reading
+from tugline.harnesses.extensions import Server, servers
+from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
+from tugline.harnesses.preset import BUN_SAYS, Preset
 
 _QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -31,41 +36,52 @@ _LEAN = {
 _LEAN_TOOLS = ("Bash", "Edit", "Read", "Write")
 
 
-class ClaudeCode:
+class ClaudeCode(Preset):
     """`tools` is its allow-list (None: four when `lean`, else all); `args` are further options.
 
-    `context_window` is the engine's, in tokens.
+    `context_window` is the engine's, in tokens; `mcp` are servers and `skills` texts of SKILL.md,
+    by name.
     """
 
     name = "claude_code"
+    keeps = (".claude/projects/**/*.jsonl",)
+    says = BUN_SAYS
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of a task
         self,
         *,
         version: str = "2.1.329",
         lean: bool = True,
         tools: Sequence[str] | None = None,
         context_window: int = 131072,
+        mcp: Mapping[str, Any] | None = None,
+        skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
     ) -> None:
         self.version: str | None = version
-        allowed = tools if tools is not None or not lean else _LEAN_TOOLS
+        self._servers = servers("claude_code", mcp)
+        self._skills = skill_files("claude_code", skills, ".claude/skills")
+        lean_tools = (*_LEAN_TOOLS, *(("Skill",) if skills else ()))
+        allowed = tools if tools is not None or not lean else lean_tools
         # `--tools` takes every word that follows it: another option must come next.
         self._options = [*(["--tools", ",".join(allowed)] if allowed is not None else []), *args]
         self._env = _QUIET | (_LEAN if lean else {})
         self._window = context_window
-        self._package = Npm("claude_code", "@anthropic-ai/claude-code", version, "bin/claude.exe")
-
-    async def install(self) -> None:
-        """Install this version of Claude Code unless it is there."""
-        await self._package.install()
+        self.package = Npm(
+            "claude_code",
+            "@anthropic-ai/claude-code",
+            version,
+            "bin/claude.exe",
+            setup="install.cjs",
+        )
 
     def launch(self, seat: Seat) -> Launch:
         """``claude -p``, unattended, telling what it does as lines of JSON."""
         return Launch(
             argv=reading(
                 f"{seat.home}/instruction.txt",
-                *(*self._package.command, *self._options, "-p", "--verbose"),
+                *(*self.package.command, *self._options, "-p", "--verbose"),
+                *("--mcp-config", f"{seat.home}/mcp.json", "--strict-mcp-config"),
                 *("--output-format", "stream-json", "--dangerously-skip-permissions"),
             ),
             env={
@@ -78,5 +94,18 @@ class ClaudeCode:
                 "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self._window),
                 **self._env,
             },
-            files={"instruction.txt": seat.instruction},
+            files={
+                "instruction.txt": seat.instruction,
+                "mcp.json": json.dumps({"mcpServers": self._mcp()}, indent=1),
+                **self._skills,
+            },
         )
+
+    def _mcp(self) -> dict[str, object]:
+        return {name: _server(server) for name, server in self._servers.items()}
+
+
+def _server(server: Server) -> dict[str, object]:
+    if server.url is not None:
+        return {"type": "http", "url": server.url, "headers": server.headers}
+    return {"type": "stdio", "command": server.command, "args": server.args, "env": server.env}

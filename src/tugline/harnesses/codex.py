@@ -9,10 +9,14 @@ switches below are the set with which it looks up no host name; it compacts its 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tugline.harnesses.base import Launch, Seat, reading
+from tugline.harnesses.extensions import Server, servers
+from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
+from tugline.harnesses.preset import Preset
 
 _KEY = "TUGLINE_KEY"
 _OFF = (
@@ -21,13 +25,16 @@ _OFF = (
 )  # fmt: skip
 
 
-class Codex:
+class Codex(Preset):
     """`sub_agents` lets it start agents of its own, which run beside it in the same session.
 
-    `context_window` is the engine's, in tokens; `args` are further options of ``codex exec``.
+    `context_window` is the engine's, in tokens; `mcp` are servers and `skills` texts of SKILL.md,
+    by name; `args` are further options of ``codex exec``.
     """
 
     name = "codex"
+    keeps = (".codex/sessions/**/*.jsonl",)
+    says = ((r"thread '.*' panicked at", "it panicked"),)
 
     def __init__(
         self,
@@ -35,31 +42,35 @@ class Codex:
         version: str = "0.169.0",
         sub_agents: bool = False,
         context_window: int = 131072,
+        mcp: Mapping[str, Any] | None = None,
+        skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
     ) -> None:
         self.version: str | None = version
         self._sub_agents, self._window, self._args = sub_agents, context_window, args
-        self._package = Npm("codex", "@openai/codex", version, "bin/codex.js")
-
-    async def install(self) -> None:
-        """Find Node and install this version of Codex unless it is there."""
-        await self._package.install()
+        self._servers = servers("codex", mcp)
+        self._skills = skill_files("codex", skills, ".codex/skills")
+        self.package = Npm("codex", "@openai/codex", version, "bin/codex.js")
 
     def launch(self, seat: Seat) -> Launch:
         """``codex exec``, unattended, its own sandbox off: the runtime is the sandbox."""
         return Launch(
             argv=reading(
                 f"{seat.home}/instruction.txt",
-                *(*self._package.command, "exec", "--json", "--skip-git-repo-check"),
+                *(*self.package.command, "exec", "--json", "--skip-git-repo-check"),
                 *("--dangerously-bypass-approvals-and-sandbox", *self._args, "-"),
             ),
             env={
                 "HOME": seat.home,
                 "CODEX_HOME": f"{seat.home}/.codex",
                 _KEY: seat.key,
-                **self._package.env,
+                **self.package.env,
             },
-            files={"instruction.txt": seat.instruction, ".codex/config.toml": self._config(seat)},
+            files={
+                "instruction.txt": seat.instruction,
+                ".codex/config.toml": self._config(seat),
+                **self._skills,
+            },
         )
 
     def _config(self, seat: Seat) -> str:
@@ -86,4 +97,23 @@ enabled = false
 
 [features]
 {switches}
-"""
+{"".join(_server(name, server) for name, server in self._servers.items())}"""
+
+
+def _server(name: str, server: Server) -> str:
+    """A table of its settings; JSON's strings and lists are TOML's too."""
+    if server.url is not None:
+        fields = {"url": json.dumps(server.url), "http_headers": _table(server.headers)}
+    else:
+        fields = {
+            "command": json.dumps(server.command),
+            "args": json.dumps(server.args),
+            "env": _table(server.env),
+        }
+    lines = "".join(f"{key} = {value}\n" for key, value in fields.items())
+    return f"\n[mcp_servers.{name}]\n{lines}"
+
+
+def _table(values: Mapping[str, str]) -> str:
+    pairs = (f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items())
+    return f"{{{', '.join(pairs)}}}"

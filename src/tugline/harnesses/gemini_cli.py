@@ -8,10 +8,14 @@ and 0 after SIGTERM. It has no setting for the context window and assumes a mill
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.extensions import mcp_settings, servers
+from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
+from tugline.harnesses.preset import NODE_SAYS, Preset
 
 _SETTINGS = {
     "security": {"auth": {"selectedType": "gemini-api-key"}},
@@ -21,25 +25,33 @@ _SETTINGS = {
 }
 
 
-class GeminiCli:
-    """`args` are further options of its command line."""
+class GeminiCli(Preset):
+    """`mcp` are servers and `skills` texts of SKILL.md, by name; `args` are further options."""
 
     name = "gemini_cli"
+    keeps = (".gemini/tmp/*/chats/*.json*",)
+    says = NODE_SAYS
+    codes = ((52, "it refused its settings"),)
 
-    def __init__(self, *, version: str = "0.61.0", args: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        version: str = "0.61.0",
+        mcp: Mapping[str, Any] | None = None,
+        skills: Mapping[str, str] | None = None,
+        args: Sequence[str] = (),
+    ) -> None:
         self.version: str | None = version
         self._args = args
-        self._package = Npm("gemini_cli", "@google/gemini-cli", version, "bundle/gemini.js")
-
-    async def install(self) -> None:
-        """Find Node and install this version of Gemini CLI unless it is there."""
-        await self._package.install()
+        self._settings = {**_SETTINGS, "mcpServers": mcp_settings(servers("gemini_cli", mcp))}
+        self._skills = skill_files("gemini_cli", skills, ".gemini/skills")
+        self.package = Npm("gemini_cli", "@google/gemini-cli", version, "bundle/gemini.js")
 
     def launch(self, seat: Seat) -> Launch:
         """``gemini -p``, unattended."""
         return Launch(
             argv=(
-                *(*self._package.command, "--yolo", "-m", seat.model),
+                *(*self.package.command, "--yolo", "-m", seat.model),
                 *("--output-format", "json", *self._args, f"--prompt={seat.instruction}"),
             ),
             env={
@@ -47,7 +59,10 @@ class GeminiCli:
                 "GOOGLE_GEMINI_BASE_URL": seat.base_url,
                 "GEMINI_API_KEY": seat.key,
                 "GEMINI_CLI_TRUST_WORKSPACE": "true",
-                **self._package.env,
+                **self.package.env,
             },
-            files={".gemini/settings.json": json.dumps(_SETTINGS, indent=1)},
+            files={
+                ".gemini/settings.json": json.dumps(self._settings, indent=1),
+                **self._skills,
+            },
         )

@@ -1,22 +1,47 @@
 """Put a program into a folder of its own, once, however many processes ask for it.
 
-A program is installed beside its place and renamed into it when it is whole, under a lock: a
-folder that exists is complete, and an installation that failed leaves nothing behind.
+Everything lies in the toolbox, ``<cache>/toolbox``, which sandboxes mount read-only at the same
+path. A program is made beside its place, renamed into it, finished there and sealed: a folder with
+a seal is complete, one without is made anew, and an installation that failed leaves nothing behind.
+The seal holds a digest of every file, so that ``tugline harness list`` can tell a damaged one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import os
 import re
+import shutil
+import stat
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+
+import msgspec
 
 from tugline.errors import ConfigError, HarnessError
 from tugline.harnesses.base import cache_folder, one_at_a_time
 
 _LIMIT_S = 900.0
+_SEAL = "tugline.json"
+
+Step = Callable[[Path], Awaitable[None]]
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """What a folder held when it was complete."""
+
+    files: int
+    bytes: int
+    digest: str
+    """SHA-256, in hex, over every path with its mode and content."""
+
+
+def toolbox() -> Path:
+    """Where everything is that sandboxes mount."""
+    return cache_folder() / "toolbox"
 
 
 def folder_of(harness: str, version: str) -> Path:
@@ -24,16 +49,27 @@ def folder_of(harness: str, version: str) -> Path:
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         msg = f"harness {harness!r}: version is {version!r}, must be exact, such as '1.2.3'"
         raise ConfigError(msg)
-    return cache_folder() / "harnesses" / f"{harness}-{version}"
+    return toolbox() / f"{harness}-{version}"
 
 
-async def once(folder: Path, fill: Callable[[Path], Awaitable[None]]) -> None:
-    """Have `fill` make `folder` unless it is there; `fill` gets an empty folder to work in."""
-    if _there(folder):
+def sealed(folder: Path) -> Seal | None:
+    """What `folder` held when it was complete; None if it is not installed."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((folder / _SEAL).read_bytes(), type=Seal)
+    return None
+
+
+async def once(folder: Path, fill: Step, finish: Step | None = None) -> None:
+    """Have `fill` make `folder` unless it is there; it gets an empty folder to work in.
+
+    `finish` is for what must be done at the final place; the folder is sealed after it.
+    """
+    if sealed(folder):
         return
     async with one_at_a_time(folder):
-        if _there(folder):
+        if sealed(folder):
             return
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         with tempfile.TemporaryDirectory(
             dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True
         ) as parent:
@@ -41,19 +77,42 @@ async def once(folder: Path, fill: Callable[[Path], Awaitable[None]]) -> None:
             fresh.mkdir()
             await fill(fresh)
             fresh.rename(folder)
+        try:
+            if finish is not None:
+                await finish(folder)
+            seal = await asyncio.to_thread(measure, folder)
+            (folder / _SEAL).write_bytes(msgspec.json.encode(seal))
+        finally:
+            if not sealed(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _there(folder: Path) -> bool:
-    return folder.is_dir()
+def measure(folder: Path) -> Seal:
+    """What `folder` holds now. Blocks for as long as it takes to read all of it."""
+    digest, files, size = hashlib.sha256(), 0, 0
+    for path in sorted(folder.rglob("*")):
+        info = path.lstat()
+        if stat.S_ISDIR(info.st_mode) or path == folder / _SEAL:
+            continue
+        name = path.relative_to(folder).as_posix()
+        digest.update(f"{name}\0{info.st_mode:o}\0".encode(errors="surrogateescape"))
+        if stat.S_ISLNK(info.st_mode):
+            digest.update(os.fsencode(path.readlink()))
+        else:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        files, size = files + 1, size + info.st_size
+    return Seal(files, size, digest.hexdigest())
 
 
-async def succeed(what: str, *argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> None:
-    """Run an installer. Raises `HarnessError` with its last words; `what` says what it was for."""
+async def succeed(what: str, *argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+    """Output of an installer. Raises `HarnessError` with its last words and `what` it was for."""
     code, text = await output(*argv, cwd=cwd, env=env)
     if code != 0:
         last = " | ".join(text.strip().splitlines()[-6:])
         msg = f"{what} (exit {code}): {last}"
         raise HarnessError(msg)
+    return text
 
 
 async def output(*argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:

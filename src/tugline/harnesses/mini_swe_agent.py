@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tugline.harnesses.base import Launch, Seat, chosen
+from tugline.harnesses.preset import Preset
 from tugline.harnesses.python import Python
 
 _MODELS = {
@@ -20,12 +21,13 @@ _MODELS = {
 """Dialect to LiteLLM's provider and further options."""
 
 
-class MiniSweAgent:
+class MiniSweAgent(Preset):
     """`args` are further options of its command line; ``-c`` names its prompts and limits."""
 
     name = "mini_swe_agent"
     spent_status = 401
     """It tries again ten times after a 400."""
+    keeps = ("trajectory.json",)
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class MiniSweAgent:
         self.version: str | None = version
         self._provider, options = chosen("mini_swe_agent", "dialect", dialect, _MODELS)
         self._options = (*options, *args)
-        self._package = Python(
+        self.package = Python(
             "mini_swe_agent",
             "mini-swe-agent",
             version,
@@ -45,15 +47,11 @@ class MiniSweAgent:
             also=("litellm==1.106.2", "mcp==2.3.0"),
         )
 
-    async def install(self) -> None:
-        """Install this version of mini-swe-agent unless it is there."""
-        await self._package.install()
-
     def launch(self, seat: Seat) -> Launch:
         """``mini -y``, unattended, its trajectory in its home."""
         return Launch(
             argv=(
-                *(*self._package.command, "-y", "--exit-immediately", *self._options),
+                *(*self.package.command, "-y", "--exit-immediately", *self._options),
                 *("-m", f"{self._provider}{seat.model}", "-o", f"{seat.home}/trajectory.json"),
                 *("-t", seat.instruction),
             ),

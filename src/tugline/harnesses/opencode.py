@@ -9,10 +9,14 @@ into its settings folder at every start; a folder that looks as if it had been k
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tugline.harnesses.base import Launch, Seat, chosen, reading
+from tugline.harnesses.extensions import Server, servers
+from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
+from tugline.harnesses.preset import BUN_SAYS, Preset
 
 _PROVIDER = "tugline"
 _PROVIDERS = {
@@ -31,32 +35,37 @@ _AS_INSTALLED = {
 }
 
 
-class Opencode:
+class Opencode(Preset):
     """`title` leaves the request for a session title on; `args` are further options.
 
-    `context_window` is the engine's, in tokens.
+    `context_window` is the engine's, in tokens; `mcp` are servers and `skills` texts of SKILL.md,
+    by name.
     """
 
     name = "opencode"
     offers_tools = True
+    keeps = (".data/opencode/log/*.log", ".data/opencode/*.db*")
+    says = BUN_SAYS
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of a task
         self,
         *,
         version: str = "1.18.33",
         dialect: str = "openai_chat",
         title: bool = False,
         context_window: int = 131072,
+        mcp: Mapping[str, Any] | None = None,
+        skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
     ) -> None:
         self.version: str | None = version
         self._provider, self._path = chosen("opencode", "dialect", dialect, _PROVIDERS)
         self._title, self._window, self._args = title, context_window, args
-        self._package = Npm("opencode", "opencode-ai", version, "bin/opencode.exe")
-
-    async def install(self) -> None:
-        """Install this version of opencode unless it is there."""
-        await self._package.install()
+        self._servers = servers("opencode", mcp)
+        self._skills = skill_files("opencode", skills, f"{_SETTINGS}/skills")
+        self.package = Npm(
+            "opencode", "opencode-ai", version, "bin/opencode.exe", setup="postinstall.mjs"
+        )
 
     def launch(self, seat: Seat) -> Launch:
         """``opencode run``, unattended, telling what it does as lines of JSON."""
@@ -67,7 +76,7 @@ class Opencode:
         return Launch(
             argv=reading(
                 f"{seat.home}/instruction.txt",
-                *(*self._package.command, "run", "--format", "json"),
+                *(*self.package.command, "run", "--format", "json"),
                 *("-m", f"{_PROVIDER}/{seat.model}", *self._args),
             ),
             env={
@@ -82,6 +91,7 @@ class Opencode:
                 "instruction.txt": seat.instruction,
                 f"{_SETTINGS}/opencode.json": self._config(seat),
                 **_AS_INSTALLED,
+                **self._skills,
             },
         )
 
@@ -107,5 +117,13 @@ class Opencode:
             "permission": {"*": "allow"},
             "enabled_providers": [_PROVIDER],
             "provider": {_PROVIDER: provider},
+            "mcp": {name: _server(server) for name, server in self._servers.items()},
         }
         return json.dumps(config, indent=1)
+
+
+def _server(server: Server) -> dict[str, object]:
+    if server.url is not None:
+        return {"type": "remote", "url": server.url, "headers": server.headers}
+    command = [server.command, *server.args]
+    return {"type": "local", "command": command, "environment": server.env}

