@@ -18,7 +18,7 @@ import msgspec
 
 from tugline.errors import Invalid
 from tugline.protocol import LEASE_WAIT_S, Ask, HandBack, Held, Hello, Pause, Version
-from tugline.types import Part, Task
+from tugline.types import Part, Task, Workspace
 
 ID = r"[A-Za-z0-9._-]{1,128}"
 TENANT = r"[A-Za-z0-9._-]{1,64}"
@@ -104,6 +104,7 @@ def check_task(task: Task) -> None:
     for number, text in enumerate(task.sampling.stop):
         _sized(f"sampling.stop.{number}", text, 1, 1024)
     _files(task.files)
+    _workspace(task.workspace)
     _tags(task.tags)
     if task.callback is not None:
         _callback(task.callback.url)
@@ -134,6 +135,19 @@ def _files(files: dict[str, str]) -> None:
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
                 _refuse("files", repr(name), f"outside of {str(folder)!r}, which is a file")
+
+
+def _workspace(told: Workspace) -> None:
+    for name, value in msgspec.structs.asdict(told).items():
+        if value is not None:
+            _sized(f"workspace.{name}", value, 1, 4096)
+    for one, other in (("image", "build"), ("repo", "folder")):
+        if getattr(told, one) is not None and getattr(told, other) is not None:
+            _refuse(f"workspace.{other}", repr(getattr(told, other)), f"left out beside `{one}`")
+    if told.commit is not None and told.repo is None:
+        _refuse("workspace.commit", repr(told.commit), "left out without `repo`")
+    if told.path is not None and (not told.path.startswith("/") or ".." in told.path.split("/")):
+        _refuse("workspace.path", repr(told.path), "an absolute path without '..'")
 
 
 def _tags(tags: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from served import TASK, Served
 from tugline.errors import Invalid
 from tugline.server.app import IN_THREAD
 from tugline.server.checks import BOUNDS, check_task
-from tugline.types import Callback, Group, Limits, Part, Sampling, Task
+from tugline.types import Callback, Group, Limits, Part, Sampling, Task, Workspace
 
 JSON = {"content-type": "application/json"}
 POST = "POST /v1/tasks"
@@ -236,3 +236,25 @@ def test_a_callback_must_be_a_web_address(url: str) -> None:
     task = Task(id="t", instruction="", harness=Part("a"), evaluator=Part("b"))
     with pytest.raises(Invalid, match=r"callback\.url"):
         check_task(msgspec.structs.replace(task, callback=Callback(url)))
+
+
+@pytest.mark.parametrize(
+    ("workspace", "field"),
+    [
+        (Workspace(image="a", build="b"), "workspace.build"),
+        (Workspace(repo="a", folder="b"), "workspace.folder"),
+        (Workspace(commit="main"), "workspace.commit"),
+        (Workspace(path="testbed"), "workspace.path"),
+        (Workspace(path="/a/../etc"), "workspace.path"),
+        (Workspace(image=""), "workspace.image"),
+        (Workspace(repo="a", folder=""), "workspace.folder"),
+    ],
+)
+def test_a_workspace_that_cannot_be_is_refused(workspace: Workspace, field: str) -> None:
+    """Two places to begin with, a commit of nothing, a path that leads nowhere: named at once."""
+    task = msgspec.structs.replace(_with("samples", 1), workspace=workspace)
+    with pytest.raises(Invalid) as refused:
+        check_task(task)
+    assert refused.value.field == field
+    good = Workspace(image="python:3.11-slim", repo="repo", commit="v1", path="/testbed")
+    check_task(msgspec.structs.replace(task, workspace=good))
