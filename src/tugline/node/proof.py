@@ -93,6 +93,7 @@ class _Try:
         self, solution: Solution | None, *, in_place: bool
     ) -> AbstractAsyncContextManager[Box]:
         mounts = solution.mounts if solution else ()
+        mounts += evaluators.hidden(self._evaluator, self._task)
         if in_place:
             mounts += evaluators.mounts(self._evaluator, self._task)
         place = Place(workspace=self._task.workspace, files=self._task.files, mounts=mounts)
