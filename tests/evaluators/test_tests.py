@@ -1,18 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
+import judging
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
-from tugline.evaluators.junit import expected_tests, read_report
-from tugline.runtimes.patch import Patch
+from tugline.evaluators.base import Verdict
+from tugline.evaluators.pytest_run import expected_tests
 from tugline.evaluators.tests import Tests
-from tugline.runtimes.base import Box
-from tugline.runtimes.local import Local
+from tugline.types import Workspace
 
 TASK = {
     "bill.py": "def total(a, b):\n    return a - b\n",
@@ -26,30 +24,20 @@ TASK = {
 GOOD = {"bill.py": "def total(a, b):\n    return a + b\n"}
 
 
-class Judge:
+class Judge(judging.Judge):
     """Evaluates patches of TASK in boxes under a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.boxes = 0
-
-    def open_box(self, files: Mapping[str, str]) -> AbstractAsyncContextManager[Box]:
-        """A numbered box."""
-        self.boxes += 1
-        return Local(grace_s=0.1).open(self.folder / str(self.boxes), files)
-
     async def __call__(
-        self, patch: Mapping[str, str | None], tests: Tests | None = None
+        self, files: Mapping[str, str | None], tests: Tests | None = None
     ) -> Verdict:
         """The verdict on a patch."""
-        outcome = Outcome(TASK, Patch(dict(patch)), self.open_box, 20.0)
-        return await (tests or Tests(timeout_s=10)).evaluate(outcome)
+        return await super().__call__(tests or Tests(timeout_s=10), files)
 
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path)
+    return Judge(tmp_path, judging.task(TASK))
 
 
 async def test_a_right_answer_gets_one(judge: Judge) -> None:
@@ -117,7 +105,7 @@ async def test_a_right_answer_counts_even_beside_a_cheat(judge: Judge, name: str
     """Refused changes are named in the report and nothing more; the rest is judged as it is."""
     verdict = await judge({**HOSTILE[name], **GOOD})
     assert verdict.reward.value == 1.0, verdict.report
-    assert verdict.report["refused"] == list(HOSTILE[name])
+    assert list(verdict.report["refused"]) == list(HOSTILE[name])
 
 
 async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
@@ -194,10 +182,17 @@ def test_expected_names_match_what_pytest_reports() -> None:
     assert expected_tests("d/test_m.py", source) == {"d.test_m::test_a", "d.test_m.Case::test_b"}
 
 
-def test_a_report_that_is_none_is_none() -> None:
-    """Garbage and entity bombs are not read as results."""
-    assert read_report(b"") is None
-    assert read_report(b"<a>") is None
-    bomb = '<!DOCTYPE a [<!ENTITY b "' + "x" * 1000 + '">'
-    bomb += "".join(f'<!ENTITY b{i} "{"&b;" * 1000}">' for i in range(3))
-    assert read_report((bomb + "]><a>" + "&b0;" * 1000 + "</a>").encode()) is None
+async def test_hidden_tests_judge_work_on_a_repository(tmp_path: Path) -> None:
+    """With a base, only the patch and the tests are laid over it; the diff shows what it was."""
+    base = {"bill.py": TASK["bill.py"], "gone.py": "raise SystemExit\n", "random.py": "SEED = 1\n"}
+    judge = Judge(tmp_path, judging.task({}, Workspace(folder="/srv/base")), base)
+    hidden = {
+        "test_it.py": "import bill, pathlib\ndef test_it():\n    assert bill.total(1, 1) == 2\n"
+        "    assert not pathlib.Path('gone.py').exists()\n"
+    }
+    verdict = await judge({**GOOD, "gone.py": None}, Tests(files=hidden))
+    assert verdict.reward.value == 1.0, verdict.report
+    assert "-    return a - b" in verdict.report["diff"]
+    # The repository has a module of that name; a new one may not come in place of json.
+    verdict = await judge({"random.py": "SEED = 2\n", "json.py": ""}, Tests(files=hidden))
+    assert verdict.report["refused"] == {"json.py": "would be imported in place of json"}

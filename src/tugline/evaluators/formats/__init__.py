@@ -1,0 +1,30 @@
+"""Output of test runners, by the name of its format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tugline.evaluators.formats import cargo, go, jest, junit, pytest, tap, unittest
+from tugline.evaluators.formats.base import Told, as_given
+
+
+class Format(NamedTuple):
+    """How to read one."""
+
+    read: Callable[[bytes], Told]
+    name: Callable[[str], str]
+    """A test's name, from the ways that people write it."""
+    language: str
+    """Whose tests it usually tells of: a key of `filters.TESTS`, or empty."""
+
+
+FORMATS = {
+    "junit": Format(junit.read, junit.name, "python"),
+    "pytest": Format(pytest.read, as_given, "python"),
+    "unittest": Format(unittest.read, unittest.name, "python"),
+    "go": Format(go.read, as_given, "go"),
+    "cargo": Format(cargo.read, as_given, "rust"),
+    "jest": Format(jest.read, as_given, "node"),
+    "tap": Format(tap.read, as_given, "node"),
+}

@@ -1,0 +1,87 @@
+"""What Jest says: its ``--json`` report (Vitest's too), or the tree that ``--verbose`` draws.
+
+Names are full: the titles of the groups and of the test with one space between them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from tugline.evaluators.formats.base import Mark, Told, lines
+
+_MARKS = {
+    "passed": Mark.PASS,
+    "failed": Mark.FAIL,
+    "pending": Mark.SKIP,
+    "skipped": Mark.SKIP,
+    "disabled": Mark.SKIP,
+    "todo": Mark.SKIP,
+}
+_SIGNS = dict.fromkeys("✓✔√", Mark.PASS) | dict.fromkeys("✕✗×", Mark.FAIL)  # noqa: RUF001
+_SIGNS |= dict.fromkeys("○✎", Mark.SKIP)
+_FILE = re.compile(r"(PASS|FAIL)\s+\S+")
+_TOOK = re.compile(r" \(\d[\d.]* m?s\)$")
+_COUNT = re.compile(r"Tests: .*?(?:(\d+) passed, )?\d+ total$")
+
+
+class _Case(msgspec.Struct):
+    status: str
+    full_name: str = msgspec.field(name="fullName")
+    messages: list[str] = msgspec.field(name="failureMessages", default_factory=list)
+
+
+class _File(msgspec.Struct):
+    cases: list[_Case] = msgspec.field(name="assertionResults")
+    status: str = ""
+
+
+class _Report(msgspec.Struct):
+    files: list[_File] = msgspec.field(name="testResults")
+
+
+def read(data: bytes) -> Told:
+    """The report where it is one, else the tree."""
+    if data.lstrip()[:1] != b"{":
+        return _tree(data)
+    told = Told()
+    try:
+        report = msgspec.json.decode(data, type=_Report)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return told
+    for case in (case for file in report.files for case in file.cases):
+        mark = _MARKS.get(case.status, Mark.FAIL)
+        told.add(case.full_name, mark, case.messages[0] if case.messages else "")
+    told.complete = True
+    return told
+
+
+def _tree(data: bytes) -> Told:
+    told = Told()
+    titles: list[str] = []
+    inside, claimed = False, -1
+    for line in lines(data):
+        text = line.strip()
+        if _FILE.match(line):
+            inside, titles = True, []
+        elif not text:
+            inside = False
+        elif count := _COUNT.match(line):
+            claimed, inside = int(count[1] or 0), False
+        elif inside:
+            depth = (len(line) - len(line.lstrip())) // 2 - 1
+            del titles[max(depth, 0) :]
+            mark = _SIGNS.get(text[0])
+            if mark is None:
+                titles.append(text)
+            else:
+                title = _TOOK.sub("", text[1:].strip())
+                if mark is Mark.SKIP:
+                    title = title.removeprefix("skipped ").removeprefix("todo ")
+                told.add(" ".join([*titles, title]), mark)
+    told.complete = claimed >= 0
+    passed = told.count(Mark.PASS)
+    if told.complete and passed > claimed:
+        told.oddity = f"{passed} tests are said to have passed, Jest counted {claimed}"
+    return told

@@ -1,0 +1,91 @@
+"""The Test Anything Protocol, versions 12 to 14, with subtests indented by four.
+
+A test is known by its description, a subtest with those above it: ``group > inner``. Each number
+may be given once and must be in the plan.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tugline.evaluators.formats.base import Mark, Told, lines
+
+_POINT = re.compile(r"((?: {4})*)(not )?ok\b(?: +(\d+))?(?: +- +| +|$)(.*)")
+_PLAN = re.compile(r"((?: {4})*)1\.\.(\d+)\b")
+_DIRECTIVE = re.compile(r"(?<!\\)# *(SKIP|TODO)\b *(.*)", re.IGNORECASE)
+_INDENT = 4
+
+
+class _Level:
+    """Points of one depth that still wait for their parent."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, Mark, str]] = []
+        self.numbers: set[int] = set()
+        self.last = 0
+        self.plan: int | None = None
+
+
+def read(data: bytes) -> Told:
+    """What was said, line by line."""
+    told = Told()
+    levels = [_Level()]
+    block = ""
+    for line in lines(data):
+        if block:
+            block = "" if line.rstrip() == block else block
+        elif line.strip() == "---" and line.startswith(" "):
+            block = line.rstrip().replace("---", "...")
+        elif line.startswith("Bail out!"):
+            return told
+        elif plan := _PLAN.match(line):
+            _level(levels, len(plan[1])).plan = int(plan[2])
+        elif line.startswith("TAP version "):
+            _close(told, levels)
+            levels = [_Level()]
+        elif point := _POINT.match(line):
+            _hear(told, levels, point)
+    _close(told, levels)
+    return told
+
+
+def _level(levels: list[_Level], indent: int) -> _Level:
+    """The level of this depth, made when it is one deeper than the last."""
+    depth = min(indent // _INDENT, len(levels))
+    if depth == len(levels):
+        levels.append(_Level())
+    return levels[depth]
+
+
+def _hear(told: Told, levels: list[_Level], point: re.Match[str]) -> None:
+    level = _level(levels, len(point[1]))
+    number = int(point[3][:9]) if point[3] else level.last + 1
+    level.last = number
+    if number in level.numbers:
+        told.oddity = f"test {number} is told twice"
+    level.numbers.add(number)
+    directive = _DIRECTIVE.search(point[4])
+    title = point[4][: directive.start()] if directive else point[4]
+    title = title.strip().replace("\\#", "#").replace("\\\\", "\\")
+    word = directive[1].upper() if directive else ""
+    mark = Mark.FAIL if point[2] else Mark.PASS
+    if word:
+        mark = Mark.SKIP if word == "SKIP" else Mark.XFAIL if point[2] else Mark.PASS
+    depth = levels.index(level)
+    for deeper in levels[depth + 1 :]:
+        level.points += [(f"{title} > {name}", m, why) for name, m, why in deeper.points]
+    del levels[depth + 1 :]
+    level.points.append((title, mark, directive[2] if directive else ""))
+
+
+def _close(told: Told, levels: list[_Level]) -> None:
+    """The end of a document: its plan is what makes it complete."""
+    top = levels[0]
+    for level in levels:
+        for name, mark, why in level.points:
+            told.add(name, mark, why)
+    if top.plan is None:
+        return
+    told.complete = len(top.numbers) == top.plan
+    if top.numbers and max(top.numbers) > top.plan:
+        told.oddity = f"test {max(top.numbers)} is not in the plan of {top.plan}"

@@ -1,0 +1,118 @@
+"""Boxes and outcomes for tests of evaluators."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tugline.evaluators.base import Evaluator, Outcome, Verdict
+from tugline.runtimes.base import Box, Content, Exit
+from tugline.runtimes.local import Local
+from tugline.runtimes.patch import Change, Patch
+from tugline.types import (
+    Call,
+    Finish,
+    Message,
+    Part,
+    Role,
+    Sampling,
+    Span,
+    Task,
+    Timings,
+    Trace,
+    VersionSpan,
+    Workspace,
+)
+
+DONE = Exit(0, timed_out=False, seconds=1.0)
+
+
+def task(files: Mapping[str, str] | None = None, workspace: Workspace | None = None) -> Task:
+    """A task with these files."""
+    return Task(
+        id="t",
+        instruction="Mend the bill.",
+        harness=Part("shell"),
+        evaluator=Part("tests"),
+        files=dict(files or {}),
+        workspace=workspace or Workspace(),
+    )
+
+
+def change(content: str | bytes | Change | None) -> Change | None:
+    """What a patch has for it."""
+    if content is None or isinstance(content, Change):
+        return content
+    return Change(content.encode() if isinstance(content, str) else content)
+
+
+def patch(files: Mapping[str, str | Change | None]) -> Patch:
+    """A patch to texts."""
+    return Patch({path: change(content) for path, content in files.items()})
+
+
+class Judge:
+    """Judges patches of a task in local boxes under a folder, which begin with `base`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        given: Task,
+        base: Mapping[str, str] | None = None,
+        timeout_s: float = 20.0,
+    ) -> None:
+        self.folder, self.task, self.base = folder, given, dict(base or {})
+        self.timeout_s = timeout_s
+        self.boxes = 0
+
+    @contextlib.asynccontextmanager
+    async def open_box(self, files: Mapping[str, Content]) -> AsyncIterator[Box]:
+        """A numbered box."""
+        self.boxes += 1
+        async with Local(grace_s=0.1).open(self.folder / str(self.boxes)) as box:
+            await box.put(box.workdir, self.base)
+            await box.put(box.workdir, files)
+            yield box
+
+    def outcome(self, files: Mapping[str, str | Change | None] | None = None) -> Outcome:
+        """What an agent left that made this patch."""
+        return Outcome(self.task, patch(files or {}), self.open_box, self.timeout_s, exit=DONE)
+
+    async def __call__(
+        self, evaluator: Evaluator, files: Mapping[str, str | Change | None] | None = None
+    ) -> Verdict:
+        """The verdict on a patch."""
+        return await evaluator.evaluate(self.outcome(files))
+
+
+def call(number: int, *messages: Message, answer: str = "", **more: object) -> Call:
+    """A model call of some session."""
+    given: dict[str, object] = {
+        "session": "s",
+        "number": number,
+        "dialect": "openai_chat",
+        "messages": messages,
+        "answer": Message(Role.ASSISTANT, answer),
+        "sampling": Sampling(),
+        "prompt_ids": np.array([1], np.int32),
+        "sampled_ids": np.array([2, 3], np.int32),
+        "logprobs": np.array([-1.0, -1.0], np.float32),
+        "versions": (VersionSpan(0, 0, 2),),
+        "finish": Finish.STOP,
+        "engine": "stub",
+        "timings": Timings(0.0),
+    }
+    return Call(**{**given, **more})  # type: ignore[arg-type]
+
+
+def trace(*calls: int) -> Trace:
+    """A trace of these calls."""
+    return Trace(
+        ids=np.array([1, 2], np.int32),
+        mask=np.array([False, True]),
+        logprobs=np.array([0.0, -1.0], np.float32),
+        spans=tuple(Span(number, 1, 2, 0) for number in calls),
+    )
