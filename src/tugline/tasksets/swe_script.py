@@ -35,7 +35,7 @@ _NO_TESTS = (
     ".toml",
 )
 _SETUP = {"conan-io/conan": "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"}
-_HEADER = re.compile(r"^diff --git \"?a/.*\"? \"?b/(.*?)\"?$", re.MULTILINE)
+_HEADER = re.compile(r"^diff --git .* (b/.*|\"b/.*\")$", re.MULTILINE)
 _MYPY_CASE = re.compile(r"^\+?\s*\[case ([^\]\s]+)\]", re.MULTILINE)
 
 
@@ -57,14 +57,23 @@ def touched(diff: str) -> Touched:
     """The files that a patch of git's changes."""
     before, after = [], []
     parts = _HEADER.split(diff)[1:]
-    for path, body in zip(parts[::2], parts[1::2], strict=True):
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        path = _plain(name).removeprefix("b/")
         head = body.partition("\n@@")[0]
         renamed = re.search(r"^rename from (.*)$", head, re.MULTILINE)
         if "\nnew file mode" not in head:
-            before.append(renamed[1] if renamed else path)
+            before.append(_plain(renamed[1]) if renamed else path)
         if "\ndeleted file mode" not in head:
             after.append(path)
     return Touched(tuple(before), tuple(after))
+
+
+def _plain(name: str) -> str:
+    """A name as it is: git quotes what is not ASCII."""
+    if not name.startswith('"'):
+        return name
+    data = name[1:-1].encode().decode("unicode_escape").encode("latin-1", errors="replace")
+    return data.decode(errors="replace")
 
 
 def eval_script(row: Row, folder: str, setup: Sequence[str] = ()) -> str:

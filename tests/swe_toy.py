@@ -1,0 +1,53 @@
+"""The small SWE repository of `examples/swe_gym`, made for tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tugline.runtimes.base import Content
+from tugline.tasksets.base import Template
+from tugline.tasksets.swe import Swe
+from tugline.types import Task
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "swe_gym"
+WRONG: dict[str, dict[str, Content]] = {
+    "tugline__larder-1": {"larder/quantity.py": "def parse(text):\n    return 1.5, 'kg'\n"},
+    "tugline__larder-2": {"larder/basket.py": "def merged(items):\n    return sorted(items)\n"},
+    "tugline__larder-3": {
+        "larder/shelf.py": "from datetime import date\n\n\ndef expired(items, today):\n"
+        "    return []\n\n\ndef soon(items, today, days=3):\n    return ['milk']\n"
+    },
+}
+"""For each instance, work that resolves nothing; the first passes its issue's own example."""
+
+
+def make(folder: Path) -> list[dict[str, Any]]:
+    """The repository `larder` and `rows.jsonl` in `folder`; returns the rows."""
+    spec = importlib.util.spec_from_file_location("make_toy", EXAMPLE / "make_toy.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows: list[dict[str, Any]] = module.main(folder)
+    return rows
+
+
+def template(**values: Any) -> Template:
+    """What all tasks have in common: an agent that does nothing."""
+    shell = {"name": "shell", "options": {"command": "true"}}
+    return Template.read({"harness": shell, **values}, "test", Path())
+
+
+def tasks(taskset: Swe, **values: Any) -> list[Task]:
+    """Its tasks."""
+    return list(taskset.tasks(template(**values)))
+
+
+def written(path: Path, *rows: object) -> str:
+    """Rows as a file of JSON lines."""
+    path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    return str(path)
