@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import io
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tugline.runtimes.patch import Caps, Patch, applied, compare, unified
+from tugline.errors import RuntimeFault
+from tugline.runtimes.patch import Caps, Change, Patch, compare, compare_archives
 
 BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
 
@@ -29,39 +32,58 @@ def test_nothing_done_is_an_empty_patch(workdir: Path) -> None:
 
 
 def test_changes_additions_and_deletions_are_found(workdir: Path) -> None:
-    """All three come back as text, and the diff reads like everyone's."""
+    """All three, and a file that can be run now, byte for byte."""
     (workdir / "a.py").write_bytes(b"x = 2\r\n")
     (workdir / "new" / "deep").mkdir(parents=True)
-    (workdir / "new" / "deep" / "d.py").write_text("w = 4")
+    (workdir / "new" / "deep" / "d.bin").write_bytes(b"\0\xff")
     (workdir / "pkg" / "b.py").unlink()
-    patch = compare(BEFORE, workdir)
-    assert patch == Patch({"a.py": "x = 2\r\n", "new/deep/d.py": "w = 4", "pkg/b.py": None})
-    diff = unified(BEFORE, patch)
-    assert "--- a/a.py\n+++ b/a.py\n" in diff
-    assert "--- /dev/null\n+++ b/new/deep/d.py\n" in diff
-    assert "+w = 4\n\\ No newline at end of file\n" in diff
-    assert "--- a/pkg/b.py\n+++ /dev/null\n" in diff
-    files, gave_way = applied(BEFORE, patch, {})
-    assert (files, gave_way) == (
-        {"a.py": "x = 2\r\n", "new/deep/d.py": "w = 4", "pkg/c.py": "z = 3\n"},
-        (),
+    (workdir / "pkg" / "c.py").chmod(0o755)
+    assert compare(BEFORE, workdir) == Patch(
+        {
+            "a.py": Change(b"x = 2\r\n"),
+            "new/deep/d.bin": Change(b"\0\xff"),
+            "pkg/b.py": None,
+            "pkg/c.py": Change(b"z = 3\n", executable=True),
+        }
     )
 
 
-def test_links_pipes_and_binaries_are_noted_not_read(workdir: Path) -> None:
+def test_links_are_taken_as_links_and_pipes_noted(workdir: Path) -> None:
     """Nothing outside is read, nothing blocks, and each omission is said."""
     (workdir / "out").symlink_to("../secret.txt")
     (workdir / "outdir").symlink_to("..")
     (workdir / "a.py").unlink()
     (workdir / "a.py").symlink_to("../secret.txt")
     os.mkfifo(workdir / "pipe")
-    (workdir / "blob").write_bytes(b"\xff\xfe\0")
     (workdir / "pkg" / "b.py").write_text("y" * 5000)
     patch = compare(BEFORE, workdir, Caps(file_bytes=1000))
-    assert patch.files == {"a.py": None}
-    assert "secret" not in unified(BEFORE, patch).replace("secret.txt", "")
-    for path in ("out:", "outdir:", "a.py:", "pipe:", "blob:", "pkg/b.py:"):
-        assert any(note.startswith(path) for note in patch.notes), path
+    assert patch.files == {
+        "a.py": Change(b"../secret.txt", link=True),
+        "out": Change(b"../secret.txt", link=True),
+        "outdir": Change(b"..", link=True),
+    }
+    assert [note.partition(":")[0] for note in patch.notes] == ["pipe", "pkg/b.py"]
+
+
+def test_what_is_past_the_bound_in_all_is_left_out_with_a_note(workdir: Path) -> None:
+    """What still fits is taken along."""
+    for number in range(4):
+        (workdir / f"f{number}").write_text("x" * 10)
+    patch = compare(BEFORE, workdir, Caps(total_bytes=25))
+    assert list(patch.files) == ["f0", "f1"]
+    assert patch.notes == tuple(
+        f"f{number}: past 25 bytes in all, change left out" for number in (2, 3)
+    )
+
+
+def test_programs_that_were_installed_are_noted_not_taken_along(workdir: Path) -> None:
+    """A folder of them would be too many files, and the whole patch lost."""
+    for number in range(30):
+        path = workdir / "node_modules" / f"p{number}"
+        path.mkdir(parents=True)
+        (path / "index.js").touch()
+    patch = compare(BEFORE, workdir, Caps(seen_files=20))
+    assert patch == Patch({}, ("node_modules: a folder of installed programs, left out",))
 
 
 def test_a_flood_of_files_is_not_taken_along(workdir: Path) -> None:
@@ -83,16 +105,42 @@ def test_strange_names_are_noted(workdir: Path) -> None:
     assert all(note.isprintable() for note in patch.notes)
 
 
-def test_a_trusted_file_stands_whatever_is_in_its_place() -> None:
-    """A folder where the test file was, or a file where its folder was, gives way."""
-    before = {"tests/test_a.py": "T", "pkg/m.py": "M"}
-    patch = Patch({"tests/test_a.py": None, "tests/test_a.py/x": "X", "pkg": "P", "pkg/m.py": None})
-    files, gave_way = applied(before, patch, {"tests/test_a.py": "T", "pkg/test_b.py": "B"})
-    assert files == {"tests/test_a.py": "T", "pkg/test_b.py": "B"}
-    assert gave_way == ("tests/test_a.py/x", "pkg")
+def archive(workdir: Path, *options: str) -> io.BytesIO:
+    """A tar of a folder, as a machine elsewhere would make it."""
+    argv = ["tar", "-c", *options, "-C", str(workdir), "."]
+    return io.BytesIO(subprocess.run(argv, capture_output=True, check=True).stdout)
 
 
-def test_a_long_file_is_not_compared_line_by_line() -> None:
-    """Line comparison is quadratic on hostile input, so long files are only counted."""
-    patch = Patch({"a.py": "x\n" * 5000})
-    assert unified(BEFORE, patch) == "a.py: 1 lines became 5000; too long to show\n"
+def test_archives_are_compared_without_unpacking_them(workdir: Path) -> None:
+    """The same changes as of a folder; an unchanged large file is not worth a note."""
+    (workdir / "large").write_bytes(b"\0" * 5000)
+    (workdir / "grows").write_bytes(b"\0")
+    before = archive(workdir)
+    (workdir / "a.py").write_text("x = 2\n")
+    (workdir / "pkg" / "b.py").unlink()
+    (workdir / "pkg" / "c.py").chmod(0o755)
+    (workdir / "out").symlink_to("../secret.txt")
+    (workdir / "same").hardlink_to(workdir / "a.py")
+    (workdir / "grows").write_bytes(b"\0" * 6000)
+    (workdir / ".git").mkdir()
+    (workdir / ".git" / "HEAD").touch()
+    os.mkfifo(workdir / "pipe")
+    patch = compare_archives(before, archive(workdir), Caps(file_bytes=1000))
+    assert patch.files == {
+        "a.py": Change(b"x = 2\n"),
+        "same": Change(b"x = 2\n"),
+        "pkg/b.py": None,
+        "pkg/c.py": Change(b"z = 3\n", executable=True),
+        "out": Change(b"../secret.txt", link=True),
+    }
+    assert sorted(note.partition(":")[0] for note in patch.notes) == ["grows", "pipe"]
+
+
+def test_an_archive_that_leads_out_or_is_none_is_refused(workdir: Path) -> None:
+    """A hostile machine cannot name files of ours."""
+    hostile = archive(workdir, "--transform=s,^./a.py,../../a.py,", "-P")
+    patch = compare_archives(io.BytesIO(archive(workdir).getvalue()), hostile)
+    assert patch.files == {"a.py": None}
+    assert patch.notes == ("../../a.py: a name that leaves its folder",)
+    with pytest.raises(RuntimeFault, match="no tar archive"):
+        compare_archives(archive(workdir), io.BytesIO(b"x" * 2000))

@@ -1,34 +1,47 @@
 """What an agent did to its files: compared without git, read without trust.
 
 The workdir is hostile ground: links that point out of it, pipes that never end, names that are no
-text, trees without bottom. Only regular files are opened, no link is followed, everything is
-capped, and what was left out is said in `Patch.notes`, never passed over.
+text, trees without bottom. Only regular files are opened, no link is followed (where it leads is
+its content), everything is capped, and what was left out is said in `Patch.notes`, never passed
+over. How a copy-on-write layer is read is in `layers.py`; the caps and the reading are these.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import IO, BinaryIO
 
 import msgspec
 
+from tugline.errors import RuntimeFault
+
 SKIPPED = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".git"})
 """Folders that programs leave behind; not part of anybody's work."""
+INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
+"""Folders of other people's programs, left out with a note."""
+PASSED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
+_BLOCK = 1 << 20
+_FLOOD = "more files than are looked at; no change is taken along"
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a workdir is looked at."""
+    """How much of what an agent did is taken along."""
 
     files: int = 500
-    """Changed files."""
+    """Files that are new or changed; files that are gone count among those looked at."""
     seen_files: int = 20_000
-    """Files in all."""
+    """Files looked at; of a workspace with a base, only what was touched is."""
     file_bytes: int = 1 << 20
     """Size of one file."""
+    total_bytes: int = 16 << 20
+    """Size of all together."""
     diff_lines: int = 2000
     """Length of a file, before or after, that is shown in a diff."""
 
@@ -57,71 +70,217 @@ class Patch(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-def compare(before: Mapping[str, str], workdir: Path, caps: Caps | None = None) -> Patch:
-    """The changes that turn `before` into what `workdir` holds now."""
-    caps = caps or Caps()
-    changed: dict[str, Change | None] = {}
-    notes: list[str] = []
-    seen: set[str] = set()
-    for path, found in _walk(workdir, notes):
-        change = _read(found, path, caps, notes)
-        # A file that is too large or unreadable now stays as it was; it is not taken for deleted.
-        seen.add(path)
-        if len(seen) > caps.seen_files or len(changed) > caps.files:
-            return Patch({}, ("more files than are looked at; no change is taken along",))
-        if change is not None and before.get(path) != change.text:
-            changed[path] = change
-    gone = (path for path in before if path not in seen and not SKIPPED & set(path.split("/")))
-    return Patch(changed | dict.fromkeys(gone), _short(notes))
+class _FloodError(Exception):
+    """There is more than the caps allow to look at."""
 
 
-def _walk(workdir: Path, notes: list[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Files below `workdir` and their relative paths, in order of name within a folder."""
-    stack = [("", str(workdir))]
-    while stack:
-        prefix, folder = stack.pop()
+class Gatherer:
+    """Collects changes within `caps` and notes what it leaves out.
+
+    `before` tells what stood at a path: a file or link, or None.
+    """
+
+    def __init__(self, caps: Caps, before: Callable[[str], Change | None]) -> None:
+        self.caps = caps
+        self._before = before
+        self._changed: dict[str, Change | None] = {}
+        self._notes: list[str] = []
+        self._seen = self._bytes = 0
+
+    def look(self) -> None:
+        """Count a file that is looked at."""
+        self._seen += 1
+        if self._seen > self.caps.seen_files:
+            raise _FloodError
+
+    def note(self, path: str, why: str) -> None:
+        """Say that what is at `path` is left out; it is then taken for unchanged."""
+        self._notes.append(f"{path if path.isprintable() else ascii(path)[:200]}: {why}")
+
+    def gone(self, path: str) -> None:
+        """Nothing is at `path` any more, or something that is no file."""
+        self.look()
+        if path.isprintable():
+            self._changed[path] = None
+
+    def file(self, path: str, found: os.DirEntry[str]) -> None:
+        """What is at `path` now."""
+        change = read(found.path, self.caps.file_bytes)
+        if isinstance(change, Change):
+            self.now(path, change)
+        else:
+            self._changed.pop(path, None)
+            self.note(path, change)
+
+    def now(self, path: str, change: Change) -> None:
+        """The same, read already."""
+        self._changed.pop(path, None)
+        if change == self._before(path):
+            return
+        self._bytes += len(change.data)
+        if self._bytes > self.caps.total_bytes:
+            self._bytes -= len(change.data)
+            self.note(path, f"past {self.caps.total_bytes} bytes in all, change left out")
+            return
+        self._changed[path] = change
+        if len(self._changed) > self.caps.files and self._new() > self.caps.files:
+            raise _FloodError
+
+    def entries(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """What is in a folder, with paths, in order of name; names that are no text are noted."""
         try:
             with os.scandir(folder) as listing:
-                entries = sorted(listing, key=lambda entry: entry.name)
+                found = sorted(listing, key=lambda entry: entry.name)
         except OSError as error:
-            notes.append(f"{_shown(prefix)}: cannot be listed ({error.strerror})")
-            continue
-        for entry in entries:
+            self.note(prefix, f"cannot be listed ({error.strerror})")
+            return
+        for entry in found:
             path = f"{prefix}{entry.name}"
-            if not path.isprintable():
-                notes.append(f"{_shown(path)}: a name with control or undecodable characters")
-            elif entry.is_symlink():
-                notes.append(f"{path}: a symbolic link, not followed")
-            elif entry.is_dir(follow_symlinks=False):
-                if entry.name not in SKIPPED:
-                    stack.append((f"{path}/", entry.path))
-            else:
+            if path.isprintable():
                 yield path, entry
+            else:
+                self.look()
+                self.note(path, "a name with control or undecodable characters")
+
+    def files(self, workdir: Path, *, counted: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """All files and links below, without the folders that are nobody's work."""
+        stack = [("", str(workdir))]
+        while stack:
+            for path, entry in self.entries(*stack.pop()):
+                if counted:
+                    self.look()
+                if not entry.is_dir(follow_symlinks=False):
+                    yield path, entry
+                elif self.enters(path, entry.name):
+                    stack.append((f"{path}/", entry.path))
+
+    def enters(self, path: str, name: str) -> bool:
+        """Whether a folder is looked into."""
+        if name in INSTALLED:
+            self.note(path, "a folder of installed programs, left out")
+        return name not in PASSED
+
+    def patch(self) -> Patch:
+        """All of it."""
+        rest = len(self._notes) - _MAX_NOTES
+        more = (f"and {rest} more notes",) if rest > 0 else ()
+        return Patch(self._changed, (*self._notes[:_MAX_NOTES], *more))
+
+    def _new(self) -> int:
+        return sum(change is not None for change in self._changed.values())
 
 
-def _read(entry: os.DirEntry[str], path: str, caps: Caps, notes: list[str]) -> Change | None:
+def gathered(gatherer: Gatherer, gather: Callable[[Gatherer], None]) -> Patch:
+    """What `gather` finds; nothing but a note if it is too much."""
     try:
+        gather(gatherer)
+    except _FloodError:
+        return Patch({}, (_FLOOD,))
+    return gatherer.patch()
+
+
+def compare(before: Mapping[str, str], workdir: Path, caps: Caps | None = None) -> Patch:
+    """The changes that turn `before` into what `workdir` holds now."""
+    known = {str(PurePosixPath(path)): Change(text.encode()) for path, text in before.items()}
+
+    def gather(gatherer: Gatherer) -> None:
+        # A file that is too large or unreadable now stays as it was; it is not taken for deleted.
+        seen = set()
+        for path, found in gatherer.files(workdir, counted=True):
+            seen.add(path)
+            gatherer.file(path, found)
+        for path in known.keys() - seen:
+            if not set(path.split("/")) & PASSED:
+                gatherer.gone(path)
+
+    return gathered(Gatherer(caps or Caps(), known.get), gather)
+
+
+def compare_archives(before: BinaryIO, after: BinaryIO, caps: Caps | None = None) -> Patch:
+    """The changes between two tar archives of a workdir, for boxes on another machine.
+
+    Both must be seekable; nothing is unpacked. Raises `RuntimeFault` for what is no archive.
+    """
+    # Of what was before only digests are kept: it may be a whole repository.
+    known = {path: _digest(tar, member) for tar, path, member in _members(before)}
+
+    def gather(gatherer: Gatherer) -> None:
+        seen = set()
+        for tar, path, member in _members(after):
+            seen.add(path)
+            if known.get(path) == _digest(tar, member):
+                continue
+            gatherer.look()
+            change = _member(tar, member, gatherer.caps.file_bytes)
+            if isinstance(change, Change):
+                gatherer.now(path, change)
+            else:
+                gatherer.note(path, change)
+        for path in known.keys() - seen:
+            gatherer.gone(path)
+
+    return gathered(Gatherer(caps or Caps(), lambda _path: None), gather)
+
+
+def read(path: str, most: int) -> Change | str:
+    """A file's or a link's content; in words, why not."""
+    try:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            return Change(os.fsencode(os.readlink(path)), link=True)  # noqa: PTH115 - bytes matter
+        if not stat.S_ISREG(mode):
+            return "not a regular file"
         # NONBLOCK and NOFOLLOW: a pipe must not hold us, nor a link lead us out.
-        handle = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with os.fdopen(handle, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                notes.append(f"{path}: not a regular file")
-                return None
-            data = file.read(caps.file_bytes + 1)
+            data = file.read(most + 1)
     except OSError as error:
-        notes.append(f"{path}: cannot be read ({error.strerror})")
-        return None
-    if len(data) > caps.file_bytes:
-        notes.append(f"{path}: larger than {caps.file_bytes} bytes, change left out")
-        return None
+        return f"cannot be read ({error.strerror})"
+    if len(data) > most:
+        return f"larger than {most} bytes, change left out"
     return Change(data, executable=bool(mode & stat.S_IXUSR))
 
 
-def _shown(path: str) -> str:
-    return ascii(path)[:200]
+def _members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tarfile.TarInfo]]:
+    try:
+        with tarfile.open(fileobj=archive, mode="r:") as tar:
+            for member in tar:
+                path = str(PurePosixPath(member.name))
+                if not member.isdir() and not set(path.split("/")) & PASSED:
+                    yield tar, path, member
+    except (tarfile.TarError, OSError) as error:
+        msg = f"what came back is no tar archive: {error}"
+        raise RuntimeFault(msg) from error
 
 
-def _short(notes: list[str]) -> tuple[str, ...]:
-    rest = len(notes) - _MAX_NOTES
-    return tuple(notes[:_MAX_NOTES]) + ((f"and {rest} more notes",) if rest > 0 else ())
+def _member(tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> Change | str:
+    if ".." in member.name.split("/") or member.name.startswith("/"):
+        return "a name that leaves its folder"
+    if not member.name.isprintable():
+        return "a name with control or undecodable characters"
+    if member.issym():
+        return Change(os.fsencode(member.linkname), link=True)
+    file = _content(tar, member)
+    if file is None:
+        return "not a regular file"
+    data = file.read(most + 1)
+    if len(data) > most:
+        return f"larger than {most} bytes, change left out"
+    return Change(data, executable=bool(member.mode & stat.S_IXUSR))
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
+    try:
+        return tar.extractfile(member) if member.isfile() or member.islnk() else None
+    except KeyError:  # a hard link to what is not in it
+        return None
+
+
+def _digest(tar: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[str, bytes, bool]:
+    """Of what kind it is, what it holds and whether it can be run."""
+    digest = sha256(os.fsencode(member.linkname) if member.issym() else b"")
+    file = _content(tar, member)
+    while file is not None and (block := file.read(_BLOCK)):
+        digest.update(block)
+    kind = "file" if file is not None else str(member.type)
+    return kind, digest.digest(), bool(member.mode & stat.S_IXUSR)
