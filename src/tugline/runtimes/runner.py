@@ -157,7 +157,8 @@ class Runner:
         except TimeoutError:
             timed_out = True
         finally:
-            left = asked and not (_went_well(ended) and _went_well(clean))
+            well = [_went_well(awaited) for awaited in (ended, clean)]
+            left = asked and not all(well)
             await finish(asyncio.create_task(self._clear(number, output, kill=left)))
         code = 128 - code if code in _SIGNALS else code
         return Exit(code, timed_out, time.monotonic() - began)

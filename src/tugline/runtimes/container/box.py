@@ -1,0 +1,348 @@
+"""One container with one session in it.
+
+Its first process is the shell of `runner.py`, so a program costs milliseconds instead of an exec's
+hundred and fifty, and a container that had to be killed is started again for the next one, with
+all of its files. The task's folder and the home are folders of this machine, mounted: what the
+agent did is read from here, without asking the container.
+
+A box leaves nothing (I3): the container is written down in ``container.json`` before it is made,
+and is removed with its mounts when the box is left, or by `reap` after this process was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from tugline.errors import ImageFault, RuntimeFault, UsageError
+from tugline.runtimes import files
+from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
+from tugline.runtimes.clock import Clock
+from tugline.runtimes.container import cgroups
+from tugline.runtimes.container.engine import Docker, DockerError, Engine, faults
+from tugline.runtimes.container.images import LABEL, Image
+from tugline.runtimes.container.probe import ulimits
+from tugline.runtimes.doors import Doors
+from tugline.runtimes.layers import Layer
+from tugline.runtimes.limits import used
+from tugline.runtimes.patch import Caps, Patch
+from tugline.runtimes.processes import finish
+from tugline.runtimes.proxy import AllowList
+from tugline.runtimes.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.types import Cause
+
+DIRECTORY = f"{LABEL}.directory"
+"""The label that names a container's session."""
+_RECORD = "container.json"
+_NEEDED = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"]
+_NEEDED += ["SETGID", "SETUID"]
+"""What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
+_WATCH_S = 1.0
+_CALL_S = 60.0
+"""The engine's time for one request; it is slow when many containers start at once."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a box may take; see `runtime.Container` for the units."""
+
+    memory_mb: int
+    processes: int
+    cpus: float | None
+    disk_mb: int
+    output_mb: int
+    user: str | None
+    read_only: bool
+    allow: AllowList
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A container that exists or is about to."""
+
+    name: str
+    socket: str
+
+
+class ContainerBox:
+    """See `tugline.runtimes.base.Box`."""
+
+    home = HOME
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what a box is made of
+        self,
+        directory: Path,
+        engine: Engine,
+        limits: Limits,
+        image: Image,
+        workdir: PurePosixPath,
+        layer: Layer,
+        mounts: Sequence[Mount],
+    ) -> None:
+        self.workdir = workdir
+        self.logs = directory / "logs"
+        self._directory = directory
+        self._engine, self._limits, self._image, self._layer = engine, limits, image, layer
+        self._mounts = mounts
+        self._name = f"tugline-{secrets.token_hex(8)}"
+        self._control = directory / "control"
+        self._doors = Doors(limits.allow)
+        self._runner = self._new_runner()
+        self._cgroup = cgroups.Cgroup(None, None)
+        self._pid = 0
+        self._upper: list[Path] = []
+        """Where the engine keeps what programs change of the image, if it says so."""
+        own = [mount for mount in mounts if mount.source is None]
+        self._folders: dict[PurePosixPath, Path] = {
+            workdir: layer.work,
+            HOME: directory / "home",
+            **{PurePosixPath(one.target): directory / f"own-{n}" for n, one in enumerate(own)},
+        }
+        if limits.read_only:
+            self._folders[PurePosixPath("/tmp")] = directory / "tmp"  # noqa: S108 - its own
+
+    # ------------------------------------------------------------------ its life
+    async def open(self) -> None:
+        """Make its folders, make the container, start it."""
+        await asyncio.to_thread(self._make_folders)
+        async with self._calling("made") as docker:
+            found = await asyncio.to_thread(self._engine.find)
+            await asyncio.to_thread(self._remember, Record(self._name, found.socket))
+            await docker.containers.create(self._asked(), name=self._name)
+        await self._start()
+
+    async def close(self) -> None:
+        """Leave nothing of it but its folders; also after an `open` that failed half-way."""
+        await finish(asyncio.create_task(self._close()))
+
+    async def _close(self) -> None:
+        await self._doors.aclose()
+        try:
+            if (self._directory / _RECORD).exists():
+                async with self._calling("removed") as docker:
+                    await remove(docker, self._name)
+                (self._directory / _RECORD).unlink(missing_ok=True)
+        finally:
+            self._runner.close()
+            await asyncio.to_thread(self._layer.unmount)
+
+    async def _start(self) -> None:
+        """Start it, for the first time or after it was killed."""
+        self._runner.close()
+        self._runner = self._new_runner()
+        await asyncio.to_thread(self._runner.prepare)
+        async with self._calling("started") as docker:
+            container = docker.containers.container(self._name)
+            try:
+                await container.start()
+            except DockerError as error:
+                raise self._not_started(error) from error
+            shown = await container.show()
+        self._pid = int(shown["State"]["Pid"])
+        upper = (shown.get("GraphDriver") or {}).get("Data", {}).get("UpperDir")
+        self._upper = [Path(upper)] if upper else []
+        self._cgroup = await asyncio.to_thread(cgroups.of, self._pid)
+        try:
+            await self._runner.ready()
+        except RuntimeFault as error:
+            msg = f"image {self._image.name!r} does not run a program by /bin/sh: {error}"
+            raise ImageFault(msg) from error
+        await self._doors.move(self._pid)
+
+    async def _kill(self) -> None:
+        """SIGKILL for all that is in it; the container stays."""
+        async with self._calling("killed") as docker:
+            container = docker.containers.container(self._name)
+            with contextlib.suppress(DockerError):  # it has ended already
+                await container.kill(signal="KILL")
+            await container.wait()
+
+    def _new_runner(self) -> Runner:
+        return Runner(self._control, self._kill, most=self._limits.output_mb << 20)
+
+    @contextlib.asynccontextmanager
+    async def _calling(self, what: str) -> AsyncIterator[Docker]:
+        try:
+            async with asyncio.timeout(_CALL_S), self._engine.client() as docker:
+                with faults(f"container {self._name} cannot be {what}"):
+                    yield docker
+        except TimeoutError as error:
+            msg = f"container {self._name} was not {what} within {_CALL_S:.0f} s"
+            raise RuntimeFault(msg) from error
+
+    def _not_started(self, error: DockerError) -> Exception:
+        said = str(error.message)
+        if "/bin/sh" in said:
+            msg = f"image {self._image.name!r} has no /bin/sh, which is needed to run programs"
+            return ImageFault(msg)
+        return error
+
+    # ------------------------------------------------------------------ what it is made of
+    def _make_folders(self) -> None:
+        self._layer.mount()
+        with files.faults(f"cannot make {self._directory}"):
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for folder in self._folders.values():
+                folder.mkdir(exist_ok=True)
+                if self._user not in {"", "0", "root"}:  # who that is only the image knows
+                    folder.chmod(0o777)
+
+    def _remember(self, record: Record) -> None:
+        with files.faults(f"cannot write {self._directory / _RECORD}"):
+            (self._directory / _RECORD).write_bytes(msgspec.json.encode(record))
+
+    @property
+    def _user(self) -> str:
+        return self._image.user if self._limits.user is None else self._limits.user
+
+    def _asked(self) -> dict[str, Any]:
+        """What the engine is asked for."""
+        return {
+            "Image": self._image.id,
+            "Entrypoint": list(ARGV),
+            "Cmd": [],
+            "User": self._user,
+            "WorkingDir": str(self.workdir),
+            "Env": [f"HOME={HOME}", "LANG=C.UTF-8"],
+            "Labels": {LABEL: "box", DIRECTORY: str(self._directory)},
+            **({"Healthcheck": {"Test": ["NONE"]}} if self._image.checks_health else {}),
+            "StopSignal": "SIGKILL",
+            "HostConfig": self._host(),
+        }
+
+    def _host(self) -> dict[str, Any]:
+        limits = self._limits
+        return {
+            "NetworkMode": "none",
+            "Mounts": self._binds(),
+            "Memory": limits.memory_mb << 20,
+            "MemorySwap": limits.memory_mb << 20,
+            "PidsLimit": limits.processes,
+            "NanoCpus": int((limits.cpus or 0) * 1e9),
+            "Ulimits": ulimits(),
+            "CapDrop": ["ALL"],
+            "CapAdd": _NEEDED,
+            # The toolbox and the bases are shared by all; relabelling them for each is no option.
+            "SecurityOpt": ["no-new-privileges", "label=disable"],
+            "ReadonlyRootfs": limits.read_only,
+            "LogConfig": {"Type": "none"},
+        }
+
+    def _binds(self) -> list[dict[str, Any]]:
+        read_only = {INSIDE: self._control} | {
+            mount.target: Path(mount.source) for mount in self._mounts if mount.source is not None
+        }
+        own = {str(target): folder for target, folder in self._folders.items()}
+        return [
+            {"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": target not in own}
+            for target, source in (own | read_only).items()
+        ]
+
+    # ------------------------------------------------------------------ files
+    async def put(self, root: PurePath, contents: Mapping[str, Content]) -> None:
+        """Put files under `root`."""
+        folder = self._folders.get(PurePosixPath(root))
+        if folder is None:
+            msg = f"files can be put under {self.workdir} or {HOME}, not under {root}"
+            raise UsageError(msg)
+        await asyncio.to_thread(files.put, folder, contents)
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """A regular file's bytes."""
+        place = PurePosixPath(path)
+        for up in place.parents:  # the innermost mount is the one that programs see
+            if (folder := self._folders.get(up)) is not None:
+                relative = str(place.relative_to(up))
+                return await asyncio.to_thread(files.get, folder, relative, most)
+        msg = f"{path} is neither below {self.workdir} or {HOME} nor below a writable mount"
+        raise UsageError(msg)
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """What programs did to the workdir."""
+        return await asyncio.to_thread(self._layer.changes, caps)
+
+    # ------------------------------------------------------------------ programs
+    async def reach(self, url: str) -> str:
+        """A socket in the container's network, relayed."""
+        return await self._doors.open(self._pid, url)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float | Clock,
+        log_name: str = "agent",
+    ) -> Exit:
+        """Run a program by the container's shell."""
+        if not self._runner.alive:
+            await self._start()
+        killed, began = self._cgroup.killed_for_memory, time.monotonic()
+        full = asyncio.Event()
+        watch = asyncio.create_task(self._watch_disk(full))
+        try:
+            end = await self._runner.run(
+                argv,
+                env={**self._doors.env, **env},
+                cwd=self.workdir,
+                timeout_s=timeout_s,
+                log=self.logs / f"{log_name}.log",
+            )
+        except Gone:
+            if not full.is_set() and not await self._out_of_memory():
+                raise
+            cause = Cause.AGENT_DISK if full.is_set() else Cause.AGENT_MEMORY
+            return Exit(KILLED, False, time.monotonic() - began, cause)
+        finally:
+            watch.cancel()
+        if end.code == KILLED and self._cgroup.killed_for_memory > killed:
+            return msgspec.structs.replace(end, cause=Cause.AGENT_MEMORY)
+        return end
+
+    async def _watch_disk(self, full: asyncio.Event) -> None:
+        """Kill it when its folders and what it changed of its image are over its share."""
+        most = self._limits.disk_mb << 20
+        folders = [self._layer.own, *self._folders.values(), *self._upper]
+        folders.remove(self._layer.work)
+        root = Path(f"/proc/{self._pid}/root")
+        while await asyncio.to_thread(used, folders, root, most) <= most:  # noqa: ASYNC110 - a disk
+            await asyncio.sleep(_WATCH_S)
+        full.set()
+        await self._kill()
+
+    async def _out_of_memory(self) -> bool:
+        async with self._calling("inspected") as docker:
+            state = (await docker.containers.container(self._name).show())["State"]
+        return bool(state.get("OOMKilled"))
+
+
+async def remove(docker: Docker, name: str) -> None:
+    """Kill and remove a container; it may be gone."""
+    for wait_s in (0.05, 0.2, 1.0, 3.0, None):
+        try:
+            return await docker.containers.container(name).delete(force=True, v=True)
+        except DockerError as error:
+            if error.status == 404:
+                return None
+            if wait_s is None:
+                raise
+        # Podman refuses while it is just ending, Docker while somebody else removes it.
+        await asyncio.sleep(wait_s)
+    return None
+
+
+def recorded(directory: Path) -> Record | None:
+    """The container that was written down there."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((directory / _RECORD).read_bytes(), type=Record)
+    return None
+
+
+def forget(directory: Path) -> None:
+    """It is gone."""
+    (directory / _RECORD).unlink(missing_ok=True)

@@ -1,0 +1,160 @@
+"""What an engine really does on this machine, found out once by one small container.
+
+Engines promise limits that they cannot keep, choose storage that copies whole images, or run in a
+virtual machine whose folders are not ours. So a container without an image (this machine's own
+``/bin/sh`` and libraries, read-only) is started with limits, and the kernel is asked on the host
+what became of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import resource
+import secrets
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tugline.errors import RuntimeFault
+from tugline.runtimes.container import cgroups
+from tugline.runtimes.container.engine import Docker, DockerError, faults
+from tugline.runtimes.container.images import LABEL, find
+
+_IMAGE = "localhost/tugline/probe:1"
+_DOCKERFILE = b"FROM scratch\nCOPY Dockerfile /Dockerfile\n"
+_MEMORY = 256 << 20
+_PROCESSES = 99
+_PROBE_S = 60.0
+_OPEN_FILES = 65536
+_MOST_PROCESSES = 32768
+_FOLDERS = tuple(map(Path, ("/bin", "/lib", "/lib64", "/usr")))
+_COPYING = {"vfs"}
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine on this machine."""
+
+    kind: str
+    version: str
+    rootless: bool
+    cgroup: str
+    storage: str
+    runtime: str
+    seccomp: bool
+    memory: bool
+    """Whether a limit of memory is in force."""
+    processes: bool
+    """Whether a limit of processes is in force."""
+
+    def weaknesses(self) -> tuple[str, ...]:
+        """What is not kept apart here, a line each."""
+        who = f"{self.kind} {self.version}, cgroup v{self.cgroup}"
+        found = []
+        if not self.memory:
+            found.append(f"memory has no bound: {who}{', rootless' * self.rootless} sets none")
+        if not self.processes:
+            found.append(f"the number of processes has no bound: {who} sets none")
+        if not self.seccomp:
+            found.append(f"no system call is refused: {who} has no seccomp profile")
+        if not self.rootless:
+            found.append("root in a container is this machine's root with few of its rights")
+        if self.storage in _COPYING:
+            found.append(f"slow: storage driver {self.storage} copies the image for each container")
+        return tuple(found)
+
+
+def ulimits() -> list[dict[str, Any]]:
+    """No more than this process has: an engine cannot raise them everywhere, and fails then."""
+    limits = []
+    for name, number, most in (
+        ("nofile", resource.RLIMIT_NOFILE, _OPEN_FILES),
+        ("nproc", resource.RLIMIT_NPROC, _MOST_PROCESSES),
+        ("core", resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(number)[1]
+        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        limits.append({"Name": name, "Soft": value, "Hard": value})
+    return limits
+
+
+async def probe(docker: Docker, kind: str) -> Facts:
+    """Find out. Raises `RuntimeFault` with the engine's words when it cannot run anything."""
+    with faults(f"{kind} cannot run a container"):
+        async with asyncio.timeout(_PROBE_S):
+            info = await docker.system.info()
+            cgroup = await _limits(docker)
+    security = " ".join(info.get("SecurityOptions") or ())
+    return Facts(
+        kind=kind,
+        version=str(info.get("ServerVersion", "?")),
+        rootless=bool(info.get("Rootless")) or "rootless" in security,
+        cgroup=str(info.get("CgroupVersion", "?")),
+        storage=str(info.get("Driver", "?")),
+        runtime=str(info.get("DefaultRuntime", "?")),
+        seccomp="seccomp" in security,
+        memory=(cgroup.memory or 0) <= _MEMORY and cgroup.memory is not None,
+        processes=(cgroup.processes or 0) <= _PROCESSES and cgroup.processes is not None,
+    )
+
+
+class _InForce(msgspec.Struct, frozen=True):
+    memory: int | None
+    processes: int | None
+
+
+async def _limits(docker: Docker) -> _InForce:
+    """The limits that a container has which asked for some."""
+    await _have_image(docker)
+    mounts = [_bind(folder) for folder in _FOLDERS if folder.exists()]
+    asked: dict[str, Any] = {
+        "Image": _IMAGE,
+        "Cmd": ["/bin/sh", "-c", "sleep 60"],
+        "Labels": {LABEL: "probe"},
+        "HostConfig": {
+            "NetworkMode": "none",
+            "Mounts": mounts,
+            "Memory": _MEMORY,
+            "MemorySwap": _MEMORY,
+            "PidsLimit": _PROCESSES,
+            "Ulimits": ulimits(),
+        },
+    }
+    container = await docker.containers.create(asked, name=f"tugline-probe-{secrets.token_hex(6)}")
+    try:
+        await container.start()
+        state = (await container.show())["State"]
+        cgroup = cgroups.of(state["Pid"])
+        if cgroup == cgroups.Cgroup(None, None):
+            msg = "its containers are not processes of this machine: is it in a virtual machine?"
+            raise RuntimeFault(msg)
+        own = cgroups.of(os.getpid())
+        # A process that was left in our own group is under our limits, not under its own.
+        return _InForce(
+            cgroup.memory_limit if cgroup.memory != own.memory else None,
+            cgroup.process_limit if cgroup.processes != own.processes else None,
+        )
+    finally:
+        with contextlib.suppress(DockerError):
+            await container.delete(force=True, v=True)
+
+
+async def _have_image(docker: Docker) -> None:
+    """An image with nothing in it but what it was made of."""
+    if await find(docker, _IMAGE) is not None:
+        return
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w") as archive:
+        file = tarfile.TarInfo("Dockerfile")
+        file.size = len(_DOCKERFILE)
+        archive.addfile(file, io.BytesIO(_DOCKERFILE))
+    context.seek(0)
+    await docker.images.build(fileobj=context, encoding="identity", tag=_IMAGE)
+
+
+def _bind(folder: Path) -> dict[str, Any]:
+    return {"Type": "bind", "Source": str(folder), "Target": str(folder), "ReadOnly": True}
