@@ -21,6 +21,7 @@ _TAKES = {
     "builders": ("--json", "--sessions"),
     "server": ("--json", "--quick", "--store"),
     "utilisation": ("--json", "--quick"),
+    "runtimes": ("--json", "--quick"),
 }
 """Every part, and the options that its program takes."""
 

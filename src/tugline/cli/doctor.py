@@ -1,5 +1,7 @@
 """``tugline doctor``: what a running inference engine can do, and what to change before training.
 
+With ``--runtimes`` it looks at this machine: which runtimes it has, and what they do not contain.
+
 Without an engine it looks at the server that runs here, its nodes and their engines. Exit code 0 if
 all is sound (with ``--engine``: the wanted mode), 1 if it is not or nothing answers.
 """
@@ -8,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tugline.cli.status import Folder, Server, Token, reach
@@ -20,9 +23,18 @@ from tugline.client.health import Finding, examine
 from tugline.errors import UsageError
 from tugline.gateway.doctor.diagnosis import Outcome, Report
 from tugline.gateway.doctor.probe import probe
+from tugline.plugins import find, known
+from tugline.runtimes.base import Runtime
 from tugline.types import Mode
 
 _COLOUR = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNKNOWN: "yellow"}
+
+
+class Found(NamedTuple):
+    """What a runtime is worth on this machine."""
+
+    unavailable: str | None
+    weaknesses: tuple[str, ...]
 
 
 def doctor(  # noqa: PLR0913 - each is a flag
@@ -34,6 +46,9 @@ def doctor(  # noqa: PLR0913 - each is a flag
     mode: Annotated[
         Mode | None, typer.Option(help="What you want to run; the best for training if not given.")
     ] = None,
+    runtimes: Annotated[
+        bool, typer.Option(help="What this machine can run agents in, and how well it contains.")
+    ] = False,
     server: Server = None,
     token: Token = None,
     folder: Folder = None,
@@ -42,6 +57,9 @@ def doctor(  # noqa: PLR0913 - each is a flag
     ] = False,
 ) -> None:
     """Ask an engine which mode is sound and which flags to add, or a server what is wrong."""
+    if runtimes:
+        _list_runtimes(as_json=as_json)
+        return
     if engine is None:
         _examine(server, token, folder, as_json=as_json)
         return
@@ -57,6 +75,22 @@ def doctor(  # noqa: PLR0913 - each is a flag
         _show(report, refusal)
     if refusal:
         raise typer.Exit(1)
+
+
+def _list_runtimes(*, as_json: bool) -> None:
+    seen: dict[str, Found] = {}
+    for name in known("runtime"):
+        runtime: Runtime = find("runtime", name)()
+        why = runtime.unavailable()
+        seen[name] = Found(why, () if why else tuple(runtime.weaknesses()))
+    if as_json:
+        typer.echo(msgspec.json.encode({name: one._asdict() for name, one in seen.items()}))
+        return
+    table = Table("runtime", "", "does not contain", box=None)
+    for name, one in seen.items():
+        sign = "[red]not here[/]" if one.unavailable else "[green]usable[/]"
+        table.add_row(name, sign, escape(one.unavailable or "\n".join(one.weaknesses)))
+    Console(highlight=False).print(table)
 
 
 def _examine(server: str | None, token: str | None, folder: Path | None, *, as_json: bool) -> None:

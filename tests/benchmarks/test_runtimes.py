@@ -1,0 +1,48 @@
+"""The benchmark of runtimes: its figures are of real boxes, and what is left is seen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "runtimes"
+SMALL = """
+import asyncio, json, subprocess, tempfile
+from pathlib import Path
+from run import leaks, rate, there, timed
+from tugline.runtimes.base import Place
+from tugline.runtimes.local import Local
+
+async def main(root):
+    runtime, place = Local(), Place()
+    one = await timed(runtime, root / "one", place, 2)
+    many = await rate(runtime, place, root / "many", 2, 6)
+    before = there(root, None)
+    left = subprocess.Popen(["sleep", "30"])
+    seen = there(root, None)["processes"] - before["processes"]
+    left.kill(); left.wait()
+    print(json.dumps([one, many, len(seen), seen == {str(left.pid)}]))
+
+with tempfile.TemporaryDirectory() as root:
+    asyncio.run(main(Path(root)))
+"""
+
+
+def test_a_small_run() -> None:
+    """Every part takes its time, sessions remove their folders, a process left over is counted."""
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    one, many, seen, named = json.loads(done.stdout.splitlines()[-1])
+    assert one["all"] >= one["start"] + sum(one["execs"]) > 0
+    assert len(one["execs"]) == 2
+    assert many > 0
+    assert (seen, named) == (1, True)
