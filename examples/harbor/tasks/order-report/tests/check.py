@@ -1,0 +1,24 @@
+"""The report must be this one, in this order."""
+
+import json
+import sys
+from pathlib import Path
+
+WANTED = {
+    "Finland": {"orders": 3, "total": 15.25},
+    "Norway": {"orders": 2, "total": 19.25},
+    "Peru": {"orders": 2, "total": 0.3},
+}
+
+try:
+    report = json.loads(Path("/app/report.json").read_text())
+except (OSError, ValueError) as error:
+    sys.exit(f"report.json: {error}")
+if list(report) != list(WANTED):
+    sys.exit(f"countries are {list(report)}")
+for country, wanted in WANTED.items():
+    row = report[country]
+    if row.get("orders") != wanted["orders"]:
+        sys.exit(f"{country}: {row}")
+    if abs(row.get("total", 0) - wanted["total"]) > 0.0051:
+        sys.exit(f"{country}: {row}")

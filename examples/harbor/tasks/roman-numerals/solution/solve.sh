@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cp /solution/roman.py /app/roman.py
