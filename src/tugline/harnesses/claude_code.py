@@ -32,7 +32,10 @@ _LEAN = {
     "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
     "CLAUDE_CODE_MAX_RETRIES": "2",
+    "CLAUDE_CODE_DISABLE_BUNDLED_SKILLS": "1",
 }
+_SKILLED = {"SLASH_COMMAND_TOOL_CHAR_BUDGET": "16000"}
+"""Room for what skills say of themselves; by default their names alone may be told."""
 _LEAN_TOOLS = ("Bash", "Edit", "Read", "Write")
 
 
@@ -65,7 +68,7 @@ class ClaudeCode(Preset):
         allowed = tools if tools is not None or not lean else lean_tools
         # `--tools` takes every word that follows it: another option must come next.
         self._options = [*(["--tools", ",".join(allowed)] if allowed is not None else []), *args]
-        self._env = _QUIET | (_LEAN if lean else {})
+        self._env = _QUIET | (_LEAN if lean else {}) | (_SKILLED if skills else {})
         self._window = context_window
         self.package = Npm(
             "claude_code",

@@ -1,7 +1,8 @@
 """Qwen Code (npm ``@qwen-code/qwen-code``), which speaks OpenAI Chat.
 
 Facts this file stands on: with these settings it looks up no host name; it gives up and asks again
-when headers take 120 s; the same call with the same arguments five times ends the session.
+when headers take 120 s; unless told not to, it asks the model what to remember when it is done; the
+same call with the same arguments five times ends the session.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tugline.harnesses.extensions import mcp_settings, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
 from tugline.harnesses.preset import NODE_SAYS, Preset
+
+_MEMORY = ("enableManagedAutoMemory", "enableManagedAutoDream", "enableAutoSkill")
 
 
 class QwenCode(Preset):
@@ -73,6 +76,7 @@ class QwenCode(Preset):
                 "disableUpdateNag": True,
             },
             "model": {"generationConfig": {"contextWindowSize": self._window}},
+            "memory": dict.fromkeys(_MEMORY, False),
             "mcpServers": mcp_settings(self._servers),
         }
         return json.dumps(settings, indent=1)
