@@ -201,7 +201,7 @@ def _read(folder: Path, warned: set[str]) -> TaskToml:
         for step in name.split("."):
             value = getattr(value, step)
         if value:
-            _warn(warned, name, f"{file}: {name} is not given to agents here")
+            _warn(warned, "a wish that is not fulfilled here", name, file)
     return told
 
 
@@ -213,17 +213,18 @@ def _known(values: Any, kind: type[msgspec.Struct], at: str, file: Path, warned:
     kept = {}
     for name, value in values.items():
         if name not in fields:
-            _warn(warned, at + name, f"{file}: unknown key {at + name!r}, left out")
+            _warn(warned, "an unknown key", at + name, file)
             continue
         inner = struct_in(fields[name])
         kept[name] = _known(value, inner[0], f"{at}{name}.", file, warned) if inner else value
     return kept
 
 
-def _warn(warned: set[str], about: str, message: str) -> None:
-    if about not in warned:
-        warned.add(about)
-        _log.warning(message, further="not told again for other tasks of the set")
+def _warn(warned: set[str], what: str, key: str, file: Path) -> None:
+    """Once for each key of a set, with the first file that has it."""
+    if key not in warned:
+        warned.add(key)
+        _log.warning(what, key=key, file=str(file))
 
 
 def _check(folder: Path, told: TaskToml) -> None:

@@ -1,0 +1,125 @@
+"""Task-set files, and rows of any shape as tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from tugline.errors import ConfigError
+from tugline.tasksets.base import Solution
+from tugline.tasksets.files import gather, load, read_set
+from tugline.types import Part
+
+ROWS = [
+    {"name": "a/1", "q": "1 + 1", "meta": {"answer": "2", "level": 3}, "start": {"x.py": "pass"}},
+    {"name": "a/2", "q": "2 + 2", "meta": {"answer": "4", "level": 5}, "start": {"x.py": "1"}},
+]
+SET = """
+taskset:
+  name: jsonl
+  options:
+    path: rows.jsonl
+    id: name
+    instruction: "Say {q}, level {meta.level}."
+    evaluator: {expected: meta.answer}
+    files: start
+    solution: {answer.txt: meta.answer}
+    tags: [meta.level]
+template:
+  instruction: "{instruction} Be brief."
+  harness: {name: pi}
+  evaluator: {name: function, options: {target: "m:f"}}
+  samples: 4
+  limits: {agent_s: 9}
+  tags: {run: one}
+prefix: x-
+"""
+
+
+def written(folder: Path, text: str = SET) -> Path:
+    """A task-set file with its rows beside it."""
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    (folder / "set.yaml").write_text(text)
+    return folder / "set.yaml"
+
+
+def test_rows_become_tasks_by_the_template(tmp_path: Path) -> None:
+    """Fields fill the instruction, files, tags and options of the evaluator; the rest is shared."""
+    (one, chosen), (two, _) = gather([written(tmp_path)])
+    assert (one.id, two.id) == ("x-a-1", "x-a-2")
+    assert one.instruction == "Say 1 + 1, level 3. Be brief."
+    assert one.evaluator == Part("function", {"target": "m:f", "expected": "2"})
+    assert one.files == {"x.py": "pass"}
+    assert one.tags == {"taskset": "jsonl", "meta.level": "3", "run": "one", "instance": "a/1"}
+    assert (one.samples, one.limits.agent_s, one.limits.init_s) == (4, 9, 60)
+    assert chosen is not None
+    assert chosen.solution(two) == Solution(changes={"answer.txt": "4"})
+
+
+def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
+    """JSON lines, JSON, CSV and Parquet say the same."""
+    rows = [{"instruction": "do one", "id": "1"}, {"instruction": "do two", "id": "2"}]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "r.json").write_text(json.dumps(rows))
+    (tmp_path / "r.csv").write_text("instruction,id\ndo one,1\ndo two,2\n")
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
+    told = []
+    for name in ("r.jsonl", "r.json", "r.csv", "r.parquet"):
+        text = f"taskset: {{name: jsonl, options: {{path: {name}, id: id}}}}\n"
+        text += "template: {harness: {name: pi}, evaluator: {name: tests}}\n"
+        (tmp_path / "set.yaml").write_text(text)
+        told.append([(task.id, task.instruction) for task in load([tmp_path / "set.yaml"])])
+    assert told == [[("1", "do one"), ("2", "do two")]] * 4
+
+
+def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
+    """Both are read from one folder; an id that is there twice is told with its places."""
+    file = written(tmp_path)
+    (tmp_path / "rows.jsonl").rename(tmp_path.parent / "rows.jsonl")
+    file.write_text(SET.replace("path: rows.jsonl", "path: ../rows.jsonl"))
+    own = "instruction: do\nharness: {name: pi}\nevaluator: {name: tests}\nid: "
+    (tmp_path / "a.yaml").write_text(f"{own}own")
+    assert [task.id for task in load([tmp_path])] == ["own", "x-a-1", "x-a-2"]
+    (tmp_path / "z.yaml").write_text(f"{own}x-a-2")
+    with pytest.raises(ConfigError, match=r"z\.yaml: id 'x-a-2' is taken, by .*set\.yaml, a/2"):
+        load([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("prefix:", "prefx:", "unknown key 'prefx'; did you mean 'prefix'?"),
+        ("samples: 4", "sampels: 4", "template: unknown key 'sampels'; did you mean 'samples'?"),
+        ("samples: 4", "samples: many", "template: samples is 'many'"),
+        ("samples: 4", "files: {}", "template: files is each instance's own"),
+        ("name: jsonl", "name: jsnol", "unknown taskset 'jsnol'; did you mean 'jsonl'?"),
+        ("id: name", "idd: name", "taskset 'jsonl': "),
+        ("id: name", "id: nam", "rows.jsonl, line 1: there is no field 'nam' (known: name, q"),
+        ("path: rows.jsonl", "path: none.jsonl", "none.jsonl: No such file"),
+        ("path: rows.jsonl", "path: rows.txt", "must end in .jsonl, .json, .csv, .parquet"),
+        ("path: rows.jsonl", "split: x", "give either path or dataset"),
+        ('"{instruction} Be', '"Be', "must have {instruction} in it"),
+        ("prefix: x-", "select: {include: [zzz]}", "no task is left"),
+        ("prefix: x-", "select: {limit: 0}", "select.limit is 0"),
+        ("prefix: x-", "select: {shufle: 0}", "unknown key 'select.shufle'"),
+        ("files: start", "files: q", "q must be an object of text by path"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+)
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, told: str) -> None:
+    """File, key, value, and what would be right."""
+    file = written(tmp_path, SET.replace(old, new, 1))
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - told is looked at below
+        load([file])
+    assert type(caught.value).__name__ in {"ConfigError", "UnknownPlugin"}
+    assert told in str(caught.value)
+
+
+def test_an_ordinary_task_file_is_no_set(tmp_path: Path) -> None:
+    """Only the top key makes a set."""
+    (tmp_path / "t.yaml").write_text("id: t\n")
+    assert read_set(tmp_path / "t.yaml") is None

@@ -1,0 +1,183 @@
+"""Harbor folders as tasks: what task.toml says, what is refused, what is warned about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from tugline.errors import ConfigError
+from tugline.tasksets.base import Template
+from tugline.tasksets.files import gather
+from tugline.tasksets.harbor import Harbor
+from tugline.types import Part, Task, Workspace
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
+TOML = """
+version = "1.0"
+[metadata]
+difficulty = "hard"
+tags = ["a"]
+[agent]
+timeout_sec = 90
+[verifier]
+timeout_sec = 30.0
+env = { MODE = "quick" }
+[environment]
+cpus = 2
+memory = "1G"
+storage_mb = 512
+workdir = "/srv"
+"""
+
+
+def made(folder: Path, toml: str = TOML) -> Path:
+    """A task's folder."""
+    for name in ("environment", "tests", "solution"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text(toml)
+    (folder / "instruction.md").write_text("<!-- a canary GUID 1 -->\n\nDo it.\n")
+    (folder / "environment" / "Dockerfile").write_text("FROM scratch\n")
+    (folder / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    (folder / "solution" / "solve.sh").write_text("true\n")
+    return folder
+
+
+def read(folder: Path, template: dict[str, Any] | None = None, **options: Any) -> Task:
+    """Its only task."""
+    values = {"harness": {"name": "pi"}} | (template or {})
+    (task,) = Harbor(path=str(folder), **options).tasks(Template.read(values, "t", folder))
+    return task
+
+
+def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
+    """Instruction, image, tests, times, resources and tags are what the folder says."""
+    folder = made(tmp_path / "one")
+    task = read(folder)
+    assert (task.id, task.instruction) == ("one", "Do it.\n")
+    assert task.workspace == Workspace(build=str(folder / "environment"), path="/srv")
+    wanted = {"tests": str(folder / "tests"), "timeout_s": 30.0, "in_place": False}
+    env = {"env": {"MODE": "quick"}, "pass_env": []}
+    assert task.evaluator == Part("harbor", wanted | env)
+    assert task.runtime == Part("container", {"cpus": 2, "memory_mb": 1024, "disk_mb": 512})
+    assert (task.limits.agent_s, task.limits.eval_s, task.limits.init_s) == (90, 120, 600)
+    assert task.tags == {"difficulty": "hard", "instance": "one"}
+
+
+def test_the_template_is_stricter_than_the_folder(tmp_path: Path) -> None:
+    """Its runtime, limits and evaluator win; the set's options go where its evaluator is named."""
+    folder = made(tmp_path / "one")
+    judge = {"name": "weighted", "options": {"parts": {"a": {"evaluator": {"name": "harbor"}}}}}
+    told = {"limits": {"agent_s": 5}, "runtime": {"name": "local"}, "evaluator": judge}
+    task = read(folder, told)
+    assert (task.limits.agent_s, task.limits.eval_s) == (5, 120)
+    assert task.runtime == Part("local")
+    placed = task.evaluator.options["parts"]["a"]["evaluator"]
+    assert placed["options"]["tests"] == str(folder / "tests")
+
+
+def test_a_published_image_is_taken_before_a_dockerfile(tmp_path: Path) -> None:
+    """Unless the run wants to build, and there is a Dockerfile."""
+    folder = made(tmp_path / "one", TOML + 'docker_image = "org/one:2"\n')
+    assert read(folder).workspace == Workspace(image="org/one:2", path="/srv")
+    assert read(folder, build=True).workspace.build == str(folder / "environment")
+
+
+def test_where_it_is_judged_is_the_authors_or_the_runs_choice(tmp_path: Path) -> None:
+    """`shared` means in place; the option goes before it."""
+    shared = TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "shared"')
+    folder = made(tmp_path / "one", shared)
+    assert read(folder).evaluator.options["in_place"] is True
+    assert read(folder, in_place=False).evaluator.options["in_place"] is False
+
+
+@pytest.mark.parametrize(
+    ("toml", "told"),
+    [
+        ("[agent]\ntimeout_sec = 'long'", "agent.timeout_sec is 'long'"),
+        ("[environment]\nmemory = 'lots'", "environment.memory is 'lots', must be a size"),
+        ("[environment]\nos = 'windows'", "environment.os is 'windows', must be 'linux'"),
+        ("[[steps]]\nname = 'a'", "steps has 1 steps; tasks must be of one step"),
+        ("[verifier.environment]\ncpus = 1", "the verifier has an image of its own"),
+        ("[verifier]\nenvironment_mode = 'x'", "environment_mode is 'x', must be shared or"),
+        ("[agent", "task.toml is not valid TOML"),
+    ],
+    ids=["type", "size", "windows", "steps", "verifier", "mode", "toml"],
+)
+def test_what_cannot_be_is_an_error(tmp_path: Path, toml: str, told: str) -> None:
+    """With the file, the field and its value."""
+    folder = made(tmp_path / "one", toml)
+    with pytest.raises(ConfigError) as caught:
+        read(folder)
+    assert told in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ("tests/test.sh", "tests/test.sh is missing"),
+        ("environment/Dockerfile", "no environment/Dockerfile, and no environment.docker_image"),
+        ("instruction.md", "instruction.md: No such file"),
+        ("task.toml", "no folder with task.toml is there"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, gone: str, told: str) -> None:
+    """A task without it is none."""
+    folder = made(tmp_path / "one")
+    (folder / gone).unlink()
+    with pytest.raises(ConfigError, match=told):
+        read(folder)
+
+
+def test_several_services_are_refused(tmp_path: Path) -> None:
+    """There is one sandbox, so its task would be another one."""
+    folder = made(tmp_path / "one")
+    (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    with pytest.raises(ConfigError, match="describes several services"):
+        read(folder)
+
+
+def test_unknown_keys_and_unfulfilled_wishes_are_warned_about_once(tmp_path: Path) -> None:
+    """Two tasks with the same key make one warning each."""
+    toml = TOML + "gpus = 1\nflavour = 'mint'\n"
+    for name in ("one", "two"):
+        made(tmp_path / name, toml)
+    template = Template.read({"harness": {"name": "pi"}}, "t", tmp_path)
+    with structlog.testing.capture_logs() as logged:
+        assert len(list(Harbor(path=str(tmp_path)).tasks(template))) == 2
+    assert [(each["event"], each["key"]) for each in logged] == [
+        ("an unknown key", "environment.flavour"),
+        ("a wish that is not fulfilled here", "environment.gpus"),
+    ]
+
+
+def test_a_variable_of_the_node_is_passed_only_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A public task set cannot read the node's keys."""
+    monkeypatch.setenv("SECRET_KEY", "s3cret")
+    toml = '[solution]\nenv = { A = "${SECRET_KEY:-none}", B = "x${SECRET_KEY}" }\n'
+    folder = made(tmp_path / "one", toml)
+    task = read(folder)
+    closed, opened = (Harbor(path=str(folder), pass_env=names) for names in ((), ("SECRET_KEY",)))
+    for taskset, told in (
+        (closed, {"A": "none", "B": "x"}),
+        (opened, {"A": "s3cret", "B": "xs3cret"}),
+    ):
+        solution = taskset.solution(task)
+        assert solution is not None
+        assert solution.env == told
+
+
+def test_the_example_is_a_task_set_and_a_folder() -> None:
+    """The file and the folder hold the same tasks; each of them has a reference solution."""
+    by_file, by_folder = (
+        gather([EXAMPLES / "tasks.yaml"]),
+        gather([EXAMPLES / "tasks"], folders=True),
+    )
+    assert {task.id for task, _ in by_file} == {task.id for task, _ in by_folder}
+    assert len(by_file) >= 5
+    assert all(chosen is not None and chosen.solution(task) for task, chosen in by_file)

@@ -1,0 +1,138 @@
+"""Which tasks are taken, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tugline.errors import ConfigError
+from tugline.protocol import ResultView
+from tugline.tasksets.selection import Difficulty, Selection
+from tugline.types import Part, Status, Task
+
+NAMES = [f"case-{number}" for number in range(400)]
+
+
+def tasks(names: Sequence[str] = NAMES, prefix: str = "") -> list[Task]:
+    """One for each name."""
+    part = Part("x")
+    return [
+        Task(
+            id=prefix + name,
+            instruction="",
+            harness=part,
+            evaluator=part,
+            tags={"instance": name, "kind": "odd" if int(name[5:]) % 2 else "even"},
+        )
+        for name in names
+    ]
+
+
+def picked(selection: Selection, among: Sequence[Task] | None = None, **kept: str) -> list[str]:
+    """The names of the tasks that are taken."""
+    found = selection.pick(
+        tasks() if among is None else among, folder=Path(kept.get("folder", "."))
+    )
+    return [task.tags["instance"] for task in found]
+
+
+def test_shares_are_disjoint_and_stay_when_tasks_come_and_go() -> None:
+    """An instance's split depends on its name alone, and shares are about what they say."""
+    shares = {"train": 0.75, "test": 0.25}
+    train = picked(Selection(shares=shares, split="train"))
+    test = picked(Selection(shares=shares, split="test"))
+    assert sorted(train + test) == sorted(NAMES)
+    assert 260 < len(train) < 340
+    fewer = picked(Selection(shares=shares, split="test"), tasks(NAMES[:50]))
+    assert fewer == [name for name in test if name in NAMES[:50]]
+
+
+def test_what_is_in_no_share_is_in_no_split() -> None:
+    """Shares may leave something over."""
+    half = picked(Selection(shares={"train": 0.5}, split="train"))
+    assert 150 < len(half) < 250
+
+
+def test_shuffling_goes_by_the_seed_alone() -> None:
+    """The same seed gives the same order, whatever else is there; another seed another one."""
+    one = picked(Selection(shuffle=1))
+    assert one == picked(Selection(shuffle=1), list(reversed(tasks())))
+    assert one != NAMES
+    assert sorted(one) == sorted(NAMES)
+    assert one != picked(Selection(shuffle=2))
+    some = set(NAMES[::3])
+    assert picked(Selection(shuffle=1), tasks(NAMES[::3])) == [n for n in one if n in some]
+    assert picked(Selection(shuffle=1, limit=5)) == one[:5]
+
+
+def test_patterns_and_tags() -> None:
+    """All conditions hold together."""
+    chosen = Selection(include=("case-1?", "case-2?"), exclude=("*9",), tags={"kind": "o*"})
+    assert picked(chosen) == ["case-11", "case-13", "case-15", "case-17"] + [
+        f"case-2{n}" for n in (1, 3, 5, 7)
+    ]
+
+
+def view(task: str, reward: float | None, number: int) -> bytes:
+    """A line of results."""
+    return msgspec.json.encode(
+        ResultView(
+            position=number,
+            session=f"{task}-{number}",
+            task=task,
+            tenant="default",
+            sample=number,
+            attempt=0,
+            status=Status.COMPLETED,
+            reward=reward,
+            failure=None,
+            sampled=0,
+            trained=0,
+            bytes=0,
+            seconds={},
+            created=0.0,
+        )
+    )
+
+
+def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
+    """Tasks that were always or never solved go; sessions without a reward say nothing."""
+    past = {
+        "old-case-0": [1.0, 1.0],
+        "old-case-1": [0.0, 0.0],
+        "old-case-2": [1.0, 0.0, None],
+        "old-case-3": [None, None],
+    }
+    lines = [view(task, r, n) for task, many in past.items() for n, r in enumerate(many)]
+    (tmp_path / "results.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    hard = Difficulty(results=".", min=0.1, max=0.9, prefix="old-")
+    some = tasks(NAMES[:5])
+    assert picked(Selection(difficulty=hard), some, folder=str(tmp_path)) == [
+        "case-2",
+        "case-3",
+        "case-4",
+    ]
+    sure = msgspec.structs.replace(hard, unknown=False, results="results.jsonl", samples=2)
+    assert picked(Selection(difficulty=sure), some, folder=str(tmp_path)) == ["case-2"]
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"line 1 is no result of `tugline results --json`"):
+        picked(Selection(difficulty=hard), some, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("selection", "told"),
+    [
+        (Selection(shares={"a": 0.7, "b": 0.4}), "select.shares is"),
+        (Selection(shares={"a": 0.5}, split="b"), "split is 'b', must be one of shares: a"),
+        (Selection(limit=0), "limit is 0"),
+        (Selection(difficulty=Difficulty("r", min=0.9, max=0.1)), "difficulty.min is 0.9"),
+    ],
+    ids=["shares", "split", "limit", "difficulty"],
+)
+def test_what_makes_no_sense_is_told(selection: Selection, told: str) -> None:
+    """By field and value."""
+    with pytest.raises(ConfigError, match=told.replace(".", r"\.")):
+        selection.check("set.yaml")
