@@ -4,9 +4,9 @@ The package `swebench` (extra ``swe``) reads the log and decides what counts as 
 of that is ours. What is ours is the way there: only the agent's changes get into the new box,
 without the files that judge (`filters`), and without any network.
 
-Whose fault it is when no result can be read: tests that began and were not heard of again are the
-agent's doing, for its code ran. But if the same script, run without the agent's work, tells nothing
-either, then the task or its image is broken, and there is no verdict (I5).
+Whose fault it is when no result can be read: tests that began and did not end in time, or took more
+than the box gives, are the agent's doing, for its code ran. Other silence may be the task's: if the
+same script, run without the agent's work, tells nothing either, there is no verdict (I5).
 
 Not covered: the agent's code runs in the process that prints the results, so a program written to
 print other ones can. The marks between which they are read cannot be printed by accident, and the
@@ -60,6 +60,11 @@ class _Ran(NamedTuple):
     def found(self) -> bool:
         """Whether results could be read."""
         return "tests_status" in self.report
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it did not end by itself."""
+        return self.exit.timed_out or self.exit.cause is not None
 
     @property
     def tail(self) -> str:
@@ -136,9 +141,9 @@ class SweBench:
         if not ran.began:
             msg = f"{self._row['instance_id']}: its tests did not begin: {ran.tail or ran.exit}"
             raise EvaluatorError(msg)
-        if not ran.found:
+        if not (ran.found or ran.stopped or self._works):
             await self._check_works(outcome, ends)
-        self._works = True
+        self._works |= ran.found
         report = {
             **_told(ran),
             "refused": refused,
@@ -170,8 +175,6 @@ class SweBench:
 
     async def _check_works(self, outcome: Outcome, ends: float) -> None:
         """Nothing was told: is it the agent's doing? Without its work, something must be."""
-        if self._works:
-            return
         ran = await self._run(outcome, outcome.task.files, ends)
         if not ran.found:
             why = ran.report.get("infra_failure_reason", "")
@@ -180,6 +183,7 @@ class SweBench:
                 f"work{why and f' ({why})'}: {ran.tail or ran.exit}"
             )
             raise EvaluatorError(msg)
+        self._works = True
 
     def _spec(self) -> Any:
         known = _swebench("swebench.harness.log_parsers").PARSER_REGISTRY
@@ -190,11 +194,11 @@ class SweBench:
 
     def _graded(self, spec: Any, end: Exit, logs: Path, seal: str) -> _Ran:
         """What a run told, as `swebench` reads it; tests that were stopped have told nothing."""
-        log = _unsealed(_read(logs / f"{_LOG}.log"), seal)
-        if end.timed_out or end.cause is not None:
-            return _Ran(end, log, {})
+        ran = _Ran(end, _unsealed(_read(logs / f"{_LOG}.log"), seal), {})
+        if ran.stopped:
+            return ran
         path = logs / "graded.log"
-        path.write_text(log, encoding="utf-8")
+        path.write_text(ran.log, encoding="utf-8")
         prediction = {"instance_id": spec.instance_id, "model_patch": ""}
         grading = _swebench("swebench.harness.grading")
         try:
@@ -202,7 +206,7 @@ class SweBench:
         except (ValueError, LookupError, AttributeError) as error:
             msg = f"{spec.instance_id}: swebench cannot read its log: {error!r}"
             raise EvaluatorError(msg) from error
-        return _Ran(end, log, reports[spec.instance_id])
+        return ran._replace(report=reports[spec.instance_id])
 
     def _reward(self, ran: _Ran) -> Reward:
         resolved = bool(ran.report.get("resolved"))
