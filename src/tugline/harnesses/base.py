@@ -20,6 +20,7 @@ import msgspec
 
 from tugline.errors import ConfigError, HarnessError
 from tugline.runtimes.base import Exit, Mount
+from tugline.runtimes.cache import cache_folder as cache_folder
 
 T = TypeVar("T")
 
@@ -125,12 +126,6 @@ def reading(file: str, *argv: str) -> tuple[str, ...]:
     An argument is limited to 128 KiB, and one that starts with a dash is taken for an option.
     """
     return ("sh", "-c", 'exec "$@" < "$0"', file, *argv)
-
-
-def cache_folder() -> Path:
-    """Where programs are installed: ``$TUGLINE_CACHE``, else ``~/.cache/tugline``."""
-    given = os.environ.get("TUGLINE_CACHE")
-    return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "tugline"
 
 
 @contextlib.asynccontextmanager

@@ -17,8 +17,8 @@ import msgspec
 import structlog
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
-from tugline.harnesses.base import cache_folder
 from tugline.runtimes.base import HOME, WORKDIR, Mount, Place
+from tugline.runtimes.cache import cache_folder
 from tugline.runtimes.container.box import (
     DIRECTORY,
     ContainerBox,
