@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tugline.demo.tokenizer import END_OF_TURN, PAD, train_tokenizer
-from tugline.harnesses.base import cache_folder
+from tugline.runtimes.cache import cache_folder
 from tugline.tokenizer import Tokenizer
 
 WINDOW = 8192

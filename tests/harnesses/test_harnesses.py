@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from tugline.errors import ConfigError, HarnessError, UsageError
-from tugline.harnesses.base import Seat, cache_folder, one_at_a_time
+from tugline.harnesses.base import Seat, one_at_a_time
 from tugline.harnesses.installing import measure, once, sealed, toolbox
 from tugline.harnesses.pi import Pi
 from tugline.harnesses.shell import Shell
+from tugline.runtimes.cache import cache_folder
 
 SEAT = Seat(
     instruction="Fix it",

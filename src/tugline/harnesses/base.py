@@ -20,7 +20,6 @@ import msgspec
 
 from tugline.errors import ConfigError, HarnessError
 from tugline.runtimes.base import Exit, Mount
-from tugline.runtimes.cache import cache_folder as cache_folder
 
 T = TypeVar("T")
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import msgspec
 
 from tugline.errors import ConfigError, HarnessError
-from tugline.harnesses.base import cache_folder, one_at_a_time
+from tugline.harnesses.base import one_at_a_time
+from tugline.runtimes.cache import cache_folder
 
 _LIMIT_S = 900.0
 _SEAL = "tugline.json"
