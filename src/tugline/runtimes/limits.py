@@ -1,0 +1,298 @@
+"""How much one box may take: memory, processes, processor time, files and disk.
+
+Memory and the number of processes are bounded for the box as a whole by control groups (version 1
+or 2) where this user may make them, else for each process by rlimits, which root is not held to
+for the number of processes; `unenforced` says what is left open. A group has a record beside the
+box from before it is made until after it is gone, so that a later process removes it.
+
+The disk is watched, not walled: each second the box's own folders are summed up, with what its
+processes hold open of deleted files, and a box that is over its share is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import secrets
+import signal
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from tugline.errors import ConfigError, RuntimeFault
+
+RECORD = ".groups"
+"""Ending of the name of a group's record."""
+
+_MB = 1 << 20
+_GROUPS = Path("/sys/fs/cgroup")
+_PREFIX = "tugline-"
+_NICE = 5
+_REMOVE_S = 5.0
+_SMALLEST = 1024
+"""Bytes that a file counts at least: a million empty ones fill a disk, too."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one box, or of each of its processes."""
+
+    memory_mb: int = 8192
+    """Of all its processes, without what the kernel may drop."""
+    processes: int = 1024
+    """Processes and threads."""
+    disk_mb: int = 10_240
+    """What it writes: workspace, home and /tmp."""
+    file_mb: int = 4096
+    """The largest file that a process may write."""
+    cpu_s: int = 7200
+    """Processor time of each process."""
+    open_files: int = 4096
+    """Of each process."""
+    output_mb: int = 64
+    """The largest log."""
+
+    def check(self, runtime: str) -> None:
+        """Raises `ConfigError` for a value that is no whole number from 1."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                msg = f"runtime {runtime!r}: {name} is {value!r}, must be a whole number from 1"
+                raise ConfigError(msg)
+
+
+class Places(msgspec.Struct, frozen=True):
+    """Where groups can be made here; one folder for both in version 2."""
+
+    memory: Path | None = None
+    processes: Path | None = None
+
+    @property
+    def v2(self) -> bool:
+        """Whether it is the unified hierarchy."""
+        return self.memory is not None and (self.memory / "cgroup.controllers").exists()
+
+
+def places() -> Places:
+    """Found by making a group and removing it. Blocks."""
+    with contextlib.suppress(OSError):
+        own = dict(_own_groups())
+        if (_GROUPS / "cgroup.controllers").exists():
+            return _unified(_GROUPS / own.get("", "/").lstrip("/"))
+        return Places(*(_usable(_GROUPS / name, own.get(name)) for name in ("memory", "pids")))
+    return Places()
+
+
+def unenforced(where: Places) -> list[str]:
+    """What is not bounded on this machine, a line each."""
+    lines = []
+    if where.memory is None:
+        lines.append("memory is bounded for each process, not for the box (no control groups here)")
+    if where.processes is None:
+        by_root = os.geteuid() == 0
+        missing = "has no bound" if by_root else "is bounded by an rlimit, not a control group"
+        lines.append(f"the number of processes {missing} (no control groups here)")
+    return lines
+
+
+class Group:
+    """The control groups of one box, where there are any. Its methods block."""
+
+    def __init__(self, where: Places, directory: Path) -> None:
+        name = _PREFIX + secrets.token_hex(8)
+        self._memory = where.memory / name if where.memory else None
+        self._processes = where.processes / name if where.processes else None
+        self._v2 = where.v2
+        self._folders = sorted({path for path in (self._memory, self._processes) if path})
+        self._record = directory / f"{name}{RECORD}"
+
+    def make(self, limits: Limits) -> None:
+        """Make them, after their record. Raises `RuntimeFault`."""
+        if not self._folders:
+            return
+        memory = limits.memory_mb * _MB
+        try:
+            self._record.write_bytes(msgspec.json.encode([str(path) for path in self._folders]))
+            for folder in self._folders:
+                folder.mkdir()
+            if self._memory and self._v2:
+                _set(self._memory, {"memory.max": memory, "memory.swap.max": 0})
+            elif self._memory:
+                values = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
+                _set(self._memory, values)
+            if self._processes:
+                _set(self._processes, {"pids.max": limits.processes})
+        except OSError as error:
+            msg = f"cannot make the control group {error.filename}: {error.strerror}"
+            raise RuntimeFault(msg) from error
+
+    def join(self, pid: int) -> None:
+        """Put a process into them; its children will be. Takes some ms. Raises `RuntimeFault`."""
+        for folder in self._folders:
+            try:
+                (folder / "cgroup.procs").write_text(str(pid))
+            except ProcessLookupError:  # it has ended: whoever waits for it says so
+                return
+            except OSError as error:
+                msg = f"process {pid} cannot be put into {folder}: {error.strerror}"
+                raise RuntimeFault(msg) from error
+
+    def memory_kills(self) -> int:
+        """How many of their processes were killed for want of memory so far."""
+        if not self._memory:
+            return 0
+        file = self._memory / ("memory.events" if self._v2 else "memory.oom_control")
+        with contextlib.suppress(OSError):
+            for line in file.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0
+
+    def remove(self) -> None:
+        """Remove them and their record; all their processes are dead."""
+        for folder in self._folders:
+            _remove(folder)
+        self._record.unlink(missing_ok=True)
+
+
+def reap(record: Path) -> int:
+    """Remove the groups that a record names, with what still runs in them; returns how many."""
+    count = 0
+    with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
+        for text in msgspec.json.decode(record.read_bytes(), type=list[str]):
+            folder = Path(text)
+            if folder.name.startswith(_PREFIX) and folder.is_relative_to(_GROUPS):
+                count += folder.is_dir()
+                _remove(folder)
+        record.unlink()
+    return count
+
+
+def restrain(pid: int, limits: Limits, where: Places) -> None:
+    """Bound a process and all that it will start; a lower bound that is in force stays."""
+    size = limits.file_mb * _MB
+    wanted = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: limits.cpu_s,
+        resource.RLIMIT_FSIZE: size,
+        resource.RLIMIT_NOFILE: limits.open_files,
+    }
+    if where.memory is None:
+        # Not the address space: V8 reserves far more of it than it will ever use.
+        wanted[resource.RLIMIT_DATA] = limits.memory_mb * _MB
+    if where.processes is None:
+        wanted[resource.RLIMIT_NPROC] = limits.processes
+    with contextlib.suppress(ProcessLookupError):
+        for kind, most in wanted.items():
+            hard = resource.prlimit(pid, kind)[1]
+            value = most if hard == resource.RLIM_INFINITY else min(hard, most)
+            resource.prlimit(pid, kind, (value, value))
+        os.setpriority(os.PRIO_PROCESS, pid, _NICE)
+
+
+def used(folders: Iterable[Path], root: Path | None, most: int) -> int:
+    """Bytes in a box's own folders, and in deleted files that its processes hold; until `most`.
+
+    `root` is the box's file system as seen from here, with its ``proc``.
+    """
+    total = 0
+    for size in _sizes(folders):
+        total += size
+        if total > most:
+            return total
+    return total + sum(_deleted(root).values() if root else ())
+
+
+def _sizes(folders: Iterable[Path]) -> Iterator[int]:
+    stack = [os.fspath(folder) for folder in folders]
+    links: set[int] = set()
+    while stack:
+        try:
+            with os.scandir(stack.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(entry.path)
+                    found = entry.stat(follow_symlinks=False)
+                    if found.st_nlink == 1 or found.st_ino not in links:
+                        links.add(found.st_ino) if found.st_nlink > 1 else None
+                        yield max(found.st_blocks * 512, _SMALLEST)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # nobody nests so deep but to hide something
+                yield 1 << 62
+
+
+def _deleted(root: Path) -> Mapping[tuple[int, int], int]:
+    sizes: dict[tuple[int, int], int] = {}
+    with contextlib.suppress(OSError):
+        for process in os.scandir(root / "proc"):
+            if process.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    for one in os.scandir(f"{process.path}/fd"):
+                        found = one.stat()
+                        if found.st_nlink == 0 and stat.S_ISREG(found.st_mode):
+                            sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sizes
+
+
+def _own_groups() -> Iterator[tuple[str, str]]:
+    """Controller (empty in version 2) and path of the groups that this process is in."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            yield controller, path
+
+
+def _unified(own: Path) -> Places:
+    """Below our own group if it may be divided, else beside it."""
+    for folder in (own, own.parent):
+        with contextlib.suppress(OSError):
+            if folder == own:
+                (own / "cgroup.subtree_control").write_text("+memory +pids")
+        control = folder / "cgroup.subtree_control"
+        with contextlib.suppress(OSError):
+            if {"memory", "pids"} <= set(control.read_text().split()) and _tried(folder):
+                return Places(folder, folder)
+    return Places()
+
+
+def _usable(root: Path, own: str | None) -> Path | None:
+    if own is None:
+        return None
+    beneath = root / own.lstrip("/")
+    folder = beneath if beneath.is_dir() else root
+    return folder if _tried(folder) else None
+
+
+def _tried(folder: Path) -> bool:
+    """Whether a group can be made there and a process put into it."""
+    trial = folder / f"{_PREFIX}{secrets.token_hex(8)}"
+    try:
+        trial.mkdir()
+        usable = os.access(trial / "cgroup.procs", os.W_OK)
+        trial.rmdir()
+    except OSError:
+        return False
+    return usable
+
+
+def _set(folder: Path, values: Mapping[str, int]) -> None:
+    for name, value in values.items():
+        with contextlib.suppress(FileNotFoundError):  # swap is not counted everywhere
+            (folder / name).write_text(str(value))
+
+
+def _remove(folder: Path) -> None:
+    """Dead processes leave their group a little later than they die."""
+    deadline = time.monotonic() + _REMOVE_S
+    while folder.is_dir() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+            return
+        with contextlib.suppress(OSError):
+            for pid in (folder / "cgroup.procs").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.002)
