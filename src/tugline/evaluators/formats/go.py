@@ -69,7 +69,7 @@ def read(data: bytes) -> Told:
 def _event(line: str) -> dict[str, Any] | None:
     try:
         event = _DECODER.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     return event if isinstance(event.get("Action"), str) and "Package" in event else None
 

@@ -48,7 +48,7 @@ def read(data: bytes) -> Told:
     told = Told()
     try:
         report = msgspec.json.decode(data, type=_Report)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return told
     for case in (case for file in report.files for case in file.cases):
         mark = _MARKS.get(case.status, Mark.FAIL)

@@ -13,7 +13,7 @@ from tugline.evaluators.formats.base import Mark, Told, lines
 _POINT = re.compile(r"((?: {4})*)(not )?ok\b(?: +(\d+))?(?: +- +| +|$)(.*)")
 _PLAN = re.compile(r"((?: {4})*)1\.\.(\d+)\b")
 _DIRECTIVE = re.compile(r"(?<!\\)# *(SKIP|TODO)\b *(.*)", re.IGNORECASE)
-_INDENT = 4
+_INDENT, _DEEPEST = 4, 8
 
 
 class _Level:
@@ -51,7 +51,7 @@ def read(data: bytes) -> Told:
 
 def _level(levels: list[_Level], indent: int) -> _Level:
     """The level of this depth, made when it is one deeper than the last."""
-    depth = min(indent // _INDENT, len(levels))
+    depth = min(indent // _INDENT, len(levels), _DEEPEST)
     if depth == len(levels):
         levels.append(_Level())
     return levels[depth]

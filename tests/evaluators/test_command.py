@@ -1,0 +1,217 @@
+"""The evaluator `tests` with a command of the task's own, run by real programs in local boxes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judging import Judge, task
+from tugline.errors import ConfigError, EvaluatorError
+from tugline.evaluators.tests import Tests
+from tugline.runtimes.patch import Change
+from tugline.types import Workspace
+
+BILL = "def total(a, b):\n    return a - b\n"
+GOOD = {"bill.py": "def total(a, b):\n    return a + b\n"}
+TEST = (
+    "import unittest\nfrom bill import total\n\nclass Bill(unittest.TestCase):\n"
+    "    def test_total(self):\n        self.assertEqual(total(1, 2), 3)\n"
+    "    def test_zero(self):\n        self.assertEqual(total(0, 0), 0)\n"
+)
+TOTAL, ZERO = "test_bill.Bill.test_total", "test_bill.Bill.test_zero"
+UNITTEST: dict[str, Any] = {"command": "python3 -m unittest -v", "format": "unittest"}
+PYTEST: dict[str, Any] = {
+    "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}"],
+    "format": "junit",
+}
+SAYS = "printf 'ok 1 - a\\nnot ok 2 - b\\n1..2\\n'"
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Judge:
+    """A task on a repository with a test of its own."""
+    base = {"bill.py": BILL, "test_bill.py": TEST}
+    return Judge(tmp_path, task(workspace=Workspace(folder="/srv/shop")), base)
+
+
+@pytest.mark.parametrize("options", [UNITTEST, PYTEST], ids=["unittest", "junit"])
+async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[str, Any]) -> None:
+    """What the runner says of each expected test makes the reward, its parts and the report."""
+    names = (
+        [TOTAL, ZERO]
+        if options is UNITTEST
+        else [f"test_bill.py::Bill::test_{n}" for n in ("total", "zero")]
+    )
+    tests = Tests(**options, fail_to_pass=names[:1], pass_to_pass=names[1:])
+    verdict = await judge(tests, GOOD)
+    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.reward.parts == {
+        "passed": 2.0,
+        "total": 2.0,
+        "fail_to_pass": 1.0,
+        "pass_to_pass": 1.0,
+    }
+    assert verdict.report["reason"] == "passed"
+    assert "-    return a - b" in verdict.report["diff"]
+    verdict = await judge(tests, {})
+    assert (verdict.reward.value, verdict.reward.parts["fail_to_pass"]) == (0.0, 0.0)
+    assert verdict.reward.parts["pass_to_pass"] == 1.0
+    assert list(verdict.report["failed"]) == names[:1]
+
+
+async def test_credit_may_be_partial(judge: Judge) -> None:
+    """With `partial`, the reward is the share of expected tests that came true."""
+    verdict = await judge(Tests(**UNITTEST, expected=[TOTAL, ZERO], partial=True))
+    assert verdict.reward.value == 0.5
+
+
+async def test_a_test_may_be_expected_to_fail(judge: Judge) -> None:
+    """Data sets that record outcomes name what must fail, too."""
+    tests = Tests(**UNITTEST, expected={TOTAL: "fail", ZERO: "pass"})
+    assert (await judge(tests)).reward.value == 1.0
+    assert (await judge(tests, GOOD)).reward.value == 0.0
+
+
+async def test_without_a_list_all_must_pass(judge: Judge) -> None:
+    """Then the exit code counts as well."""
+    assert (await judge(Tests(**UNITTEST), GOOD)).reward.value == 1.0
+    verdict = await judge(Tests(**UNITTEST))
+    assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
+    lies = Tests(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
+    verdict = await judge(lies)
+    assert verdict.report["reason"] == "all passed, but exit code 3"
+
+
+async def test_files_are_laid_over_last(judge: Judge) -> None:
+    """Neither the patch nor what `setup` runs of it can change a hidden test."""
+    patch = {
+        "setup.sh": "echo 'raise SystemExit(0)' > test_hidden.py; mkdir -p sub; ln -s / sub/x\n",
+        "test_hidden.py": "",
+    }
+    tests = Tests(
+        **UNITTEST,
+        setup=["sh", "setup.sh"],
+        files={"test_hidden.py": TEST, "sub/x/test_deep.py": "raise SystemExit\n"},
+        expected=[f"test_hidden.Bill.test_{name}" for name in ("total", "zero")],
+    )
+    verdict = await judge(tests, {**patch, **GOOD})
+    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.report["refused"] == {"test_hidden.py": "belongs to the tests"}
+    assert (await judge(tests, patch)).reward.value == 0.0
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "test_bill.py": "import unittest\nclass Bill(unittest.TestCase):\n"
+            "    def test_total(self): pass\n    def test_zero(self): pass\n"
+        },
+        {"unittest/__init__.py": "", "unittest/__main__.py": "print('x')\n"},
+        {"sitecustomize.py": "import os\nos._exit(0)\n"},
+        {"bill.py": "import os\nos._exit(0)\n"},
+        {"bill.py": f"print('{TOTAL} ... ok')\nprint('Ran 1 test in 0.1s')\n" + BILL},
+        {"test_bill.py": Change(b"/dev/null", link=True)},
+    ],
+    ids=["edits tests", "shadows", "sitecustomize", "exits", "prints results", "links tests away"],
+)
+async def test_cheating_does_not_pay(judge: Judge, files: dict[str, str]) -> None:
+    """Whatever is done to the tests or their runner, unsolved is not rewarded."""
+    verdict = await judge(Tests(**UNITTEST, expected=[TOTAL, ZERO]), files)
+    assert verdict.reward.value == 0.0, verdict.report
+
+
+async def test_the_report_is_where_nobody_could_put_one_before(judge: Judge) -> None:
+    """A report that the agent left is refused or gone; one that is not written is none."""
+    xml = '<testsuites><testcase classname="a" name="b"/></testsuites>'
+    options: dict[str, Any] = {"format": "junit", "expected": ["a::b"]}
+    tests = Tests(command="true", report="out/report.xml", **options)
+    verdict = await judge(tests, {"out/report.xml": xml})
+    assert (verdict.reward.value, verdict.report["missing"]) == (0.0, ["a::b"])
+    assert verdict.report["refused"] == {"out/report.xml": "belongs to the tests"}
+    writes = Tests(
+        command=f"mkdir -p out; echo '{xml}' > out/report.xml", report="out/report.xml", **options
+    )
+    assert (await judge(writes)).reward.value == 1.0
+    hidden = Tests(command=f"echo '{xml}' > \"$REPORT\"", env={"REPORT": "{report}"}, **options)
+    assert (await judge(hidden)).reward.value == 1.0
+
+
+async def test_a_task_may_allow_what_is_protected(judge: Judge) -> None:
+    """`editable` takes a pattern out, `protected` adds one."""
+    files = {"setup.cfg": "", "bill.lock": ""}
+    assert list((await judge(Tests(**UNITTEST), files)).report["refused"]) == ["setup.cfg"]
+    tests = Tests(**UNITTEST, editable=["setup.cfg"], protected=["*.lock"])
+    assert list((await judge(tests, files)).report["refused"]) == ["bill.lock"]
+
+
+async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
+    """Also in `setup`; the reason says which."""
+    verdict = await judge(Tests(command="sleep 60", format="tap", timeout_s=0.5))
+    assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
+    assert "out of time" in verdict.report["reason"]
+    verdict = await judge(Tests(command="true", setup="sleep 60", format="tap", timeout_s=0.5))
+    assert verdict.report["reason"] == "setup was out of time"
+
+
+async def test_a_command_that_cannot_run_is_no_verdict(judge: Judge) -> None:
+    """Nobody is charged for a missing program, or for a set-up that never works."""
+    with pytest.raises(EvaluatorError, match="command ends with exit code 127 also without"):
+        await judge(Tests(command="no-such-program", format="tap"))
+    with pytest.raises(EvaluatorError, match="setup ends with exit code 3 also without the agent"):
+        await judge(Tests(command="true", setup="echo broken; exit 3", format="tap"))
+
+
+async def test_a_command_that_the_agent_broke_is_a_nought(judge: Judge) -> None:
+    """If it runs without the agent's changes, what happened is their doing."""
+    judge.base["run.sh"] = SAYS
+    verdict = await judge(Tests(command="sh run.sh", format="tap"), {"run.sh": "exit 127"})
+    assert verdict.reward.value == 0.0
+    assert verdict.report["reason"] == "no test was told of (exit 127)"
+    judge.base["make.sh"] = "true"
+    verdict = await judge(
+        Tests(command=SAYS, setup="sh make.sh", format="tap"), {"make.sh": "exit 1"}
+    )
+    assert (verdict.reward.value, verdict.report["reason"]) == (0.0, "setup ended with exit code 1")
+
+
+async def test_a_gigabyte_of_output_is_survived(judge: Judge) -> None:
+    """Only so much of a log is read; the results that come too late are missing."""
+    loud = "head -c 150000000 /dev/zero | tr '\\0' 'x'; echo; " + SAYS
+    verdict = await asyncio.wait_for(judge(Tests(command=loud, format="tap")), 60)
+    assert verdict.reward.value == 0.0
+
+
+async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
+    """The same work on the same workspace is judged once."""
+    tests = Tests(**UNITTEST, cache=True)
+    first, again = await judge(tests, GOOD), await judge(tests, GOOD)
+    assert (first.report["cached"], again.report["cached"], judge.boxes) == (False, True, 1)
+    assert again.reward == first.reward
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"command": "true"}, "format is None, must be one of junit, pytest"),
+        ({"command": "true", "format": "xml"}, "format is 'xml'"),
+        ({"command": "true", "format": "junit"}, "needs {report} in the command, or `report`"),
+        ({"command": [], "format": "tap"}, "command is [], must be a command"),
+        ({"command": ["a", 1], "format": "tap"}, "command is ['a', 1]"),
+        ({"command": "a", "setup": "", "format": "tap"}, "setup is ''"),
+        ({"command": "a", "format": "tap", "paths": ["x"]}, "paths is ['x'], but it is for tests"),
+        ({"format": "tap"}, "format is 'tap', but it is for tests with a command"),
+        ({"expected": "test_a"}, "expected is 'test_a', must be a list of names"),
+        ({"expected": {"a": "passed"}}, "expected['a'] is 'passed', must be one of fail, skip"),
+        ({"fail_to_pass": []}, "no test is expected"),
+        ({"protected": "x"}, "protected is 'x', must be a list of patterns"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
+    """A mistake in a task is found where it is accepted, with what would be right."""
+    with pytest.raises(ConfigError) as error:
+        Tests(**options)
+    assert says in str(error.value)

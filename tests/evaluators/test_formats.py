@@ -1,0 +1,298 @@
+"""Readers of test output, against what the real tools wrote (`golden`) and against forgers.
+
+pytest 9.2 with xdist 3.8, unittest of Python 3.11, Go 1.19, cargo 1.95, Jest 30 and Node 20.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tugline.evaluators.filters import TESTS
+from tugline.evaluators.formats import FORMATS
+from tugline.evaluators.formats.base import Mark, Told
+
+GOLDEN = Path(__file__).parent / "golden"
+P, F, S, X = Mark.PASS, Mark.FAIL, Mark.SKIP, Mark.XFAIL
+
+PYTEST = {
+    "test_a.py::test_param[1]": P,
+    "test_a.py::test_param[2]": P,
+    "test_a.py::test_fail": F,
+    "test_a.py::test_skip": S,
+    "test_a.py::test_xfail": X,
+    "test_a.py::test_xpass": P,
+    "test_a.py::test_error": F,
+    "test_a.py::TestZero::test_zero": P,
+    "test_a.py::TestZero::test_strs[a b]": P,
+    "test_a.py::TestZero::test_strs[x - y]": P,
+    "test_a.py::TestZero::test_strs[p::q]": P,
+}
+UNITTEST = {
+    "test_u.T.test_doc": P,
+    "test_u.T.test_error": F,
+    "test_u.T.test_fail": F,
+    "test_u.T.test_noise": P,
+    "test_u.T.test_ok": P,
+    "test_u.T.test_prints": P,
+    "test_u.T.test_skip": S,
+    "test_u.T.test_sub": F,
+    "test_u.T.test_us": F,
+    "test_u.T.test_xf": X,
+}
+GO = {
+    "TestAdd": P,
+    "TestPrints": P,
+    "TestTable": F,
+    "TestTable/one_case": P,
+    "TestTable/bad": F,
+    "TestLater": S,
+}
+CARGO = {
+    "tests::adds": P,
+    "tests::later": S,
+    "tests::later_why": S,
+    "tests::panics": P,
+    "tests::fails": F,
+    "tests::prints": P,
+    "whole": P,
+    "src/lib.rs - add (line 2)": P,
+}
+JEST = {
+    "adds": P,
+    "group prints": P,
+    "group fails": F,
+    "group deep ok": P,
+    "group later": S,
+    "group some day": S,
+}
+TAP = {
+    "adds": P,
+    "prints": P,
+    "fails": F,
+    "later": S,
+    "todo": X,
+    "group > inner # one": P,
+    "group > bad": F,
+    "group": F,
+}
+REAL: dict[str, tuple[str, dict[str, Mark]]] = {
+    # -rA does not name skipped tests.
+    "pytest_rA.txt": ("pytest", {k: v for k, v in PYTEST.items() if v is not S}),
+    "pytest_v.txt": ("pytest", PYTEST),
+    "pytest_xdist.txt": ("pytest", PYTEST),
+    "pytest_junit.xml": ("junit", {FORMATS["junit"].name(k): v for k, v in PYTEST.items()}),
+    "unittest_v.txt": ("unittest", UNITTEST),
+    "go_v.txt": ("go", GO | {f"example.org/shop/calc::{k}": v for k, v in GO.items()}),
+    "go_json.txt": ("go", GO | {f"example.org/shop/calc::{k}": v for k, v in GO.items()}),
+    "cargo.txt": ("cargo", CARGO),
+    "jest_v.txt": ("jest", JEST),
+    "jest.json": ("jest", JEST),
+    "node_tap.txt": ("tap", TAP),
+}
+
+
+def read(format_name: str, text: str | bytes) -> Told:
+    """What a format makes of it."""
+    return FORMATS[format_name].read(text.encode() if isinstance(text, str) else text)
+
+
+@pytest.mark.parametrize("file", REAL)
+def test_what_the_real_tools_write_is_understood(file: str) -> None:
+    """Every test has its mark, and no line that a test printed is taken for one."""
+    format_name, marks = REAL[file]
+    told = read(format_name, (GOLDEN / file).read_bytes())
+    assert told.marks == marks
+    assert (told.complete, told.oddity) == (True, "")
+
+
+@pytest.mark.parametrize("file", [file for file in REAL if not file.endswith(".xml")])
+def test_terminals_and_bad_bytes_change_nothing(file: str) -> None:
+    """Carriage returns, colours and bytes that are no UTF-8 between the lines are passed over."""
+    format_name, marks = REAL[file]
+    raw = (GOLDEN / file).read_bytes()
+    if file != "jest.json":
+        raw = raw.replace(b"\n", b"\x1b[0m\r\n") + b"\xff\xfe\x80\n"
+    assert read(format_name, raw).marks == marks
+
+
+@pytest.mark.parametrize("file", [file for file in REAL if file != "go_v.txt"])
+def test_a_run_that_was_cut_off_is_not_complete(file: str) -> None:
+    """Half of an output, as a killed runner leaves it, is not taken for the whole."""
+    format_name, _ = REAL[file]
+    raw = (GOLDEN / file).read_bytes()
+    assert not read(format_name, raw[: len(raw) // 2]).complete
+
+
+def test_reasons_are_kept() -> None:
+    """Why a test failed is told in one line, where the output says so."""
+    told = read("pytest", (GOLDEN / "pytest_v.txt").read_bytes())
+    assert told.reason("test_a.py::test_fail") == "AssertionError: no - good"
+    told = read("junit", (GOLDEN / "pytest_junit.xml").read_bytes())
+    assert told.reason("test_a::test_fail") == "AssertionError: no - good"
+    told = read("jest", (GOLDEN / "jest.json").read_bytes())
+    assert told.reason("group fails").startswith("Error: expect(received)")
+
+
+def test_a_test_passes_when_all_its_cases_do() -> None:
+    """A name without brackets stands for all cases; one with them for itself."""
+    told = Told()
+    told.add("t::a[1]", P)
+    told.add("t::a[2]", F, "no\nmore")
+    told.add("t::b[1]", P)
+    assert (told.look("t::a"), told.look("t::a[1]"), told.look("t::b")) == (F, P, P)
+    assert told.reason("t::a") == "no"
+    assert told.look("t::c") is None
+
+
+@pytest.mark.parametrize(
+    ("format_name", "given", "name"),
+    [
+        ("unittest", "test_a (m.T)", "m.T.test_a"),
+        ("unittest", "test_a (m.T.test_a)", "m.T.test_a"),
+        ("unittest", "m.T.test_a", "m.T.test_a"),
+        ("junit", "tests/test_m.py::T::test_a[x/y.py::z]", "tests.test_m.T::test_a[x/y.py::z]"),
+        ("junit", "org.Shop::adds", "org.Shop::adds"),
+        ("go", "TestAdd/x", "TestAdd/x"),
+    ],
+)
+def test_names_may_be_written_as_people_write_them(format_name: str, given: str, name: str) -> None:
+    """Data sets name tests in several ways; they mean the same."""
+    assert FORMATS[format_name].name(given) == name
+
+
+def test_unittest_before_python_3_11() -> None:
+    """The name in parentheses was that of the class alone."""
+    told = read(
+        "unittest", "test_a (m.T) ... ok\ntest_b (m.T)\nSays. ... FAIL\n\nRan 2 tests in 1s\n"
+    )
+    assert told.marks == {"m.T.test_a": P, "m.T.test_b": F}
+
+
+LINE = {
+    "pytest": "t.py::hidden PASSED [100%]",
+    "unittest": "test_hidden (t.T.test_hidden) ... ok",
+    "go": "--- PASS: TestHidden (0.00s)",
+    "cargo": "test hidden ... ok",
+    "jest": "  ✓ hidden",
+    "tap": "ok 2 - hidden",
+}
+HONEST = {
+    "pytest": "t.py::a FAILED [100%]\n{}\n=== 1 failed in 0.1s ===\n",
+    "unittest": "test_a (t.T.test_a) ... FAIL\n{}\nRan 1 test in 0.1s\n\nFAILED (failures=1)\n",
+    "go": "=== RUN   TestA\n{}\n--- FAIL: TestA (0.00s)\nFAIL\nFAIL\tshop\t0.1s\n",
+    "cargo": "running 1 test\n{}\ntest a ... FAILED\ntest result: FAILED. 0 passed; 1 failed; 0\n",
+    "jest": "FAIL ./a.test.js\n  ✕ a\n{}\n\nTests:       1 failed, 1 total\n",
+    "tap": "TAP version 13\nnot ok 1 - a\n{}\n1..1\n",
+}
+
+
+@pytest.mark.parametrize("format_name", LINE)
+def test_one_forged_line_does_not_pass(format_name: str) -> None:
+    """A line that claims another success is contradicted by the runner's own count, or ignored."""
+    honest = read(format_name, HONEST[format_name].format(""))
+    assert (list(honest.marks.values())[0], honest.oddity) == (F, "")  # noqa: RUF015
+    told = read(format_name, HONEST[format_name].format(LINE[format_name]))
+    assert P not in told.marks.values() or told.oddity
+
+
+@pytest.mark.parametrize("format_name", LINE)
+def test_a_forged_line_does_not_mend_a_failure(format_name: str) -> None:
+    """Of two things told of one test the worse counts, whichever came first."""
+    own = LINE[format_name].replace("hidden", "a").replace("Hidden", "A").replace("ok 2", "ok 1")
+    told = read(format_name, HONEST[format_name].format(own))
+    assert P not in told.marks.values() or told.oddity
+
+
+def test_what_was_never_begun_has_not_passed() -> None:
+    """Go says which test runs before it says how it ended."""
+    text = "=== RUN   TestA\n--- PASS: TestB (0.00s)\n--- PASS: TestA (0.00s)\nok  \tshop\t0.1s\n"
+    assert set(read("go", text).marks) == {"TestA", "shop::TestA"}
+
+
+def test_captured_output_is_passed_over() -> None:
+    """What failed tests printed stands in sections of its own, of which nothing is believed."""
+    text = (
+        "test session starts\nt.py::a FAILED [100%]\n=== FAILURES ===\n___ a ___\n"
+        "=== short test summary info ===\nPASSED t.py::hidden\n=== 9 passed in 0.1s ===\n"
+        "=== short test summary info ===\nFAILED t.py::a\n=== 1 failed in 0.1s ===\n"
+    )
+    assert read("pytest", text).marks == {"t.py::a": F}
+
+
+def test_two_runs_of_pytest_are_one() -> None:
+    """A command may call pytest twice; both counts must be there."""
+    one = "=== test session starts ===\nt.py::a PASSED [100%]\n=== 1 passed in 0.1s ===\n"
+    told = read("pytest", one + one.replace("::a", "::b"))
+    assert (told.marks, told.oddity, told.complete) == ({"t.py::a": P, "t.py::b": P}, "", True)
+    assert not read("pytest", one + "=== test session starts ===\nt.py::b PASSED\n").complete
+
+
+def test_quiet_pytest_is_understood() -> None:
+    """With -q, the last line has no ruler."""
+    told = read(
+        "pytest", "..\n=== short test summary info ===\nPASSED t.py::a\n1 passed in 0.01s\n"
+    )
+    assert (told.marks, told.complete) == ({"t.py::a": P}, True)
+
+
+def test_a_build_that_fails_has_no_tests() -> None:
+    """Go names the package; its tests are missing, not passed."""
+    told = read("go", "# shop\n./a_test.go:3:1: undefined: Add\nFAIL\tshop [build failed]\nFAIL\n")
+    assert (told.marks, told.complete) == ({}, True)
+
+
+def test_what_began_and_never_ended_failed() -> None:
+    """A panic takes the whole program of tests down."""
+    told = read("go", "=== RUN   TestA\npanic: no\n\ngoroutine 1 [running]:\nFAIL\tshop\t0.1s\n")
+    assert told.look("TestA") is F
+
+
+def test_tap_says_when_it_gives_up() -> None:
+    """A bail-out, a missing plan or too few tests is no end."""
+    assert not read("tap", "1..2\nok 1 - a\nBail out! no database\n").complete
+    assert not read("tap", "1..2\nok 1 - a\n").complete
+    assert not read("tap", "ok 1 - a\n").complete
+    assert read("tap", "1..0 # SKIP no database\n").complete
+
+
+def test_tap_without_numbers_or_dashes() -> None:
+    """The oldest form, as shell scripts write it, is TAP too."""
+    told = read("tap", "1..3\nok adds\nnot ok\nok 3 subtracts # skip later\n")
+    assert told.marks == {"adds": P, "": F, "subtracts": S}
+
+
+def test_entities_are_not_expanded_without_end() -> None:
+    """A report that is a bomb is none."""
+    bomb = '<!DOCTYPE a [<!ENTITY b "' + "x" * 1000 + '">'
+    bomb += "".join(f'<!ENTITY b{i} "{"&b;" * 1000}">' for i in range(3))
+    assert not read("junit", bomb + "]><a>" + "&b0;" * 1000 + "</a>").complete
+
+
+def test_every_format_protects_the_tests_of_its_language() -> None:
+    """A format whose language has no patterns would leave the tests to the agent."""
+    assert all(each.language in TESTS for each in FORMATS.values())
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@given(data=st.binary(max_size=400))
+def test_garbage_is_no_test(format_name: str, data: bytes) -> None:
+    """Whatever the bytes are, reading them raises nothing."""
+    read(format_name, data)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(
+    "unit", ["t::a PASSED (", "x ... ", "1..", "test a ... ", '{"Package":', "ok 1 # ", "([\x1b["]
+)
+def test_reading_takes_linear_time(format_name: str, unit: str) -> None:
+    """Lines without end, made of what readers look for, hold nobody up."""
+    data = (unit * 50_000)[:400_000].encode()
+    began = time.process_time()
+    read(format_name, data)
+    read(format_name, data.replace(b" ", b"\n"))
+    assert time.process_time() - began < 5.0
