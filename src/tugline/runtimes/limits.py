@@ -227,11 +227,11 @@ def _sizes(folders: Iterable[Path]) -> Iterator[int]:
 
 def _deleted(root: Path) -> Mapping[tuple[int, int], int]:
     sizes: dict[tuple[int, int], int] = {}
-    with contextlib.suppress(OSError):
-        for process in os.scandir(root / "proc"):
+    with contextlib.suppress(OSError), os.scandir(root / "proc") as processes:
+        for process in processes:
             if process.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    for one in os.scandir(f"{process.path}/fd"):
+                with contextlib.suppress(OSError), os.scandir(f"{process.path}/fd") as entries:
+                    for one in entries:
                         found = one.stat()
                         if found.st_nlink == 0 and stat.S_ISREG(found.st_mode):
                             sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
