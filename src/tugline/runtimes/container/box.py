@@ -189,7 +189,7 @@ class ContainerBox:
             self.logs.mkdir(parents=True, exist_ok=True)
             for folder in self._folders.values():
                 folder.mkdir(exist_ok=True)
-                if self._user not in {"", "0", "root"}:  # who that is only the image knows
+                if not self._is_root:  # who it is only the image knows
                     folder.chmod(0o777)
 
     def _remember(self, record: Record) -> None:
@@ -199,6 +199,10 @@ class ContainerBox:
     @property
     def _user(self) -> str:
         return self._image.user if self._limits.user is None else self._limits.user
+
+    @property
+    def _is_root(self) -> bool:
+        return self._user.partition(":")[0] in {"", "0", "root"}
 
     def _asked(self) -> dict[str, Any]:
         """What the engine is asked for."""
@@ -226,7 +230,7 @@ class ContainerBox:
             "NanoCpus": int((limits.cpus or 0) * 1e9),
             "Ulimits": ulimits(),
             "CapDrop": ["ALL"],
-            "CapAdd": _NEEDED,
+            "CapAdd": _NEEDED if self._is_root else [],  # Podman gives added ones to any user
             # The toolbox and the bases are shared by all; relabelling them for each is no option.
             "SecurityOpt": ["no-new-privileges", "label=disable"],
             "ReadonlyRootfs": limits.read_only,

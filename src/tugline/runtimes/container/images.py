@@ -20,8 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import msgspec
-import structlog
 
+from tugline import log
 from tugline.errors import DiskFull, ImageFault, UsageError
 from tugline.runtimes.container.engine import Docker, DockerError, Engine, faults
 from tugline.types import Workspace
@@ -31,7 +31,7 @@ BUILT = "localhost/tugline/built"
 _HINT = "; load it into the engine by hand, or let the engine reach a registry"
 _WORDS = 15
 _GB = 1 << 30
-_log = structlog.get_logger(__name__)
+_log = log.get("runtimes")
 
 
 class Image(msgspec.Struct, frozen=True):

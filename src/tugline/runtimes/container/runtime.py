@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
-import structlog
 
+from tugline import log
 from tugline.errors import ConfigError, RuntimeFault, UsageError
 from tugline.runtimes.base import HOME, WORKDIR, Mount, Place
 from tugline.runtimes.cache import cache_folder
@@ -36,7 +36,7 @@ from tugline.runtimes.mounts import unmount_all
 from tugline.runtimes.proxy import AllowList
 from tugline.types import Workspace
 
-_log = structlog.get_logger(__name__)
+_log = log.get("runtimes")
 
 
 class Container:

@@ -1,0 +1,3 @@
+from containers import container, podman
+
+__all__ = ["container", "podman"]
