@@ -41,6 +41,7 @@ from tugline.node.course import Course
 from tugline.node.parts import Parts
 from tugline.node.warm import Warm
 from tugline.runtimes.base import Box, Exit, Mount, Place
+from tugline.runtimes.keeping import keep
 from tugline.runtimes.patch import Patch
 from tugline.types import Call, Cause, Failure, Ledger, Session, Status, Task, Trajectory
 
@@ -204,6 +205,8 @@ class _Rollout:
                     self.spare.prepare(self.course.spares)
                 clock = self.course.clock(limits.agent_s)
                 end = await box.run(launch.argv, env=launch.env, timeout_s=clock)
+                home = self.directory / "agent" / "home"  # where built-in runtimes have it
+                await asyncio.to_thread(keep, home, harnesses.keeps(self.harness), box.logs)
                 patch = await box.changes()
                 said = await asyncio.to_thread(_tail, box.logs)
                 self.ran = _Ran(end, patch, said)
