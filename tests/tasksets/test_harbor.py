@@ -136,7 +136,7 @@ def test_several_services_are_refused(tmp_path: Path) -> None:
     """There is one sandbox, so its task would be another one."""
     folder = made(tmp_path / "one")
     (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
-    with pytest.raises(ConfigError, match="describes several services"):
+    with pytest.raises(ConfigError, match="has several services"):
         read(folder)
 
 

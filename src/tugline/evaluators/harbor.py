@@ -59,9 +59,10 @@ class Harbor:
     """`tests` is the folder of the task's tests, on the node. Made by the task set ``harbor``.
 
     `env` is the script's environment, where ``${NAME}`` stands for a variable of the node that
-    `pass_env` lists. `reward` names the one of several rewards that counts (default: ``reward``,
-    else their mean). `protected` are patterns of paths that no patch may change, `editable` those
-    it may although they look like Python's or a test runner's own.
+    `pass_env` lists. With `network` it reaches the hosts that the runtime allows. `reward` names
+    the one of several rewards that counts (default: ``reward``, else their mean). `protected` are
+    patterns of paths that no patch may change, `editable` those it may although they look like
+    Python's or a test runner's own.
     """
 
     def __init__(  # noqa: PLR0913 - each is an option
@@ -72,6 +73,7 @@ class Harbor:
         env: Mapping[str, str] | None = None,
         pass_env: Sequence[str] = (),
         in_place: bool = False,
+        network: bool = False,
         reward: str | None = None,
         protected: Sequence[str] = (),
         editable: Sequence[str] = (),
@@ -87,7 +89,7 @@ class Harbor:
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
         self._protected = check_patterns("evaluator 'harbor': protected", protected)
         self._editable = check_patterns("evaluator 'harbor': editable", editable)
-        self.in_place = in_place
+        self.in_place, self._network = in_place, network
         self._works = False
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
@@ -135,6 +137,8 @@ class Harbor:
             placed = await self._put_tests(box)
             if placed is not None:
                 return placed
+        if self._network:
+            await _open_doors(box)
         end = await box.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
             env={"HOME": str(box.home), **filled(self._env, self._pass)},
@@ -203,6 +207,14 @@ class Harbor:
             msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
             raise EvaluatorError(msg)
         return sum(parts.values()) / len(parts)
+
+
+async def _open_doors(box: Box) -> None:
+    """A box has no doors until it reaches for something, and then also those to allowed hosts."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        await box.reach(f"http://127.0.0.1:{port}")
 
 
 async def _rewards(box: Box) -> Mapping[str, float] | None:

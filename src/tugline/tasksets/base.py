@@ -111,12 +111,18 @@ class Template(msgspec.Struct, frozen=True):
             id=task_id(task.id + instance),
             instruction=task.instruction.replace(_WORD, instruction),
             evaluator=self._judge(evaluator),
-            runtime=runtime if runtime and "runtime" not in self.given else task.runtime,
+            runtime=self._place(runtime),
             workspace=workspace or Workspace(),
             files=dict(files or {}),
             limits=msgspec.convert(msgspec.structs.asdict(task.limits) | own, Limits),
             tags={**(tags or {}), **task.tags, INSTANCE: instance},
         )
+
+    def _place(self, own: Part | None) -> Part:
+        """The set's own runtime, or the template's with what the set says of that one."""
+        if "runtime" not in self.given:
+            return own or self.task.runtime
+        return self.task.runtime if own is None else _placed(self.task.runtime, own)
 
     def _judge(self, own: Part | None) -> Part:
         """The set's own evaluator, also where the template's names it as a part of another."""

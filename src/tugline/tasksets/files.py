@@ -118,15 +118,10 @@ def read_set(path: Path) -> Chosen | None:
 
 def harbor_folder(path: Path) -> Chosen | None:
     """The tasks of a Harbor folder, to look at; None for another path."""
-    if not path.is_dir() or not any(_harbor_tasks(path)):
+    if not path.is_dir() or not [*path.glob(HARBOR_TASK), *path.glob(f"*/{HARBOR_TASK}")]:
         return None
     told = SetFile(Part("harbor", {"path": str(path.absolute())}), dict(_TRIAL))
     return Chosen(told, str(path), path)
-
-
-def _harbor_tasks(path: Path) -> Iterator[Path]:
-    yield from path.glob(HARBOR_TASK)
-    yield from path.glob(f"*/{HARBOR_TASK}")
 
 
 def made(part: Part, folder: Path) -> TaskSet:

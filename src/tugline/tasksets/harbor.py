@@ -112,8 +112,9 @@ class Harbor:
     """`path` is a task's folder or a folder of them, on each node.
 
     `build` makes images from Dockerfiles also where ``docker_image`` names one. `in_place` judges
-    where the agent was (default: where ``verifier.environment_mode`` says ``shared``). `pass_env`
-    lists variables of the node that tests and solutions may see.
+    where the agent was (default: where ``verifier.environment_mode`` says ``shared``). `network`
+    lets tests reach the hosts that the runtime allows. `pass_env` lists variables of the node that
+    tests and solutions may see.
     """
 
     def __init__(
@@ -122,10 +123,11 @@ class Harbor:
         path: str,
         build: bool = False,
         in_place: bool | None = None,
+        network: bool = False,
         pass_env: Sequence[str] = (),
     ) -> None:
         self._root, self._build, self._in_place = Path(path), build, in_place
-        self._pass_env = list(pass_env)
+        self._network, self._pass_env = network, list(pass_env)
 
     def tasks(self, template: Template) -> Iterator[Task]:
         """A task for each folder, by name."""
@@ -165,6 +167,8 @@ class Harbor:
             "timeout_s": seconds,
             "in_place": shared if self._in_place is None else self._in_place,
         }
+        if self._network:
+            options["network"] = True
         if env := told.environment.env | told.verifier.env:
             options |= {"env": env, "pass_env": self._pass_env}
         limits = {"eval_s": 2 * seconds + _MARGIN_S, "init_s": told.environment.build_timeout_sec}
@@ -230,7 +234,7 @@ def _warn(warned: set[str], what: str, key: str, file: Path) -> None:
 def _check(folder: Path, told: TaskToml) -> None:
     """Raises `ConfigError` for what cannot be judged here."""
     environment = folder / "environment"
-    composed = next((p.name for p in environment.glob("docker-compose.y*ml")), None)
+    composed = sorted(environment.glob("docker-compose.y*ml"))
     wrong = None
     if told.steps:
         wrong = f"{CONFIG}: steps has {len(told.steps)} steps; tasks must be of one step"
@@ -242,7 +246,7 @@ def _check(folder: Path, told: TaskToml) -> None:
         mode = told.verifier.environment_mode
         wrong = f"{CONFIG}: verifier.environment_mode is {mode!r}, must be shared or separate"
     elif composed:
-        wrong = f"environment/{composed} describes several services; there must be one image"
+        wrong = f"environment/{composed[0].name} has several services; there must be one image"
     elif not (folder / "tests" / "test.sh").is_file():
         wrong = "tests/test.sh is missing"
     if wrong:
