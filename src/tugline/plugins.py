@@ -25,6 +25,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "runtime": {
         "auto": "tugline.runtimes.local:Local",
+        "bubblewrap": "tugline.runtimes.bubblewrap:Bubblewrap",
         "container": "tugline.runtimes.container.runtime:Container",
         "local": "tugline.runtimes.local:Local",
     },

@@ -15,7 +15,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,6 +36,68 @@ class Started(msgspec.Struct, frozen=True):
     start: int | None
     """Clock ticks after boot at which it started; None where that cannot be read."""
     mark: str
+
+
+class Child:
+    """A program of ours, and its end as a future. Made on the event loop's own thread.
+
+    There: a sandbox that is to die with its parent dies with the thread that made it.
+    """
+
+    def __init__(self, argv: Sequence[str], *, descriptors: Sequence[int] = ()) -> None:
+        """Start it, with nothing to read and what it says for `said`. Raises `OSError`."""
+        self._said = os.memfd_create("said")
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._said)
+            raise
+        self.pid = self._process.pid
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[int] = loop.create_future()
+        self._watched = os.pidfd_open(self.pid)
+        loop.add_reader(self._watched, self._over, loop)
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
+
+    def said(self) -> str:
+        """The end of what it wrote; of use when it went wrong."""
+        size = os.fstat(self._said).st_size
+        return os.pread(self._said, 500, max(0, size - 500)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Forget it; it has ended."""
+        os.close(self._said)
+
+    def _over(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self._watched)
+        os.close(self._watched)
+        self.ended.set_result(self._process.wait())
+
+
+def records(directory: Path, ending: str) -> Iterator[Path]:
+    """Files of that name in boxes at or below `directory`, none of which a program can have made.
+
+    What holds ``home`` and ``logs`` is a box; the folders in it belong to its programs.
+    """
+    stack = [os.fspath(directory)]
+    while stack:
+        with contextlib.suppress(OSError):
+            entries = list(os.scandir(stack.pop()))
+            for entry in entries:
+                if entry.name.endswith(ending) and entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path)
+            if not {"home", "logs"} <= {entry.name for entry in entries}:
+                stack += [one.path for one in entries if one.is_dir(follow_symlinks=False)]
 
 
 async def finish(task: asyncio.Task[None]) -> None:

@@ -44,11 +44,11 @@ _REFUSED_WITH: Mapping[str, tuple[tuple[int, int], int, int, int]] = {
 """Numbers, which argument, how it is compared, with what."""
 
 
-def seccomp(machine: str | None = None) -> bytes | None:
-    """The filter as bubblewrap reads it; None for a machine whose numbers are not known here."""
+def seccomp(machine: str | None = None) -> bytes:
+    """The filter as bubblewrap reads it; empty for a machine whose numbers are not known here."""
     found = _ARCHES.get(machine or platform.machine())
     if found is None:
-        return None
+        return b""
     arch, column = found
     code = [
         *((_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)),

@@ -1,0 +1,274 @@
+"""One box that is a bubblewrap sandbox: its folders, its way out, its share of the disk.
+
+See `bubblewrap` for what holds of it. A control group is entered beside the start, because the
+kernel takes its time for it, and is waited for before the first program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+
+import msgspec
+
+from tugline.errors import UsageError, WorkspaceFault
+from tugline.runtimes import files, limits, view
+from tugline.runtimes.base import HOME, MOST, WORKDIR, Content, Exit, Mount, Place
+from tugline.runtimes.bwrap import Sandbox
+from tugline.runtimes.clock import Clock
+from tugline.runtimes.doors import Doors
+from tugline.runtimes.layers import Layer
+from tugline.runtimes.limits import Group, Limits, Places
+from tugline.runtimes.patch import Caps, Patch
+from tugline.runtimes.processes import finish
+from tugline.runtimes.runner import INSIDE, KILLED, Gone
+from tugline.types import Cause, Workspace
+
+_OVERLAY = (
+    'mount -t overlay overlay -o "nosuid,nodev,$1" "$2" 2>/dev/null ||'
+    ' mount -t overlay overlay -o "nosuid,nodev,${1%,volatile}" "$2" || exit 71; shift 2; exec "$@"'
+)
+_WATCH_S = 1.0
+_SHARE = 20
+"""The watch of the disk takes no more than a twentieth of a processor."""
+
+
+class Ground(msgspec.Struct, frozen=True):
+    """What all boxes of a runtime have in common on this machine."""
+
+    arguments: tuple[str, ...]
+    """For bwrap."""
+    filter: bytes
+    """Of system calls; empty where there is none."""
+    places: Places
+
+
+class BubblewrapBox:
+    """See `tugline.runtimes.base.Box`."""
+
+    def __init__(
+        self, directory: Path, place: Place, bounds: Limits, doors: Doors, ground: Ground
+    ) -> None:
+        self.workdir = PurePosixPath(place.workspace.path or WORKDIR)
+        self.home = HOME
+        self.logs = directory / "logs"
+        self._directory = directory
+        self._limits = bounds
+        self._ground = ground
+        self._layer = Layer(directory, _base(place.workspace), place.files)
+        self._group = Group(ground.places, directory)
+        self._doors = doors
+        self._mounts = _sources(place.mounts, directory)
+        self._sandbox: Sandbox | None = None
+        self._settled: asyncio.Future[None] | None = None
+        self._starts, self._runs = asyncio.Lock(), asyncio.Lock()
+        self._over = False
+        """Whether it took more of the disk than it may."""
+
+    async def start(self) -> None:
+        """Make its folders and its first sandbox."""
+        await finish(asyncio.create_task(asyncio.to_thread(self._make)))
+        await self._up()
+
+    async def aclose(self) -> None:
+        """End all of it; its folders stay, without what nobody reads any more."""
+        await self._down()
+        await asyncio.to_thread(self._clear)
+
+    async def put(self, root: PurePath, files_: Mapping[str, Content]) -> None:
+        """Put files under the workdir or the home."""
+        if root not in {self.workdir, self.home}:
+            msg = f"files are put under {self.workdir} or {self.home}, not under {root}"
+            raise UsageError(msg)
+        await asyncio.to_thread(files.put, await self._seen(root), files_)
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """A regular file's bytes."""
+        for root in (self.workdir, self.home, *self._own_mounts()):
+            if path.is_relative_to(root):
+                below = str(path.relative_to(root))
+                return await asyncio.to_thread(files.get, await self._seen(root), below, most)
+        msg = f"{path} is not in {self.workdir}, {self.home} or a writable mount"
+        raise UsageError(msg)
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """What was done to the workdir, after the end of the whole sandbox."""
+        async with self._runs:
+            await self._down()
+            return await asyncio.to_thread(self._layer.changes, caps)
+
+    async def reach(self, url: str) -> str:
+        """The URL of a door that leads to `url`."""
+        sandbox = await self._up()
+        return await self._doors.open(sandbox.pid, url)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float | Clock,
+        log_name: str = "agent",
+    ) -> Exit:
+        """Run a program in the sandbox, which is killed if that outlives its time or its share."""
+        async with self._runs:
+            sandbox = await self._up()
+            if self._settled is not None:
+                await asyncio.shield(self._settled)
+            began, killed = time.monotonic(), self._group.memory_kills()
+            watch = asyncio.create_task(self._watch(sandbox))
+            gone = None
+            try:
+                end = await sandbox.runner.run(
+                    argv,
+                    env={**self._doors.env, **env},
+                    cwd=self.workdir,
+                    timeout_s=timeout_s,
+                    log=self.logs / f"{log_name}.log",
+                )
+            except Gone as error:
+                gone, end = error, Exit(KILLED, timed_out=False, seconds=time.monotonic() - began)
+            finally:
+                watch.cancel()
+                await asyncio.wait([watch])
+            cause = await asyncio.to_thread(self._cause, end, killed)
+            if gone is not None and cause is None:
+                raise gone
+            return msgspec.structs.replace(end, cause=cause)
+
+    # ------------------------------------------------------------------ its sandbox
+    async def _up(self) -> Sandbox:
+        """The sandbox, started again if the last one was killed."""
+        async with self._starts:
+            if self._sandbox is not None and self._sandbox.runner.alive:
+                return self._sandbox
+            await self._end()
+            most = self._limits.output_mb << 20
+            sandbox = self._sandbox = Sandbox(self._directory / "control", most)
+            await finish(asyncio.create_task(asyncio.to_thread(sandbox.runner.prepare)))
+            before = await asyncio.to_thread(self._mounting)
+            await sandbox.start(before, self._arguments(), self._ground.filter)
+            settling = asyncio.to_thread(self._settle, sandbox.pid)
+            self._settled = asyncio.ensure_future(settling)
+            await self._doors.move(sandbox.pid)
+            return sandbox
+
+    async def _down(self) -> None:
+        async with self._starts:
+            await self._end()
+
+    async def _end(self) -> None:
+        sandbox, settled = self._sandbox, self._settled
+        self._sandbox = self._settled = None
+        if settled is not None:
+            # Not before: a number that is free again may be another process's.
+            await asyncio.wait([settled])
+        if sandbox is not None:
+            await sandbox.kill()
+            sandbox.close()
+        await self._doors.aclose()
+
+    def _settle(self, pid: int) -> None:
+        limits.restrain(pid, self._limits, self._ground.places)
+        self._group.join(pid)
+
+    def _mounting(self) -> list[str]:
+        """How bwrap is started: by itself, or where the overlay has been mounted before."""
+        if self._layer.lower is None:
+            return []
+        private = os.geteuid() != 0
+        space = ["unshare", "--mount", *(["--user", "--map-root-user"] if private else [])]
+        options = self._layer.prepare(private=private)
+        return [*space, "/bin/sh", "-c", _OVERLAY, "sh", options, str(self._layer.work)]
+
+    def _arguments(self) -> list[str]:
+        args = list(self._ground.arguments)
+        args += ["--ro-bind", str(self._directory / "control"), INSIDE]
+        args += ["--bind", str(self._directory / "tmp"), "/tmp"]  # noqa: S108
+        args += ["--bind", str(self._directory / "home"), str(self.home)]
+        args += ["--bind", str(self._layer.work), str(self.workdir)]
+        for target, (source, writable) in self._mounts.items():
+            args += ["--bind" if writable else "--ro-bind", str(source), str(target)]
+        return [*args, *view.closing()]
+
+    # ------------------------------------------------------------------ its folders
+    def _make(self) -> None:
+        own = [source for source, writable in self._mounts.values() if writable]
+        with files.faults(f"cannot make {self._directory}"):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.chmod(0o700)  # what programs are given is nobody else's business
+            for folder in (self._directory / "home", self._directory / "tmp", self.logs, *own):
+                folder.mkdir(parents=True, exist_ok=True)
+        self._layer.make()
+        self._group.make(self._limits)
+
+    def _clear(self) -> None:
+        self._group.remove()
+        useless = {"control", "tmp", "scratch"} | ({"home", "upper"} if self._over else set())
+        with files.faults(f"cannot clear {self._directory}"):
+            for name in useless:
+                files.remove(self._directory, name)
+            if self._over and self._layer.lower is None:
+                files.remove(self._directory, "work")
+
+    async def _seen(self, root: PurePath) -> Path:
+        """Where a folder of the sandbox is, as seen from this machine."""
+        if root == self.home:
+            return self._directory / "home"
+        if root in self._mounts:
+            return self._mounts[root][0]
+        if self._layer.lower is None:
+            return self._layer.work
+        return Path(f"/proc/{(await self._up()).pid}/root{root}")
+
+    def _own_mounts(self) -> list[PurePath]:
+        return [target for target, (_, writable) in self._mounts.items() if writable]
+
+    # ------------------------------------------------------------------ its share
+    async def _watch(self, sandbox: Sandbox) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            began = time.monotonic()
+            if await asyncio.to_thread(self._too_much, sandbox.pid):
+                self._over = True
+                await sandbox.kill()
+                return
+            await asyncio.sleep(_SHARE * (time.monotonic() - began))
+
+    def _too_much(self, pid: int | None) -> bool:
+        folders = [self._directory / "home", self._directory / "tmp", self._layer.own]
+        folders += [source for source, writable in self._mounts.values() if writable]
+        most = self._limits.disk_mb << 20
+        return limits.used(folders, Path(f"/proc/{pid}/root") if pid else None, most) > most
+
+    def _cause(self, end: Exit, killed: int) -> Cause | None:
+        """Which limit ended a program, if one did."""
+        self._over = self._over or self._too_much(None)
+        if self._over:
+            return Cause.AGENT_DISK
+        out_of_memory = end.code == KILLED and self._group.memory_kills() > killed
+        return Cause.AGENT_MEMORY if out_of_memory else None
+
+
+def _base(workspace: Workspace) -> Path | None:
+    if workspace.folder is None:
+        return None
+    base = Path(workspace.folder)
+    if not base.is_dir():
+        msg = f"workspace.folder {workspace.folder!r} is no folder of this machine"
+        raise WorkspaceFault(msg)
+    return base.resolve()
+
+
+def _sources(mounts: Sequence[Mount], directory: Path) -> dict[PurePath, tuple[Path, bool]]:
+    """What is mounted at each target, and whether programs may write to it."""
+    found: dict[PurePath, tuple[Path, bool]] = {}
+    for number, mount in enumerate(mounts):
+        if not (mount.optional and view.shows(mount.target)):
+            own = directory / "mounts" / str(number)
+            source = (own, True) if mount.source is None else (Path(mount.source), False)
+            found[PurePosixPath(mount.target)] = source
+    return found
