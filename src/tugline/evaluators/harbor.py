@@ -219,27 +219,30 @@ async def _open_doors(box: Box) -> None:
 
 async def _rewards(box: Box) -> Mapping[str, float] | None:
     """What the script left; reward.json comes first. Raises `ValueError` for what is no reward."""
-    for name, read in (("reward.json", _of_json), ("reward.txt", _of_text)):
+    for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
         data = await box.get(LOGS / name, most=_MOST)
         if data is not None:
             return read(data)
     return None
 
 
-def _of_json(data: bytes) -> dict[str, float]:
+def read_json(data: bytes) -> dict[str, float]:
+    """Rewards by name of a reward.json. Raises `ValueError`."""
     try:
-        found = msgspec.json.decode(data, type=dict[str, float] | float)
+        found = msgspec.json.decode(data, type=dict[str, float | bool] | float | bool)
     except (msgspec.DecodeError, RecursionError) as error:
         msg = f"reward.json is no number and no object of numbers: {error}"
         raise ValueError(msg) from error
-    rewards = found if isinstance(found, dict) else {"reward": found}
+    named = found if isinstance(found, dict) else {"reward": found}
+    rewards = {name: float(value) for name, value in named.items()}
     if not rewards or not all(map(math.isfinite, rewards.values())):
         msg = f"reward.json is {data[:80]!r}, must have finite numbers"
         raise ValueError(msg)
     return rewards
 
 
-def _of_text(data: bytes) -> dict[str, float]:
+def read_text(data: bytes) -> dict[str, float]:
+    """The reward of a reward.txt. Raises `ValueError`."""
     try:
         value = float(data.strip())
     except ValueError as error:

@@ -1,0 +1,190 @@
+"""Harbor tasks, judged by their own script: in a clean box, or where the agent was.
+
+The agent is a command that stands where a reference solution would, in real sandboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from containers import DEBIAN, podman
+from tugline.errors import ConfigError
+from tugline.evaluators.harbor import Harbor, read_json, read_text
+from tugline.node.parts import Parts
+from tugline.node.proof import Proof, prove
+from tugline.plugins import find
+from tugline.tasksets.base import Solution
+from tugline.types import Cause, Limits, Part, Task, Workspace
+
+RUNTIMES = [
+    pytest.param("bubblewrap", id="bubblewrap"),
+    pytest.param("container", id="container", marks=pytest.mark.podman),
+]
+RIGHT = "if [ -f done ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
+
+__all__ = ["podman"]
+
+Judge = Callable[..., Proof]
+
+
+@pytest.fixture(params=RUNTIMES)
+def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
+    """What an agent's command earns by a script, as ``judge(command, script, **options)``."""
+    runtime, workspace = Part("bubblewrap"), Workspace(path="/app")
+    if request.param == "container":
+        runtime = Part("container", {"engine": request.getfixturevalue("podman")})
+        workspace = Workspace(image=DEBIAN, path="/app")
+    else:
+        why = find("runtime", "bubblewrap")().unavailable()
+        if why is not None:
+            pytest.skip(why)
+
+    def judged(command: str, script: str = RIGHT, *, eval_s: float = 60.0, **options: Any) -> Proof:
+        tests = tmp_path / "tests"
+        shutil.rmtree(tests, ignore_errors=True)
+        tests.mkdir()
+        if script:
+            (tests / "test.sh").write_text(script)
+        (tests / "secret.txt").write_text("42")
+        task = Task(
+            id="t",
+            instruction="",
+            harness=Part("shell"),
+            evaluator=Part("harbor", {"tests": str(tests), "timeout_s": 20.0, **options}),
+            runtime=runtime,
+            workspace=workspace,
+            files={"given.txt": "given"},
+            limits=Limits(eval_s=eval_s),
+        )
+        solution = Solution(argv=("sh", "-c", command))
+        return asyncio.run(prove(task, solution, tmp_path / "boxes", Parts()))
+
+    return judged
+
+
+def test_the_work_is_judged_by_the_script(judge: Judge) -> None:
+    """Its number is the reward, for right and for wrong work."""
+    assert judge("touch done").reward == 1.0
+    assert judge("true").reward == 0.0
+    assert (
+        judge("touch done", "cat given.txt && echo 0.25 > /logs/verifier/reward.txt").reward == 0.25
+    )
+
+
+def test_several_rewards_are_one_number(judge: Judge) -> None:
+    """`reward` counts, or the one that is named, or else their mean; json goes before text."""
+    script = "echo 9 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/reward.json"
+    assert judge("true", script.format('{"reward": 0.5, "a": 1}')).reward == 0.5
+    assert judge("true", script.format('{"a": 1, "b": 0}')).reward == 0.5
+    assert judge("true", script.format('{"a": 1, "b": 0}'), reward="a").reward == 1.0
+
+
+def test_a_script_without_a_readable_reward_is_no_verdict(judge: Judge) -> None:
+    """Nobody's work is charged with a broken task."""
+    for script, why in (
+        ("exit 3", "no reward was written (exit 3)"),
+        ("echo many > /logs/verifier/reward.txt", "must be a number"),
+        ("ln -s /etc/hostname /logs/verifier/reward.txt", "no reward was written"),
+        ("", "there is no test.sh in"),
+    ):
+        proof = judge("touch done", script)
+        assert proof.failure is not None
+        assert (proof.reward, proof.failure.cause) == (None, Cause.EVALUATOR)
+        assert why in proof.why
+
+
+def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
+    """Without it the script gives a reward, so there is a verdict."""
+    proof = judge("rm given.txt", "set -e; cat given.txt; echo 1 > /logs/verifier/reward.txt")
+    assert proof.failure is None
+    assert (proof.reward, proof.why) == (0.0, "no reward was written (exit 1)")
+
+
+def test_a_script_that_never_ends_is_ended(judge: Judge) -> None:
+    """The agent's loop costs it the reward, and the evaluator a second."""
+    proof = judge("true", "sleep 60", timeout_s=1.0)
+    assert (proof.reward, proof.why) == (0.0, "out of time after 1 s")
+
+
+def test_nothing_but_the_work_counts_in_a_clean_box(judge: Judge) -> None:
+    """What an agent writes outside of its folder is gone; it sees no tests there."""
+    plant = "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt;"
+    plant += "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; ls /tests > seen; true"
+    script = "if grep -q secret seen; then echo 0.1; else echo 0.5; fi > /logs/verifier/reward.txt"
+    assert judge(plant, script).reward == 0.5
+
+
+def test_the_tests_cannot_be_changed_by_the_work_they_run(judge: Judge) -> None:
+    """They are mounted read-only."""
+    script = "echo x >> /tests/secret.txt && echo 0 || echo 1 > /logs/verifier/reward.txt"
+    assert judge("true", script).reward == 1.0
+
+
+def test_in_place_the_outcome_may_lie_anywhere(judge: Judge) -> None:
+    """A file in the agent's home counts there, and only there."""
+    script = 'if [ -f "$HOME/done" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
+    assert judge('touch "$HOME/done"', script, in_place=True).reward == 1.0
+    assert judge('touch "$HOME/done"', script).reward == 0.0
+
+
+def test_in_place_what_was_planted_is_cleared(judge: Judge) -> None:
+    """Rewards and tests that the agent left where the script's own belong do not count."""
+    plant = "echo 1 > /logs/verifier/reward.json; mkdir /tests/.hidden; ls -A /tests > seen;"
+    plant += "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; touch /tests/conftest.py"
+    script = "cat seen; [ -e /tests/conftest.py ] || [ -e /tests/.hidden ] || grep secret seen ||"
+    script += " echo 0.5 > /logs/verifier/reward.txt"
+    assert judge(plant, script, in_place=True).reward == 0.5
+
+
+def test_the_script_has_its_environment(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of the task, and variables of the node as far as they are passed."""
+    monkeypatch.setenv("NODE_KEY", "k3y")
+    env = {"A": "plain", "B": "${NODE_KEY}", "C": "${OTHER_KEY:-none}"}
+    script = '[ "$A$B$C" = plaink3ynone ] && echo 1 > /logs/verifier/reward.txt'
+    assert judge("true", script, env=env, pass_env=["NODE_KEY"]).reward == 1.0
+
+
+def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
+    """Unless the task says that this is what is asked for."""
+    script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
+    assert judge("touch json.py sitecustomize.py", script).reward == 0.0
+    assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
+
+
+@pytest.mark.parametrize("text", ["true", "0.5", '{"a": 1, "b": false}', "-3"])
+def test_json_rewards_are_numbers(text: str) -> None:
+    """Alone or by name."""
+    assert all(isinstance(value, float) for value in read_json(text.encode()).values())
+
+
+@pytest.mark.parametrize("text", ['{"a": "1"}', "[]", "{}", "1e999", "null", "", "[" * 9999])
+def test_what_is_no_number_is_no_reward(text: str) -> None:
+    """Neither in JSON nor as text."""
+    for read in (read_json, read_text):
+        with pytest.raises(ValueError, match=r"reward\."):
+            read(text.encode())
+    with pytest.raises(ValueError, match="must be finite"):
+        read_text(b"nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tests": "tests"}, "tests is 'tests', must be an absolute path"),
+        ({"tests": "/t", "timeout_s": 0}, "timeout_s is 0, must be more than 0"),
+        ({"tests": "/t", "env": {"A": "${KEY}"}}, "list 'KEY' in pass_env"),
+        ({"tests": "/t", "protected": "x"}, "protected is 'x', must be a list of patterns"),
+    ],
+    ids=["tests", "timeout", "env", "protected"],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], told: str) -> None:
+    """With its value and what would be right."""
+    with pytest.raises(ConfigError) as caught:
+        Harbor(**options)
+    assert told in str(caught.value)
