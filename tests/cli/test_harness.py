@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tugline.harnesses.installing import once, toolbox
 from tugline.plugins import BUILT_IN
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 
 
-def tugline(*options: str) -> subprocess.CompletedProcess[str]:
+def tugline(*options: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A command, to its end."""
     command = [TUGLINE, "harness", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    env = {**os.environ, **({"TUGLINE_CACHE": str(cache)} if cache else {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
-def test_every_harness_is_listed_with_its_version() -> None:
+def test_every_harness_is_listed_with_its_version(tmp_path: Path) -> None:
     """Names, pinned versions, and the dialects that are checked."""
-    done = tugline("list")
+    done = tugline("list", cache=tmp_path)
     assert done.returncode == 0
     rows = {line.split()[0]: line for line in done.stdout.splitlines()[1:] if line.strip()}
     assert set(rows) >= set(BUILT_IN["harness"])
     assert "0.169.0" in rows["codex"]
     assert "openai_responses" in rows["codex"]
+
+
+async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed is read again: a changed file makes it unsound, and the exit code 1."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path))
+
+    async def fill(fresh: Path) -> None:
+        (fresh / "program").write_text("right")
+
+    for version in ("0.87.1", "0.90.0"):
+        await once(toolbox() / f"pi-{version}", fill)
+    (toolbox() / "pi-0.90.0" / "program").write_text("wrong")
+    done = tugline("list", "--json", cache=tmp_path)
+    told = [one for one in json.loads(done.stdout)["harnesses"] if one["name"] == "pi"]
+    assert [(one["version"], one["pinned"], one["sound"]) for one in told] == [
+        ("0.87.1", True, True),
+        ("0.90.0", False, False),
+    ]
+    assert told[0]["bytes"] == len("right")
+    assert tugline("list", cache=tmp_path).returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -36,6 +60,13 @@ def test_every_harness_is_listed_with_its_version() -> None:
         (["check", "pi", "--all"], "give the name of one harness, or --all"),
         (["check", "shell"], "harness 'shell' cannot be checked; these can: codex, claude_code"),
         (["install", "shell"], "there is nothing to install"),
+        (["install"], "give the names of harnesses, or --all"),
+        (["install", "pi", "--all"], "give the names of harnesses, or --all"),
+        (["install", "pi", "codex", "--version", "1.2.3"], "--version 1.2.3 is for one harness"),
+        (["install", "pi", "--version", "latest"], "version is 'latest', must be exact"),
+        (["upgrade", "shell"], "there is nothing to install"),
+        (["upgrade", "pi", "--version", "new"], "version is 'new', must be exact"),
+        (["check", "pi", "--version", "1"], "version is '1', must be exact"),
         (["install", "pie"], "unknown harness 'pie'; did you mean 'pi'?"),
         (["check", "pi", "--engine", "http://127.0.0.1:9"], "127.0.0.1:9"),
         (["check", "pi", "--keep", "/dev/null/x"], "choose another --keep"),

@@ -1,4 +1,4 @@
-"""``tugline harness list | install | check``: which agents there are, and whether they work here.
+"""``tugline harness list | install | upgrade | check``: which agents there are, and work here.
 
 A check runs the real program against the real gateway and a scripted model, in a network without
 internet, and says for each requirement whether it holds, or why not and whose fault that is.
@@ -22,40 +22,95 @@ from tugline.conformance.matrix import check as check_cell
 from tugline.conformance.matrix import reached
 from tugline.conformance.worker import Result
 from tugline.errors import UsageError
-from tugline.plugins import find, known
+from tugline.harnesses.preset import Preset
+from tugline.harnesses.shelf import items, preset, presets
 
 harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
 _SIGNS = {"pass": "[green]pass[/]", "cli:": "[yellow]cli[/]", "fail:": "[red]fail[/]", "-": ""}
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Version = Annotated[str | None, typer.Option(help="An exact version, instead of the pinned one.")]
+
+
 @harness.command("list")
-def list_() -> None:
-    """Name every harness, its version and the dialects it is checked in."""
-    table = Table("name", "version", "checked in", box=None)
-    for name in known("harness"):
-        dialects = [cell.dialect for cell in cells_of(None) if cell.harness == name]
-        version = find("harness", name)().version if dialects else None
-        table.add_row(name, version or "-", ", ".join(dialects) or "-")
+def list_(
+    *,
+    newest: Annotated[
+        bool, typer.Option("--newest", help="Ask npm and PyPI for the newest versions.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Name every harness and its version, what is installed of it and whether that is sound."""
+    with Console(stderr=True).status("reading what is installed"):
+        found = asyncio.run(items(newest=newest))
+    if as_json:
+        typer.echo(msgspec.json.encode({"harnesses": found}))
+        return
+    table = Table("name", "version", "installed", "checksum", "newest", box=None)
+    table.add_column("checked in", overflow="fold")
+    for item in found:
+        dialects = [cell.dialect for cell in cells_of(None) if cell.harness == item.name]
+        table.add_row(
+            item.name,
+            item.version or "-",
+            f"{item.bytes / 1e6:.0f} MB" if item.installed else "-",
+            {None: "-", True: "ok", False: "[red]changed[/]"}[item.sound],
+            item.newest or "-",
+            ", ".join(dialects) if item.pinned else "",
+        )
     Console().print(table)
+    if any(item.sound is False for item in found):
+        typer.echo("what has changed is not as it was installed: remove its folder", err=True)
+        raise typer.Exit(1)
 
 
 @harness.command()
-def install(name: str) -> None:
-    """Install the pinned version of a harness into the cache."""
-    try:
-        program = find("harness", name)()
-    except TypeError as error:
-        msg = f"harness {name!r} is told by its options what to run; there is nothing to install"
-        raise UsageError(msg) from error
-    asyncio.run(program.install())
-    typer.echo(f"{name} {program.version} is installed")
+def install(
+    names: Annotated[list[str] | None, typer.Argument(help="Harnesses to install.")] = None,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="Install every harness.")] = False,
+    version: Version = None,
+) -> None:
+    """Put harnesses into the toolbox ahead of time, and start each of them once."""
+    if every == bool(names):
+        msg = "give the names of harnesses, or --all"
+        raise UsageError(msg)
+    if version is not None and len(names or ()) != 1:
+        msg = f"--version {version} is for one harness; give its name alone"
+        raise UsageError(msg)
+    for program in [preset(name, version) for name in names or presets()]:
+        _install(program)
+        typer.echo(f"{program.name} {program.version} is installed")
 
 
 @harness.command()
-def check(
+def upgrade(name: str, *, version: Version = None) -> None:
+    """Install the newest version (or --version) beside the pinned one, and start it once."""
+    pinned = preset(name)
+    wanted = version or asyncio.run(pinned.package.newest())
+    if wanted == pinned.version:
+        typer.echo(f"{name} {wanted} is what tasks get already")
+        return
+    _install(preset(name, wanted))
+    typer.echo(
+        f"{name} {wanted} is installed and starts. Tasks get {pinned.version} unless they say\n"
+        f"  harness: {{name: {name}, options: {{version: {wanted}}}}}\n"
+        f"See first whether it works: tugline harness check {name} --version {wanted}"
+    )
+
+
+def _install(program: Preset) -> None:
+    with Console(stderr=True).status(f"installing {program.name} {program.version}"):
+        asyncio.run(program.install())
+
+
+@harness.command()
+def check(  # noqa: PLR0913 - options of the command line
     name: Annotated[str | None, typer.Argument(help="Harness to check.")] = None,
     *,
     every: Annotated[bool, typer.Option("--all", help="Check every harness.")] = False,
+    version: Version = None,
     engine: Annotated[
         str | None, typer.Option(help="Let this engine answer, such as http://127.0.0.1:8000.")
     ] = None,
@@ -65,15 +120,19 @@ def check(
     keep: Annotated[
         Path | None, typer.Option(help="Keep logs, requests and answers in this new folder.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a harness against the gateway and a scripted model, without internet."""
     if every == (name is not None):
         msg = "give the name of one harness, or --all"
         raise UsageError(msg)
     cells = cells_of(name)
+    if version is not None:
+        preset(cells[0].harness, version)
+        cells = tuple(
+            msgspec.structs.replace(cell, options={**cell.options, "version": version})
+            for cell in cells
+        )
     if keep is not None:
         _make(keep)
     results = asyncio.run(_check(cells, engine, keep=keep, slow=slow))

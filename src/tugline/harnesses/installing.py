@@ -3,7 +3,8 @@
 Everything lies in the toolbox, ``<cache>/toolbox``, which sandboxes mount read-only at the same
 path. A program is made beside its place, renamed into it, finished there and sealed: a folder with
 a seal is complete, one without is made anew, and an installation that failed leaves nothing behind.
-The seal holds a digest of every file, so that ``tugline harness list`` can tell a damaged one.
+The seal holds a digest of every file, so that ``tugline harness list`` can tell a damaged one; only
+what Node compiled is left out of it, which programs in no sandbox add to.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from tugline.runtimes.cache import cache_folder
 
 _LIMIT_S = 900.0
 _SEAL = "tugline.json"
+COMPILED = "compile-cache"
+"""Folder of a program where Node keeps what it compiled."""
 
 Step = Callable[[Path], Awaitable[None]]
 
@@ -90,10 +93,11 @@ async def once(folder: Path, fill: Step, finish: Step | None = None) -> None:
 
 def measure(folder: Path) -> Seal:
     """What `folder` holds now. Blocks for as long as it takes to read all of it."""
-    digest, files, size = hashlib.sha256(), 0, 0
+    digest, files, sizes = hashlib.sha256(), 0, {}
     for path in sorted(folder.rglob("*")):
         info = path.lstat()
-        if stat.S_ISDIR(info.st_mode) or path == folder / _SEAL:
+        left_out = path == folder / _SEAL or path.is_relative_to(folder / COMPILED)
+        if left_out or stat.S_ISDIR(info.st_mode):
             continue
         name = path.relative_to(folder).as_posix()
         digest.update(f"{name}\0{info.st_mode:o}\0".encode(errors="surrogateescape"))
@@ -102,8 +106,9 @@ def measure(folder: Path) -> Seal:
         else:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-        files, size = files + 1, size + info.st_size
-    return Seal(files, size, digest.hexdigest())
+        files += 1
+        sizes[info.st_ino] = info.st_size  # hard links are one file
+    return Seal(files, sum(sizes.values()), digest.hexdigest())
 
 
 async def succeed(what: str, *argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> str:

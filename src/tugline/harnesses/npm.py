@@ -24,11 +24,18 @@ import msgspec
 
 from tugline import log
 from tugline.errors import HarnessError, UsageError
-from tugline.harnesses.installing import Step, folder_of, once, output, succeed, toolbox
+from tugline.harnesses.installing import (
+    COMPILED,
+    Step,
+    folder_of,
+    once,
+    output,
+    succeed,
+    toolbox,
+)
 from tugline.harnesses.libraries import c_library, carry
 from tugline.runtimes.base import Mount
 
-_CACHE = "compile-cache"
 _LOCKED_ON = ("linux", "x86_64")
 """The lock files name the native packages of this system."""
 _log = log.get("harness")
@@ -68,7 +75,7 @@ class Npm:
     @property
     def env(self) -> dict[str, str]:
         """Where Node finds compiled scripts, which halves the time it needs to start."""
-        return {"NODE_COMPILE_CACHE": str(self.folder / _CACHE)} if self._is_script else {}
+        return {"NODE_COMPILE_CACHE": str(self.folder / COMPILED)} if self._is_script else {}
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
@@ -93,7 +100,7 @@ class Npm:
 
         async def finish(folder: Path) -> None:
             await trial(folder)
-            await asyncio.to_thread(_for_other_users, folder / _CACHE)
+            await asyncio.to_thread(_for_other_users, folder / COMPILED)
 
         self._node = node
         await once(self.folder, fill, finish)

@@ -1,0 +1,166 @@
+"""Every preset does a whole task, in every kind of sandbox: from a bug to a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from containers import DEBIAN, podman  # noqa: F401 - a fixture
+from tugline.conformance.cells import CELLS, Cell
+from tugline.conformance.models import scripted
+from tugline.conformance.script import Hitch, Player, Turn
+from tugline.gateway.app import Gateway
+from tugline.node.course import Course
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.plugins import find
+from tugline.types import Cause, Limits, Part, Session, Status, Task, Trajectory
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
+INSTRUCTION = "Fix the bug in bill.py: the total of 2 and 3 is 5."
+FILES = {
+    "bill.py": "def total(a, b):\n    return a - b\n",
+    "test_bill.py": "from bill import total\n\n\ndef test_total():\n    assert total(2, 3) == 5\n",
+}
+LAST_WORDS = "The bill is right now."
+ONE_EACH = {cell.harness: cell for cell in reversed(CELLS)}
+PARTS = Parts()
+
+
+class Done(NamedTuple):
+    """What came of a rollout, and where its box was."""
+
+    trajectory: Trajectory
+    box: Path
+
+
+def script(cell: Cell, operator: str) -> tuple[Turn, ...]:
+    """Look at the file, change it, say so."""
+
+    def run(command: str) -> tuple[str, dict[str, object]]:
+        return cell.tool, {cell.argument: command, **cell.arguments}
+
+    end = (run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),) if cell.ends_by_command else ()
+    return (
+        Turn("I look at it.", calls=(run("cat bill.py"),)),
+        # Qwen Code refuses `sed -i` for a file that its own tool did not read.
+        Turn("I mend it.", calls=(run(f"sed 's/-/{operator}/' bill.py > new; mv new bill.py"),)),
+        Turn(LAST_WORDS, calls=end),
+    )
+
+
+@pytest.fixture(
+    params=["bubblewrap", pytest.param("container", marks=[pytest.mark.podman])], scope="module"
+)
+def place(request: pytest.FixtureRequest) -> Part:
+    """A runtime that keeps agents in."""
+    options = {}
+    if request.param == "container":
+        options = {"engine": request.getfixturevalue("podman"), "image": DEBIAN}
+    part = Part(request.param, options)
+    reason = PARTS.runtime(part).unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return part
+
+
+@pytest.fixture(params=sorted(ONE_EACH))
+def cell(request: pytest.FixtureRequest) -> Cell:
+    """Each preset, in its first dialect."""
+    return ONE_EACH[request.param]
+
+
+def a_task(cell: Cell, place: Part, limits: Limits) -> Task:
+    """One bug."""
+    return Task(
+        id="t",
+        instruction=INSTRUCTION,
+        harness=Part(cell.harness, cell.options),
+        runtime=place,
+        evaluator=Part("tests"),
+        files=FILES,
+        limits=limits,
+    )
+
+
+@contextlib.asynccontextmanager
+async def released(course: Course, player: Player, turns: int) -> AsyncIterator[None]:
+    """Hold the agent's clock until the model was asked for so many turns."""
+
+    async def release() -> None:
+        while len(player.played) < turns:  # noqa: ASYNC110 - the script tells nobody
+            await asyncio.sleep(0.02)
+        course.hold(held=False)
+
+    course.hold(held=True)
+    releasing = asyncio.create_task(release())
+    try:
+        yield
+    finally:
+        releasing.cancel()
+
+
+async def rolled(cell: Cell, place: Part, folder: Path, operator: str = "+") -> Done:
+    """The whole way, with a model that never answers its second turn if `operator` is empty."""
+    stalls = not operator
+    hitches = {1: Hitch(first_s=600.0)} if stalls else {}
+    limits = Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0)
+    async with scripted({INSTRUCTION: script(cell, operator)}, hitches) as model:
+        assert model.player is not None
+        gateway = Gateway(model.upstream, model.rendering, folder / "segments")
+        course = Course(total_s=200.0)
+        held = released(course, model.player, 2) if stalls else contextlib.nullcontext()
+        async with gateway, held:
+            trajectory = await roll_out(
+                a_task(cell, place, limits),
+                Session(id="t-0", task="t", sample=0),
+                gateway=gateway,
+                directory=folder / "session",
+                parts=PARTS,
+                course=course,
+            )
+    return Done(trajectory, folder / "session" / "agent")
+
+
+def kept(done: Done, cell: Cell) -> list[str]:
+    """What was kept of the program's own log."""
+    logs = done.box / "logs" / "home"
+    patterns = find("harness", cell.harness)(**cell.options).keeps
+    return [path.read_text(errors="replace") for one in patterns for path in logs.glob(one)]
+
+
+async def test_the_right_patch_earns_its_reward(cell: Cell, place: Part, tmp_path: Path) -> None:
+    """The program edits in its sandbox, its patch passes in another, its own log is kept."""
+    done = await rolled(cell, place, tmp_path)
+    assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
+    assert done.trajectory.status is Status.COMPLETED
+    assert done.trajectory.reward is not None
+    assert done.trajectory.reward.value == 1.0, done.trajectory.report
+    assert done.trajectory.ledger.balanced
+    assert len(done.trajectory.traces) == 1
+    assert any(LAST_WORDS in text for text in kept(done, cell))
+
+
+async def test_the_wrong_patch_earns_none(cell: Cell, place: Part, tmp_path: Path) -> None:
+    """The same way, with a change that does not help."""
+    done = await rolled(cell, place, tmp_path, operator="*")
+    assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
+    assert done.trajectory.reward is not None
+    assert done.trajectory.reward.value == 0.0, done.trajectory.report
+
+
+async def test_out_of_time_keeps_what_there_is(cell: Cell, place: Part, tmp_path: Path) -> None:
+    """The model stalls in the second turn: what was said before is traced, judged and typed."""
+    done = await rolled(cell, place, tmp_path, operator="")
+    assert done.trajectory.status is Status.TIMED_OUT, done.trajectory.failure
+    assert done.trajectory.failure is not None
+    assert done.trajectory.failure.cause is Cause.AGENT_TIMEOUT
+    assert done.trajectory.ledger.trained > 0
+    assert done.trajectory.ledger.balanced
+    assert done.trajectory.reward is not None
+    assert done.trajectory.reward.value == 0.0
