@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import judging
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Verdict
 from tugline.evaluators.swebench import SweBench
-from tugline.runtimes.base import Box, Content
-from tugline.runtimes.local import Local
-from tugline.runtimes.patch import Change, Patch
-from tugline.types import Part, Task
 
 FILES = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n",
@@ -59,40 +55,23 @@ ROW: dict[str, Any] = {
 }
 
 
-class Judge:
+class Judge(judging.Judge):
     """Evaluates patches of FILES in boxes under a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.boxes = folder, 0
-
-    @asynccontextmanager
-    async def open_box(self, files: Mapping[str, Content]) -> AsyncIterator[Box]:
-        """A numbered box with the task's files."""
-        self.boxes += 1
-        async with Local(grace_s=0.1).open(self.folder / str(self.boxes)) as box:
-            await box.put(box.workdir, {**FILES, **files})
-            yield box
-
-    async def __call__(
-        self, patch: Mapping[str, str | None], timeout_s: float = 40.0, **options: Any
-    ) -> Verdict:
+    async def on(self, files: Mapping[str, str | None], **options: Any) -> Verdict:
         """The verdict on a patch."""
-        shell = Part("shell", {"command": "true"})
-        task = Task(id="t", instruction="", harness=shell, evaluator=Part("swebench"))
-        changes = {p: None if text is None else Change(text.encode()) for p, text in patch.items()}
-        outcome = Outcome(task, Patch(changes), self.open_box, timeout_s)
-        return await SweBench(**{**ROW, **options}).evaluate(outcome)
+        return await self(SweBench(**{**ROW, **options}), files)
 
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path)
+    return Judge(tmp_path, judging.task(), FILES, timeout_s=40)
 
 
 async def test_what_resolves_the_issue_gets_one(judge: Judge) -> None:
     """All of both lists pass; one box is enough to know."""
-    verdict = await judge(GOOD)
+    verdict = await judge.on(GOOD)
     assert verdict.reward.value == 1.0, verdict.report["log"]
     assert verdict.reward.parts == {"resolved": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
     assert verdict.report["failures"] == 0
@@ -102,16 +81,16 @@ async def test_what_resolves_the_issue_gets_one(judge: Judge) -> None:
 
 async def test_half_of_it_gets_a_part_only_if_asked_for(judge: Judge) -> None:
     """All or nothing, or with `partial` the share of `fail_to_pass`."""
-    plain = await judge(HALF)
+    plain = await judge.on(HALF)
     assert (plain.reward.value, plain.reward.parts["fail_to_pass"]) == (0.0, 0.5)
     assert plain.report["failed"]["FAIL_TO_PASS"] == ["tests/test_calc.py::test_add_again"]
-    partial = await judge(HALF, partial=True)
+    partial = await judge.on(HALF, partial=True)
     assert partial.reward.value == 0.5
 
 
 async def test_what_breaks_something_gets_nothing(judge: Judge) -> None:
     """Also with `partial`: a share of the fix is not earned by breaking what worked."""
-    verdict = await judge(BROKE, partial=True)
+    verdict = await judge.on(BROKE, partial=True)
     assert verdict.reward.value == 0.0
     assert verdict.reward.parts == {"resolved": 0.0, "fail_to_pass": 1.0, "pass_to_pass": 0.0}
 
@@ -120,13 +99,13 @@ FORGED = 'print("PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py
 HOSTILE: dict[str, dict[str, str | None]] = {
     "nothing": {},
     "edits the tests": {"tests/test_calc.py": "def test_add(): pass\n"},
-    "forces a pass by conftest": {
+    "brings what pytest and python load": {
         "conftest.py": "import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
         "def pytest_runtest_makereport(item, call):\n"
-        "    out = yield\n    out.get_result().outcome = 'passed'\n"
+        "    out = yield\n    out.get_result().outcome = 'passed'\n",
+        "setup.cfg": "[tool:pytest]\naddopts = --co\n",
+        "sitecustomize.py": f"{FORGED}raise SystemExit\n",
     },
-    "deselects by setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = --co\n"},
-    "runs before all by sitecustomize": {"sitecustomize.py": f"{FORGED}raise SystemExit\n"},
     "exits with code 0": {"calc.py": "import os\nos._exit(0)\n"},
     "does not compile": {"calc.py": "def add(\n"},
     "prints results and fails": {"calc.py": f"{FORGED}raise SystemExit(3)\n"},
@@ -146,57 +125,59 @@ HOSTILE: dict[str, dict[str, str | None]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_whatever_else_the_agent_did_gets_nothing(name: str, judge: Judge) -> None:
     """A verdict, not an error, and no reward."""
-    verdict = await judge(HOSTILE[name])
+    verdict = await judge.on(HOSTILE[name])
     assert verdict.reward.value == 0.0, verdict.report
 
 
 async def test_a_loop_gets_nothing(judge: Judge) -> None:
     """Tests that began and did not end are the agent's doing."""
-    verdict = await judge({"calc.py": "while True: pass\n"}, timeout_s=4.0)
+    verdict = await judge.on({"calc.py": "while True: pass\n"}, timeout_s=4.0)
     assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
 
 
 async def test_the_reference_may_change_what_is_protected(judge: Judge) -> None:
     """`editable` lets through what `protected` or pytest's own settings would keep out."""
     work = {**GOOD, "setup.cfg": "[metadata]\nname = calc\n"}
-    assert "setup.cfg" in (await judge(work)).report["refused"]
-    assert (await judge(work, editable=["setup.cfg"])).report["refused"] == {}
-    assert list((await judge(GOOD, protected=["*.py"])).report["refused"]) == ["calc.py"]
+    assert "setup.cfg" in (await judge.on(work)).report["refused"]
+    assert (await judge.on(work, editable=["setup.cfg"])).report["refused"] == {}
+    assert list((await judge.on(GOOD, protected=["*.py"])).report["refused"]) == ["calc.py"]
 
 
 async def test_tests_that_do_not_begin_are_nobodys_fault(judge: Judge) -> None:
     """The script broke before the agent's code could run."""
     script = SCRIPT.replace("mkdir -p tests", "echo no such commit; exit 1")
     with pytest.raises(EvaluatorError, match=r"(?s)calc-1: its tests did not begin.*no such com"):
-        await judge(GOOD, eval_script=script)
+        await judge.on(GOOD, eval_script=script)
 
 
 async def test_a_script_that_hangs_before_the_tests_is_nobodys_fault(judge: Judge) -> None:
     """A time-out is only the agent's if its code ran."""
     script = SCRIPT.replace("mkdir -p tests", "sleep 100")
     with pytest.raises(EvaluatorError, match="did not begin"):
-        await judge(GOOD, eval_script=script, timeout_s=2.0)
+        await judge.on(GOOD, eval_script=script, timeout_s=2.0)
 
 
 async def test_a_task_that_never_tells_anything_is_broken(judge: Judge) -> None:
     """Seen by running the script without the agent's work."""
     script = SCRIPT.replace("python3 -m pytest", "no-such-runner")
     with pytest.raises(EvaluatorError, match="tell nothing, also without the agent's work"):
-        await judge(GOOD, eval_script=script)
+        await judge.on(GOOD, eval_script=script)
     assert judge.boxes == 2
 
 
 async def test_a_parser_that_swebench_does_not_know(judge: Judge) -> None:
     """The error lists those that it does."""
-    with pytest.raises(ConfigError, match=r"log_parser is 'pytest', must be one of.*parse_log_dja"):
-        await judge(GOOD, log_parser="pytest")
+    with pytest.raises(
+        EvaluatorError, match=r"log_parser is 'pytest', must be one of.*parse_log_dja"
+    ):
+        await judge.on(GOOD, log_parser="pytest")
 
 
 async def test_a_log_of_any_length_is_read(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The middle of a very long log is left out, not its end, and not the memory."""
     monkeypatch.setattr("tugline.evaluators.swebench._MOST", 40_000)
     monkeypatch.setattr("tugline.evaluators.swebench._END", 10_000)
-    verdict = await judge({"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
+    verdict = await judge.on({"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
     assert verdict.reward.value == 1.0
 
 
@@ -206,7 +187,7 @@ async def test_without_the_package_the_extra_is_named(
     """A node that lacks it says what to install; the task is not charged."""
     monkeypatch.setitem(sys.modules, "swebench.harness.log_parsers", None)
     with pytest.raises(EvaluatorError, match=r"pip install 'tugline\[swe\]' on every node"):
-        await judge(GOOD)
+        await judge.on(GOOD)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,10 @@ def test_the_template_wins(tmp_path: Path) -> None:
 
 def test_rows_from_parquet(tmp_path: Path) -> None:
     """The form in which the hub keeps them."""
-    pq.write_table(pa.Table.from_pylist([GYM, GYM | {"instance_id": "getmoto__moto-2"}]), tmp_path / "r.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([GYM, GYM | {"instance_id": "getmoto__moto-2"}]),
+        tmp_path / "r.parquet",
+    )
     ids = [task.id for task in tasks(Swe(path=str(tmp_path / "r.parquet")))]
     assert ids == ["getmoto__moto-5752", "getmoto__moto-2"]
 

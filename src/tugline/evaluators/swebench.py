@@ -188,8 +188,8 @@ class SweBench:
     def _spec(self) -> Any:
         known = _swebench("swebench.harness.log_parsers").PARSER_REGISTRY
         if self._row["log_parser"] not in known:
-            named = ", ".join(sorted(known))
-            _refuse("log_parser", self._row["log_parser"], f"one of {named}")
+            msg = f"log_parser is {self._row['log_parser']!r}, must be one of {', '.join(known)}"
+            raise EvaluatorError(msg)
         return _swebench("swebench.harness.utils").make_test_spec(self._row)
 
     def _graded(self, spec: Any, end: Exit, logs: Path, seal: str) -> _Ran:
