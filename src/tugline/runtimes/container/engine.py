@@ -19,10 +19,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -37,7 +37,7 @@ except ImportError as _error:  # said by `unavailable`, on the machine that is t
 else:
     MISSING = None
 
-__all__ = ["MISSING", "Docker", "DockerError", "Engine", "Found", "faults", "service"]
+__all__ = ["MISSING", "Docker", "DockerError", "Engine", "Found", "faults", "service", "stream"]
 
 T = TypeVar("T")
 
@@ -127,6 +127,33 @@ def faults(what: str, kind: type[RuntimeFault] = RuntimeFault, *, hint: str = ""
     except (ClientError, ConnectionError) as error:
         msg = f"{what}: {type(error).__name__}: {error}"
         raise RuntimeFault(msg) from error
+
+
+async def stream(
+    docker: Docker, path: str, params: Mapping[str, str], data: IO[bytes] | None = None
+) -> AsyncGenerator[str, None]:
+    """What a long request says while it goes on; close it to give up. Raises `DockerError`."""
+    url = f"unix://localhost/{docker.api_version}/{path}"
+    tar = {"Content-Type": "application/x-tar"}
+    async with docker.session.post(url, params=params, data=data, headers=tar) as reply:
+        rest = b""
+        async for part in reply.content.iter_any():
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                yield _told(line, reply.status)
+        if rest or reply.status >= 400:
+            yield _told(rest or b"{}", reply.status)
+
+
+def _told(line: bytes, status: int) -> str:
+    with contextlib.suppress(msgspec.DecodeError):
+        said = msgspec.json.decode(line, type=dict[str, Any])
+        if status >= 400 or "error" in said:
+            raise DockerError(status, str(said.get("message") or said.get("error") or said))
+        return str(said.get("stream", ""))
+    if status >= 400:
+        raise DockerError(status, line.decode(errors="replace"))
+    return ""
 
 
 def _kind(said: str, kind: type[RuntimeFault]) -> type[RuntimeFault]:

@@ -15,7 +15,7 @@ import hashlib
 import os
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import DiskFull, ImageFault, UsageError
-from tugline.runtimes.container.engine import Docker, DockerError, Engine, faults
+from tugline.runtimes.container.engine import Docker, DockerError, Engine, faults, stream
 from tugline.types import Workspace
 
 LABEL = "tugline"
@@ -99,10 +99,8 @@ class Images:
                         self._seen[image.id, path] = reply.status == 200
         return frozenset(path for path in paths if self._seen[image.id, path])
 
-    async def copy(self, image: Image, path: PurePosixPath, to: Path) -> bool:
-        """Copy a folder out of an image, as it streams; whether the image has it."""
-        if not await self.present(image, [str(path)]):
-            return False
+    async def copy(self, image: Image, path: PurePosixPath, to: Path) -> None:
+        """Copy a folder out of an image, as it streams."""
         argv = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
         asked = {"path": str(path)}
         async with (
@@ -117,7 +115,6 @@ class Images:
         if tar.returncode != 0:
             msg = f"{path} of image {image.name!r} cannot be copied to {to}: {said[-400:]}"
             raise (DiskFull if "No space left" in said else ImageFault)(msg)
-        return True
 
     async def _found(self, name: str) -> Image | None:
         async with self._engine.client() as docker:
@@ -127,16 +124,19 @@ class Images:
         """Made by whoever comes first, for all who wait."""
         job = self._jobs.get(name)
         if job is None or job.done() or job.get_loop() is not asyncio.get_running_loop():
-            job = self._jobs[name] = asyncio.create_task(make())
+            job = self._jobs[name] = asyncio.create_task(self._make(name, make))
             job.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(job)
         image = await self._found(name)
         if image is None:
             msg = f"image {name!r} is gone again after it was made"
             raise ImageFault(msg)
+        return image
+
+    async def _make(self, name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await make()
         await asyncio.to_thread(self._touch, name, made=True)
         await self._evict(name)
-        return image
 
     async def _pull(self, name: str) -> None:
         if not self._pull_missing:
@@ -146,19 +146,23 @@ class Images:
         try:
             async with asyncio.timeout(self._pull_s), self._engine.client() as docker:
                 with faults(f"image {name!r} cannot be pulled", ImageFault, hint=_HINT):
-                    await docker.images.pull(name)
+                    asked = {"fromImage": name}
+                    await _listen(stream(docker, "images/create", asked), collections.deque())
         except TimeoutError as error:
             msg = f"image {name!r} was not pulled within {self._pull_s:.0f} s (option pull_s)"
             raise ImageFault(msg) from error
 
     async def _build(self, folder: Path, name: str) -> None:
         _log.info("building", folder=str(folder), image=name)
+        labels = msgspec.json.encode({LABEL: "built"}).decode()
+        asked = {"t": name, "labels": labels, "forcerm": "true"}
         said: collections.deque[str] = collections.deque(maxlen=_WORDS)
         with tempfile.TemporaryFile() as context:
             await asyncio.to_thread(_pack, folder, context)
             try:
                 async with asyncio.timeout(self._build_s), self._engine.client() as docker:
-                    await _run_build(docker, context, name, said)
+                    with faults("the build failed", ImageFault):
+                        await _listen(stream(docker, "build", asked, context), said)
             except TimeoutError as error:
                 msg = f"not within {self._build_s:.0f} s (option build_s)"
                 raise ImageFault(_not_built(folder, said, msg)) from error
@@ -170,7 +174,9 @@ class Images:
         with contextlib.suppress(OSError):
             if made:
                 mark.parent.mkdir(parents=True, exist_ok=True)
-                mark.write_text(name)
+                part = mark.with_suffix(f".{os.getpid()}")
+                part.write_text(name)
+                part.replace(mark)
             elif mark.exists():
                 os.utime(mark)
 
@@ -178,13 +184,10 @@ class Images:
         """Remove what was made here and is longest unused, until the rest fits."""
         marks = await asyncio.to_thread(self._marks)
         async with self._engine.client() as docker:
-            sizes = {}
-            for mark, name in marks:
-                image = await find(docker, name)
-                if image is None:
-                    mark.unlink(missing_ok=True)
-                else:
-                    sizes[name] = image.size
+            found = {name: await find(docker, name) for _, name in marks}
+            sizes = {name: image.size for name, image in found.items() if image is not None}
+            for mark in (mark for mark, name in marks if name not in sizes):
+                mark.unlink(missing_ok=True)
             total = sum(sizes.values())
             for mark, name in marks:
                 if total <= self._most:
@@ -275,20 +278,11 @@ def _pack(folder: Path, to: IO[bytes]) -> None:
     to.seek(0)
 
 
-async def _run_build(
-    docker: Docker, context: IO[bytes], name: str, said: collections.deque[str]
-) -> None:
-    with faults("the build failed", ImageFault):
-        steps: AsyncIterator[dict[str, Any]] = docker.images.build(
-            fileobj=context,
-            encoding="identity",
-            tag=name,
-            labels={LABEL: "built"},
-            forcerm=True,
-            stream=True,
-        )
-        async for step in steps:
-            said.extend(str(step.get("stream", "")).splitlines())
+async def _listen(words: AsyncGenerator[str, None], said: collections.deque[str]) -> None:
+    """Hear a request to its end, keeping its last lines in `said`."""
+    async with contextlib.aclosing(words) as heard:
+        async for word in heard:
+            said.extend(word.splitlines())
 
 
 def _not_built(folder: Path, said: collections.deque[str], why: str) -> str:

@@ -22,7 +22,7 @@ import msgspec
 
 from tugline.errors import RuntimeFault
 from tugline.runtimes.container import cgroups
-from tugline.runtimes.container.engine import Docker, DockerError, faults
+from tugline.runtimes.container.engine import Docker, DockerError, faults, stream
 from tugline.runtimes.container.images import LABEL, find
 
 _IMAGE = "localhost/tugline/probe:1"
@@ -153,7 +153,9 @@ async def _have_image(docker: Docker) -> None:
         file.size = len(_DOCKERFILE)
         archive.addfile(file, io.BytesIO(_DOCKERFILE))
     context.seek(0)
-    await docker.images.build(fileobj=context, encoding="identity", tag=_IMAGE)
+    async with contextlib.aclosing(stream(docker, "build", {"t": _IMAGE}, context)) as words:
+        async for _ in words:
+            pass
 
 
 def _bind(folder: Path) -> dict[str, Any]:

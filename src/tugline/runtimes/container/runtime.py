@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from tugline import log
-from tugline.errors import ConfigError, RuntimeFault, UsageError
+from tugline.errors import ConfigError, RuntimeFault, TuglineError, UsageError
 from tugline.runtimes.base import HOME, WORKDIR, Mount, Place
+from tugline.runtimes.bases import Bases, digest
 from tugline.runtimes.cache import cache_folder
 from tugline.runtimes.container.box import (
     DIRECTORY,
@@ -47,7 +49,8 @@ class Container:
     box; `output_mb` each log. `user` runs programs, None is the image's own. `read_only` makes the
     image so. `allow` are hosts that programs may reach: see `AllowList`. Images that are missing
     are pulled (`pull`: ``missing`` or ``never``) within `pull_s`, built within `build_s`, and
-    removed when those made here take more than `images_gb`.
+    removed when those made here take more than `images_gb`; `bases_gb` bounds repositories and
+    folders out of images.
     """
 
     def __init__(  # noqa: PLR0913 - options of a task's file
@@ -67,6 +70,7 @@ class Container:
         pull_s: float = 1800.0,
         build_s: float = 1800.0,
         images_gb: float = 100.0,
+        bases_gb: float = 50.0,
     ) -> None:
         whole = {"memory_mb": (memory_mb, 6), "processes": (processes, 2)}
         whole |= {"disk_mb": (disk_mb, 1), "output_mb": (output_mb, 1)}
@@ -99,6 +103,7 @@ class Container:
             pull_s=pull_s,
             build_s=build_s,
         )
+        self._bases = Bases(most_gb=bases_gb)
         self._facts: Facts | None = None
         self._probing = threading.Lock()
 
@@ -108,26 +113,33 @@ class Container:
     ) -> AsyncIterator[ContainerBox]:
         """A container of the workspace's image, with its files mounted."""
         place = place or Place()
+        workspace = self._named(place.workspace)
         directory = Path.cwd() / directory
         await asyncio.to_thread(self.facts)
-        image = await self._images.have(self._named(place.workspace))
-        workdir = _workdir(place.workspace, image)
-        base = await self._base(place.workspace, image, workdir)
-        layer = Layer(directory, base, place.files)
-        await asyncio.to_thread(layer.make)
-        mounts = await self._mounts(image, place.mounts)
-        box = ContainerBox(directory, self._engine, self._limits, image, workdir, layer, mounts)
-        try:
-            await box.open()
-            yield box
-        finally:
-            await box.close()
+        image = await self._images.have(workspace)
+        workdir = _workdir(workspace, image)
+        async with self._base(workspace, image, workdir) as base:
+            layer = Layer(directory, base, place.files)
+            await asyncio.to_thread(layer.make)
+            mounts = await self._mounts(image, place.mounts)
+            box = ContainerBox(directory, self._engine, self._limits, image, workdir, layer, mounts)
+            try:
+                await box.open()
+                yield box
+            finally:
+                await box.close()
 
-    async def prefetch(self, workspaces: Iterable[Workspace]) -> None:
-        """Have the images of tasks to come, so that no session waits for them."""
-        for workspace in set(map(self._named, workspaces)):
-            image = await self._images.have(workspace)
-            await self._base(workspace, image, _workdir(workspace, image))
+    async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
+        """Have what tasks to come begin with; returns why, for each that cannot be had."""
+        failed = []
+        for workspace in dict.fromkeys(map(self._named, workspaces)):
+            try:
+                image = await self._images.have(workspace)
+                async with self._base(workspace, image, _workdir(workspace, image)):
+                    pass
+            except TuglineError as error:
+                failed.append(str(error))
+        return failed
 
     def reap(self, directory: Path) -> int:
         """Remove containers and mounts that a killed process left below `directory`."""
@@ -167,12 +179,19 @@ class Container:
             return msgspec.structs.replace(workspace, image=self._image)
         return workspace
 
+    @contextlib.asynccontextmanager
     async def _base(
         self, workspace: Workspace, image: Image, workdir: PurePosixPath
-    ) -> Path | None:
-        if workspace.folder is not None:
-            return Path(workspace.folder)
-        return None
+    ) -> AsyncIterator[Path | None]:
+        """What the workdir holds at first: repository, folder, or what the image has there."""
+        async with self._bases.open(workspace) as base:
+            if base is not None or not await self._images.present(image, [str(workdir)]):
+                yield base
+                return
+        key = f"image-{digest(image.id, str(workdir))}"
+        fill = partial(self._images.copy, image, workdir)
+        async with self._bases.filled(key, fill, f"{workdir} of {image.name}") as base:
+            yield base
 
     async def _mounts(self, image: Image, mounts: Sequence[Mount]) -> list[Mount]:
         """Those that are wanted in this image."""
