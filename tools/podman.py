@@ -32,7 +32,9 @@ PACKAGES = ("python3", "python3-pytest", "git", "ca-certificates")
 SUITE = "bookworm"
 BUSYBOX = "localhost/tugline/busybox:latest"
 DEBIAN = "localhost/tugline/debian:12"
-STAND_INS = ("docker.io/library/python:3.11-slim", "docker.io/library/debian:12-slim")
+STAND_INS = tuple(
+    f"docker.io/library/{name}" for name in ("python:3.11-slim", "python:3.11", "debian:12-slim")
+)
 PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LEFT_OUT = ("./dev/*", "./proc/*", "./sys/*", "./var/cache/apt/archives/*", "./var/lib/apt/lists/*")
 
