@@ -30,9 +30,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "local": "tugline.runtimes.local:Local",
     },
     "evaluator": {
+        "function": "tugline.evaluators.function:Function",
         "harbor": "tugline.evaluators.harbor:Harbor",
+        "judge": "tugline.evaluators.judge:Judge",
+        "session_completed": "tugline.evaluators.session_completed:SessionCompleted",
         "swebench": "tugline.evaluators.swebench:SweBench",
         "tests": "tugline.evaluators.tests:Tests",
+        "weighted": "tugline.evaluators.weighted:Weighted",
     },
     "taskset": {
         "harbor": "tugline.tasksets.harbor:Harbor",

@@ -1,0 +1,134 @@
+"""Judge by a Python function of your own: ``module:callable``, called with the `Outcome`.
+
+It runs in the node's process, so it sees everything and must be trusted; what the agent left is
+data, which it must not execute (open a box for that). A function that is not ``async`` runs in a
+thread; one that does not come back is given up when the time of the evaluation is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from tugline.errors import ConfigError, EvaluatorError
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.types import Reward
+
+_LAST = 6
+"""Lines of a traceback that are told."""
+
+
+class Function:
+    """`target` is called with the outcome and `options` as keyword arguments.
+
+    It returns a number, a `Reward`, a `Verdict`, or a dict with ``value`` and further named
+    numbers, the parts. `wants_box` says whether it opens boxes, so that one is made ready.
+    """
+
+    def __init__(
+        self, *, target: str, options: Mapping[str, Any] | None = None, wants_box: bool = False
+    ) -> None:
+        self._name, self._function = target, _load(target)
+        self._options = dict(options or {})
+        self.wants_box = wants_box
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """What the function says; what it raises is no verdict, and never the agent's fault."""
+        limit = asyncio.timeout(outcome.timeout_s)
+        try:
+            async with limit:
+                made = await self._call(outcome)
+        except EvaluatorError:
+            raise
+        except Exception as error:
+            if limit.expired():
+                msg = f"evaluator 'function': {self._name} took over {outcome.timeout_s:g} s"
+            else:
+                last = "".join(traceback.format_exception(error)).strip().splitlines()[-_LAST:]
+                msg = f"evaluator 'function': {self._name} raised: " + "\n".join(last)
+            raise EvaluatorError(msg) from error
+        return _verdict(self._name, made)
+
+    async def _call(self, outcome: Outcome) -> object:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(outcome, **self._options)
+        made = await _in_thread(lambda: self._function(outcome, **self._options))
+        return await made if inspect.isawaitable(made) else made
+
+
+def _load(target: str) -> Callable[..., Any]:
+    """Raises `ConfigError` where there is no such function."""
+    module, colon, name = target.partition(":")
+    why = "must be module:callable"
+    if module and colon and name:
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            why = f"cannot be loaded: {error}"
+        else:
+            if callable(found):
+                function: Callable[..., Any] = found
+                return function
+            why = f"is a {type(found).__name__}, must be callable"
+    msg = f"evaluator 'function': target is {target!r}, {why}"
+    raise ConfigError(msg)
+
+
+async def _in_thread(function: Callable[[], object]) -> object:
+    """Its result, from a thread of its own: one that hangs must keep nobody else's."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[object] = loop.create_future()
+
+    def tell(result: object, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result, failed = None, None
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001 - told to who waits, SystemExit too
+            failed = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell, result, failed)
+
+    threading.Thread(target=work, name="tugline-function", daemon=True).start()
+    return await done
+
+
+def _verdict(name: str, made: object) -> Verdict:
+    """Raises `EvaluatorError` for what is no reward."""
+    if isinstance(made, Mapping) and "value" in made:
+        numbers = {str(key): _number(name, value) for key, value in made.items()}
+        made = Reward(numbers.pop("value"), numbers)
+    if isinstance(made, bool | int | float):
+        made = Reward(float(made))
+    if isinstance(made, Reward):
+        made = Verdict(made, {})
+    if not isinstance(made, Verdict):
+        msg = (
+            f"evaluator 'function': {name} returned {made!r:.80}, must be a number, a Reward, "
+            "a Verdict or a dict with 'value'"
+        )
+        raise EvaluatorError(msg)
+    for number in (made.reward.value, *made.reward.parts.values(), *made.reward.per_trace):
+        _number(name, number)
+    return made
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    msg = f"evaluator 'function': {name} returned {value!r:.80} where a finite number belongs"
+    raise EvaluatorError(msg)

@@ -1,0 +1,174 @@
+"""Several evaluators as one: each judges the same outcome, their rewards are put together.
+
+They run at once, within the time of the evaluation; those that need the agent's own box run one
+after another there. A part without a verdict leaves the whole without one, unless it is not
+`required`: then the others count, and the report says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tugline.errors import ConfigError, EvaluatorError, RuntimeFault
+from tugline.evaluators import base
+from tugline.evaluators.base import Evaluator, Outcome, Verdict
+from tugline.evaluators.together import all_of
+from tugline.plugins import find
+from tugline.runtimes.base import Mount
+from tugline.types import Part, Reward, Task
+
+_MODES = ("mean", "product", "min")
+_NOTHING = contextlib.nullcontext()
+_KEYS = {"evaluator", "weight", "required"}
+
+
+class _Part(NamedTuple):
+    """One of them."""
+
+    evaluator: Evaluator
+    weight: float
+    required: bool
+
+
+class Weighted:
+    """`parts` has for each name its ``evaluator`` (name, options), ``weight`` and ``required``.
+
+    The value is the weighted mean; with `mode` ``product`` or ``min`` weights do not count. Parts
+    of the reward are named ``<name>`` and ``<name>.<part>``.
+    """
+
+    def __init__(self, *, parts: Mapping[str, Mapping[str, Any]], mode: str = "mean") -> None:
+        if mode not in _MODES:
+            msg = f"evaluator 'weighted': mode is {mode!r}, must be one of {', '.join(_MODES)}"
+            raise ConfigError(msg)
+        if not isinstance(parts, Mapping) or not parts:
+            msg = f"evaluator 'weighted': parts is {parts!r}, must be a table of evaluators by name"
+            raise ConfigError(msg)
+        self._mode = mode
+        self._parts = {name: _part(name, spec) for name, spec in parts.items()}
+        own = [part.evaluator for part in self._parts.values()]
+        self.in_place = any(base.in_place(each) for each in own)
+        self.wants_box = any(base.wants_box(each) for each in own if not base.in_place(each))
+
+    def mounts(self, task: Task) -> tuple[Mount, ...]:
+        """Those of all parts. Raises `ConfigError` where they do not go together."""
+        found: dict[str, tuple[str, Mount]] = {}
+        for name, part in self._parts.items():
+            for mount in base.mounts(part.evaluator, task):
+                if self.in_place and mount.source and not base.in_place(part.evaluator):
+                    msg = (
+                        f"evaluator 'weighted': part {name!r} would show the agent its files at "
+                        f"{mount.target}, because another part is in place"
+                    )
+                    raise ConfigError(msg)
+                other, had = found.setdefault(mount.target, (name, mount))
+                if had != mount or (other != name and self.in_place):
+                    msg = (
+                        f"evaluator 'weighted': parts {other!r} and {name!r} both have a folder of "
+                        f"their own at {mount.target}; judge by one of them"
+                    )
+                    raise ConfigError(msg)
+        return tuple(mount for _, mount in found.values())
+
+    def hidden(self, task: Task) -> tuple[str, ...]:
+        """What any part hides from the agent."""
+        parts = (part.evaluator for part in self._parts.values())
+        paths = (mount.target for part in parts for mount in base.hidden(part, task))
+        return tuple(dict.fromkeys(paths))
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """All verdicts, put together."""
+        alone = asyncio.Lock()
+        verdicts = await all_of(
+            self._judge(name, part, outcome, alone) for name, part in self._parts.items()
+        )
+        return self._together(dict(zip(self._parts, verdicts, strict=True)))
+
+    async def _judge(
+        self, name: str, part: _Part, outcome: Outcome, alone: asyncio.Lock
+    ) -> Verdict | str:
+        """Its verdict, or why there is none of one that is not required."""
+        in_place = base.in_place(part.evaluator)
+        try:
+            async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NOTHING:
+                box = outcome.box if in_place else None
+                return await part.evaluator.evaluate(outcome._replace(box=box))
+        except (EvaluatorError, RuntimeFault, TimeoutError) as error:
+            why = str(error) or f"out of time after {outcome.timeout_s:g} s"
+            if not part.required:
+                return why
+            if not isinstance(error, EvaluatorError):
+                raise
+            msg = f"part {name!r}: {why}"
+            raise EvaluatorError(msg) from error
+
+    def _together(self, verdicts: Mapping[str, Verdict | str]) -> Verdict:
+        report: dict[str, Any] = {}
+        parts: dict[str, float] = {}
+        counted: dict[str, Reward] = {}
+        for name, verdict in verdicts.items():
+            if isinstance(verdict, str):
+                report[name] = {"no_verdict": verdict}
+                continue
+            counted[name], report[name] = verdict.reward, verdict.report
+            parts[name] = verdict.reward.value
+            parts |= {f"{name}.{part}": value for part, value in verdict.reward.parts.items()}
+        if not counted:
+            msg = f"no part has a verdict: {report}"
+            raise EvaluatorError(msg)
+        value = self._value({name: reward.value for name, reward in counted.items()})
+        return Verdict(Reward(value, parts, self._per_trace(counted)), report)
+
+    def _per_trace(self, counted: Mapping[str, Reward]) -> tuple[float, ...]:
+        """Of the parts that judged traces one by one; none if no part did."""
+        judged = {name: reward.per_trace for name, reward in counted.items() if reward.per_trace}
+        if len({len(each) for each in judged.values()}) > 1:
+            msg = f"parts differ in the number of traces: {judged}"
+            raise EvaluatorError(msg)
+        columns = zip(*judged.values(), strict=True)
+        return tuple(self._value(dict(zip(judged, column, strict=True))) for column in columns)
+
+    def _value(self, by_name: Mapping[str, float]) -> float:
+        values, weights = list(by_name.values()), [self._parts[name].weight for name in by_name]
+        if self._mode == "min":
+            return min(values)
+        if self._mode == "product":
+            return math.prod(values)
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _part(name: str, spec: object) -> _Part:
+    """From what a task says of it. Raises `ConfigError` naming what is wrong."""
+    where = f"evaluator 'weighted': parts[{name!r}]"
+    if not isinstance(spec, Mapping) or "evaluator" not in spec or set(spec) - _KEYS:
+        msg = f"{where} is {spec!r:.120}, must have evaluator and may have weight and required"
+        raise ConfigError(msg)
+    weight, required = spec.get("weight", 1.0), spec.get("required", True)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        msg = f"{where}.weight is {weight!r}, must be a number above 0"
+        raise ConfigError(msg)
+    if not isinstance(required, bool):
+        msg = f"{where}.required is {required!r}, must be true or false"
+        raise ConfigError(msg)
+    try:
+        part = msgspec.convert(spec["evaluator"], Part)
+    except msgspec.ValidationError as error:
+        msg = f"{where}.evaluator must have a name and options: {error}"
+        raise ConfigError(msg) from error
+    made = find("evaluator", part.name)
+    if not callable(getattr(made, "evaluate", None)):
+        msg = f"{where}.evaluator: {part.name!r} is no evaluator: it must have evaluate"
+        raise ConfigError(msg)
+    try:
+        return _Part(made(**part.options), float(weight), required)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(made).parameters) or "none"
+        msg = f"{where}: evaluator {part.name!r}: {error} (its options: {known})"
+        raise ConfigError(msg) from error

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from judging import DONE, Judge, call, task
+from tugline.evaluators.base import Outcome
+from tugline.evaluators.session_completed import SessionCompleted
+from tugline.runtimes.base import Exit
+from tugline.types import Cause, Limits, Message, Role, ToolCall
+
+ASKS = Message(Role.ASSISTANT, "", (ToolCall("1", "bash", "{}"),))
+
+
+@pytest.fixture
+def outcome(tmp_path: Path) -> Outcome:
+    """Of a session with one call that came to its own end."""
+    return Judge(tmp_path, task()).outcome()._replace(calls=[call(0, answer="Done.")])
+
+
+async def test_an_end_of_its_own_is_a_one(outcome: Outcome) -> None:
+    """Whatever its exit code was: agents use them as they like."""
+    assert (await SessionCompleted().evaluate(outcome)).reward.value == 1.0
+    failed = outcome._replace(exit=Exit(1, timed_out=False, seconds=1.0))
+    verdict = await SessionCompleted().evaluate(failed)
+    assert (verdict.reward.value, verdict.report["exit"]) == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("calls", "end", "limits", "reason"),
+    [
+        ([], DONE, Limits(), "no model call"),
+        ([call(0)], Exit(-9, timed_out=True, seconds=9.0), Limits(), "out of time"),
+        ([call(0)], None, Limits(), "out of time"),
+        ([call(0)], Exit(137, False, 9.0, Cause.AGENT_MEMORY), Limits(), "ended by agent_memory"),
+        (
+            [msgspec.structs.replace(call(0), answer=ASKS)],
+            DONE,
+            Limits(max_turns=1),
+            "out of turns",
+        ),
+        ([call(0)], DONE, Limits(max_sampled_tokens=2), "out of tokens"),
+    ],
+)
+async def test_what_was_ended_is_a_nought(
+    outcome: Outcome, calls: list[object], end: Exit | None, limits: Limits, reason: str
+) -> None:
+    """By a clock, a limit of its box or a spent budget; the report says which."""
+    given = msgspec.structs.replace(outcome.task, limits=limits)
+    verdict = await SessionCompleted().evaluate(
+        outcome._replace(task=given, calls=calls, exit=end)  # type: ignore[arg-type]
+    )
+    assert verdict.reward.value == 0.0
+    assert verdict.report["reason"].startswith(reason)
+
+
+async def test_a_last_answer_within_the_budget_counts(outcome: Outcome) -> None:
+    """The last turn that is allowed may be the one in which the agent says that it is done."""
+    limits = Limits(max_turns=1, max_sampled_tokens=3)
+    given = msgspec.structs.replace(outcome.task, limits=limits)
+    assert (await SessionCompleted().evaluate(outcome._replace(task=given))).reward.value == 1.0

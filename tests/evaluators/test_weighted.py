@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judging import Judge, task
+from tugline.errors import ConfigError, EvaluatorError, RuntimeFault, UnknownPlugin
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.weighted import Weighted
+from tugline.runtimes.base import Mount
+from tugline.types import Reward, Task
+
+HERE = "my_judges:Says"
+RUNNING: list[str] = []
+
+
+class Says:
+    """An evaluator that says what it is told to."""
+
+    def __init__(
+        self,
+        *,
+        value: float = 1.0,
+        per_trace: tuple[float, ...] = (),
+        fails: str = "",
+        takes_s: float = 0.0,
+        mount: tuple[str, str | None] | None = None,
+        in_place: bool = False,
+        hides: tuple[str, ...] = (),
+    ) -> None:
+        self.value, self.per_trace, self.fails, self.takes_s = value, per_trace, fails, takes_s
+        self.mount, self.in_place, self.hides = mount, in_place, hides
+        self.wants_box = False
+
+    def mounts(self, _task: Task) -> tuple[Mount, ...]:
+        """At most one."""
+        return (Mount(*self.mount),) if self.mount else ()
+
+    def hidden(self, _task: Task) -> tuple[str, ...]:
+        """As told."""
+        return tuple(self.hides)
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """After its time."""
+        RUNNING.append("+")
+        await asyncio.sleep(self.takes_s)
+        RUNNING.append("-")
+        if self.fails:
+            msg = "broken"
+            raise {"evaluator": EvaluatorError, "runtime": RuntimeFault}[self.fails](msg)
+        return Verdict(Reward(self.value, {"part": 2.0}, tuple(self.per_trace)), {"said": True})
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Says` is in a module that a task can name."""
+    module = types.ModuleType("my_judges")
+    module.__dict__["Says"] = Says
+    monkeypatch.setitem(sys.modules, "my_judges", module)
+    RUNNING.clear()
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Judge:
+    """A judge with a folder of its own."""
+    return Judge(tmp_path, task(), timeout_s=5.0)
+
+
+def says(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[str, Any]:
+    """One part."""
+    evaluator = {"name": HERE, "options": options}
+    return {"evaluator": evaluator, "weight": weight, "required": required}
+
+
+@pytest.mark.parametrize(
+    ("mode", "value"), [("mean", 0.7 * 1.0 + 0.3 * 0.5), ("product", 0.5), ("min", 0.5)]
+)
+async def test_rewards_are_put_together(judge: Judge, mode: str, value: float) -> None:
+    """By weight, or as a product or the least; every part has its name."""
+    weighted = Weighted(parts={"a": says(7), "b": says(3, value=0.5)}, mode=mode)
+    verdict = await judge(weighted)
+    assert math.isclose(verdict.reward.value, value)
+    assert verdict.reward.parts == {"a": 1.0, "a.part": 2.0, "b": 0.5, "b.part": 2.0}
+    assert verdict.report == {"a": {"said": True}, "b": {"said": True}}
+
+
+async def test_traces_keep_what_was_said_of_each(judge: Judge) -> None:
+    """From the parts that judged traces one by one."""
+    parts = {"a": says(3, per_trace=[1.0, 0.0]), "b": says(1, per_trace=[0.0, 1.0]), "c": says()}
+    assert (await judge(Weighted(parts=parts))).reward.per_trace == (0.75, 0.25)
+    parts["b"] = says(1, per_trace=[1.0])
+    with pytest.raises(EvaluatorError, match="differ in the number of traces"):
+        await judge(Weighted(parts=parts))
+
+
+@pytest.mark.parametrize("fault", ["evaluator", "runtime"])
+async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) -> None:
+    """It keeps its kind, which says who is to blame; the others are ended, not left behind."""
+    weighted = Weighted(parts={"slow": says(takes_s=30.0), "a": says(fails=fault)})
+    with pytest.raises((EvaluatorError, RuntimeFault), match="broken") as error:
+        await asyncio.wait_for(judge(weighted), 5)
+    assert isinstance(error.value, EvaluatorError) == (fault == "evaluator")
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:
+    """The rest counts as if it were alone, and the report says why."""
+    weighted = Weighted(
+        parts={"a": says(1, value=0.5), "b": says(9, required=False, fails="runtime")}
+    )
+    verdict = await judge(weighted)
+    assert verdict.reward == Reward(0.5, {"a": 0.5, "a.part": 2.0})
+    assert verdict.report["b"] == {"no_verdict": "broken"}
+    judge.timeout_s = 0.1
+    verdict = await judge(Weighted(parts={"a": says(), "b": says(required=False, takes_s=30.0)}))
+    assert verdict.report["b"] == {"no_verdict": "out of time after 0.1 s"}
+    with pytest.raises(EvaluatorError, match="no part has a verdict"):
+        await judge(Weighted(parts={"b": says(required=False, fails="evaluator")}))
+
+
+async def test_parts_run_at_once_but_in_place_one_by_one(judge: Judge) -> None:
+    """There is only one box in which the agent was."""
+    await judge(Weighted(parts={"a": says(takes_s=0.05), "b": says(takes_s=0.05)}))
+    assert RUNNING == ["+", "+", "-", "-"]
+    RUNNING.clear()
+    parts = {name: says(takes_s=0.05, in_place=True) for name in "ab"}
+    await judge(Weighted(parts=parts))
+    assert RUNNING == ["+", "-", "+", "-"]
+
+
+def test_what_parts_need_is_passed_on() -> None:
+    """Their folders, the agent's box, and what is hidden from it."""
+    parts = {"a": says(mount=["/a", "/srv/a"]), "b": says(mount=["/b", None], hides=["/x"])}
+    weighted = Weighted(parts=parts)
+    assert weighted.mounts(task()) == (Mount("/a", "/srv/a"), Mount("/b"))
+    assert weighted.hidden(task()) == ("/x",)
+    assert not weighted.in_place
+    assert not weighted.wants_box
+    assert Weighted(parts={"a": says(in_place=True)}).in_place
+    assert Weighted(parts={"a": {"evaluator": {"name": "tests"}}}).wants_box
+
+
+@pytest.mark.parametrize(
+    ("parts", "what"),
+    [
+        ({"a": says(mount=["/t", "/1"]), "b": says(mount=["/t", "/2"])}, "both have a folder"),
+        (
+            {
+                "a": says(mount=["/t", None], in_place=True),
+                "b": says(mount=["/t", None], in_place=True),
+            },
+            "both have a folder",
+        ),
+        (
+            {"a": says(in_place=True), "b": says(mount=["/t", "/1"])},
+            "would show the agent its files",
+        ),
+    ],
+)
+def test_folders_that_do_not_go_together_are_named(parts: dict[str, Any], what: str) -> None:
+    """Two things in one place, or hidden tests in the place where the agent is."""
+    with pytest.raises(ConfigError, match=what):
+        Weighted(parts=parts).mounts(task())
+
+
+@pytest.mark.parametrize(
+    ("options", "says_so"),
+    [
+        ({"parts": {}}, "parts is {}, must be a table"),
+        (
+            {"parts": {"a": says()}, "mode": "max"},
+            "mode is 'max', must be one of mean, product, min",
+        ),
+        ({"parts": {"a": {"weight": 1}}}, "parts['a'] is {'weight': 1}, must have evaluator"),
+        ({"parts": {"a": says() | {"wieght": 1}}}, "must have evaluator and may have weight"),
+        ({"parts": {"a": says(0)}}, "parts['a'].weight is 0, must be a number above 0"),
+        ({"parts": {"a": says() | {"required": 1}}}, "required is 1, must be true or false"),
+        ({"parts": {"a": {"evaluator": {"options": {}}}}}, "must have a name and options"),
+        ({"parts": {"a": says(wrong=1)}}, "(its options: value, per_trace"),
+        ({"parts": {"a": {"evaluator": {"name": "builtins:dict"}}}}, "is no evaluator"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], says_so: str) -> None:
+    """With the part and what would be right."""
+    with pytest.raises(ConfigError) as error:
+        Weighted(**options)
+    assert says_so in str(error.value)
+
+
+def test_an_unknown_part_is_named() -> None:
+    """As it is everywhere else."""
+    with pytest.raises(UnknownPlugin, match="did you mean 'tests'"):
+        Weighted(parts={"a": {"evaluator": {"name": "test"}}})
