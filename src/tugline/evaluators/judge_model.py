@@ -24,7 +24,7 @@ from tugline.errors import EvaluatorError
 BEST = 10
 """The highest score."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_FIRST_WAIT_S = 0.5
+_FIRST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 20.0
 _MOST = 1 << 20
 """Bytes of an answer."""
