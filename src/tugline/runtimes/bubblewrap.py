@@ -25,8 +25,10 @@ from pathlib import Path, PurePosixPath
 from tugline.errors import ConfigError, RuntimeFault, UsageError
 from tugline.runtimes import limits, view
 from tugline.runtimes.base import WORKDIR, Place
+from tugline.runtimes.bases import Bases
 from tugline.runtimes.cache import cache_folder
 from tugline.runtimes.doors import Doors
+from tugline.runtimes.layers import Layer
 from tugline.runtimes.limits import Limits
 from tugline.runtimes.processes import finish, records
 from tugline.runtimes.proxy import AllowList
@@ -49,7 +51,8 @@ class Bubblewrap:
     """Boxes that are bubblewrap sandboxes.
 
     `allow` names hosts that programs may reach, such as ``pypi.org:443``; `readable` are folders
-    of this machine that they see, read-only. The other options are those of `Limits`.
+    of this machine that they see, read-only; `bases_gb` bounds the cache of workspaces. The other
+    options are those of `Limits`.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a task's runtime, by name
@@ -64,6 +67,7 @@ class Bubblewrap:
         output_mb: int = 64,
         allow: Sequence[str] = (),
         readable: Sequence[str] = (),
+        bases_gb: float = 50.0,
     ) -> None:
         self._limits = Limits(
             memory_mb=memory_mb,
@@ -77,6 +81,7 @@ class Bubblewrap:
         self._limits.check("bubblewrap")
         self._allow = AllowList(allow)
         self._readable = _checked(readable)
+        self._bases = Bases(most_gb=bases_gb)
         self._ground: Ground | None = None
 
     @contextlib.asynccontextmanager
@@ -87,13 +92,14 @@ class Bubblewrap:
         place = place or Place()
         _check(place.workspace)
         ground = await asyncio.to_thread(self._look)
-        doors = Doors(self._allow)
-        box = BubblewrapBox(Path.cwd() / directory, place, self._limits, doors, ground)
-        try:
-            await box.start()
-            yield box
-        finally:
-            await finish(asyncio.create_task(box.aclose()))
+        async with self._bases.open(place.workspace) as base:
+            layer = Layer(directory := Path.cwd() / directory, base, place.files)
+            box = BubblewrapBox(directory, place, layer, self._limits, Doors(self._allow), ground)
+            try:
+                await box.start()
+                yield box
+            finally:
+                await finish(asyncio.create_task(box.aclose()))
 
     def reap(self, directory: Path) -> int:
         """Remove what is left of sandboxes; they themselves have died with their parent."""

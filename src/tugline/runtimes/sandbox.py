@@ -14,7 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
 
-from tugline.errors import UsageError, WorkspaceFault
+from tugline.errors import UsageError
 from tugline.runtimes import files, limits, view
 from tugline.runtimes.base import HOME, MOST, WORKDIR, Content, Exit, Mount, Place
 from tugline.runtimes.bwrap import Sandbox
@@ -25,7 +25,7 @@ from tugline.runtimes.limits import Group, Limits, Places
 from tugline.runtimes.patch import Caps, Patch
 from tugline.runtimes.processes import finish
 from tugline.runtimes.runner import INSIDE, KILLED, Gone
-from tugline.types import Cause, Workspace
+from tugline.types import Cause
 
 _OVERLAY = (
     'mount -t overlay overlay -o "nosuid,nodev,$1" "$2" 2>/dev/null ||'
@@ -50,7 +50,13 @@ class BubblewrapBox:
     """See `tugline.runtimes.base.Box`."""
 
     def __init__(
-        self, directory: Path, place: Place, bounds: Limits, doors: Doors, ground: Ground
+        self,
+        directory: Path,
+        place: Place,
+        layer: Layer,
+        bounds: Limits,
+        doors: Doors,
+        ground: Ground,
     ) -> None:
         self.workdir = PurePosixPath(place.workspace.path or WORKDIR)
         self.home = HOME
@@ -58,7 +64,7 @@ class BubblewrapBox:
         self._directory = directory
         self._limits = bounds
         self._ground = ground
-        self._layer = Layer(directory, _base(place.workspace), place.files)
+        self._layer = layer
         self._group = Group(ground.places, directory)
         self._doors = doors
         self._mounts = _sources(place.mounts, directory)
@@ -251,16 +257,6 @@ class BubblewrapBox:
             return Cause.AGENT_DISK
         out_of_memory = end.code == KILLED and self._group.memory_kills() > killed
         return Cause.AGENT_MEMORY if out_of_memory else None
-
-
-def _base(workspace: Workspace) -> Path | None:
-    if workspace.folder is None:
-        return None
-    base = Path(workspace.folder)
-    if not base.is_dir():
-        msg = f"workspace.folder {workspace.folder!r} is no folder of this machine"
-        raise WorkspaceFault(msg)
-    return base.resolve()
 
 
 def _sources(mounts: Sequence[Mount], directory: Path) -> dict[PurePath, tuple[Path, bool]]:
