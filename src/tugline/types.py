@@ -194,7 +194,8 @@ class Workspace(msgspec.Struct, frozen=True):
     repo: str | None = None
     """Git repository: URL or path."""
     commit: str | None = None
-    """Of `repo`: what is checked out, as a full hash, a tag or a branch."""
+    """Of `repo`: what is checked out, as a full hash, a tag or a branch. Without it, of the image's
+    own repository: a full hash in the history of its HEAD, or ``HEAD``; nothing later is kept."""
     folder: str | None = None
     """In place of `repo`: folder whose files are seen."""
     path: str | None = None

@@ -99,6 +99,7 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
     assert task.tags["repo"] == "getmoto/moto"
     image = "docker.io/xingyaoww/sweb.eval.x86_64.getmoto_s_moto-5752:latest"
     assert (task.workspace.image, task.workspace.path) == (image, "/testbed")
+    assert task.workspace.commit == GYM["base_commit"]
     assert task.runtime == Part("container")
     assert (task.limits.init_s, task.limits.eval_s) == (1200, 1800)
     assert "describe_parameters breaks" in task.instruction
@@ -154,6 +155,7 @@ def test_a_row_of_r2e(tmp_path: Path) -> None:
     options = task.evaluator.options
     assert task.id == "orange3__0123456789ab"
     assert task.workspace.image == "namanjain12/orange3_final:1"
+    assert task.workspace.commit == "HEAD"
     assert options["fail_to_pass"] == ["TestA.test_one", "TestA.test_two"]
     assert options["hides"] == ["/r2e_tests"]
     assert "run_tests.sh" in options["judges_files"]

@@ -243,7 +243,11 @@ def check(workspace: Workspace) -> None:
     if workspace.repo is not None and workspace.folder is not None:
         msg = "workspace: repo and folder are both given; one of them is where the files come from"
         raise UsageError(msg)
-    if workspace.commit is not None and workspace.repo is None:
+    if workspace.commit is not None and workspace.folder is not None:
+        msg = f"workspace.commit is {workspace.commit!r}, but workspace.folder is used as it is"
+        raise UsageError(msg)
+    sources = (workspace.repo, workspace.image, workspace.build)
+    if workspace.commit is not None and not any(sources):
         msg = f"workspace.commit is {workspace.commit!r}, but there is no workspace.repo"
         raise UsageError(msg)
     if workspace.folder is not None and not Path(workspace.folder).is_absolute():

@@ -145,7 +145,7 @@ class Swe:
 
     def _workspace(self, row: Row, image: str | None) -> Workspace:
         if self._repos is None:
-            return Workspace(image=image, path=self._folder)
+            return Workspace(image=image, commit=row.commit or "HEAD", path=self._folder)
         repo = self._repos.format(instance_id=row.instance, repo=row.repo)
         return Workspace(image=image, repo=repo, commit=row.commit, path=self._folder)
 

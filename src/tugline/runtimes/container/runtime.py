@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -33,6 +32,7 @@ from tugline.runtimes.container.box import (
 from tugline.runtimes.container.engine import Docker, DockerError, Engine
 from tugline.runtimes.container.images import Image, Images
 from tugline.runtimes.container.probe import Facts, probe
+from tugline.runtimes.history import end_history
 from tugline.runtimes.layers import Layer
 from tugline.runtimes.mounts import unmount_all
 from tugline.runtimes.proxy import AllowList
@@ -188,9 +188,15 @@ class Container:
             if base is not None or not await self._images.present(image, [str(workdir)]):
                 yield base
                 return
-        key = f"image-{digest(image.id, str(workdir))}"
-        fill = partial(self._images.copy, image, workdir)
-        async with self._bases.filled(key, fill, f"{workdir} of {image.name}") as base:
+        key = f"image-{digest(image.id, str(workdir), workspace.commit or '')}"
+        what = f"{workdir} of {image.name}"
+
+        async def fill(into: Path) -> None:
+            await self._images.copy(image, workdir, into)
+            if workspace.commit is not None:
+                await asyncio.to_thread(end_history, into, workspace.commit, what)
+
+        async with self._bases.filled(key, fill, what) as base:
             yield base
 
     async def _mounts(self, image: Image, mounts: Sequence[Mount]) -> list[Mount]:
