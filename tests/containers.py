@@ -1,7 +1,7 @@
 """A real Podman for tests: a service of its own on a private socket, and a runtime on it.
 
-Import the fixtures into a test's module or its conftest: ``from containers import *``. The images
-are made by `tools/podman.py`.
+Import the fixtures into a test's module or its conftest. The images are made by `tools/podman.py`.
+To try another engine that has them: ``TUGLINE_TEST_ENGINE=unix:///var/run/docker.sock``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from tugline.runtimes.container.engine import service
+from tugline.runtimes.container.box import DIRECTORY
+from tugline.runtimes.container.engine import Docker, Engine, service
+from tugline.runtimes.container.images import find
 from tugline.runtimes.container.runtime import Container
 
-__all__ = ["BUSYBOX", "DEBIAN", "container", "podman"]
+__all__ = ["BUSYBOX", "DEBIAN", "container", "exists", "left", "podman", "unbuilt"]
 
 BUSYBOX = "localhost/tugline/busybox:latest"
 DEBIAN = "localhost/tugline/debian:12"
@@ -28,6 +30,9 @@ DEBIAN = "localhost/tugline/debian:12"
 @pytest.fixture(scope="session")
 def podman() -> Iterator[str]:
     """The URL of a Podman with the images above."""
+    if other := os.environ.get("TUGLINE_TEST_ENGINE"):
+        yield other
+        return
     missing = _missing()
     if missing:
         may_install = os.geteuid() == 0 and shutil.which("apt-get") is not None
@@ -51,6 +56,30 @@ def podman() -> Iterator[str]:
 def container(podman: str) -> Container:
     """Boxes that are containers of it, with little memory; the image is Debian's by default."""
     return Container(engine=podman, image=DEBIAN, memory_mb=512, processes=200)
+
+
+def left(engine: str, directory: Path) -> list[str]:
+    """Containers of boxes below `directory`, and mounts there."""
+    found = Engine(engine).blocking(lambda docker: docker.containers.list(all=True))
+    places = [one["Labels"].get(DIRECTORY, "") for one in found]
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [one for one in places + mounts if str(directory) in one]
+
+
+def exists(engine: str, image: str) -> bool:
+    """Whether the engine has an image."""
+    return Engine(engine).blocking(lambda docker: find(docker, image)) is not None
+
+
+def unbuilt(engine: str, *images: str) -> None:
+    """Remove what a test has built, and what was made of it."""
+
+    async def remove(docker: Docker) -> None:
+        for name in images:
+            if await find(docker, name) is not None:
+                await docker.images.delete(name, force=True)
+
+    Engine(engine).blocking(remove)
 
 
 def _missing() -> str:

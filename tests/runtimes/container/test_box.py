@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from containers import BUSYBOX, DEBIAN
+from containers import BUSYBOX, DEBIAN, left, unbuilt
 from tugline.errors import ConfigError, ImageFault, RuntimeFault, UsageError
 from tugline.runtimes.base import Mount, Place
+from tugline.runtimes.container.images import name_of
 from tugline.runtimes.container.runtime import Container
 from tugline.runtimes.patch import Change
 from tugline.types import Cause, Workspace
 
 pytestmark = pytest.mark.podman
-
-
-def left(directory: Path) -> list[str]:
-    """Containers of ours below `directory`, and mounts."""
-    label = "label=tugline.directory"
-    listed = ["podman", "ps", "-a", "--filter", label, "--format", "json"]
-    found = json.loads(subprocess.run(listed, capture_output=True, check=True).stdout or "[]")
-    names = [one["Names"][0] for one in found if str(directory) in str(one["Labels"])]
-    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    return names + [line for line in mounts if str(directory) in line]
 
 
 def said(box: object, name: str = "agent") -> str:
@@ -38,7 +27,7 @@ def said(box: object, name: str = "agent") -> str:
 
 
 async def test_program_sees_its_files_and_a_clean_environment(
-    container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    container: Container, podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program starts in the workdir with the image's PATH, its own variables and no other."""
     monkeypatch.setenv("SECRET_OF_THE_NODE", "s3cret")
@@ -52,7 +41,7 @@ async def test_program_sees_its_files_and_a_clean_environment(
         assert "X=two" in lines
         assert "lines '\"" in lines
         assert "s3cret" not in said(box)
-    assert left(tmp_path) == []
+    assert left(podman, tmp_path) == []
 
 
 async def test_changes_are_what_programs_did(container: Container, tmp_path: Path) -> None:
@@ -73,7 +62,7 @@ async def test_changes_are_what_programs_did(container: Container, tmp_path: Pat
 
 
 async def test_folder_of_the_node_is_seen_and_never_changed(
-    container: Container, tmp_path: Path
+    container: Container, podman: str, tmp_path: Path
 ) -> None:
     """A base folder is overlaid: a program may write all over it, and it stays as it is."""
     base = tmp_path / "base"
@@ -89,7 +78,7 @@ async def test_folder_of_the_node_is_seen_and_never_changed(
         assert await box.get(PurePosixPath("/testbed/code.py")) == b"x = 2\n"
     assert (base / "code.py").read_text() == "x = 1\n"
     assert [one.name for one in base.iterdir()] == ["code.py"]
-    assert left(tmp_path) == []
+    assert left(podman, tmp_path) == []
 
 
 async def test_timeout_ends_all_and_the_box_goes_on(container: Container, tmp_path: Path) -> None:
@@ -118,7 +107,9 @@ async def test_nothing_of_a_program_outlives_it(container: Container, tmp_path: 
         assert await box.get(box.workdir / "beat") == before
 
 
-async def test_cancelled_run_leaves_nothing(container: Container, tmp_path: Path) -> None:
+async def test_cancelled_run_leaves_nothing(
+    container: Container, podman: str, tmp_path: Path
+) -> None:
     """A box whose session is cancelled is gone, container and all."""
 
     async def session() -> None:
@@ -133,10 +124,12 @@ async def test_cancelled_run_leaves_nothing(container: Container, tmp_path: Path
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 30)
-    assert left(tmp_path) == []
+    assert left(podman, tmp_path) == []
 
 
-async def test_many_at_once_leave_nothing(container: Container, tmp_path: Path) -> None:
+async def test_many_at_once_leave_nothing(
+    container: Container, podman: str, tmp_path: Path
+) -> None:
     """Eight at a time open, run and close; no container, mount or record is left."""
 
     async def session(number: int) -> int:
@@ -145,7 +138,7 @@ async def test_many_at_once_leave_nothing(container: Container, tmp_path: Path) 
             return int(said(box))
 
     assert await asyncio.gather(*map(session, range(8))) == list(range(8))
-    assert left(tmp_path) == []
+    assert left(podman, tmp_path) == []
     assert not any((tmp_path / f"{n}" / "container.json").exists() for n in range(8))
 
 
@@ -158,6 +151,7 @@ async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> N
 import asyncio
 from pathlib import Path
 from tugline.runtimes.base import Place
+from tugline.runtimes.container.images import name_of
 from tugline.runtimes.container.runtime import Container
 from tugline.types import Workspace
 async def main():
@@ -173,10 +167,10 @@ asyncio.run(main())
     await asyncio.wait_for(node.stdout.readuntil(b"open\n"), 60)
     node.kill()
     await node.wait()
-    assert len(left(tmp_path)) == 2
-    runtime = Container()  # with the options of nobody, as a node reaps
+    assert len(left(podman, tmp_path)) == 2
+    runtime = Container()  # with nobody's options, as a node reaps
     assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 2
-    assert left(tmp_path) == []
+    assert left(podman, tmp_path) == []
     assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 0
 
 
@@ -332,10 +326,14 @@ async def test_no_shell_is_said(podman: str, tmp_path: Path) -> None:
     context.mkdir()
     (context / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     runtime = Container(engine=podman)
-    with pytest.raises(ImageFault, match=r"has no /bin/sh"):
-        async with runtime.open(tmp_path / "box", Place(workspace=Workspace(build=str(context)))):
-            pass
-    assert left(tmp_path) == []
+    place = Place(workspace=Workspace(build=str(context)))
+    try:
+        with pytest.raises(ImageFault, match=r"has no /bin/sh"):
+            async with runtime.open(tmp_path / "box", place):
+                pass
+    finally:
+        unbuilt(podman, name_of(context))
+    assert left(podman, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -381,7 +379,6 @@ async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None
     """As root with control groups, memory and processes are bounded, and nothing says otherwise."""
     facts = await asyncio.to_thread(container.facts)
     lines = await asyncio.to_thread(container.weaknesses)
-    assert facts.kind == "podman"
     assert facts.seccomp
     assert facts.rootless is (os.geteuid() != 0)
     assert any("memory has no bound" in line for line in lines) is not facts.memory

@@ -144,7 +144,7 @@ class ContainerBox:
                 raise self._not_started(error) from error
             shown = await container.show()
         self._pid = int(shown["State"]["Pid"])
-        upper = (shown.get("GraphDriver") or {}).get("Data", {}).get("UpperDir")
+        upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         self._upper = [Path(upper)] if upper else []
         self._cgroup = await asyncio.to_thread(cgroups.of, self._pid)
         try:
@@ -187,6 +187,7 @@ class ContainerBox:
         self._layer.mount()
         with files.faults(f"cannot make {self._directory}"):
             self.logs.mkdir(parents=True, exist_ok=True)
+            self._control.mkdir(exist_ok=True)  # Docker looks for it before it is started
             for folder in self._folders.values():
                 folder.mkdir(exist_ok=True)
                 if not self._is_root:  # who it is only the image knows

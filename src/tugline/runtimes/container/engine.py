@@ -234,8 +234,7 @@ def _start(path: Path) -> Found:
 
 def service(path: Path) -> tuple[str, ...]:
     """The command that makes Podman listen at `path`."""
-    # crun refuses a mixture of cgroup versions, and vfs copies an image for every container.
+    # crun refuses a mixture of cgroup versions.
     mixed = not Path("/sys/fs/cgroup/cgroup.controllers").exists()
     runtime = ("--runtime", "runc") if mixed and shutil.which("runc") else ()
-    storage = ("--storage-driver", "overlay") if os.geteuid() else ()
-    return ("podman", *runtime, *storage, "system", "service", f"unix://{path}")
+    return ("podman", *runtime, "system", "service", f"unix://{path}")

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import hashlib
 import os
+import re
 import tarfile
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -30,6 +31,7 @@ LABEL = "tugline"
 BUILT = "localhost/tugline/built"
 _HINT = "; load it into the engine by hand, or let the engine reach a registry"
 _WORDS = 15
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GB = 1 << 30
 _log = log.get("runtimes")
 
@@ -286,5 +288,5 @@ async def _listen(words: AsyncGenerator[str, None], said: collections.deque[str]
 
 
 def _not_built(folder: Path, said: collections.deque[str], why: str) -> str:
-    words = "\n".join(line for line in said if line.strip())
+    words = "\n".join(_COLOUR.sub("", line) for line in said if line.strip())
     return f"{folder / 'Dockerfile'} cannot be built: {why}" + (f"\n{words}" if words else "")

@@ -53,10 +53,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     def weaknesses(self) -> tuple[str, ...]:
         """What is not kept apart here, a line each."""
-        who = f"{self.kind} {self.version}, cgroup v{self.cgroup}"
+        who = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
         found = []
         if not self.memory:
-            found.append(f"memory has no bound: {who}{', rootless' * self.rootless} sets none")
+            found.append(f"memory has no bound: {who} sets none")
         if not self.processes:
             found.append(f"the number of processes has no bound: {who} sets none")
         if not self.seccomp:
@@ -64,7 +64,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         if not self.rootless:
             found.append("root in a container is this machine's root with few of its rights")
         if self.storage in _COPYING:
-            found.append(f"slow: storage driver {self.storage} copies the image for each container")
+            found.append(
+                f"slow: storage driver {self.storage} copies the image for each container; for"
+                ' podman, set driver = "overlay" in storage.conf and begin with empty storage'
+            )
         return tuple(found)
 
 
