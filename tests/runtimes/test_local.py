@@ -9,12 +9,15 @@ import textwrap
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
-from tugline.runtimes.base import Box, Exit
+from tugline.runtimes.base import Box, Exit, Mount, Place
 from tugline.runtimes.local import Local
+from tugline.runtimes.patch import Change
 from tugline.runtimes.processes import MARK, Started, end, start_time
+from tugline.types import Workspace
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -42,7 +45,7 @@ async def test_a_program_sees_only_what_it_is_given(
 ) -> None:
     """Files are staged as given; stdin is empty; the parent's secrets are not passed on."""
     monkeypatch.setenv("HF_TOKEN", "secret")
-    async with Local().open(tmp_path, {"a/b.txt": "one\r\ntwo"}) as box:
+    async with Local().open(tmp_path, Place(files={"a/b.txt": "one\r\ntwo"})) as box:
         done = await sh(box, "pwd; cat; env | cut -d= -f1 | sort; wc -c < a/b.txt", GIVEN="x")
         assert (done.code, done.timed_out) == (0, False)
         lines = log(box).split()
@@ -56,7 +59,7 @@ async def test_a_program_sees_only_what_it_is_given(
 async def test_paths_that_leave_the_box_are_refused(tmp_path: Path, path: str) -> None:
     """A task cannot write outside its folder, and nothing is written before that is known."""
     with pytest.raises(UsageError, match="must be relative"):
-        async with Local().open(tmp_path, {"good.txt": "x", path: "x"}):
+        async with Local().open(tmp_path, Place(files={"good.txt": "x", path: "x"})):
             pass
     assert not (tmp_path / "work" / "good.txt").exists()
 
@@ -71,10 +74,10 @@ async def test_exit_codes_come_back(tmp_path: Path) -> None:
 
 async def test_a_box_is_not_used_twice(tmp_path: Path) -> None:
     """What an earlier attempt left cannot help the next one."""
-    async with Local().open(tmp_path, {"x": "1"}):
+    async with Local().open(tmp_path, Place(files={"x": "1"})):
         pass
     with pytest.raises(RuntimeFault, match="not empty"):
-        async with Local().open(tmp_path, {"x": "1"}):
+        async with Local().open(tmp_path, Place(files={"x": "1"})):
             pass
 
 
@@ -180,13 +183,10 @@ async def test_an_agent_cannot_stop_the_reaper(tmp_path: Path) -> None:
 
 
 async def test_a_refusing_disk_is_a_fault_of_the_place(tmp_path: Path) -> None:
-    """An impossible folder and a file where a folder must be are one line that names them."""
+    """An impossible folder is one line that names it."""
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeFault, match="cannot make"):
         async with Local().open(tmp_path / "file" / "box"):
-            pass
-    with pytest.raises(RuntimeFault, match="cannot write"):
-        async with Local().open(tmp_path / "box", {"a": "1", "a/b": "2"}):
             pass
 
 
@@ -211,3 +211,70 @@ async def test_programs_that_will_not_end_hold_up_nothing_else(tmp_path: Path) -
     assert asyncio.get_running_loop().time() - began < 0.5
     assert all(end.timed_out for end in await ending)
     assert asyncio.get_running_loop().time() - began < 6
+
+
+async def test_a_base_is_seen_and_never_changed(tmp_path: Path) -> None:
+    """A folder that many share: the box has its view of it, and is unmounted at its end."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "a").write_text("1")
+    (base / "b").write_text("2")
+    place = Place(workspace=Workspace(folder=str(base)), files={"c": "3"})
+    async with Local().open(tmp_path / "box", place) as box:
+        assert (await sh(box, "cat a b c; echo 4 >a; rm b; echo 5 >d")).code == 0
+        assert log(box) == "123"
+        assert await box.get(box.workdir / "d") == b"5\n"
+        patch = await box.changes()
+        assert patch.files == {"a": Change(b"4\n"), "b": None, "d": Change(b"5\n")}
+    assert (base / "a").read_text() == "1"
+    assert str(tmp_path) not in mounted()
+
+
+def mounted() -> str:
+    """What is mounted on this machine, where that can be read."""
+    table = Path("/proc/self/mountinfo")
+    return table.read_text() if table.exists() else ""
+
+
+async def test_a_log_has_a_bound(tmp_path: Path) -> None:
+    """What comes after it is forgotten, and the program is not held up."""
+    async with Local(output_mb=1, file_mb=64).open(tmp_path) as box:
+        done = await sh(box, "head -c 30000000 /dev/zero; exit 3")
+        assert done.code == 3
+        assert (box.logs / "agent.log").stat().st_size < (1 << 20) + 200
+
+
+async def test_what_only_a_sandbox_can_give_is_refused(tmp_path: Path) -> None:
+    """Images, other paths and mounts, each by its name; a folder that is where it is will do."""
+    tool = str(tmp_path)
+    wrong = [
+        (Place(workspace=Workspace(image="debian")), r"workspace.image \('debian'\)"),
+        (Place(workspace=Workspace(build="d")), "workspace.build"),
+        (Place(workspace=Workspace(path="/testbed")), "workspace.path"),
+        (Place(mounts=(Mount("/logs"),)), "at /logs"),
+        (Place(mounts=(Mount("/tool", tool),)), "at /tool"),
+    ]
+    for place, said in wrong:
+        with pytest.raises(UsageError, match=said):
+            async with Local().open(tmp_path / "box", place):
+                pass
+    mounts = (Mount(tool, tool), Mount("/bin/sh", tool, optional=True))
+    async with Local().open(tmp_path / "box", Place(mounts=mounts)) as box:
+        assert await box.get(box.home / "nothing") is None
+        with pytest.raises(UsageError, match="neither in"):
+            await box.get(Path("/etc/passwd"))
+
+
+def test_a_forged_record_is_no_record(tmp_path: Path) -> None:
+    """An agent cannot have another process ended by writing one into its folder."""
+    for folder in ("work", "home", "logs"):
+        (tmp_path / folder).mkdir()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as bystander:
+        try:
+            started = Started(bystander.pid, start_time(bystander.pid), "m" * 32)
+            (tmp_path / "work" / "x.started").write_bytes(msgspec.json.encode(started))
+            (tmp_path / "home" / "x.started").write_bytes(msgspec.json.encode(started))
+            assert Local().reap(tmp_path) == 0
+            assert alive(bystander.pid)
+        finally:
+            bystander.kill()

@@ -24,12 +24,16 @@ from pathlib import Path, PurePath
 
 import msgspec
 
-from tugline.errors import ConfigError, RuntimeFault
+from tugline.errors import ConfigError, RuntimeFault, UsageError
 from tugline.runtimes import files as beneath
 from tugline.runtimes.base import MOST, Content, Exit, Place
+from tugline.runtimes.bases import Bases
 from tugline.runtimes.clock import Clock, limit
-from tugline.runtimes.patch import Caps, Patch, compare
-from tugline.runtimes.processes import MARK, Started, end, finish, start_time
+from tugline.runtimes.layers import Layer
+from tugline.runtimes.mounts import unmount_all
+from tugline.runtimes.output import MOST_MB, Output
+from tugline.runtimes.patch import Caps, Patch
+from tugline.runtimes.processes import MARK, Started, end, finish, records, start_time
 
 _RECORD = ".started"
 _ENDERS = 32
@@ -39,7 +43,8 @@ class Local:
     """Boxes that are folders, programs that are children of this process.
 
     `cpu_s` is processor time of each single process, `file_mb` the largest file it may write,
-    `open_files` how many it may hold open. `grace_s` lies between SIGTERM and SIGKILL.
+    `open_files` how many it may hold open, `output_mb` the largest log. `grace_s` lies between
+    SIGTERM and SIGKILL; `bases_gb` bounds the cache of workspaces.
     """
 
     def __init__(
@@ -49,8 +54,11 @@ class Local:
         file_mb: int = 512,
         open_files: int = 4096,
         grace_s: float = 2.0,
+        output_mb: int = MOST_MB,
+        bases_gb: float = 50.0,
     ) -> None:
-        for name, value in (("cpu_s", cpu_s), ("file_mb", file_mb), ("open_files", open_files)):
+        given = {"cpu_s": cpu_s, "file_mb": file_mb, "open_files": open_files}
+        for name, value in (given | {"output_mb": output_mb}).items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 msg = f"runtime 'local': {name} is {value!r}, must be a whole number from 1"
                 raise ConfigError(msg)
@@ -58,6 +66,8 @@ class Local:
         # A lower limit than asked for may already be in force; that one stays then.
         self._limits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
         self._grace_s = grace_s
+        self._most = output_mb << 20
+        self._bases = Bases(most_gb=bases_gb)
         # Many agents may ignore SIGTERM at once; nothing else must wait for a thread meanwhile.
         self._enders = ThreadPoolExecutor(_ENDERS, thread_name_prefix="tugline-end")
 
@@ -65,22 +75,26 @@ class Local:
     async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[LocalBox]:
         """A box under `directory` with its files in its workdir; leaving it deletes nothing."""
         place = place or Place()
-        box = LocalBox(
-            Path.cwd() / directory, self._limits, self._grace_s, self._enders, dict(place.files)
-        )
-        await asyncio.to_thread(box.make)
-        await box.put(box.workdir, place.files)
-        yield box
+        _check(place)
+        async with self._bases.open(place.workspace) as base:
+            layer = Layer(Path.cwd() / directory, base, place.files)
+            box = LocalBox(
+                Path.cwd() / directory, layer, self._limits, self._grace_s, self._enders, self._most
+            )
+            try:
+                await finish(asyncio.create_task(asyncio.to_thread(box.make)))
+                yield box
+            finally:
+                await finish(asyncio.create_task(asyncio.to_thread(layer.unmount)))
 
     def reap(self, directory: Path) -> int:
         """End what a killed process left running in boxes under `directory`."""
         count = 0
-        for record in directory.rglob(f"*{_RECORD}"):
-            # A file of that name which we did not write is an agent's, and none of our business.
+        for record in records(directory, _RECORD):
             with contextlib.suppress(msgspec.DecodeError):
                 count += end(msgspec.json.decode(record.read_bytes(), type=Started), grace_s=0.0)
                 record.unlink(missing_ok=True)
-        return count
+        return count + unmount_all(directory)
 
     def unavailable(self) -> str | None:
         """Nothing: there is always this machine."""
@@ -101,33 +115,30 @@ class LocalBox:
     def __init__(
         self,
         directory: Path,
+        layer: Layer,
         limits: str,
         grace_s: float,
         enders: ThreadPoolExecutor,
-        files: Mapping[str, str],
+        most: int,
     ) -> None:
-        self._files = files
-        self.workdir = directory / "work"
+        self.workdir = layer.work
         self.home = directory / "home"
         self.logs = directory / "logs"
         self._tmp = directory / "tmp"
         self._directory = directory
+        self._layer = layer
         self._limits = limits
         self._grace_s = grace_s
         self._enders = enders
+        self._most = most
 
     def make(self) -> None:
         """Make the folders; a workdir with something in it is an error, not a head start."""
-        try:
-            for folder in (self.workdir, self.home, self.logs, self._tmp):
+        with beneath.faults(f"cannot make {self._directory}"):
+            for folder in (self.home, self.logs, self._tmp):
                 folder.mkdir(parents=True, exist_ok=True)
-            used = any(self.workdir.iterdir())
-        except OSError as error:
-            msg = f"cannot make {error.filename}: {error.strerror}"
-            raise RuntimeFault(msg) from error
-        if used:
-            msg = f"{self.workdir} is not empty; each session needs a folder of its own"
-            raise RuntimeFault(msg)
+        self._layer.make()
+        self._layer.mount()
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """Put `files` under `root`."""
@@ -135,11 +146,16 @@ class LocalBox:
 
     async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
         """A regular file's bytes."""
-        return await asyncio.to_thread(_read, Path(path), most)
+        for root in (self.workdir, self.home):
+            if path.is_relative_to(root):
+                below = str(path.relative_to(root))
+                return await asyncio.to_thread(beneath.get, root, below, most)
+        msg = f"{path} is neither in {self.workdir} nor in {self.home}"
+        raise UsageError(msg)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
-        """What differs from the files it was opened with."""
-        return await asyncio.to_thread(compare, self._files, self.workdir, caps)
+        """What differs from what it was opened with."""
+        return await asyncio.to_thread(self._layer.changes, caps)
 
     async def reach(self, url: str) -> str:
         """The same: this machine's network is the programs' own."""
@@ -165,10 +181,11 @@ class LocalBox:
         began = time.monotonic()
         started = Started(pid=0, start=None, mark=secrets.token_hex(16))
         await asyncio.to_thread(self._remember, started)
+        output = Output(self.logs / f"{log_name}.log", self._most)
         process: asyncio.subprocess.Process | None = None
         timed_out = False
         try:
-            process = await self._spawn(argv, env, started.mark, log_name)
+            process = await self._spawn(argv, env, started.mark, output)
             started = Started(process.pid, start_time(process.pid), started.mark)
             await asyncio.to_thread(self._remember, started)
             async with limit(timeout_s):
@@ -176,34 +193,42 @@ class LocalBox:
         except TimeoutError:
             timed_out = True
         finally:
-            await finish(asyncio.create_task(self._end(process, started)))
+            await finish(asyncio.create_task(self._end(process, started, output)))
         code = process.returncode if process and process.returncode is not None else 0
         return Exit(code, timed_out, time.monotonic() - began)
 
     async def _spawn(
-        self, argv: Sequence[str], env: Mapping[str, str], mark: str, log_name: str
+        self, argv: Sequence[str], env: Mapping[str, str], mark: str, output: Output
     ) -> asyncio.subprocess.Process:
+        read, write = os.pipe()
         try:
-            with (self.logs / f"{log_name}.log").open("ab") as log:
-                return await asyncio.create_subprocess_exec(
-                    *("sh", "-c", self._limits, "sh", *argv),
-                    cwd=self.workdir,
-                    env={**self._environment(), **env, MARK: mark},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            os.set_blocking(read, False)
+            output.open(read)
+            output.follow()
+            return await asyncio.create_subprocess_exec(
+                *("sh", "-c", self._limits, "sh", *argv),
+                cwd=self.workdir,
+                env={**self._environment(), **env, MARK: mark},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
         except (OSError, ValueError) as error:
             msg = f"cannot start {argv[0]!r} in {self.workdir}: {error}"
             raise RuntimeFault(msg) from error
+        finally:
+            os.close(write)
 
-    async def _end(self, process: asyncio.subprocess.Process | None, started: Started) -> None:
+    async def _end(
+        self, process: asyncio.subprocess.Process | None, started: Started, output: Output
+    ) -> None:
         """Without a process, cancelled while it was being made, the mark finds what there is."""
         ending = partial(end, started, grace_s=self._grace_s)
         await asyncio.get_running_loop().run_in_executor(self._enders, ending)
         if process is not None:
             await process.wait()
+        await output.finish()
         self._record(started).unlink(missing_ok=True)
 
     def _environment(self) -> dict[str, str]:
@@ -226,8 +251,18 @@ class LocalBox:
             raise RuntimeFault(msg) from error
 
 
-def _read(path: Path, most: int) -> bytes | None:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        data = file.read(most + 1)
-        return data if len(data) <= most else None
-    return None
+def _check(place: Place) -> None:
+    """Raises `UsageError` for what only a sandbox can give."""
+    workspace = place.workspace
+    for name in ("image", "build", "path"):
+        value = getattr(workspace, name)
+        if value is not None:
+            other = "container" if name != "path" else "bubblewrap"
+            msg = f"runtime 'local' cannot give workspace.{name} ({value!r}); take {other!r}"
+            raise UsageError(msg)
+    for mount in place.mounts:
+        there = mount.optional and Path(mount.target).exists()
+        if mount.source != mount.target and not there:
+            what = mount.source or "a folder of its own"
+            msg = f"runtime 'local' cannot show {what} at {mount.target}; take 'bubblewrap'"
+            raise UsageError(msg)
