@@ -9,6 +9,7 @@ mark of a committed session is an orphan: its programs are ended and it is remov
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from tugline.node.parts import Parts
 from tugline.node.settings import NodeSettings
 from tugline.node.stats import Stats
 from tugline.plugins import known
+from tugline.runtimes.files import remove
 from tugline.types import Part
 
 EVERY_S = 60.0
@@ -69,7 +71,7 @@ class Housekeeping:
         ended = sum(_reap(parts, name, left) for name in known("runtime"))
         for folder in left:
             if folder.name not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
         if left:
             _log.warning("reaped", programs=ended, folders=len(left))
         return ended
@@ -136,7 +138,6 @@ def _size(folder: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Also what an agent made so deep, or of such a mode, that plain removing fails."""
+    with contextlib.suppress(OSError):
+        remove(path.parent, path.name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -23,6 +22,7 @@ from tugline.evaluators.base import Outcome, Verdict
 from tugline.node.blame import failure_of
 from tugline.node.parts import Parts
 from tugline.runtimes.base import Box, Content, Exit, Place
+from tugline.runtimes.files import remove
 from tugline.tasksets.base import Solution
 from tugline.types import Failure, Status, Task
 
@@ -122,7 +122,8 @@ async def prove(task: Task, solution: Solution | None, directory: Path, parts: P
         failure = failure_of(trial.at, error)
         return Proof(None, failure.message, failure, time.monotonic() - began)
     finally:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(remove, directory.parent, directory.name)
     why = said or str(verdict.report.get("reason", ""))
     return Proof(verdict.reward.value, why, None, time.monotonic() - began)
 
