@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.conftest import Shell
 from containers import podman
 from tugline.plugins import find
 
@@ -17,34 +18,31 @@ __all__ = ["podman"]
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
-RIGHT, WRONG = "def one():\n    return 1\n", "def one():\n    return 2\n"
-TEST = "from work import one\n\n\ndef test_one():\n    assert one() == 1\n"
 ROWS = [
-    {"id": "fine", "start": {"work.py": WRONG}, "solution": {"work.py": RIGHT}, "tests": TEST},
-    {"id": "broken", "start": {"work.py": WRONG}, "solution": {"work.py": WRONG}, "tests": TEST},
-    {"id": "solved", "start": {"work.py": RIGHT}, "solution": {"work.py": RIGHT}, "tests": TEST},
-    {"id": "error", "start": {"work.py": WRONG}, "solution": {"work.py": RIGHT}, "tests": "def ("},
+    {"id": "fine", "start": {"work": "wrong"}, "solution": {"work": "right"}, "tests": "good"},
+    {"id": "broken", "start": {"work": "wrong"}, "solution": {"work": "wrong"}, "tests": "good"},
+    {"id": "solved", "start": {"work": "right"}, "solution": {"work": "right"}, "tests": "good"},
+    {"id": "error", "start": {"work": "wrong"}, "solution": {"work": "right"}, "tests": "bad"},
 ]
 SET = """
 taskset:
   name: jsonl
   options: {path: rows.jsonl, id: id, instruction: id, files: start, solution: solution,
-            evaluator: {files: hidden}}
+            evaluator: {tests: tests}}
 template:
   harness: {name: pi}
   runtime: {name: bubblewrap}
-  evaluator: {name: tests}
+  evaluator: {name: harbor}
 """
 TASK = """
 id: unproven
 instruction: do
 harness: {name: pi}
 runtime: {name: bubblewrap}
-evaluator: {name: tests}
-files:
-  work.py: "def one(): return 2"
-  test_work.py: "from work import one\\ndef test(): assert one() == 1"
+evaluator: {name: harbor, options: {tests: GOOD}}
+files: {work: wrong}
 """
+GOOD = "if grep -q right work; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
 
 
 def tugline(
@@ -68,10 +66,13 @@ def folder(tmp_path: Path) -> Path:
     why = find("runtime", "bubblewrap")().unavailable()
     if why is not None:
         pytest.skip(why)
-    rows = [{**row, "hidden": {"test_work.py": row["tests"]}} for row in ROWS]
+    for name, script in (("good", GOOD), ("bad", "exit 1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.sh").write_text(script)
+    rows = [{**row, "tests": str(tmp_path / str(row["tests"]))} for row in ROWS]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "set.yaml").write_text(SET)
-    (tmp_path / "task.yaml").write_text(TASK)
+    (tmp_path / "task.yaml").write_text(TASK.replace("GOOD", str(tmp_path / "good")))
     return tmp_path
 
 
@@ -93,7 +94,7 @@ def test_what_is_wrong_with_a_task_is_told(folder: Path) -> None:
 
 
 def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
-    """But for errors, a changed task, and a line that was cut short."""
+    """But for what is not fine, a changed task, and a line that was cut short."""
     out = folder / "out.jsonl"
     first = tugline("tasks", "validate", folder / "set.yaml", "--json", "--out", out)
     kept = out.read_text().splitlines()
@@ -123,6 +124,38 @@ def test_a_set_is_listed(folder: Path) -> None:
     }
     folders = tugline("tasks", "list", EXAMPLES / "tasks", "--json").stdout.splitlines()
     assert len(folders) == 6
+
+
+def test_rows_of_the_hub(tmp_path: Path) -> None:
+    """By the library that gets them, here from a folder; splits become tags."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text('{"q": "one"}\n{"q": "two"}\n')
+    (data / "test.jsonl").write_text('{"q": "three"}\n')
+    text = f"""
+taskset: {{name: jsonl, options: {{dataset: {data}, id: q, instruction: "Say {{q}}."}}}}
+template: {{harness: {{name: pi}}, evaluator: {{name: tests}}}}
+select: {{split: test}}
+"""
+    (tmp_path / "set.yaml").write_text(text)
+    env = {"HF_HOME": str(tmp_path / "hf")}
+    done = tugline("tasks", "list", tmp_path / "set.yaml", "--json", env=env)
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ["three"], done.stderr
+
+
+async def test_a_set_is_submitted_as_tasks_are(shell: Shell) -> None:
+    """Once: the same file again is the same tasks."""
+    rows = [{"id": f"row-{n}", "instruction": "do"} for n in range(3)]
+    shell.file("rows.jsonl", "\n".join(map(json.dumps, rows)))
+    told = "taskset: {name: jsonl, options: {path: rows.jsonl, id: id}}\n"
+    told += "template: {harness: {name: pi}, evaluator: {name: tests}, samples: 2}\nprefix: a-\n"
+    shell.file("set.yaml", told)
+    done = await shell.run("submit", "set.yaml")
+    assert (done.code, done.err) == (0, "accepted tasks: 3, sessions: 6\n")
+    again = await shell.run("submit", "set.yaml")
+    assert again.err == "accepted tasks: 3 (known already: 3), sessions: 6\n"
+    view = json.loads((await shell.run("status", "a-row-1", "--json")).out)
+    assert "row-1" in json.dumps(view)
 
 
 @pytest.mark.parametrize(

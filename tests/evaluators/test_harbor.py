@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         if why is not None:
             pytest.skip(why)
 
-    def judged(command: str, script: str = RIGHT, *, eval_s: float = 60.0, **options: Any) -> Proof:
+    def judged(
+        command: str, script: str = RIGHT, *, allow: Sequence[str] = (), **options: Any
+    ) -> Proof:
         tests = tmp_path / "tests"
         shutil.rmtree(tests, ignore_errors=True)
         tests.mkdir()
@@ -57,10 +59,10 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
             instruction="",
             harness=Part("shell"),
             evaluator=Part("harbor", {"tests": str(tests), "timeout_s": 20.0, **options}),
-            runtime=runtime,
+            runtime=Part(runtime.name, {**runtime.options, "allow": list(allow)}),
             workspace=workspace,
             files={"given.txt": "given"},
-            limits=Limits(eval_s=eval_s),
+            limits=Limits(eval_s=60.0),
         )
         solution = Solution(argv=("sh", "-c", command))
         return asyncio.run(prove(task, solution, tmp_path / "boxes", Parts()))
@@ -148,6 +150,15 @@ def test_the_script_has_its_environment(judge: Judge, monkeypatch: pytest.Monkey
     env = {"A": "plain", "B": "${NODE_KEY}", "C": "${OTHER_KEY:-none}"}
     script = '[ "$A$B$C" = plaink3ynone ] && echo 1 > /logs/verifier/reward.txt'
     assert judge("true", script, env=env, pass_env=["NODE_KEY"]).reward == 1.0
+
+
+def test_the_script_has_a_network_only_by_choice(judge: Judge) -> None:
+    """A proxy for the hosts that the runtime allows, and otherwise nothing."""
+    script = 'if [ -n "$HTTPS_PROXY" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
+    allow = ["packages.example.org:443"]
+    assert judge("true", script, allow=allow).reward == 0.0
+    assert judge("true", script, network=True).reward == 0.0
+    assert judge("true", script, allow=allow, network=True).reward == 1.0
 
 
 def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:

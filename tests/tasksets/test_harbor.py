@@ -140,6 +140,17 @@ def test_several_services_are_refused(tmp_path: Path) -> None:
         read(folder)
 
 
+def test_a_task_that_cannot_be_had_may_be_left_out(tmp_path: Path) -> None:
+    """The others of its set are as they are, and it is warned about."""
+    made(tmp_path / "one")
+    made(tmp_path / "two", "[[steps]]\nname = 'a'\n")
+    template = Template.read({"harness": {"name": "pi"}}, "t", tmp_path)
+    with structlog.testing.capture_logs() as logged:
+        found = Harbor(path=str(tmp_path), leave_out=True).tasks(template)
+        assert [task.id for task in found] == ["one"]
+    assert "steps has 1 steps" in logged[0]["why"]
+
+
 def test_unknown_keys_and_unfulfilled_wishes_are_warned_about_once(tmp_path: Path) -> None:
     """Two tasks with the same key make one warning each."""
     toml = TOML + "gpus = 1\nflavour = 'mint'\n"

@@ -55,6 +55,9 @@ class State(StrEnum):
     """It has no reference solution; nothing else is wrong."""
 
 
+_GOOD = frozenset({State.FINE, State.UNPROVEN})
+
+
 class Proved(msgspec.Struct, frozen=True, kw_only=True):
     """A line of ``--out``."""
 
@@ -105,7 +108,8 @@ def validate(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Tasks that are tried at once.")] = 2,
     out: Annotated[
-        Path | None, typer.Option(help="Add a line for each task; those there are not tried again.")
+        Path | None,
+        typer.Option(help="Add a line for each task; what is fine there is not tried again."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -128,7 +132,7 @@ def validate(
             typer.echo(msgspec.json.encode(one))
     else:
         _show(done)
-    if any(one.state not in {State.FINE, State.UNPROVEN} for one in done):
+    if any(one.state not in _GOOD for one in done):
         raise typer.Exit(1)
 
 
@@ -211,7 +215,7 @@ def _key(task: Task) -> tuple[str, str]:
 
 
 def _kept(out: Path) -> dict[tuple[str, str], Proved]:
-    """What was tried before and came to an end. Raises `ConfigError`."""
+    """What was tried before and needs no second look. Raises `ConfigError`."""
     data = out.read_bytes() if out.exists() else b""
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:  # cut short: it is tried again
@@ -223,7 +227,7 @@ def _kept(out: Path) -> dict[tuple[str, str], Proved]:
         except msgspec.DecodeError as error:
             msg = f"{out}, line {number} is none of this command's: {error}"
             raise ConfigError(msg) from error
-        if one.state is not State.ERROR:
+        if one.state in _GOOD:
             kept[one.task, one.digest] = one
     return kept
 

@@ -23,7 +23,7 @@ from tugline.client.taskfiles import converted, read_text, read_value, struct_in
 from tugline.errors import ConfigError
 from tugline.runtimes.base import Mount
 from tugline.runtimes.variables import filled
-from tugline.tasksets.base import SPLIT, Solution, Template
+from tugline.tasksets.base import INSTANCE, SPLIT, Solution, Template
 from tugline.types import Part, Task, Workspace
 
 CONFIG = "task.toml"
@@ -114,7 +114,8 @@ class Harbor:
     `build` makes images from Dockerfiles also where ``docker_image`` names one. `in_place` judges
     where the agent was (default: where ``verifier.environment_mode`` says ``shared``). `network`
     lets tests reach the hosts that the runtime allows. `pass_env` lists variables of the node that
-    tests and solutions may see.
+    tests and solutions may see. With `leave_out`, tasks that cannot be had here are left out, with
+    a warning, instead of being an error.
     """
 
     def __init__(
@@ -125,7 +126,9 @@ class Harbor:
         in_place: bool | None = None,
         network: bool = False,
         pass_env: Sequence[str] = (),
+        leave_out: bool = False,
     ) -> None:
+        self._leave_out = leave_out
         self._root, self._build, self._in_place = Path(path), build, in_place
         self._network, self._pass_env = network, list(pass_env)
 
@@ -133,14 +136,20 @@ class Harbor:
         """A task for each folder, by name."""
         warned: set[str] = set()
         for folder in self._folders():
-            told = _read(folder, warned)
-            yield self._task(folder, told, template)
+            try:
+                task = self._task(folder, _read(folder, warned), template)
+            except ConfigError as error:
+                if not self._leave_out:
+                    raise
+                _log.warning("a task is left out", why=str(error))
+                continue
+            yield task
 
     def solution(self, task: Task) -> Solution | None:
         """Its ``solution/solve.sh``, run where the agent would be; None where there is none."""
-        name = task.tags["instance"]
-        folder = next((each for each in self._folders() if each.name == name), None)
-        if folder is None or not (folder / "solution" / "solve.sh").is_file():
+        alone = (self._root / CONFIG).is_file()
+        folder = self._root if alone else self._root / task.tags[INSTANCE]
+        if not (folder / "solution" / "solve.sh").is_file():
             return None
         told = _read(folder, set())
         return Solution(

@@ -59,6 +59,8 @@ class Jsonl:
         self._options = dict(evaluator or {})
         self._files, self._solution = files, solution
         self._tags = tuple(tags)
+        self._solved: dict[str, dict[str, str]] | None = None
+        """Files of solutions by instance, once one was asked for."""
 
     def tasks(self, template: Template) -> Iterator[Task]:
         """A task for each row."""
@@ -79,10 +81,12 @@ class Jsonl:
         """The files that `solution` names; None without that option."""
         if self._solution is None:
             return None
-        for number, (where, row, _) in enumerate(self._source.rows()):
-            if self._name(row, number, where) == task.tags[INSTANCE]:
-                return Solution(changes=_files(self._solution, row, where))
-        return None
+        if self._solved is None:
+            self._solved = {
+                self._name(row, number, where): _files(self._solution, row, where)
+                for number, (where, row, _) in enumerate(self._source.rows())
+            }
+        return Solution(changes=self._solved[task.tags[INSTANCE]])
 
     def _name(self, row: Row, number: int, where: str) -> str:
         return str(number) if self._id is None else _text(_field(row, self._id, where))
