@@ -19,7 +19,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the Python of a page as a module of that name."""
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(), re.DOTALL)
+    code = "\n".join(blocks)
     module = ModuleType(f"page_{name}")
     exec(compile(code, name, "exec"), module.__dict__)  # noqa: S102
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -77,10 +78,21 @@ def test_every_option_of_a_harness_has_a_row(part: str) -> None:
     assert set(signature(find("harness", part)).parameters) == named[part]
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "part"),
-    [("runtimes", "runtime", "local"), ("evaluators", "evaluator", "tests")],
-)
+@pytest.mark.parametrize("part", BUILT_IN["evaluator"])
+def test_every_option_of_an_evaluator_has_a_row(part: str) -> None:
+    """The table of docs/configuration.md names each option, below its evaluator."""
+    text = (
+        (DOCS / "configuration.md").read_text().partition("### Evaluators")[2].partition("###")[0]
+    )
+    named: dict[str, set[str]] = {}
+    current = ""
+    for name, options in re.findall(r"^\| (?:`(\w+)`)? *\|([^|]*)\|", text, re.MULTILINE):
+        current = name or current
+        named.setdefault(current, set()).update(re.findall(r"`(\w+)`", options))
+    assert set(signature(find("evaluator", part)).parameters) == named[part]
+
+
+@pytest.mark.parametrize(("name", "kind", "part"), [("runtimes", "runtime", "local")])
 def test_every_option_is_on_its_page(name: str, kind: str, part: str) -> None:
     """A part and each of its options are named where people look for them."""
     text = (DOCS / f"{name}.md").read_text()
