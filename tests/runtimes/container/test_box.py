@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -124,6 +125,20 @@ async def test_cancelled_run_leaves_nothing(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 30)
+    assert left(podman, tmp_path) == []
+
+
+@pytest.mark.parametrize("after_s", [0.005, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3])
+async def test_cancelled_start_leaves_nothing(
+    container: Container, podman: str, tmp_path: Path, after_s: float
+) -> None:
+    """However far the making of a box has come when its session is cancelled."""
+    await asyncio.to_thread(container.facts)
+    (tmp_path / "base").mkdir()
+    place = Place(workspace=Workspace(folder=str(tmp_path / "base")))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(after_s), container.open(tmp_path / "box", place):
+            await asyncio.sleep(60)
     assert left(podman, tmp_path) == []
 
 

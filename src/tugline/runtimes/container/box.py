@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from tugline import log
 from tugline.errors import ImageFault, RuntimeFault, UsageError
 from tugline.runtimes import files
 from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
@@ -45,6 +46,7 @@ _NEEDED = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVIC
 _NEEDED += ["SETGID", "SETUID"]
 """What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
 _WATCH_S = 1.0
+_log = log.get("runtimes")
 _CALL_S = 60.0
 """The engine's time for one request; it is slow when many containers start at once."""
 
@@ -110,11 +112,15 @@ class ContainerBox:
     async def open(self) -> None:
         """Make its folders, make the container, start it."""
         await asyncio.to_thread(self._make_folders)
+        # To its end also when cancelled: who gives up half-way cannot know whether there is one.
+        await finish(asyncio.create_task(self._create()))
+        await self._start()
+
+    async def _create(self) -> None:
         async with self._calling("made") as docker:
             found = await asyncio.to_thread(self._engine.find)
             await asyncio.to_thread(self._remember, Record(self._name, found.socket))
             await docker.containers.create(self._asked(), name=self._name)
-        await self._start()
 
     async def close(self) -> None:
         """Leave nothing of it but its folders; also after an `open` that failed half-way."""

@@ -15,6 +15,7 @@ import os
 import resource
 import secrets
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _DOCKERFILE = b"FROM scratch\nCOPY Dockerfile /Dockerfile\n"
 _MEMORY = 256 << 20
 _PROCESSES = 99
 _PROBE_S = 60.0
+_STALE_S = 3600.0
 _OPEN_FILES = 65536
 _MOST_PROCESSES = 32768
 _FOLDERS = tuple(map(Path, ("/bin", "/lib", "/lib64", "/usr")))
@@ -90,6 +92,7 @@ async def probe(docker: Docker, kind: str) -> Facts:
     with faults(f"{kind} cannot run a container"):
         async with asyncio.timeout(_PROBE_S):
             info = await docker.system.info()
+            await _tidy(docker)
             cgroup = await _limits(docker)
     security = " ".join(info.get("SecurityOptions") or ())
     return Facts(
@@ -159,6 +162,16 @@ async def _have_image(docker: Docker) -> None:
     async with contextlib.aclosing(stream(docker, "build", {"t": _IMAGE}, context)) as words:
         async for _ in words:
             pass
+
+
+async def _tidy(docker: Docker) -> None:
+    """Remove what probes and looks into images left behind when they were killed."""
+    for what in ("probe", "peek"):
+        named = {"label": [f"{LABEL}={what}"]}
+        for one in await docker.containers.list(all=True, filters=named):
+            if time.time() - one["Created"] > _STALE_S:
+                with contextlib.suppress(DockerError):
+                    await one.delete(force=True, v=True)
 
 
 def _bind(folder: Path) -> dict[str, Any]:
