@@ -116,6 +116,7 @@ async def prove(task: Task, solution: Solution | None, directory: Path, parts: P
     """
     began = time.monotonic()
     trial = _Try(task, directory, parts)
+    await parts.introduce(task.runtime)
     try:
         verdict, said = await trial.verdict(solution)
     except (TuglineError, OSError, TimeoutError) as error:
