@@ -36,8 +36,8 @@ _OWN_ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
     "resolv.conf": "",
 }
-_MASKED = ("acpi", "asound", "fs", "scsi")
-_MASKED_FILES = ("kcore", "keys", "latency_stats", "sched_debug", "timer_list")
+_MASKED = ("acpi", "asound", "fs", "pressure", "scsi")
+_MASKED_FILES = ("kcore", "keys", "latency_stats", "mtrr", "sched_debug", "timer_list")
 _NAMESPACES = (
     *("--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"),
     *("--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"),
@@ -131,6 +131,8 @@ def _system_links() -> Iterator[str]:
 
 def _proc() -> Iterator[str]:
     yield from ("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
+    # Run by root, bwrap takes this for closed already; its files belong to root, and so to us.
+    yield from ("--ro-bind", "/proc/sys", "/proc/sys")
     for name in _MASKED:
         if Path("/proc", name).is_dir():
             yield from ("--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}")
