@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from containers import podman
-from swe_toy import WRONG, make, tasks
+from containers import DEBIAN, podman
+from swe_toy import WRONG, make, tasks, written
 from tugline.node.parts import Parts
 from tugline.node.proof import prove
 from tugline.runtimes.base import Place
@@ -65,26 +65,23 @@ class Toy:
             await box.run(("sh", "-c", command), env={}, timeout_s=30, log_name="said")
             return (box.logs / "said.log").read_text()
 
-    async def check(self) -> None:
-        """Gold 1, empty 0, wrong 0, tests edited 0, for each; and no later history."""
+    async def check(self, *, first: int | None = None) -> None:
+        """Gold 1 and empty 0 for each; for the `first` ones also what else earns nothing."""
         fine = dict.fromkeys((task.id for task in self.tasks), ("fine", 1.0, 0.0))
         assert self.validated() == fine
-        for task, row in zip(self.tasks, self.rows, strict=True):
+        titles = [row["problem_statement"].partition("\n")[0] for row in self.rows]
+        for number, task in enumerate(self.tasks[:first]):
             assert await self.earns(task, Solution(changes=WRONG[task.id])) == 0.0
             test, _, name = task.evaluator.options["fail_to_pass"][0].partition("::")
             easy = Solution(changes={test: f"def {name}():\n    pass\n", "conftest.py": "x = 1\n"})
             assert await self.earns(task, easy) == 0.0
-            later = [
-                one["base_commit"] for one in self.rows if one["base_commit"] != row["base_commit"]
-            ]
+            git = "git -c safe.directory=*"
             said = await self.says(
                 task,
-                "git -c safe.directory=* rev-parse HEAD; git -c safe.directory=* log --all"
-                " --reflog --format=%s; git -c safe.directory=* fsck --unreachable --no-reflogs; "
-                f"git -c safe.directory=* cat-file -t {later[-1]}",
+                f"{git} log --all --reflog --format=%s; {git} fsck --unreachable --no-reflogs",
             )
-            assert row["base_commit"] in said
-            assert row["problem_statement"].partition("\n")[0] not in said
+            assert "Start" in said
+            assert not [title for title in titles[number:] if title in said]
             assert "unreachable" not in said
 
 
@@ -99,27 +96,26 @@ async def test_in_a_sandbox(tmp_path: Path, parts: Parts) -> None:
     runtime = Part("bubblewrap")
     if why := parts.runtime(runtime).unavailable():
         pytest.skip(why)
-    await Toy(tmp_path, parts, runtime, repos="{repo}").check()
+    await Toy(tmp_path, parts, runtime, repos="{repo}").check(first=1)
+
+
+def built(name: str, context: Path, lines: str) -> None:
+    """Make an image of Debian's."""
+    (context / "Dockerfile").write_text(f"FROM {DEBIAN}\nWORKDIR /testbed\n{lines}")
+    argv = ["podman", "--runtime", "runc", "build", "-q", "--isolation=chroot", "-t", name]
+    done = subprocess.run([*argv, str(context)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
 def images(tmp_path: Path, podman: str) -> Iterator[str]:  # noqa: ARG001 - it has Debian's image
     """An image for each instance, with its checkout in /testbed and all later history."""
-    prefix = f"localhost/tugline/swe-{tmp_path.name[-8:].lower().strip('_-')}"
+    prefix = f"localhost/tugline/swe-{tmp_path.parent.name}"
     made = []
     for row in make(tmp_path / "context"):
-        name = f"{prefix}:{row['instance_id']}"
-        dockerfile = tmp_path / "context" / "Dockerfile"
-        dockerfile.write_text(
-            "FROM localhost/tugline/debian:12\nCOPY larder /testbed\nWORKDIR /testbed\n"
-            f"RUN git -c safe.directory=* checkout -q {row['base_commit']}\n"
-        )
-        argv = ["podman", "--runtime", "runc", "build", "-q", "--isolation=chroot", "-t", name]
-        done = subprocess.run(
-            [*argv, str(tmp_path / "context")], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        made.append(name)
+        made.append(f"{prefix}:{row['instance_id']}")
+        checkout = f"RUN git -c safe.directory=* checkout -q {row['base_commit']}\n"
+        built(made[-1], tmp_path / "context", f"COPY larder /testbed\n{checkout}")
     yield f"{prefix}:{{instance_id}}"
     subprocess.run(["podman", "rmi", "-f", *made], capture_output=True, check=False)
 
@@ -129,3 +125,44 @@ async def test_in_containers(tmp_path: Path, parts: Parts, images: str, podman: 
     """With images as the public data sets have them: the repository lies in the image."""
     runtime = Part("container", {"engine": podman, "memory_mb": 512})
     await Toy(tmp_path, parts, runtime, images=images).check()
+
+
+@pytest.fixture
+def r2e(tmp_path: Path, podman: str) -> Iterator[dict[str, str]]:  # noqa: ARG001 - as above
+    """A row of R2E's kind, with its image: tests lie beside the repository."""
+    name, context = f"localhost/tugline/r2e-{tmp_path.parent.name}", tmp_path / "context"
+    make(context)
+    (context / "larder" / "run_tests.sh").write_text("python3 -m pytest -rA r2e_tests\n")
+    (context / "test_1.py").write_text(
+        "import larder.quantity\n\n\nclass TestParse:\n    def test_mixed(self):\n"
+        "        assert larder.quantity.parse('1 1/2 kg') == (1.5, 'kg')\n"
+    )
+    before = "RUN git -c safe.directory=* checkout -q HEAD~3 && rm -rf tests\n"
+    built(name, context, f"COPY larder /testbed\nCOPY test_1.py /r2e_tests/\n{before}")
+    yield {
+        "repo_name": "larder",
+        "docker_image": name,
+        "commit_hash": "0123456789abcdef",
+        "problem_statement": "[ISSUE]mixed numbers[/ISSUE]",
+        "expected_output_json": json.dumps({"TestParse.test_mixed": "PASSED"}),
+    }
+    subprocess.run(["podman", "rmi", "-f", name], capture_output=True, check=False)
+
+
+@pytest.mark.podman
+async def test_tests_in_an_image_are_not_the_agents_to_see(
+    tmp_path: Path, parts: Parts, r2e: dict[str, str], podman: str
+) -> None:
+    """A row of R2E: the agent's box has their folder empty, and the evaluator's has not."""
+    runtime = Part("container", {"engine": podman, "memory_mb": 512})
+    toy = Toy(tmp_path, parts, runtime)
+    taskset = Swe(path=written(tmp_path / "r2e.jsonl", r2e))
+    (task,) = tasks(taskset, runtime=msgspec.to_builtins(runtime))
+    peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))
+    proof = await prove(task, peek, tmp_path / "peek", parts)
+    assert (proof.reward, proof.failure) == (0.0, None), proof.why
+    assert "solution" not in proof.why
+    gold = Solution(home={"p": toy.rows[0]["patch"]}, argv=("sh", "-c", "git apply $HOME/p"))
+    assert await toy.earns(task, gold) == 1.0
+    forged = {"run_tests.sh": "echo PASSED r2e_tests/test_1.py::TestParse::test_mixed\n"}
+    assert await toy.earns(task, Solution(changes=forged)) == 0.0
