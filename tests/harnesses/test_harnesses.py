@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from tugline.harnesses.base import Seat, one_at_a_time
 from tugline.harnesses.installing import measure, once, sealed, toolbox
 from tugline.harnesses.pi import Pi
 from tugline.harnesses.shell import Shell
+from tugline.runtimes.base import Mount
 from tugline.runtimes.cache import cache_folder
 
 SEAT = Seat(
@@ -52,6 +54,19 @@ def test_shell_finds_scripts_where_tugline_was_started(
     monkeypatch.chdir(folder)
     line = Shell(command="cd src && python3 a.py | tee out").launch(SEAT).argv
     assert line == ("sh", "-c", f"cd src && python3 '{folder}/a.py' | tee out")
+
+
+def test_a_sandbox_shows_what_the_command_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its script and the folders it is told of, at their own paths; nothing of the system."""
+    (tmp_path / "a.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    shell = Shell(command=[sys.executable, "a.py"], folders=["/opt/mine"])
+    paths = (str(tmp_path / "a.py"), "/opt/mine")
+    assert shell.mounts == tuple(Mount(path, path) for path in paths)
+    with pytest.raises(ConfigError, match=r"folders names 'mine', must be an absolute path"):
+        Shell(command="true", folders=["mine"])
 
 
 def test_a_script_may_be_a_word() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tugline.errors import ConfigError
 from tugline.harnesses.base import Launch, Seat
+from tugline.runtimes.base import Mount
 
 _LONGEST_VARIABLE = 100_000
 """Linux refuses to start a program with a longer variable (128 KiB with its name)."""
@@ -22,23 +24,36 @@ _LONGEST_VARIABLE = 100_000
 class Shell:
     """`command` runs in the task's folder: a list is a program, a string goes to ``sh -c``.
 
-    A word of it that names a file of the folder where Tugline was started means that file. `env`
-    is added to the variables that `launch` sets.
+    A word of it that names a file of the folder where Tugline was started means that file, and a
+    sandbox shows it; `folders` are further ones of this machine that it shows, read-only, at their
+    own paths. `env` is added to the variables that `launch` sets.
     """
 
     name = "shell"
     version: str | None = None
 
     def __init__(
-        self, *, command: str | Sequence[str], env: Mapping[str, str] | None = None
+        self,
+        *,
+        command: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        folders: Sequence[str] = (),
     ) -> None:
-        start = Path.cwd()
+        words = re.split(r"(\s+)", command) if isinstance(command, str) else command
+        files = [_file(word) for word in words]
         if isinstance(command, str):
-            words = re.split(r"(\s+)", command)
-            line = "".join(_found(word, start, quote=True) for word in words)
-            self._argv: tuple[str, ...] = ("sh", "-c", line)
+            quoted = (
+                shlex.quote(file) if file else word for word, file in zip(words, files, strict=True)
+            )
+            self._argv: tuple[str, ...] = ("sh", "-c", "".join(quoted))
         else:
-            self._argv = tuple(_found(word, start, quote=False) for word in command)
+            self._argv = tuple(file or word for word, file in zip(words, files, strict=True))
+        for folder in folders:
+            if not Path(folder).is_absolute():
+                msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"
+                raise ConfigError(msg)
+        shown = dict.fromkeys([*filter(None, files), *folders])
+        self.mounts = tuple(Mount(path, path) for path in shown)
         if not "".join(command).strip():
             msg = f"harness 'shell': command is {command!r}, must name a program"
             raise ConfigError(msg)
@@ -71,9 +86,11 @@ class Shell:
         )
 
 
-def _found(word: str, start: Path, *, quote: bool) -> str:
+def _file(word: str) -> str | None:
+    """The file that a word of a command names; None for any other word."""
     # `Path.is_file` raises for a word that is longer than any name, such as a script after -c.
-    if not word.strip() or Path(word).is_absolute() or not os.path.isfile(start / word):  # noqa: PTH113
-        return word
-    path = str(start / word)
-    return shlex.quote(path) if quote else path
+    path = Path.cwd() / word
+    if not word.strip() or not os.path.isfile(path):  # noqa: PTH113
+        return None
+    own = any(path.resolve().is_relative_to(system) for system in ("/usr", sys.prefix))
+    return None if own and Path(word).is_absolute() else str(path)
