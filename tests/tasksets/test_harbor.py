@@ -100,7 +100,7 @@ def test_where_it_is_judged_is_the_authors_or_the_runs_choice(tmp_path: Path) ->
         ("[environment]\nmemory = 'lots'", "environment.memory is 'lots', must be a size"),
         ("[environment]\nos = 'windows'", "environment.os is 'windows', must be 'linux'"),
         ("[[steps]]\nname = 'a'", "steps has 1 steps; tasks must be of one step"),
-        ("[verifier.environment]\ncpus = 1", "the verifier has an image of its own"),
+        ("[verifier.environment]\ndocker_image = 'x'", "the verifier has an image of its own"),
         ("[verifier]\nenvironment_mode = 'x'", "environment_mode is 'x', must be shared or"),
         ("[agent", "task.toml is not valid TOML"),
     ],
@@ -138,6 +138,44 @@ def test_several_services_are_refused(tmp_path: Path) -> None:
     (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
     with pytest.raises(ConfigError, match="has several services"):
         read(folder)
+
+
+PUBLISHED = """
+schema_version = "1.1"
+artifacts = []
+[task]
+name = "org/one"
+keywords = ["a", "b"]
+[[task.authors]]
+name = "Somebody"
+[metadata]
+expert_time_estimate_min = 5.0
+tags = ["a"]
+[verifier]
+timeout_sec = 900.0
+[agent]
+timeout_sec = 900.0
+[environment]
+docker_image = "org/one:1"
+cpus = 1
+memory_mb = 2048
+gpus = 0
+allow_internet = true
+mcp_servers = []
+[verifier.env]
+[environment.env]
+[solution.env]
+"""
+
+
+def test_what_is_published_is_read_without_a_word(tmp_path: Path) -> None:
+    """The keys that Terminal-Bench 2 writes are known, also where they are empty."""
+    folder = made(tmp_path / "one", PUBLISHED)
+    with structlog.testing.capture_logs() as logged:
+        task = read(folder)
+    assert logged == []
+    assert task.workspace == Workspace(image="org/one:1")
+    assert "env" not in task.evaluator.options
 
 
 def test_a_task_that_cannot_be_had_may_be_left_out(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def _check(folder: Path, told: TaskToml) -> None:
         wrong = f"{CONFIG}: steps has {len(told.steps)} steps; tasks must be of one step"
     elif told.environment.os.lower() != "linux":
         wrong = f"{CONFIG}: environment.os is {told.environment.os!r}, must be 'linux'"
-    elif told.verifier.environment is not None or (folder / "tests" / "Dockerfile").exists():
+    elif _has_own_image(folder, told.verifier):
         wrong = "the verifier has an image of its own; tests must run in the task's image"
     elif told.verifier.environment_mode not in {None, "shared", "separate"}:
         mode = told.verifier.environment_mode
@@ -261,6 +261,14 @@ def _check(folder: Path, told: TaskToml) -> None:
     if wrong:
         msg = f"{folder}: {wrong}"
         raise ConfigError(msg)
+
+
+def _has_own_image(folder: Path, told: _Verifier) -> bool:
+    own = told.environment or {}
+    separate = told.environment_mode == "separate" or (told.environment_mode is None and own)
+    files = ("Dockerfile", "docker-compose.yaml")
+    made = any((folder / "tests" / name).is_file() for name in files)
+    return bool(separate and (own.get("docker_image") or made))
 
 
 def _instruction(folder: Path) -> str:
