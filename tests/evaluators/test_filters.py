@@ -81,6 +81,16 @@ def test_links_stay_in_the_workdir(path: str, target: str, stays: bool) -> None:
     assert (path in kept.files, path in refused) == (stays, not stays)
 
 
+@pytest.mark.parametrize("stands", [TEXT, Change(b"mine", link=True)], ids=["file", "link"])
+def test_a_folder_of_what_is_protected_is_not_replaced(stands: Change) -> None:
+    """Else removing tests one by one would be refused, and all at once would not."""
+    rules = Rules(protected=["test_*.py"])
+    patch = Patch({"a/b/test_x.py": None, "a/b/x.py": None, "a/b": stands, "c": stands})
+    kept, refused = sift(patch, rules)
+    assert list(refused) == ["a/b/test_x.py", "a/b"]
+    assert list(kept.files) == ["a/b/x.py", "c"]
+
+
 def test_no_link_is_absolute_where_nobody_knows_the_workdir() -> None:
     """Without a workdir, a link to /workspace may lead anywhere."""
     patch = Patch({"a": Change(b"/workspace/b", link=True)})
@@ -120,6 +130,7 @@ def test_every_language_protects_its_tests() -> None:
         "go": "pkg/a_test.go",
         "rust": "tests/cli.rs",
         "node": "src/a.spec.ts",
+        "java": "core/src/test/java/ATest.java",
     }
     for language, path in usual.items():
         assert matches(PurePosixPath(path), TESTS[language]), language

@@ -54,10 +54,12 @@ PYTHON = (
 TESTS: dict[str, tuple[str, ...]] = {
     "python": (*PYTHON, "test_*.py", "*_test.py"),
     "go": ("*_test.go",),
-    "rust": (".cargo/", "/tests/"),
+    "rust": (".cargo/", "/tests/", "Cargo.toml"),
+    "java": ("src/test/*", "*/src/test/*", "pom.xml", "build.gradle*", "gradle/", ".mvn/"),
     "node": (
-        *("*.test.*", "*.spec.*", "__tests__/", "__mocks__/", "node_modules/", "package.json"),
-        *("jest.config.*", "babel.config.*", ".babelrc*", ".npmrc", ".mocharc*", "vitest.config.*"),
+        *("*.test.*", "*.spec.*", "__tests__/", "__mocks__/", "test/", "tests/"),
+        *("node_modules/", "package.json", ".npmrc", "jest.config.*", "vitest.config.*"),
+        *("vite.config.*", ".mocharc*", "babel.config.*", ".babelrc*"),
     ),
 }
 """Test files and settings of test runners, by language."""
@@ -102,6 +104,11 @@ def sift(patch: Patch, rules: Rules) -> Sifted:
         reason = next(_reasons(PurePosixPath(path), change, rules), None)
         if reason is not None:
             refused[path] = reason
+    # A file or link in the place of a folder would take away what must stay in there.
+    stands = _folders(refused) & {path for path, change in patch.files.items() if change}
+    refused |= dict.fromkeys(
+        sorted(stands - set(refused)), "stands in the way of what is protected"
+    )
     kept = {path: change for path, change in patch.files.items() if path not in refused}
     return Sifted(Patch(kept, patch.notes), refused)
 

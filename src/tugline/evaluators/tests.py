@@ -121,7 +121,8 @@ class Tests:
             msg = f"evaluator 'tests': format is {format!r}, must be one of {known}"
             raise ConfigError(msg)
         output = FORMATS[format]
-        self._protected = (*TESTS[output.language], *self._own)
+        usual = (pattern for language in output.languages for pattern in TESTS[language])
+        self._protected = (*usual, *self._own)
         self._run = CommandRun(
             asked,
             command=command,

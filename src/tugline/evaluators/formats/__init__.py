@@ -15,16 +15,16 @@ class Format(NamedTuple):
     read: Callable[[bytes], Told]
     name: Callable[[str], str]
     """A test's name, from the ways that people write it."""
-    language: str
-    """Whose tests it usually tells of: a key of `filters.TESTS`, or empty."""
+    languages: tuple[str, ...]
+    """Whose tests it tells of: keys of `filters.TESTS`."""
 
 
 FORMATS = {
-    "junit": Format(junit.read, junit.name, "python"),
-    "pytest": Format(pytest.read, as_given, "python"),
-    "unittest": Format(unittest.read, unittest.name, "python"),
-    "go": Format(go.read, as_given, "go"),
-    "cargo": Format(cargo.read, as_given, "rust"),
-    "jest": Format(jest.read, as_given, "node"),
-    "tap": Format(tap.read, as_given, "node"),
+    "junit": Format(junit.read, junit.name, ("python", "java")),
+    "pytest": Format(pytest.read, as_given, ("python",)),
+    "unittest": Format(unittest.read, unittest.name, ("python",)),
+    "go": Format(go.read, as_given, ("go",)),
+    "cargo": Format(cargo.read, as_given, ("rust",)),
+    "jest": Format(jest.read, as_given, ("node",)),
+    "tap": Format(tap.read, as_given, ("node",)),
 }

@@ -1,0 +1,115 @@
+"""Evaluators on what real commands did in a bubblewrap sandbox, over a git repository."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judging import DONE, task
+from tugline.evaluators.base import Evaluator, Outcome, Verdict
+from tugline.evaluators.tests import Tests
+from tugline.evaluators.weighted import Weighted
+from tugline.runtimes.base import Box, Content, Place
+from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.types import Workspace
+
+Judged = Callable[[str, Evaluator], Awaitable[Verdict]]
+
+TEST = (
+    "import unittest\nfrom bill import total\n\nclass Bill(unittest.TestCase):\n"
+    "    def test_total(self):\n        self.assertEqual(total(1, 2), 3)\n"
+)
+UNITTEST: dict[str, Any] = {
+    "command": "python3 -m unittest -v tests.test_bill",
+    "format": "unittest",
+}
+NAME = "tests.test_bill.Bill.test_total"
+RIGHT = "sed -i 's/a - b/a + b/' bill.py"
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
+    """What an agent's command earns: ``judged(command, evaluator)``."""
+    runtime = Bubblewrap()
+    why = runtime.unavailable()
+    if why is not None:
+        pytest.skip(why)
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    repo = tmp_path / "repo"
+    (repo / "tests").mkdir(parents=True)
+    (repo / "bill.py").write_text("def total(a, b):\n    return a - b\n")
+    (repo / "tests" / "test_bill.py").write_text(TEST)
+    (repo / "tests" / "__init__.py").touch()
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for argv in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
+        subprocess.run(("git", "-C", repo, *argv), check=True, timeout=20)
+    given = task({}, Workspace(repo=str(repo), commit="HEAD"))
+    boxes: list[str] = []
+
+    def opened() -> contextlib.AbstractAsyncContextManager[Box]:
+        boxes.append(str(len(boxes)))
+        return runtime.open(tmp_path / boxes[-1], Place(workspace=given.workspace))
+
+    @contextlib.asynccontextmanager
+    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Box]:
+        async with opened() as box:
+            await box.put(box.workdir, files)
+            yield box
+
+    async def judge(command: str, evaluator: Evaluator) -> Verdict:
+        async with opened() as box:
+            end = await box.run(("sh", "-ec", command), env={}, timeout_s=20.0)
+            assert end.code == 0, (box.logs / "agent.log").read_text()
+            patch = await box.changes()
+        return await evaluator.evaluate(Outcome(given, patch, open_box, 30.0, exit=DONE))
+
+    return judge
+
+
+@pytest.mark.parametrize("expected", [None, [NAME]], ids=["all", "named"])
+async def test_work_on_a_repository_is_judged(judged: Judged, expected: list[str] | None) -> None:
+    """The commit, the agent's change and nothing else; the diff is that of the change."""
+    tests = Tests(**UNITTEST, expected=expected)
+    verdict = await judged(RIGHT, tests)
+    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.report["diff"].count("\n") == 6
+    assert (await judged("touch new.py", tests)).reward.value == 0.0
+
+
+CHEATS = {
+    "empties the tests": "echo > tests/test_bill.py",
+    "removes the tests": "rm -r tests",
+    "replaces them by a link": "mv tests x; echo > x/test_bill.py; ln -s x tests",
+    "replaces them by a file": "rm -r tests; touch tests",
+    "adds a bill that is found first": "mkdir tests/bill; cp bill.py tests/bill/__init__.py",
+    "leaves a compiled test": (
+        "echo > t.py; python3 -c \"import py_compile as p; p.compile('t.py',"
+        " 'tests/__pycache__/test_bill.cpython-311.pyc', 'tests/test_bill.py',"
+        ' invalidation_mode=p.PycInvalidationMode.UNCHECKED_HASH)"'
+    ),
+    "brings its own unittest": "mkdir unittest; echo 'print(1)' > unittest/__main__.py",
+    "hooks git": "mkdir -p .git/hooks; echo 'exit 0' > .git/hooks/post-checkout",
+}
+
+
+@pytest.mark.parametrize("command", CHEATS.values(), ids=list(CHEATS))
+async def test_cheating_does_not_pay(judged: Judged, command: str) -> None:
+    """Also without a list of tests, where only those that run can count."""
+    verdict = await judged(command, Tests(**UNITTEST))
+    assert verdict.reward.value == 0.0, verdict.report
+    assert verdict.report["total"] == 1, verdict.report
+
+
+async def test_parts_are_judged_in_boxes_of_their_own(judged: Judged) -> None:
+    """What one evaluator makes of its box, another one does not see."""
+    command = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
+    part = {"evaluator": {"name": "tests", "options": {"command": command, "format": "tap"}}}
+    whole = {"evaluator": {"name": "tests", "options": UNITTEST}, "weight": 3}
+    verdict = await judged("true", Weighted(parts={"a": part, "b": part, "tests": whole}))
+    assert (verdict.reward.parts["a"], verdict.reward.parts["b"]) == (1.0, 1.0)
+    assert verdict.reward.value == 0.4
