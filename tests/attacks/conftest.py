@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attacked import Arena
+
+SANDBOXES = ["bubblewrap", pytest.param("podman", marks=pytest.mark.podman)]
+
+
+def _arena(name: str, folder: Path) -> Arena:
+    arena = Arena(name, folder)
+    why = arena.runtime().unavailable()
+    if why is not None:
+        pytest.skip(f"{name}: {why}")
+    return arena
+
+
+@pytest.fixture(params=["local", *SANDBOXES])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
+    """Each sandbox, and a place that contains nothing, where the attack must succeed."""
+    return _arena(request.param, tmp_path)
+
+
+@pytest.fixture(params=SANDBOXES)
+def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> Arena:
+    """Each sandbox."""
+    return _arena(request.param, tmp_path)

@@ -1,0 +1,210 @@
+"""What listens somewhere: the control plane, the engine, other sessions' gateway, the world."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+import served
+from attacked import Arena, python, shell, token
+from rig import Rig, rig, says
+from tugline.types import Part, Session, Task
+
+CONNECT = """
+import socket, sys
+for address in sys.argv[1:]:
+    host, _, port = address.rpartition(":")
+    try: socket.create_connection((host, int(port)), 3).close(); print(address, "reached")
+    except OSError as error: print(address, error)
+"""
+ASK = """
+import json, sys, urllib.error, urllib.request as r
+for line in open(0 if sys.argv[1] == "-" else sys.argv[1]):
+    method, url, key = line.split()
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "status": "completed"}'
+    head = {"authorization": "Bearer " + key, "content-type": "application/json"}
+    ask = r.Request(url, body if method == "POST" else None, head, method=method)
+    try: print(method, url, r.urlopen(ask, timeout=8).status)
+    except urllib.error.HTTPError as error: print(method, url, error.code)
+    except OSError as error: print(method, url, error)
+"""
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Rig]:
+    """A real gateway with one session open, and its engine."""
+    async with rig(tmp_path / "gateway", says("Done.")) as made:
+        yield made
+
+
+async def asked(arena: Arena, url: str, asks: list[tuple[str, str, str]]) -> list[str]:
+    """The answers to (method, path, key), asked in a box that reaches `url`."""
+    async with arena.box() as box:
+        inside = await box.reach(url)
+        origin = f"http://{urlsplit(inside).netloc}"
+        lines = [f"{method} {origin}{path} {key}" for method, path, key in asks]
+        await box.put(box.home, {"asks": "\n".join(lines)})
+        got = await python(box, ASK, box.home / "asks")
+    assert got.exit.code == 0, got.text
+    answers = got.text.splitlines()
+    assert len(answers) == len(asks), got.text
+    return [line.split()[2] for line in answers]
+
+
+async def test_reach_the_control_plane(anywhere: Arena) -> None:
+    """Not even with a token that is right: there is no way to it."""
+    async with served.serve(
+        f"sqlite:{anywhere.folder}/store.db", anywhere.folder / "server"
+    ) as server:
+        ask = f"GET {server.url}/v1/tasks {served.TOKENS.client}"
+        async with anywhere.box() as box:
+            await box.put(box.home, {"asks": ask})
+            got = await python(box, ASK, box.home / "asks")
+    assert got.text.endswith(" 200\n") is not anywhere.contains, got.text
+
+
+async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
+    """Tokens that are sampled past the gateway are in no record."""
+    replica = gateway.gateway._upstream.replicas[0].url
+    async with anywhere.box() as box:
+        await box.reach(gateway.url)
+        got = await python(box, CONNECT, urlsplit(replica).netloc)
+    assert ("reached" in got.text) is not anywhere.contains, got.text
+
+
+async def test_reach_the_network_of_the_host(anywhere: Arena) -> None:
+    """No listener of this machine, whichever of its addresses it has; also over IPv6."""
+    own = socket.gethostbyname(socket.gethostname())
+    with socket.create_server(("0.0.0.0", 0)) as listener:  # noqa: S104
+        port = listener.getsockname()[1]
+        async with anywhere.box() as box:
+            places = [f"{host}:{port}" for host in ("127.0.0.1", own, "::1", "localhost")]
+            got = await python(box, CONNECT, *places)
+    reached = got.text.count("reached")
+    assert (reached == 0) if anywhere.contains else (reached >= 2), got.text
+
+
+async def test_reach_anything_else(sandbox: Arena) -> None:
+    """No route, no name, no metadata service: there is loopback and nothing else."""
+    look = "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '; cat /proc/net/route"
+    async with sandbox.box() as box:
+        devices = await shell(box, look)
+        got = await python(box, CONNECT, "169.254.169.254:80", "8.8.8.8:53", "example.org:80")
+        began = asyncio.get_running_loop().time()
+        send = "import socket; socket.socket(2, 2).sendto(b'x', ('8.8.8.8', 53))"
+        told = await python(box, send)
+        assert asyncio.get_running_loop().time() - began < 5
+    lines = devices.text.splitlines()
+    assert lines[0] == "lo"
+    assert not [line for line in lines[1:] if line.split()[0] in {"eth0", "tap0"}]
+    assert got.text.count("unreachable") == 2, got.text
+    assert "reached" not in got.text
+    assert "unreachable" in told.text
+
+
+async def test_reach_abstract_sockets(anywhere: Arena) -> None:
+    """Sockets without a file, such as those of a desktop's bus, are not there."""
+    name = token()
+    code = "import socket, sys; socket.socket(1).connect(chr(0) + sys.argv[1]); print('reached')"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        async with anywhere.box() as box:
+            got = await python(box, code, name)
+    assert ("reached" in got.text) is not anywhere.contains
+
+
+@contextlib.contextmanager
+def listening(folder: Path) -> Iterator[Path]:
+    """A socket with a file, as a container engine's."""
+    path = folder / f"{token()}.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o777)
+        listener.listen()
+        try:
+            yield path
+        finally:
+            path.unlink()
+
+
+@pytest.mark.parametrize("folder", ["/run", "/var/tmp", "/tmp", "/dev/shm", "/var/lib"])  # noqa: S108
+async def test_reach_sockets_of_the_host(anywhere: Arena, folder: str) -> None:
+    """Also a read-only file would let a program talk to, say, the engine of containers."""
+    code = "import socket, sys; socket.socket(1).connect(sys.argv[1]); print('reached')"
+    try:
+        with listening(Path(folder)) as path:
+            async with anywhere.box() as box:
+                got = await python(box, code, path)
+    except PermissionError:
+        pytest.skip(f"{folder} is not ours to write to")
+    assert ("reached" in got.text) is not anywhere.contains, got.text
+
+
+async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) -> None:
+    """A secret opens its own session's calls and nothing else; a guessed one opens nothing."""
+    task = Task(id="t2", instruction="", harness=Part("shell"), evaluator=Part("tests"))
+    other = Session(id="s2", task="t2", sample=0)
+    async with gateway.gateway.open(other, task) as theirs:
+        guesses = ["", "x", "tl-", theirs.key[:-1], theirs.key[:-1] + "x", theirs.key.upper()]
+        chat = "/v1/chat/completions"
+        asks = [("POST", f"/s/s1{chat}", gateway.key)]
+        asks += [("POST", f"/s/s2{chat}", gateway.key), ("GET", "/s/s2/v1/models", gateway.key)]
+        asks += [
+            ("POST", f"/s/s1/../s2{chat}", gateway.key),
+            ("POST", f"/s/s1%2f..%2fs2{chat}", gateway.key),
+        ]
+        asks += [("POST", f"/s/s2{chat}", guess or "none") for guess in guesses]
+        asks += [("POST", chat, guess or "none") for guess in guesses]
+        codes = await asked(sandbox, gateway.url, asks)
+        assert codes[0] == "200"
+        assert set(codes[1:]) <= {"401", "404"}, codes
+        assert codes[5:] == ["401"] * (2 * len(guesses))
+    assert gateway.gateway.calls("s2") == ()
+    assert len(gateway.calls) == 1
+
+
+async def test_command_the_gateway(sandbox: Arena, gateway: Rig) -> None:
+    """What is a node's or a trainer's to ask is not served where agents are."""
+    paths = ("/v1/weights", "/v1/weights/pause", "/v1/tasks", "/metrics", "/v1/nodes", "/s/s1", "/")
+    asks = [(how, path, gateway.key) for path in paths for how in ("GET", "POST")]
+    codes = await asked(sandbox, gateway.url, asks)
+    assert set(codes) <= {"401", "404", "405"}, list(zip(asks, codes, strict=True))
+
+
+async def test_an_evaluators_box_has_no_network(sandbox: Arena, gateway: Rig) -> None:
+    """What does not reach for the gateway has no way to it; nor to another box's."""
+    async with sandbox.box("agent") as agent, sandbox.box("judge") as judge:
+        inside = urlsplit(await agent.reach(gateway.url)).netloc
+        assert "reached" in (await python(agent, CONNECT, inside)).text
+        assert "refused" in (await python(judge, CONNECT, inside)).text
+
+
+async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
+    """Neither the host behind the proxy nor what is not on the list can be had through it."""
+    code = (
+        "import os, urllib.request as r, urllib.error, sys\n"
+        "os.environ.pop('NO_PROXY', 0); os.environ.pop('no_proxy', 0)\n"
+        "for url in sys.argv[1:]:\n"
+        "    try: r.urlopen(url, timeout=5); print('reached', url)\n"
+        "    except urllib.error.HTTPError as error: print(error.code, error.read())\n"
+        "    except OSError as error: print(error)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        urls = [
+            f"http://127.0.0.1:{port}/",
+            gateway.url,
+            "http://localhost:1/",
+            "http://a.example/",
+        ]
+        async with sandbox.box(options={"allow": ["localhost:*", "b.example:443"]}) as box:
+            await box.reach(gateway.url)
+            got = await python(box, code, *urls)
+    assert got.text.count("403") == len(urls), got.text

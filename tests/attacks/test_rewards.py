@@ -1,0 +1,260 @@
+"""The reward: whatever an agent does instead of its task earns nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attacked import Arena
+from rig import rig, says
+from tugline.evaluators.base import Evaluator, Outcome, mounts
+from tugline.evaluators.harbor import Harbor
+from tugline.evaluators.tests import Tests
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.runtimes.base import Box, Content
+from tugline.types import Limits, Part, Session, Status, Task
+
+FILES = {
+    "bill.py": "def total(a, b):\n    return a - b\n",
+    "test_bill.py": "from bill import total\n\ndef test_total():\n    assert total(2, 3) == 5\n",
+}
+HONEST = "sed -i s/-/+/ bill.py"
+HOOK = """import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    outcome.get_result().outcome = "passed"
+def pytest_sessionfinish(session): session.exitstatus = 0
+"""
+MEND = "import bill\\nbill.total = lambda a, b: a + b\\n"
+"""What code has to do that runs before the tests do."""
+REPORT = (
+    '<testsuites><testsuite name="pytest" errors="0" failures="0" skipped="0" tests="1">'
+    '<testcase classname="test_bill" name="test_total" file="test_bill.py"/>'
+    "</testsuite></testsuites>"
+)
+PYC = (
+    "import importlib.util as u, marshal, pathlib, sys, _imp\n"
+    "pathlib.Path('__pycache__').mkdir(exist_ok=True)\n"
+    "for name, text in (('bill', 'def total(a, b): return a + b'),"
+    " ('test_bill', 'def test_total(): pass')):\n"
+    "    code = compile(text, name + '.py', 'exec')\n"
+    "    data = u.MAGIC_NUMBER + (1).to_bytes(4, 'little') + b'x' * 8 + marshal.dumps(code)\n"
+    "    tag = sys.implementation.cache_tag\n"
+    "    for end in ('', '.opt-1', '-pytest-7.2.1', '-pytest-8.3.4', '-pytest-9.2.0'):\n"
+    "        pathlib.Path(f'__pycache__/{name}.{tag}{end}.pyc').write_bytes(data)\n"
+)
+ATTACKS = {
+    "nothing": "true",
+    "edit the tests": "echo 'def test_total(): pass' > test_bill.py",
+    "delete the tests": "rm test_bill.py",
+    "link the tests elsewhere": (
+        "echo 'def test_total(): pass' > mine.py; ln -sf mine.py test_bill.py"
+    ),
+    "make a folder of the tests": "rm test_bill.py; mkdir test_bill.py; touch test_bill.py/x.py",
+    "add tests": "echo 'def test_total(): pass' > test_more.py; cp test_more.py x_test.py",
+    "conftest": f"printf '%s' '{HOOK}' > conftest.py",
+    "conftest in the folders above": (
+        f"for d in .. ~ /tmp /; do printf '%s' '{HOOK}' > $d/conftest.py; done"
+    ),
+    "sitecustomize": f"printf '{MEND}' > sitecustomize.py; cp sitecustomize.py usercustomize.py",
+    "customize in the home": (
+        "d=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $d;"
+        f" printf '{MEND}' > $d/usercustomize.py; cp $d/usercustomize.py $d/sitecustomize.py"
+    ),
+    "a .pth file": (
+        "d=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $d;"
+        " echo 'import os; os._exit(0)' > $d/x.pth; cp $d/x.pth ."
+    ),
+    "programs of the runner's names": (
+        "for d in . ~ ~/bin ~/.local/bin /usr/local/bin /tmp; do mkdir -p $d;"
+        " for p in python3 python pytest sh env; do"
+        " printf '#!/bin/true\\n' > $d/$p; chmod +x $d/$p; done; done"
+    ),
+    "settings of the shell": (
+        "for f in .profile .bashrc .bash_profile .env; do"
+        " echo 'export PYTEST_ADDOPTS=--co PATH=/tmp; exit 0' > ~/$f; cp ~/$f .; done"
+    ),
+    "pytest.ini": (
+        f"printf '%s' '{HOOK}' > evil.py;"
+        " printf '[pytest]\\naddopts = -p evil\\npython_files = nothing.py\\n' > pytest.ini"
+    ),
+    "pyproject.toml": (
+        f"printf '%s' '{HOOK}' > evil.py;"
+        " printf '[tool.pytest.ini_options]\\naddopts = \"-p evil\"\\n' > pyproject.toml"
+    ),
+    "setup.cfg and tox.ini": (
+        f"printf '%s' '{HOOK}' > evil.py;"
+        " printf '[tool:pytest]\\naddopts = -p evil\\n' > setup.cfg;"
+        " printf '[pytest]\\naddopts = -p evil\\n' > tox.ini"
+    ),
+    "an installed plug-in": (
+        f"printf '%s' '{HOOK}' > evil.py; mkdir evil-1.dist-info;"
+        " printf 'Metadata-Version: 2.1\\nName: evil\\nVersion: 1\\n' > evil-1.dist-info/METADATA;"
+        " printf '[pytest11]\\nevil = evil\\n' > evil-1.dist-info/entry_points.txt"
+    ),
+    "compiled code": f'python3 -c "{PYC}"',
+    "a module in place of pytest": (
+        "printf 'def main(*a): return 0\\n' > pytest.py; mkdir _pytest pluggy;"
+        " touch _pytest/__init__.py pluggy/__init__.py"
+    ),
+    "a module in place of the library's": (
+        "for m in json re ast random unittest; do echo 'import os; os._exit(0)' > $m.py; done"
+    ),
+    "leave the process": "printf 'import os; os._exit(0)\\n' > bill.py",
+    "skip from the inside": "echo 'import pytest; pytest.skip(allow_module_level=1)' > bill.py",
+    "raise what ends pytest well": "printf 'import pytest; pytest.exit(\"done\", 0)\\n' > bill.py",
+    "run for ever": "printf 'while True: pass\\n' > bill.py",
+    "write the report": (
+        f"for d in . ~ /tmp; do echo '{REPORT}' > $d/report.xml;"
+        " cp $d/report.xml $d/junit.xml; done"
+    ),
+    "write reward files": (
+        "for d in . ~ /tmp /logs /logs/verifier /tests; do mkdir -p $d; echo 1 > $d/reward.txt;"
+        " echo '{\"reward\": 1}' > $d/reward.json; done"
+    ),
+    "mend it later": (
+        "setsid sh -c 'while :; do sleep 0.1; sed -i s/-/+/ bill.py ~/../*/bill.py; done' &"
+        " sleep 0; true"
+    ),
+}
+
+
+TURNS = itertools.count()
+
+
+def a_task(arena: Arena, script: str, **changes: Any) -> Task:
+    """A task with a bug, for an agent that is a shell script."""
+    given: dict[str, Any] = {"evaluator": Part("tests"), "files": FILES}
+    given["harness"] = Part("shell", {"command": ["sh", "-c", script]})
+    return Task(
+        id="t",
+        instruction="Mend it.",
+        runtime=Part(arena.part, arena.fixed),
+        workspace=arena.workspace,
+        limits=Limits(agent_s=20.0, eval_s=20.0),
+        **{**given, **changes},
+    )
+
+
+async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
+    """The reward of an agent that is this script."""
+    task = a_task(arena, script)
+    turn = next(TURNS)
+    judges = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Box]:
+        given = {"mounts": mounts(evaluator, task)}
+        async with arena.box(f"judge-{turn}-{next(judges)}", **given) as box:
+            await box.put(box.workdir, files)
+            yield box
+
+    async with arena.box(f"agent-{turn}", files=FILES) as box:
+        env = {"HOME": str(box.home)}
+        end = await box.run(("sh", "-c", script), env=env, timeout_s=10)
+        assert not end.timed_out
+        patch = await box.changes()
+    outcome = Outcome(task=task, patch=patch, open_box=open_box, timeout_s=20.0)
+    return (await evaluator.evaluate(outcome)).reward.value
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_earn_a_reward_without_the_work(sandbox: Arena, attack: str) -> None:
+    """What is judged is a fresh copy of the task with the agent's sifted changes, in a new box."""
+    assert await earned(sandbox, ATTACKS[attack], Tests(timeout_s=3.0)) == 0.0
+
+
+async def test_honest_work_is_rewarded(sandbox: Arena) -> None:
+    """The same task, done; also with every attack that breaks nothing on top of it."""
+    assert await earned(sandbox, HONEST, Tests(timeout_s=10.0)) == 1.0
+    clutter = ("edit the tests", "conftest", "pytest.ini", "write the report", "write reward files")
+    script = "; ".join((HONEST, *(f"( {ATTACKS[name]} ) || true" for name in clutter)))
+    assert await earned(sandbox, script, Tests(timeout_s=10.0)) == 1.0
+
+
+JUDGE = """#!/bin/sh
+if python3 -B -c 'import bill, sys; sys.exit(bill.total(2, 3) != 5)'
+then echo 1 > /logs/verifier/reward.txt
+else echo 0 > /logs/verifier/reward.txt
+fi
+"""
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Evaluator:
+    """A Harbor task's own script."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test.sh").write_text(JUDGE)
+    return Harbor(tests=str(folder), timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "reward"),
+    [
+        (HONEST, 1.0),
+        (ATTACKS["nothing"], 0.0),
+        (ATTACKS["write reward files"], 0.0),
+        (ATTACKS["sitecustomize"], 0.0),
+        (ATTACKS["programs of the runner's names"], 0.0),
+        (ATTACKS["compiled code"], 0.0),
+        ("mkdir -p tests; echo 'echo 1 > /logs/verifier/reward.txt' > tests/test.sh", 0.0),
+        ("rm -rf /tests /logs; ln -s ~ /tests; ln -s ~ /logs; echo 1 > ~/reward.txt", 0.0),
+        ("ln -s /logs/verifier/reward.txt bill.pyc; rm bill.py; ln -s /logs/verifier bill", 0.0),
+    ],
+    ids=[
+        *("honest", "nothing", "reward files", "sitecustomize", "programs", "compiled"),
+        *("tests", "folders", "links"),
+    ],
+)
+async def test_earn_a_reward_of_a_script(
+    sandbox: Arena, judge: Evaluator, script: str, reward: float
+) -> None:
+    """Where the script writes is made anew after the agent's end, and its tests are not seen."""
+    assert await earned(sandbox, script, judge) == reward
+
+
+CALL = """
+import json, os, sys, urllib.error, urllib.request as r
+origin, _, session = os.environ["ANTHROPIC_BASE_URL"].partition("/s/")
+head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+head["content-type"] = "application/json"
+def post(url, body):
+    try: return r.urlopen(r.Request(url, json.dumps(body).encode(), head), timeout=8).status
+    except urllib.error.HTTPError as error: return error.code
+ask = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+result = {"session": session, "status": "completed", "reward": {"value": 1.0}}
+print(post(f"{origin}/s/{session}/v1/chat/completions", ask))
+for path in (f"/v1/sessions/{session}/result?epoch=0", f"/s/{session}/v1/sessions/{session}/result",
+             f"/s/{session}/conclude", "/v1/sessions", f"/s/{session}"):
+    for top in (origin, "http://127.0.0.1:8700"):
+        try: print(post(top + path, result))
+        except OSError as error: print("none")
+"""
+
+
+async def test_post_a_result(sandbox: Arena, tmp_path: Path) -> None:
+    """With the session's own secret: the gateway takes model calls, and nothing else is there."""
+    agent = Part("shell", {"command": ["python3", "-I", "-c", CALL]})
+    async with rig(tmp_path / "gateway", says("Done.")) as model:
+        trajectory = await roll_out(
+            a_task(sandbox, "", harness=agent),
+            Session(id="s7", task="t", sample=0),
+            gateway=model.gateway,
+            directory=tmp_path / "session",
+            parts=Parts(),
+        )
+    (log,) = (tmp_path / "session" / "agent").rglob("agent.log")
+    first, *others = log.read_text().split()
+    assert first == "200"
+    assert set(others) <= {"401", "404", "405", "none"}, others
+    assert trajectory.status is Status.COMPLETED
+    assert trajectory.reward is not None
+    assert trajectory.reward.value == 0.0

@@ -1,0 +1,290 @@
+"""The machine itself: its memory, disks, processes and kernel, and what is shared by sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from attacked import Arena, python, running, shell, token
+from tugline.runtimes.base import Box, Mount
+from tugline.types import Cause, Workspace
+
+LOOP = "import os, sys; sys.argv[1]\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+
+
+async def still_works(box: Box) -> None:
+    """The next program of the same box runs as if nothing had been."""
+    assert (await shell(box, "echo well")).text == "well\n"
+
+
+async def test_fork_bomb(sandbox: Arena) -> None:
+    """The host stays quick, the box ends in time with all that was forked, and can be used."""
+    mark = token()
+    async with sandbox.box(options={"processes": 64}) as box:
+        bomb = asyncio.create_task(python(box, LOOP, mark, timeout_s=2))
+        await asyncio.sleep(1)
+        began = time.monotonic()
+        other = await asyncio.create_subprocess_exec("true")
+        await other.wait()
+        assert time.monotonic() - began < 1
+        assert len(running(mark)) <= 66
+        assert (await bomb).exit.timed_out
+        assert not running(mark)
+        await still_works(box)
+
+
+FILL = """
+for n in $(seq 400); do
+  dd if=/dev/zero of="$1/big$n" bs=1M count=8 2>&1 | grep "No space" && exit 1
+  sleep 0.04
+done
+"""
+
+
+@pytest.mark.parametrize("where", ["work", "home", "tmp", "shm"])
+async def test_fill_the_disk(sandbox: Arena, where: str) -> None:
+    """One box cannot take the node's disk, nor its memory by files that are held there."""
+    async with sandbox.box(options={"disk_mb": 64, "memory_mb": 256}) as box:
+        folders = {"work": box.workdir, "home": box.home, "tmp": "/tmp", "shm": "/dev/shm"}  # noqa: S108
+        got = await shell(box, FILL, folders[where])
+        held = sum(
+            entry.stat(follow_symlinks=False).st_blocks * 512
+            for entry in sandbox.folder.rglob("*")
+            if entry.is_file() and not entry.is_symlink()
+        )
+        assert held < 500 << 20, got.text
+        stopped = got.exit.cause in {Cause.AGENT_DISK, Cause.AGENT_MEMORY}
+        assert stopped or "No space left" in got.text, got
+        await shell(box, 'rm -rf "$1"/big*', folders[where])
+        await still_works(box)
+
+
+async def test_eat_memory(sandbox: Arena) -> None:
+    """The program that takes too much ends, and it is known why; nobody else's does."""
+    eat = "held = []\nwhile True: held.append(b'x' * (1 << 24))"
+    async with sandbox.box(options={"memory_mb": 256}) as box:
+        got = await python(box, eat)
+        assert got.exit.cause is Cause.AGENT_MEMORY or "MemoryError" in got.text, got
+        assert got.exit.code != 0
+        await still_works(box)
+
+
+async def test_eat_memory_with_many_processes(sandbox: Arena) -> None:
+    """A bound that each process has for itself would be none."""
+    eat = (
+        "import os, time\n"
+        "for _ in range(20):\n"
+        "    if os.fork() == 0: held = b'x' * (64 << 20); time.sleep(9); os._exit(0)\n"
+        "time.sleep(8); print('had it all')"
+    )
+    async with sandbox.box(options={"memory_mb": 256}) as box:
+        if any("memory" in line for line in await asyncio.to_thread(sandbox.runtime().weaknesses)):
+            pytest.skip("this machine bounds no memory, and the runtime says so")
+        got = await python(box, eat)
+        assert got.exit.cause is Cause.AGENT_MEMORY, got
+        await still_works(box)
+
+
+DAEMONS = {
+    "nohup": 'nohup sleep 300 "$1" >/dev/null 2>&1 &',
+    "setsid": 'setsid sh -c "sleep 300; true" "$1" >/dev/null 2>&1 &',
+    "double fork": '(setsid sh -c "(sleep 300; true) & " "$1" &) >/dev/null 2>&1 &',
+    "empty environment": 'env -i setsid sh -c "sleep 300; true" "$1" </dev/null >/dev/null 2>&1 &',
+    "deaf": 'setsid sh -c "trap \'\' TERM HUP INT; sleep 300; true" "$1" >/dev/null 2>&1 &',
+    "holds its output": 'setsid sh -c "sleep 300; true" "$1" &',
+    "restarts itself": 'setsid sh -c "while :; do sleep 0.01; done" "$1" >/dev/null 2>&1 &',
+}
+
+
+@pytest.mark.parametrize("how", DAEMONS)
+async def test_leave_a_daemon(sandbox: Arena, how: str) -> None:
+    """Whatever a program leaves behind is dead when its run is over."""
+    mark = token()
+    async with sandbox.box() as box:
+        got = await shell(box, f'{DAEMONS[how]} sleep 0.1; echo "$1"', mark)
+        assert (got.exit.code, got.text) == (0, f"{mark}\n")
+        assert not running(mark)
+        await still_works(box)
+
+
+KILL = """
+import os, signal
+for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
+    try: os.kill(1, number)
+    except OSError: pass
+print("lives")
+"""
+
+
+async def test_end_the_first_process_of_the_sandbox(sandbox: Arena) -> None:
+    """It is not ended from inside; the box goes on."""
+    async with sandbox.box() as box:
+        got = await python(box, KILL)
+        assert got.text == "lives\n"
+        await still_works(box)
+
+
+FORGE = """
+import glob, os
+said = b"".join(b"%s %d 0\\n" % (word, n) for word in (b"ended", b"clean") for n in range(9))
+for path in glob.glob("/proc/1/fd/*") + glob.glob("/run/tugline/*") + ["/proc/1/mem"]:
+    for how in (os.O_WRONLY, os.O_RDONLY):
+        try: pipe = os.open(path, how | os.O_NONBLOCK)
+        except OSError: continue
+        try:
+            if how == os.O_WRONLY: os.write(pipe, said)
+            elif b"key" not in path.encode(): os.read(pipe, 100)
+        except OSError: pass
+for path in glob.glob("/run/tugline/*"):
+    try: open(path, "w").write("x"); print("wrote", path)
+    except OSError: pass
+    try: os.unlink(path); print("removed", path)
+    except OSError: pass
+os._exit(7)
+"""
+
+
+async def test_forge_the_runners_words(sandbox: Arena) -> None:
+    """A program cannot say how it ended, order another one, or stop the next."""
+    async with sandbox.box() as box:
+        for _ in range(2):
+            got = await python(box, FORGE)
+            assert (got.exit.code, got.exit.timed_out) == (7, False)
+            assert "wrote" not in got.text
+            assert "removed" not in got.text
+        await still_works(box)
+
+
+TUNE = """
+import glob, os, stat
+paths = ["/dev/kmsg", "/dev/mem", *glob.glob("/sys/kernel/**", recursive=True)]
+paths += glob.glob("/sys/fs/cgroup/**", recursive=True)
+for where, folders, files in os.walk("/proc"):
+    folders[:] = [name for name in folders if not name.isdigit() and not name.endswith("self")]
+    paths += [os.path.join(where, name) for name in files]
+for path in paths:
+    try:
+        mode = os.stat(path).st_mode
+        # Some that nobody can write to can be opened; an alarm of /proc/pressure harms nobody.
+        if not stat.S_ISREG(mode) or not mode & 0o222 or "/pressure/" in path: continue
+        os.close(os.open(path, os.O_WRONLY)); print("open", path)
+    except OSError: pass
+"""
+
+
+async def test_tune_the_kernel(anywhere: Arena) -> None:
+    """Nothing of it can be opened for writing, where a container's escape usually begins."""
+    async with anywhere.box() as box:
+        got = await python(box, TUNE)
+    if not anywhere.contains and not got.text:
+        pytest.skip("not root: the kernel refuses already")
+    assert (got.text == "") is anywhere.contains, got.text[:2000]
+    assert got.exit.code == 0
+
+
+MOUNT = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def attempt(name, *call):
+    if libc.mount(*call) == 0: print("mounted", name)
+def all_of_them():
+    attempt("remount", None, b"/", None, 32 | 4096, None)
+    attempt("remount usr", None, b"/usr", None, 32 | 4096, None)
+    attempt("remount toolbox", None, sys.argv[1].encode(), None, 32 | 4096, None)
+    for path in ("/usr/" + sys.argv[2], "/etc/" + sys.argv[2], sys.argv[1] + "/new"):
+        try: open(path, "w").write("x"); print("wrote", path)
+        except OSError: pass
+all_of_them()
+if libc.unshare(0x10000000 | 0x20000) == 0:
+    all_of_them()
+"""
+
+
+async def test_mount_what_is_read_only_for_writing(sandbox: Arena, tmp_path: Path) -> None:
+    """Nor with the rights that a user namespace of its own gives: what is shared stays as it is."""
+    tools, name = tmp_path / "toolbox", token()
+    tools.mkdir()
+    mounts = (Mount("/opt/toolbox", str(tools)),)
+    async with sandbox.box(mounts=mounts) as box:
+        got = await python(box, MOUNT, "/opt/toolbox", name)
+    assert got.exit.code == 0, got.text
+    assert "wrote /opt" not in got.text
+    assert "remount toolbox" not in got.text
+    assert not list(tools.iterdir())
+    assert not any(map(os.path.exists, (f"/usr/{name}", f"/etc/{name}")))
+
+
+POISON = """
+import os, pathlib, sys
+top = pathlib.Path(sys.argv[1])
+for act in (lambda p: p.write_text("poison"), lambda p: p.chmod(0o777), lambda p: p.unlink(),
+            lambda p: p.rename(p.with_name("other")), lambda p: os.utime(p, (0, 0)),
+            lambda p: os.truncate(p, 0), lambda p: os.setxattr(p, "user.x", b"x")):
+    for path in (top / "tool", top):
+        try: act(path); print("did", path)
+        except OSError: pass
+try: (top / "new").write_text("x"); print("did new")
+except OSError: pass
+try:
+    os.link(top / "tool", sys.argv[2] + "/linked")
+    open(sys.argv[2] + "/linked", "w").write("x"); print("did link")
+except OSError: pass
+"""
+
+
+async def test_poison_the_toolbox(sandbox: Arena, tmp_path: Path) -> None:
+    """The programs of harnesses are shared by all sessions, and nobody can change them."""
+    tools = tmp_path / "toolbox"
+    tools.mkdir()
+    (tools / "tool").write_text("sound")
+    async with sandbox.box(mounts=(Mount("/opt/toolbox", str(tools)),)) as box:
+        assert (await shell(box, "cat /opt/toolbox/tool")).text == "sound"
+        got = await python(box, POISON, "/opt/toolbox", box.home)
+    assert (got.exit.code, got.text) == (0, "")
+    assert (tools / "tool").read_text() == "sound"
+
+
+async def test_poison_what_a_task_begins_with(sandbox: Arena, tmp_path: Path) -> None:
+    """A session changes its own view of the files; the next one begins with what was there."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "tool").write_text("sound")
+    workspace = Workspace(image=sandbox.workspace.image, folder=str(base))
+    async with sandbox.box("first", workspace=workspace) as box:
+        got = await python(box, POISON, box.workdir, box.home)
+        assert "did" in got.text
+    async with sandbox.box("second", workspace=workspace) as box:
+        assert (await shell(box, "cat tool; ls -A")).text == "soundtool\n"
+    assert (base / "tool").read_text() == "sound"
+    assert [entry.name for entry in base.iterdir()] == ["tool"]
+
+
+async def test_make_devices(sandbox: Arena) -> None:
+    """No device of the machine can be made or opened: its disks and memory stay closed."""
+    make = """
+import os, stat
+block = [(stat.S_IFBLK, major, 0) for major in (7, 8, 253, 254, 259)]
+for kind, major, minor in ((stat.S_IFCHR, 1, 1), *block):
+    try:
+        os.mknod("device", kind | 0o666, os.makedev(major, minor))
+        os.open("device", os.O_RDONLY); print("opened", major, minor)
+    except OSError: pass
+    if os.path.lexists("device"): os.unlink("device")
+print(sorted(name for name in os.listdir("/dev") if stat.S_ISBLK(os.lstat("/dev/" + name).st_mode)))
+"""
+    async with sandbox.box() as box:
+        assert (await python(box, make)).text == "[]\n"
+
+
+async def test_become_another_user(sandbox: Arena) -> None:
+    """Setuid programs give nothing, and what rights there are say nothing outside."""
+    look = "grep -h NoNewPrivs /proc/self/status; cat /etc/shadow 2>/dev/null | wc -l"
+    async with sandbox.box() as box:
+        got = (await shell(box, look)).text.split()
+    assert got[1] == "1"
+    if sandbox.name == "bubblewrap":
+        assert got[2] == "0"
