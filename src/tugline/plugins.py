@@ -24,7 +24,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "shell": "tugline.harnesses.shell:Shell",
     },
     "runtime": {
-        "auto": "tugline.runtimes.local:Local",
+        "auto": "tugline.runtimes.auto:Auto",
         "bubblewrap": "tugline.runtimes.bubblewrap:Bubblewrap",
         "container": "tugline.runtimes.container.runtime:Container",
         "local": "tugline.runtimes.local:Local",
