@@ -27,6 +27,7 @@ import msgspec
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.filters import Rules, check_patterns, laid, matches, sift
+from tugline.evaluators.network import open_doors
 from tugline.runtimes.base import Box, Content, Exit, Mount
 from tugline.runtimes.patch import Change
 from tugline.runtimes.variables import check_variables, filled
@@ -97,6 +98,10 @@ class Harbor:
         source = None if self.in_place else str(self._tests)
         return (Mount(str(TESTS), source), Mount(str(LOGS)))
 
+    def hidden(self, _task: Task) -> tuple[str, ...]:
+        """Tests that somebody left in the image are none of the agent's business."""
+        return () if self.in_place else (str(TESTS),)
+
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Run the script on the agent's work, or where it was."""
         if not (self._tests / SCRIPT).is_file():
@@ -138,7 +143,7 @@ class Harbor:
             if placed is not None:
                 return placed
         if self._network:
-            await _open_doors(box)
+            await open_doors(box)
         end = await box.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
             env={"HOME": str(box.home), **filled(self._env, self._pass)},
@@ -207,14 +212,6 @@ class Harbor:
             msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
             raise EvaluatorError(msg)
         return sum(parts.values()) / len(parts)
-
-
-async def _open_doors(box: Box) -> None:
-    """A box has no doors until it reaches for something, and then also those to allowed hosts."""
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        await box.reach(f"http://127.0.0.1:{port}")
 
 
 async def _rewards(box: Box) -> Mapping[str, float] | None:

@@ -2,7 +2,7 @@
 
 The package `swebench` (extra ``swe``) reads the log and decides what counts as resolved; nothing
 of that is ours. What is ours is the way there: only the agent's changes get into the new box,
-without the files that judge (`filters`), and without any network.
+without the files that judge (`filters`), and without network unless it is asked for.
 
 Whose fault it is when no result can be read: tests that began and did not end in time, or took more
 than the box gives, are the agent's doing, for its code ran. Other silence may be the task's: if the
@@ -27,6 +27,7 @@ from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.diff import unified
 from tugline.evaluators.filters import PYTHON, Rules, check_patterns, laid, sift
+from tugline.evaluators.network import open_doors
 from tugline.runtimes.base import WORKDIR, Content, Exit, check_path
 from tugline.types import Reward, Task
 
@@ -79,7 +80,8 @@ class SweBench:
     `partial`, the reward is the share of the first that pass as long as none of the second fails.
     `judges_files` are files (or folders) of the repository that judge: changes to them are left
     out, as are those that fit `protected` or configure pytest, unless they fit `editable`. `hides`
-    are folders of the image that the agent sees empty.
+    are folders of the image that the agent sees empty. With `network` the script reaches the hosts
+    that the runtime allows.
     """
 
     def __init__(  # noqa: PLR0913 - what a row says
@@ -98,6 +100,7 @@ class SweBench:
         editable: Sequence[str] = (),
         hides: Sequence[str] = (),
         partial: bool = False,
+        network: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
         for mark in _MARKS[:2]:
@@ -114,7 +117,7 @@ class SweBench:
         self._protected = (*PYTHON, *check_patterns("protected", protected))
         self._editable = check_patterns("editable", editable)
         self._hides = tuple(hides)
-        self._partial, self._timeout_s = partial, timeout_s
+        self._partial, self._network, self._timeout_s = partial, network, timeout_s
         self._row = {
             "instance_id": instance,
             "image": "",
@@ -164,6 +167,8 @@ class SweBench:
         spec = await asyncio.to_thread(self._spec)
         seal = secrets.token_hex(8)
         async with outcome.open_box(files) as box:
+            if self._network:
+                await open_doors(box)
             await box.put(box.home, {_SCRIPT: _sealed(spec.eval_script, seal)})
             end = await box.run(
                 ("bash", str(box.home / _SCRIPT)),

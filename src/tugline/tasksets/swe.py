@@ -56,7 +56,7 @@ class Swe:
     `images` none is needed then.
     `prompt` is the instruction, `folder` where the repository is for the agent. `test_command` and
     `log_parser` replace what rows say or leave out; `setup` are lines of bash before the tests.
-    `partial` and `protected` are those of the evaluator.
+    `partial`, `protected` and `network` are those of the evaluator.
     """
 
     def __init__(  # noqa: PLR0913 - each is an option
@@ -76,6 +76,7 @@ class Swe:
         setup: Sequence[str] = (),
         partial: bool = False,
         protected: Sequence[str] = (),
+        network: bool = False,
     ) -> None:
         self._source = Source(path, dataset, subset, split, revision)
         self._source.check("swe")
@@ -90,7 +91,7 @@ class Swe:
         if isinstance(setup, str):
             _refuse("setup", setup, "a list of lines")
         self._command, self._parser, self._setup = test_command, log_parser, tuple(setup)
-        self._judging = {"partial": partial, "protected": list(protected)}
+        self._judging = {"partial": partial, "protected": list(protected), "network": network}
         self._solutions: dict[str, str] | None = None
 
     def tasks(self, template: Template) -> Iterator[Task]:
