@@ -1,0 +1,214 @@
+"""One Apptainer container with one session in it; see `apptainer` for what holds of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+
+import msgspec
+
+from tugline.errors import RuntimeFault, UsageError
+from tugline.runtimes import files, limits
+from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
+from tugline.runtimes.clock import Clock
+from tugline.runtimes.doors import Doors
+from tugline.runtimes.layers import Layer
+from tugline.runtimes.limits import Group, Limits
+from tugline.runtimes.patch import Caps, Patch
+from tugline.runtimes.processes import Child
+from tugline.runtimes.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.types import Cause
+
+_ALONE = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--no-mount", "hostfs")
+_NO_NETWORK = ("--net", "--network", "none")
+_WATCH_S = 1.0
+
+
+class Contained:
+    """See `tugline.runtimes.base.Box`."""
+
+    home = HOME
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what a box is made of
+        self,
+        directory: Path,
+        image: Path,
+        workdir: PurePosixPath,
+        layer: Layer,
+        mounts: Sequence[Mount],
+        doors: Doors | None,
+        bounds: Limits,
+        group: Group,
+    ) -> None:
+        self.workdir, self.logs = workdir, directory / "logs"
+        self._directory, self._image, self._layer = directory, image, layer
+        self._doors, self._limits, self._group = doors, bounds, group
+        self._shared = {PurePosixPath(one.target): one.source for one in mounts if one.source}
+        own = [one.target for one in mounts if one.source is None]
+        self._folders: dict[PurePosixPath, Path] = {
+            HOME: directory / "home",
+            PurePosixPath("/tmp"): directory / "tmp",  # noqa: S108 - its own
+            workdir: layer.work,
+            **{PurePosixPath(one): directory / f"own-{n}" for n, one in enumerate(own)},
+        }
+        self._runner: Runner | None = None
+        self._child: Child | None = None
+        self._pid = 0
+
+    def make(self) -> None:
+        """Make its folders."""
+        self._layer.make()
+        self._layer.mount()
+        with files.faults(f"cannot make {self._directory}"):
+            for folder in (self.logs, *self._folders.values()):
+                folder.mkdir(parents=True, exist_ok=True)
+        self._group.make(self._limits)
+
+    async def up(self) -> Runner:
+        """The shell of a container, started again if the last one was killed."""
+        if self._runner is not None and self._runner.alive:
+            return self._runner
+        await self._down()
+        most = self._limits.output_mb << 20
+        runner = self._runner = Runner(self._directory / "control", self._kill, most=most)
+        await asyncio.to_thread(runner.prepare)
+        child = self._child = Child(self.command())
+        try:
+            await runner.ready(child.ended)
+        except RuntimeFault as error:
+            said = child.said()
+            await self._down()
+            msg = f"apptainer made no container of {self._image}: {said[-300:] or error}"
+            raise RuntimeFault(msg) from error
+        self._pid = await asyncio.to_thread(first_process, child.pid)
+        await asyncio.to_thread(limits.restrain, self._pid, self._limits, limits.places())
+        await asyncio.to_thread(self._group.join, self._pid)
+        if self._doors is not None:
+            await self._doors.move(self._pid)
+        return runner
+
+    def command(self) -> list[str]:
+        """How the container is started."""
+        argv = ["apptainer", "--silent", "exec", *_ALONE]
+        argv += _NO_NETWORK if self._doors is not None else ()
+        argv += ["--home", f"{self._folders[HOME]}:{HOME}", "--pwd", str(self.workdir)]
+        argv += ["--env", "LANG=C.UTF-8"]
+        bound = {INSIDE: f"{self._directory / 'control'}:{INSIDE}:ro"}
+        bound |= {str(to): f"{source}:{to}:ro" for to, source in self._shared.items()}
+        bound |= {str(to): f"{source}:{to}" for to, source in self._folders.items() if to != HOME}
+        for bind in bound.values():
+            argv += ["--bind", bind]
+        return [*argv, str(self._image), *ARGV]
+
+    async def aclose(self) -> None:
+        """End all of it; its folders stay."""
+        await self._down()
+        await asyncio.to_thread(self._layer.unmount)
+        await asyncio.to_thread(self._group.remove)
+
+    async def put(self, root: PurePath, contents: Mapping[str, Content]) -> None:
+        """Put files under the workdir or the home."""
+        if root not in {self.workdir, HOME}:
+            msg = f"files are put under {self.workdir} or {HOME}, not under {root}"
+            raise UsageError(msg)
+        await asyncio.to_thread(files.put, self._folders[PurePosixPath(root)], contents)
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """A regular file's bytes."""
+        place = PurePosixPath(path)
+        for up in place.parents:
+            if (folder := self._folders.get(up)) is not None:
+                below = str(place.relative_to(up))
+                return await asyncio.to_thread(files.get, folder, below, most)
+        msg = f"{path} is not in {self.workdir}, {HOME} or a writable mount"
+        raise UsageError(msg)
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """What was done to the workdir, after the end of the whole container."""
+        await self._down()
+        return await asyncio.to_thread(self._layer.changes, caps)
+
+    async def reach(self, url: str) -> str:
+        """The URL of a door that leads to `url`; the same where the network is this machine's."""
+        await self.up()
+        return url if self._doors is None else await self._doors.open(self._pid, url)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float | Clock,
+        log_name: str = "agent",
+    ) -> Exit:
+        """Run a program by the container's shell."""
+        runner, full = await self.up(), asyncio.Event()
+        killed = self._group.memory_kills()
+        watch = asyncio.create_task(self._watch_disk(full))
+        doors = self._doors.env if self._doors is not None else {}
+        log = self.logs / f"{log_name}.log"
+        try:
+            end = await runner.run(
+                argv, env={**doors, **env}, cwd=self.workdir, timeout_s=timeout_s, log=log
+            )
+        except Gone:
+            if not full.is_set() and self._group.memory_kills() == killed:
+                raise
+            end = Exit(KILLED, timed_out=False, seconds=0.0)
+        finally:
+            watch.cancel()
+        if full.is_set():
+            return msgspec.structs.replace(end, cause=Cause.AGENT_DISK)
+        if end.code == KILLED and self._group.memory_kills() > killed:
+            return msgspec.structs.replace(end, cause=Cause.AGENT_MEMORY)
+        return end
+
+    async def _watch_disk(self, full: asyncio.Event) -> None:
+        most = self._limits.disk_mb << 20
+        folders = {self._layer.own, *self._folders.values()} - {self._layer.work}
+        root = Path(f"/proc/{self._pid}/root")
+        while await asyncio.to_thread(limits.used, folders, root, most) <= most:  # noqa: ASYNC110
+            await asyncio.sleep(_WATCH_S)
+        full.set()
+        await self._kill()
+
+    async def _kill(self) -> None:
+        """SIGKILL for process 1, and with it for all in its namespace."""
+        if self._child is None or self._child.ended.done():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid or self._child.pid, signal.SIGKILL)
+        done, _ = await asyncio.wait([self._child.ended], timeout=5.0)
+        if not done:
+            self._child.kill()
+            await asyncio.wait([self._child.ended])
+
+    async def _down(self) -> None:
+        await self._kill()
+        if self._doors is not None:
+            await self._doors.aclose()
+        if self._runner is not None:
+            self._runner.close()
+        if self._child is not None:
+            self._child.close()
+        self._runner, self._child, self._pid = None, None, 0
+
+
+def first_process(pid: int) -> int:
+    """The descendant of `pid` that is process 1 of another namespace; blocks."""
+    stack = [pid]
+    while stack:
+        here = stack.pop()
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{here}/status").read_text()
+            numbers = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+            if len(numbers.split()) > 2 and numbers.split()[-1] == "1":
+                return here
+            for task in Path(f"/proc/{here}/task").iterdir():
+                stack += map(int, (task / "children").read_text().split())
+    msg = f"apptainer (process {pid}) has made no process namespace"
+    raise RuntimeFault(msg)
