@@ -24,6 +24,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "shell": "tugline.harnesses.shell:Shell",
     },
     "runtime": {
+        "apptainer": "tugline.runtimes.apptainer:Apptainer",
         "auto": "tugline.runtimes.auto:Auto",
         "bubblewrap": "tugline.runtimes.bubblewrap:Bubblewrap",
         "container": "tugline.runtimes.container.runtime:Container",

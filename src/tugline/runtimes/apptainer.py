@@ -73,14 +73,15 @@ class Apptainer:
         self._limits.check("apptainer")
         self._image, self._network, self._allow = image, network, AllowList(allow)
         self._bases = Bases(most_gb=bases_gb)
+        self._usable = False
 
     @contextlib.asynccontextmanager
     async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Contained]:
         """A container of the workspace's image, with its files bound in."""
         place = place or Place()
-        why = await asyncio.to_thread(self.unavailable)
-        if why:
+        if not self._usable and (why := await asyncio.to_thread(self.unavailable)):
             raise RuntimeFault(why)
+        self._usable = True
         workdir = _workdir(place.workspace)
         directory = Path.cwd() / directory
         async with contextlib.AsyncExitStack() as kept:
