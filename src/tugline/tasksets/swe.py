@@ -37,7 +37,8 @@ In {path} there is a checkout of {repo}. This issue was reported for it:
 
 Resolve the issue by changing the code in {path}. Tests that you cannot see will judge your \
 change, so do what the issue asks for and keep what works as it is. Leave the existing tests \
-alone, and nothing needs to be committed. What the code needs is installed; there is no network.
+alone; nothing needs to be committed. What the code needs is installed, in the conda environment \
+`testbed` if there is conda. There is no network.
 """
 _IMAGE_WORDS = ("instance_id", "instance_1776", "instance_s", "repo")
 _REPO_WORDS = ("instance_id", "repo")
