@@ -47,6 +47,7 @@ async def test_parts_written_as_the_pages_say_work(
         instruction="x",
         harness=Part("page_harnesses:Aider"),
         evaluator=Part("page_evaluators:Builds"),
+        runtime=Part("local"),  # where the programs of this test can be seen
         files={"a.txt": ""},
     )
     async with StubGateway(["Done."]).listening() as gateway:
