@@ -10,15 +10,17 @@ from typing import NamedTuple
 
 import pytest
 
-from containers import DEBIAN, podman  # noqa: F401 - a fixture
+from containers import BUSYBOX, DEBIAN, podman  # noqa: F401 - a fixture
 from tugline.conformance.cells import CELLS, Cell
 from tugline.conformance.models import scripted
 from tugline.conformance.script import Hitch, Player, Turn
 from tugline.gateway.app import Gateway
+from tugline.harnesses.trial import start_once
 from tugline.node.course import Course
 from tugline.node.parts import Parts
 from tugline.node.session import roll_out
 from tugline.plugins import find
+from tugline.runtimes.container.runtime import Container
 from tugline.types import Cause, Limits, Part, Session, Status, Task, Trajectory
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
@@ -164,3 +166,11 @@ async def test_out_of_time_keeps_what_there_is(cell: Cell, place: Part, tmp_path
     assert done.trajectory.ledger.balanced
     assert done.trajectory.reward is not None
     assert done.trajectory.reward.value == 0.0
+
+
+@pytest.mark.podman
+async def test_an_image_needs_nothing_of_its_own(cell: Cell, podman: str) -> None:  # noqa: F811
+    """An image that holds busybox alone, without a C library, runs the program all the same."""
+    harness = PARTS.harness(Part(cell.harness, cell.options))
+    await harness.install()
+    await start_once(harness, Container(engine=podman, image=BUSYBOX))

@@ -15,7 +15,10 @@ from tugline.harnesses.base import Launch, Seat
 from tugline.harnesses.installing import once
 from tugline.harnesses.npm import Npm
 from tugline.harnesses.python import Python
+from tugline.node.parts import Parts
 from tugline.plugins import find
+from tugline.runtimes.base import Exit
+from tugline.types import Part
 
 SEAT = Seat(
     instruction='-n "a" @b',
@@ -154,3 +157,84 @@ async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(HarnessError, match=r"cannot install no-such-package==9\.9\.9 \(exit 1\)"):
         await Python("x", "no-such-package", "9.9.9", "x").install(no_trial)
+
+
+MCP = {
+    "here": {"command": "python3", "args": ["-m", "it"], "env": {"KEY": 'a "b"'}},
+    "far": {"url": "http://tools.test/mcp", "headers": {"authorization": "x"}},
+}
+SKILL = "---\nname: a-b\ndescription: What for.\n---\nHow.\n"
+
+
+@pytest.mark.parametrize("name", ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"])
+def test_mcp_servers_are_told_in_each_program_s_own_format(name: str) -> None:
+    """What is started and what is asked over HTTP, with variables and headers."""
+    made = launch(name, mcp=MCP)
+    here, there = ("python3", ["-m", "it"], {"KEY": 'a "b"'}), {"authorization": "x"}
+    if name == "codex":
+        found = tomllib.loads(made.files[".codex/config.toml"])["mcp_servers"]
+        assert found["far"] == {"url": "http://tools.test/mcp", "http_headers": there}
+    elif name == "claude_code":
+        found = json.loads(made.files["mcp.json"])["mcpServers"]
+        assert found["far"] == {"type": "http", "url": "http://tools.test/mcp", "headers": there}
+        at = made.argv.index("--mcp-config")
+        assert made.argv[at + 1 : at + 3] == ("/h/mcp.json", "--strict-mcp-config")
+    elif name == "opencode":
+        found = json.loads(made.files[".config/opencode/opencode.json"])["mcp"]
+        assert found["far"] == {"type": "remote", "url": "http://tools.test/mcp", "headers": there}
+        command = ["python3", "-m", "it"]
+        assert found["here"] == {"type": "local", "command": command, "environment": here[2]}
+        return
+    else:
+        settings = f".{name.split('_', maxsplit=1)[0]}/settings.json"
+        found = json.loads(made.files[settings])["mcpServers"]
+        assert (found["far"]["httpUrl"], found["far"]["headers"]) == (MCP["far"]["url"], there)
+    assert (found["here"]["command"], found["here"]["args"], found["here"]["env"]) == here
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("claude_code", ".claude"),
+        ("codex", ".codex"),
+        ("gemini_cli", ".gemini"),
+        ("opencode", ".config/opencode"),
+        ("pi", ".pi/agent"),
+        ("qwen_code", ".qwen"),
+    ],
+)
+def test_skills_lie_where_each_program_looks(name: str, folder: str) -> None:
+    """As SKILL.md in a folder of its name."""
+    assert launch(name, skills={"a-b": SKILL}).files[f"{folder}/skills/a-b/SKILL.md"] == SKILL
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"mcp": {"a b": {"command": "x"}}}, r"mcp\['a b'\]: a name has letters"),
+        ({"mcp": {"a": {}}}, r"mcp\['a'\] is \{\}, must have either command .* or url"),
+        ({"mcp": {"a": {"command": "x", "url": "http://y"}}}, "must have either command"),
+        ({"mcp": {"a": {"cmd": "x"}}}, "unknown field `cmd`"),
+        ({"skills": {"A B": SKILL}}, r"skills\['A B'\]: a name has small letters"),
+        ({"skills": {"a-b": "How."}}, "must be the text of a SKILL.md"),
+    ],
+)
+def test_wrong_extensions_are_named(options: dict[str, Any], line: str) -> None:
+    """The option, the value and what would be right, where the task is accepted."""
+    with pytest.raises(ConfigError, match=line):
+        launch("codex", **options)
+
+
+def test_what_a_program_does_not_know_is_no_option_of_its_preset() -> None:
+    """Pi has no MCP servers: the error lists what it has."""
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'mcp' \(its options: .*"):
+        Parts().harness(Part("pi", {"mcp": MCP}))
+
+
+def test_a_status_in_an_exit_code_is_no_crash() -> None:
+    """Gemini CLI ends with the HTTP status modulo 256, and with 52 when it refuses its settings."""
+    gemini = find("harness", "gemini_cli")()
+    assert gemini.crashed(Exit(144, timed_out=False, seconds=1.0), "Error 400") is None
+    assert gemini.crashed(Exit(0, timed_out=False, seconds=1.0), "Node.js v24.1.0") is None
+    assert gemini.crashed(Exit(52, timed_out=False, seconds=1.0), "") == "it refused its settings"
+    assert gemini.crashed(Exit(-11, timed_out=True, seconds=1.0), "") is None

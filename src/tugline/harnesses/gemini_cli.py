@@ -59,6 +59,7 @@ class GeminiCli(Preset):
                 "GOOGLE_GEMINI_BASE_URL": seat.base_url,
                 "GEMINI_API_KEY": seat.key,
                 "GEMINI_CLI_TRUST_WORKSPACE": "true",
+                "GEMINI_CLI_NO_RELAUNCH": "true",
                 **self.package.env,
             },
             files={

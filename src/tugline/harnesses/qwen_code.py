@@ -60,6 +60,7 @@ class QwenCode(Preset):
                 "OPENAI_API_KEY": seat.key,
                 "OPENAI_MODEL": seat.model,
                 "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+                "QWEN_CODE_NO_RELAUNCH": "true",
                 **self.package.env,
             },
             files={".qwen/settings.json": self._settings(), **self._skills},

@@ -1,0 +1,109 @@
+"""What is a crash of the real programs, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.conformance.cells import CELLS
+from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
+from tugline.conformance.script import Turn
+from tugline.errors import HarnessError
+from tugline.harnesses.base import Harness, Launch, Seat
+from tugline.harnesses.trial import start_once
+from tugline.plugins import find
+from tugline.runtimes.base import Exit
+from tugline.runtimes.local import Local
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
+ONE_EACH = {cell.harness: cell for cell in reversed(CELLS)}
+NAMES = sorted(ONE_EACH)
+INSTRUCTION = "Do as you are told."
+TAIL = 400
+SETTINGS = {
+    "claude_code": "mcp.json",
+    "codex": ".codex/config.toml",
+    "gemini_cli": ".gemini/settings.json",
+    "opencode": ".config/opencode/opencode.json",
+    "pi": ".pi/agent/models.json",
+}
+"""Without which a program has no model; the others get it by their environment."""
+
+
+def harness(name: str) -> Any:
+    """A preset."""
+    return find("harness", name)(**ONE_EACH[name].options)
+
+
+async def told(name: str, command: str, folder: Path, max_turns: int | None = None) -> Rehearsal:
+    """A session whose model has one command run."""
+    cell = ONE_EACH[name]
+    call = (cell.tool, {cell.argument: command, **cell.arguments})
+    script = (Turn("", calls=(call,)), Turn("Done."))
+    return await rehearse(cell, Stage({INSTRUCTION: script}, max_turns=max_turns), folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path) -> None:
+    """SIGSEGV ends it in the middle of its work: a second one where the first is caught (Rust)."""
+    ran = await told(name, "kill -SEGV $PPID; sleep 0.2; kill -SEGV $PPID; sleep 20", tmp_path)
+    assert len(ran.calls) == 1
+    assert "ended by SIG" in (harness(name).crashed(ran.exit, ran.log.strip()[-TAIL:]) or "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_budget_that_is_spent_is_no_crash(name: str, tmp_path: Path) -> None:
+    """Whatever its exit code, it gave up because the model refused."""
+    ran = await told(name, "true", tmp_path, max_turns=1)
+    assert harness(name).crashed(ran.exit, ran.log.strip()[-TAIL:]) is None, ran.log[-2000:]
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
+    """A program that cannot read its settings asks no model, and is not judged."""
+
+    class Broken:
+        """The preset with other settings."""
+
+        version = "0"
+        spent_status = 400
+
+        def __init__(self) -> None:
+            self.name = name
+
+        async def install(self) -> None:
+            """The preset's."""
+            await preset.install()
+
+        def launch(self, seat: Seat) -> Launch:
+            """The preset's, with a file that is nonsense."""
+            made = preset.launch(seat)
+            return Launch(argv=made.argv, env=made.env, files={**made.files, SETTINGS[name]: "{["})
+
+    preset = harness(name)
+    broken: Harness = Broken()
+    await broken.install()
+    with pytest.raises(HarnessError, match=r"exit code [1-9].* and asked no model"):
+        await start_once(broken)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("-e", "throw new Error('of its own')"), "nobody caught"),
+        (("-e", "Promise.reject(new Error('of its own'))"), "nobody caught"),
+        (("--max-old-space-size=16", "-e", "a = []; for (;;) a.push(Array(1e4))"), "SIGABRT"),
+    ],
+    ids=["thrown", "rejected", "heap"],
+)
+async def test_node_says_when_it_breaks(options: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    """The last words of the very Node that runs the presets."""
+    pi = harness("pi")
+    await pi.install()
+    async with Local().open(tmp_path) as box:
+        end = await box.run((pi.package.command[0], *options), env={}, timeout_s=60)
+        said = (box.logs / "agent.log").read_text().strip()[-TAIL:]
+    assert why in (pi.crashed(end, said) or ""), said
+    assert pi.crashed(Exit(0, timed_out=False, seconds=1.0), said) is None

@@ -1,0 +1,86 @@
+"""MCP servers and skills reach the model through the real programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.conformance.cells import CELLS
+from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
+from tugline.conformance.script import Turn
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
+ONE_EACH = {cell.harness: cell for cell in reversed(CELLS)}
+WITH_MCP = ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"]
+WITH_SKILLS = [*WITH_MCP, "pi"]
+INSTRUCTION = "Say hello to the moon."
+SERVER = """
+import json, sys
+
+TOOL = {
+    "name": "phase_of_moon",
+    "description": "Tells the phase of the moon.",
+    "inputSchema": {"type": "object", "properties": {}},
+}
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    version = asked.get("params", {}).get("protocolVersion")
+    known = {
+        "initialize": {
+            "protocolVersion": version,
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "moon", "version": "1"},
+        },
+        "tools/list": {"tools": [TOOL]},
+        "tools/call": {"content": [{"type": "text", "text": "waning " + sys.argv[1]}]},
+    }
+    answer = {"jsonrpc": "2.0", "id": asked["id"], "result": known.get(asked["method"], {})}
+    print(json.dumps(answer), flush=True)
+"""
+SKILL = """\
+---
+name: count-moons
+description: How the moons of Zog are counted.
+---
+Count them twice.
+"""
+
+
+async def rehearsed(
+    name: str, folder: Path, *turns: Turn, options: dict[str, Any] | None = None
+) -> Rehearsal:
+    """One session of the real program with a script in its folder."""
+    script = {INSTRUCTION: (*turns, Turn("Hello."))}
+    return await rehearse(
+        ONE_EACH[name], Stage(script, {"server.py": SERVER}, options=options or {}), folder
+    )
+
+
+@pytest.mark.parametrize("name", WITH_MCP)
+async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path: Path) -> None:
+    """The first request names it; what the server answers stands in the next one."""
+    moon = {"command": "python3", "args": ["server.py", "gibbous"], "env": {"A": "b"}}
+    options = {"mcp": {"moon": moon}}
+    seen = await rehearsed(name, tmp_path / "asked", options=options)
+    assert seen.exit.code == 0, seen.log
+    assert b"phase_of_moon" in seen.seen[0].request
+    if name == "qwen_code":  # it tells of the tool, and calls it through one of its own
+        call = ("tool_call", {"name": "mcp__moon__phase_of_moon", "arguments": {}})
+    else:
+        tools = [tool.name for tool in seen.calls[0].tools]
+        call = (next(tool for tool in tools if tool.endswith("phase_of_moon")), {})
+    ran = await rehearsed(name, tmp_path / "called", Turn("", calls=(call,)), options=options)
+    assert b"waning gibbous" in ran.seen[1].request, ran.log[-2000:]
+
+
+@pytest.mark.parametrize("name", WITH_SKILLS)
+async def test_a_skill_is_announced(name: str, tmp_path: Path) -> None:
+    """Its description, which is what the model chooses by, is in the first request."""
+    ran = await rehearsed(name, tmp_path, options={"skills": {"count-moons": SKILL}})
+    assert ran.exit.code == 0, ran.log
+    assert b"How the moons of Zog are counted." in ran.seen[0].request
+    assert len(ran.calls) == 1
