@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tugline.errors import ConfigError
+from tugline.runtimes.limits import (
+    RECORD,
+    Group,
+    Limits,
+    Places,
+    places,
+    reap,
+    restrain,
+    unenforced,
+    used,
+)
+from tugline.runtimes.seccomp import seccomp
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+@contextlib.contextmanager
+def program(*argv: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that waits for a line before it does what it is to do."""
+    with subprocess.Popen(
+        ["sh", "-c", 'read go; exec "$@"', "sh", *argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def where() -> Places:
+    """Where groups can be made."""
+    found = places()
+    if found.memory is None or found.processes is None:
+        pytest.skip("no control groups can be made here")
+    return found
+
+
+def test_a_group_bounds_memory_and_counts_what_it_killed(where: Places, tmp_path: Path) -> None:
+    """What takes too much is killed; the group and its record are gone afterwards."""
+    group = Group(where, tmp_path)
+    group.make(Limits(memory_mb=30))
+    assert len(list(tmp_path.glob(f"*{RECORD}"))) == 1
+    with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
+        group.join(eater.pid)
+        assert group.memory_kills() == 0
+        eater.communicate("go\n", timeout=20)
+        assert eater.returncode == -9
+    assert group.memory_kills() == 1
+    group.remove()
+    group.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_bounds_the_number_of_processes(where: Places, tmp_path: Path) -> None:
+    """The next one cannot be made."""
+    group = Group(where, tmp_path)
+    group.make(Limits(processes=5))
+    script = "for i in 1 2 3 4 5 6 7 8; do sleep 9 & echo $i; done"
+    with program("sh", "-c", script) as bomb:
+        group.join(bomb.pid)
+        assert bomb.stdin is not None
+        assert bomb.stdout is not None
+        bomb.stdin.write("go\n")
+        bomb.stdin.flush()
+        told = [bomb.stdout.readline().strip() for _ in range(4)]
+        assert told == ["1", "2", "3", "4"]
+        assert bomb.wait(timeout=10) != 0
+    group.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
+    where: Places, tmp_path: Path
+) -> None:
+    """By its record; a record of anything else is left alone."""
+    group = Group(where, tmp_path)
+    group.make(Limits())
+    (record,) = tmp_path.glob(f"*{RECORD}")
+    with program("sleep", "60") as left:
+        group.join(left.pid)
+        assert reap(record) == len({where.memory, where.processes})
+        assert left.wait(timeout=5) == -9
+    assert not record.exists()
+    foreign = tmp_path / f"x{RECORD}"
+    own = tmp_path / "tugline-x"
+    own.mkdir()
+    foreign.write_bytes(msgspec.json.encode([str(own), "/sys/fs/cgroup/unified"]))
+    assert reap(foreign) == 0
+    assert own.exists()
+    foreign.write_bytes(b"no record")
+    assert reap(foreign) == 0
+
+
+def test_without_groups_each_process_is_bounded() -> None:
+    """Data, not address space; cores are off; what is not enforced is said."""
+    limits = Limits(memory_mb=50, open_files=64, cpu_s=7, file_mb=3)
+    with program("sleep", "60") as one:
+        restrain(one.pid, limits, Places())
+        assert resource.prlimit(one.pid, resource.RLIMIT_DATA) == (50 << 20, 50 << 20)
+        assert resource.prlimit(one.pid, resource.RLIMIT_FSIZE) == (3 << 20, 3 << 20)
+        assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
+        assert resource.prlimit(one.pid, resource.RLIMIT_CPU) == (7, 7)
+        assert resource.prlimit(one.pid, resource.RLIMIT_CORE) == (0, 0)
+        assert resource.prlimit(one.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        assert os.getpriority(os.PRIO_PROCESS, one.pid) > 0
+        restrain(one.pid, Limits(), Places())  # nothing is raised again
+        assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
+    lines = unenforced(Places())
+    assert len(lines) == 2
+    assert "memory is bounded for each process" in lines[0]
+    assert unenforced(Places(Path("/x"), Path("/x"))) == []
+
+
+def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:
+    """Version 2: one group for both, no swap, kills counted where it has them."""
+    root = tmp_path / "groups"
+    root.mkdir()
+    assert not Places(root, root).v2
+    (root / "cgroup.controllers").write_text("cpu memory pids")
+    group = Group(Places(root, root), tmp_path)
+    group.make(Limits(memory_mb=2, processes=7))
+    (made,) = root.glob("tugline-*")
+    texts = {path.name: path.read_text() for path in made.iterdir()}
+    assert texts == {"memory.max": "2097152", "memory.swap.max": "0", "pids.max": "7"}
+    (made / "memory.events").write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
+    assert group.memory_kills() == 3
+
+
+async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
+    """Blocks, not lengths; hard links once; empty files a little; what is deep is too much."""
+    (tmp_path / "a").write_bytes(b"x" * 100_000)
+    os.link(tmp_path / "a", tmp_path / "b")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(500):
+        (many / str(number)).touch()
+    (tmp_path / "out").symlink_to("/usr")
+    total = used([tmp_path], None, 1 << 40)
+    assert 600_000 < total < 700_000
+    assert used([tmp_path], None, 1000) > 1000
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(30):  # deeper than any path is long
+        os.mkdir("d" * 200, dir_fd=here)
+        below = os.open("d" * 200, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    assert used([tmp_path], None, 1 << 40) > 1 << 40
+    await asyncio.to_thread(subprocess.run, ["rm", "-rf", str(tmp_path / ("d" * 200))], check=True)
+
+
+def test_deleted_files_that_are_still_open_count(tmp_path: Path) -> None:
+    """Nobody finds them by their names."""
+    script = "exec 3>x; rm x; head -c 3000000 /dev/zero >&3; echo done; exec sleep 60"
+    with program("sh", "-c", f"cd {tmp_path}; {script}") as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+        assert writer.stdout.readline() == "done\n"
+        deadline = time.monotonic() + 5
+        while used([tmp_path], Path("/"), 1 << 40) < 3_000_000:
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("name", list(Limits.__struct_fields__))
+def test_wrong_limits_are_named(name: str) -> None:
+    """Each of them, with what would be right."""
+    for value in (0, -1, 1.5, True, "8"):
+        limits = Limits(**{name: value})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"runtime 'r': {name} is .*a whole number from 1"):
+            limits.check("r")
+
+
+def test_the_filter_of_system_calls_is_whole() -> None:
+    """Eight bytes an instruction on each processor that is known, nothing on others."""
+    for machine in ("x86_64", "aarch64"):
+        assert len(seccomp(machine)) % 8 == 0
+        assert len(seccomp(machine)) > 300
+    assert seccomp("riscv64") == b""
