@@ -122,6 +122,33 @@ def test_nothing_but_the_work_counts_in_a_clean_box(judge: Judge) -> None:
     assert judge(plant, script).reward == 0.5
 
 
+@pytest.mark.podman
+@pytest.mark.parametrize("in_place", [False, True], ids=["clean", "in-place"])
+def test_tests_that_lie_in_an_image_are_not_the_agents(
+    podman: str, tmp_path: Path, *, in_place: bool
+) -> None:
+    """Where a Dockerfile copies them there, the agent finds an empty folder."""
+    for name, text in {
+        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt",
+        "environment/Dockerfile": f"FROM {DEBIAN}\nCOPY secret.txt /tests/\nWORKDIR /app\n",
+        "environment/secret.txt": "42",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    options = {"tests": str(tmp_path / "tests"), "in_place": in_place}
+    task = Task(
+        id="t",
+        instruction="",
+        harness=Part("shell"),
+        evaluator=Part("harbor", options),
+        runtime=Part("container", {"engine": podman}),
+        workspace=Workspace(build=str(tmp_path / "environment")),
+    )
+    looking = Solution(argv=("sh", "-c", "ls -A /tests; ! [ -e /tests/secret.txt ]"))
+    proof = asyncio.run(prove(task, looking, tmp_path / "boxes", Parts()))
+    assert (proof.reward, proof.why) == (1.0, "rewarded by the task's script")
+
+
 def test_the_tests_cannot_be_changed_by_the_work_they_run(judge: Judge) -> None:
     """They are mounted read-only."""
     script = "echo x >> /tests/secret.txt && echo 0 || echo 1 > /logs/verifier/reward.txt"

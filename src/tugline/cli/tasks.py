@@ -216,7 +216,9 @@ def _key(task: Task) -> tuple[str, str]:
 
 def _kept(out: Path) -> dict[tuple[str, str], Proved]:
     """What was tried before and needs no second look. Raises `ConfigError`."""
-    data = out.read_bytes() if out.exists() else b""
+    with out.open("a+b") as file:  # also to see now whether it can be written
+        file.seek(0)
+        data = file.read()
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:  # cut short: it is tried again
         os.truncate(out, len(whole))

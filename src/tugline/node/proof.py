@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from tugline.errors import TuglineError
 from tugline.evaluators import base as evaluators
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.node.blame import failure_of
@@ -119,7 +118,7 @@ async def prove(task: Task, solution: Solution | None, directory: Path, parts: P
     await parts.introduce(task.runtime)
     try:
         verdict, said = await trial.verdict(solution)
-    except (TuglineError, OSError, TimeoutError) as error:
+    except Exception as error:  # noqa: BLE001 - one task's trouble is not that of the others
         failure = failure_of(trial.at, error)
         return Proof(None, failure.message, failure, time.monotonic() - began)
     finally:
