@@ -192,7 +192,8 @@ class ContainerBox:
     def _make_folders(self) -> None:
         self._layer.mount()
         with files.faults(f"cannot make {self._directory}"):
-            self.logs.mkdir(parents=True, exist_ok=True)
+            self._directory.chmod(0o700)  # nobody else is to run what a container's root leaves
+            self.logs.mkdir(exist_ok=True)
             self._control.mkdir(exist_ok=True)  # Docker looks for it before it is started
             for folder in self._folders.values():
                 folder.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from tugline.errors import ConfigError, DiskFull, ImageFault, NetworkFault, RuntimeFault
+from tugline.errors import ConfigError, DiskFull, RuntimeFault
 
 try:
     from aiodocker import Docker, DockerError
@@ -123,7 +123,8 @@ def faults(what: str, kind: type[RuntimeFault] = RuntimeFault, *, hint: str = ""
     except DockerError as error:
         said = " ".join(str(error.message).split())[-600:]
         msg = f"{what}: {said}{hint}"
-        raise _kind(said, kind)(msg) from error
+        full = "no space left" in said.lower() or "disk quota" in said.lower()
+        raise (DiskFull if full else kind)(msg) from error
     except (ClientError, ConnectionError) as error:
         msg = f"{what}: {type(error).__name__}: {error}"
         raise RuntimeFault(msg) from error
@@ -154,14 +155,6 @@ def _told(line: bytes, status: int) -> str:
     if status >= 400:
         raise DockerError(status, line.decode(errors="replace"))
     return ""
-
-
-def _kind(said: str, kind: type[RuntimeFault]) -> type[RuntimeFault]:
-    lower = said.lower()
-    if "no space left" in lower or "disk quota" in lower:
-        return DiskFull
-    away = ("dial tcp", "no such host", "connection refused", "i/o timeout", "tls handshake")
-    return NetworkFault if kind is not ImageFault and any(map(lower.__contains__, away)) else kind
 
 
 def _places() -> list[tuple[str, str]]:

@@ -148,7 +148,8 @@ class Images:
         try:
             async with asyncio.timeout(self._pull_s), self._engine.client() as docker:
                 with faults(f"image {name!r} cannot be pulled", ImageFault, hint=_HINT):
-                    asked = {"fromImage": name}
+                    named = {":", "@"} & set(name.rpartition("/")[2])
+                    asked = {"fromImage": name} | ({} if named else {"tag": "latest"})
                     await _listen(stream(docker, "images/create", asked), collections.deque())
         except TimeoutError as error:
             msg = f"image {name!r} was not pulled within {self._pull_s:.0f} s (option pull_s)"

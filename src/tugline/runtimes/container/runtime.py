@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
@@ -38,6 +39,10 @@ from tugline.runtimes.mounts import unmount_all
 from tugline.runtimes.proxy import AllowList
 from tugline.types import Workspace
 
+_NOT_ROOT = (
+    "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
+    " remove what its root leaves: run both as root, or use a rootless engine"
+)
 _log = log.get("runtimes")
 
 
@@ -170,8 +175,11 @@ class Container:
         with self._probing:
             if self._facts is None:
                 kind = self._engine.find().kind
-                self._facts = self._engine.blocking(lambda docker: probe(docker, kind))
-                _log.info("container engine", **msgspec.structs.asdict(self._facts))
+                facts = self._engine.blocking(lambda docker: probe(docker, kind))
+                if not facts.rootless and os.geteuid() != 0:
+                    raise RuntimeFault(_NOT_ROOT.format(kind=kind))
+                _log.info("container engine", **msgspec.structs.asdict(facts))
+                self._facts = facts
             return self._facts
 
     def _named(self, workspace: Workspace) -> Workspace:
