@@ -198,6 +198,35 @@ async def test_what_outlives_its_time_is_killed_and_the_box_goes_on(
     assert not running("4321")
 
 
+async def test_what_a_killed_node_left_is_ended(
+    runtime: Apptainer, image: Path, tmp_path: Path
+) -> None:
+    """The next one finds the container by its record, and leaves no mount."""
+    script = f"""if True:
+        import asyncio
+        from pathlib import Path
+        from tugline.runtimes.apptainer import Apptainer
+        from tugline.runtimes.base import Place
+        from tugline.types import Workspace
+        async def main():
+            place = Place(workspace=Workspace(image={str(image)!r}, path="/task"))
+            async with Apptainer().open(Path({str(tmp_path / "box")!r}), place) as box:
+                await box.run(["sh", "-c", "echo up > up; sleep 5432"], env={{}}, timeout_s=60)
+        asyncio.run(main())"""
+    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    async with asyncio.timeout(20):
+        while not running("5432"):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.05)
+    node.kill()
+    await node.wait()
+    assert runtime.reap(tmp_path) >= 1
+    async with asyncio.timeout(10):
+        while running("5432"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert runtime.reap(tmp_path) == 0
+    assert unmount_all(tmp_path) == 0
+
+
 async def test_an_archive_is_made_a_sandbox_directory_once(
     request: pytest.FixtureRequest, runtime: Apptainer, image: Path, tmp_path: Path
 ) -> None:

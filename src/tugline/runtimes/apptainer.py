@@ -23,14 +23,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import ConfigError, DiskFull, ImageFault, RuntimeFault, UsageError
-from tugline.runtimes import limits
+from tugline.runtimes import contained, limits
 from tugline.runtimes.base import HOME, WORKDIR, Place
 from tugline.runtimes.bases import Bases, digest
 from tugline.runtimes.contained import Contained
 from tugline.runtimes.doors import Doors
 from tugline.runtimes.history import end_history
 from tugline.runtimes.layers import Layer
-from tugline.runtimes.limits import Group, Limits
+from tugline.runtimes.limits import Limits
 from tugline.runtimes.mounts import copy, unmount_all
 from tugline.runtimes.processes import Child, finish, records
 from tugline.runtimes.proxy import AllowList
@@ -91,8 +91,7 @@ class Apptainer:
             where = await asyncio.to_thread(limits.places)
             mounts = [one for one in place.mounts if not (one.optional and _has(image, one.target))]
             doors = Doors(self._allow) if self._network == "none" else None
-            group = Group(where, directory)
-            box = Contained(directory, image, workdir, layer, mounts, doors, self._limits, group)
+            box = Contained(directory, image, workdir, layer, mounts, doors, self._limits, where)
             try:
                 await finish(asyncio.create_task(asyncio.to_thread(box.make)))
                 await box.up()
@@ -101,9 +100,10 @@ class Apptainer:
                 await finish(asyncio.create_task(box.aclose()))
 
     def reap(self, directory: Path) -> int:
-        """Remove what a killed process left; containers have died with the runner's pipe."""
-        groups = sum(limits.reap(record) for record in records(directory, limits.RECORD))
-        return groups + unmount_all(Path.cwd() / directory)
+        """End containers that a killed process left, and remove their mounts and groups."""
+        ended = sum(contained.reap(record) for record in records(directory, contained.RECORD))
+        ended += sum(limits.reap(record) for record in records(directory, limits.RECORD))
+        return ended + unmount_all(Path.cwd() / directory)
 
     def unavailable(self) -> str | None:
         """Whether there is a program that says its version."""

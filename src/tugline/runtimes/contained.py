@@ -17,15 +17,25 @@ from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
 from tugline.runtimes.clock import Clock
 from tugline.runtimes.doors import Doors
 from tugline.runtimes.layers import Layer
-from tugline.runtimes.limits import Group, Limits
+from tugline.runtimes.limits import Group, Limits, Places
 from tugline.runtimes.patch import Caps, Patch
-from tugline.runtimes.processes import Child
+from tugline.runtimes.processes import Child, start_time
 from tugline.runtimes.runner import ARGV, INSIDE, KILLED, Gone, Runner
 from tugline.types import Cause
 
 _ALONE = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--no-mount", "hostfs")
 _NO_NETWORK = ("--net", "--network", "none")
+RECORD = ".apptainer"
+"""Ending of the name of a container's record."""
 _WATCH_S = 1.0
+
+
+class First(msgspec.Struct, frozen=True):
+    """Process 1 of a container, as this machine counts."""
+
+    pid: int
+    start: int | None
+    """See `processes.start_time`; a number that is used again has another one."""
 
 
 class Contained:
@@ -42,11 +52,12 @@ class Contained:
         mounts: Sequence[Mount],
         doors: Doors | None,
         bounds: Limits,
-        group: Group,
+        where: Places,
     ) -> None:
         self.workdir, self.logs = workdir, directory / "logs"
         self._directory, self._image, self._layer = directory, image, layer
-        self._doors, self._limits, self._group = doors, bounds, group
+        self._doors, self._limits, self._where = doors, bounds, where
+        self._group = Group(where, directory)
         self._shared = {PurePosixPath(one.target): one.source for one in mounts if one.source}
         own = [one.target for one in mounts if one.source is None]
         self._folders: dict[PurePosixPath, Path] = {
@@ -85,8 +96,7 @@ class Contained:
             msg = f"apptainer made no container of {self._image}: {said[-300:] or error}"
             raise RuntimeFault(msg) from error
         self._pid = await asyncio.to_thread(first_process, child.pid)
-        await asyncio.to_thread(limits.restrain, self._pid, self._limits, limits.places())
-        await asyncio.to_thread(self._group.join, self._pid)
+        await asyncio.to_thread(self._settle)
         if self._doors is not None:
             await self._doors.move(self._pid)
         return runner
@@ -103,6 +113,14 @@ class Contained:
         for bind in bound.values():
             argv += ["--bind", bind]
         return [*argv, str(self._image), *ARGV]
+
+    def _settle(self) -> None:
+        """Write down what must not outlive us, before any program runs; set its limits."""
+        first = First(self._pid, start_time(self._pid))
+        with files.faults(f"cannot write to {self._directory}"):
+            (self._directory / f"first{RECORD}").write_bytes(msgspec.json.encode(first))
+        limits.restrain(self._pid, self._limits, self._where)
+        self._group.join(self._pid)
 
     async def aclose(self) -> None:
         """End all of it; its folders stay."""
@@ -195,7 +213,20 @@ class Contained:
             self._runner.close()
         if self._child is not None:
             self._child.close()
+            (self._directory / f"first{RECORD}").unlink(missing_ok=True)
         self._runner, self._child, self._pid = None, None, 0
+
+
+def reap(record: Path) -> int:
+    """End the container that a killed process left; returns how many that were."""
+    count = 0
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        first = msgspec.json.decode(record.read_bytes(), type=First)
+        if first.start is not None and start_time(first.pid) == first.start:
+            os.kill(first.pid, signal.SIGKILL)
+            count = 1
+    record.unlink(missing_ok=True)
+    return count
 
 
 def first_process(pid: int) -> int:
