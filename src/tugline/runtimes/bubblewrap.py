@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
@@ -27,7 +28,6 @@ from tugline.runtimes import limits, view
 from tugline.runtimes.base import WORKDIR, Place
 from tugline.runtimes.bases import Bases
 from tugline.runtimes.cache import cache_folder
-from tugline.runtimes.doors import Doors
 from tugline.runtimes.layers import Layer
 from tugline.runtimes.limits import Limits
 from tugline.runtimes.processes import finish, records
@@ -40,6 +40,7 @@ _TAKEN = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
 )
 _PROBE_S = 20.0
+_WATCHERS = 2
 _HINT = (
     "user namespaces may be off for this user: sysctl kernel.unprivileged_userns_clone=1, on "
     "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
@@ -94,7 +95,7 @@ class Bubblewrap:
         ground = await asyncio.to_thread(self._look)
         async with self._bases.open(place.workspace) as base:
             layer = Layer(directory := Path.cwd() / directory, base, place.files)
-            box = BubblewrapBox(directory, place, layer, self._limits, Doors(self._allow), ground)
+            box = BubblewrapBox(directory, place, layer, self._limits, self._allow, ground)
             try:
                 await box.start()
                 yield box
@@ -147,7 +148,8 @@ class Bubblewrap:
                 msg = f"cannot write to {place}"
                 raise RuntimeFault(msg) from error
             arguments = view.arguments(etc, self._readable)
-            self._ground = Ground(tuple(arguments), seccomp(), limits.places())
+            watchers = ThreadPoolExecutor(_WATCHERS, thread_name_prefix="tugline-watch")
+            self._ground = Ground(tuple(arguments), seccomp(), limits.places(), watchers)
         return self._ground
 
 

@@ -29,6 +29,7 @@ from typing import Any
 from tugline.errors import RuntimeFault, UsageError
 from tugline.runtimes.base import Exit
 from tugline.runtimes.clock import Clock, limit
+from tugline.runtimes.files import faults
 from tugline.runtimes.output import MOST_MB, Output
 from tugline.runtimes.processes import finish
 
@@ -94,15 +95,11 @@ class Runner:
         """Make the control folder, before the sandbox is started. Blocks."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._control)
-        try:
+        with faults(f"cannot make {self._control}"):
             self._control.mkdir(parents=True, mode=0o755)
             (self._control / "runner").write_text(_SCRIPT)
             self._ask = _pipe(self._control / "ask", os.O_RDWR)
             self._told = _pipe(self._control / "told", os.O_RDONLY)
-        except OSError as error:
-            self.close()
-            msg = f"cannot make {self._control}: {error.strerror}"
-            raise RuntimeFault(msg) from error
         os.write(self._ask, f"{self._key}\n".encode())
 
     async def ready(
@@ -184,12 +181,9 @@ class Runner:
             await asyncio.to_thread(self._unlink, f"{number}.sh", f"{number}.out")
 
     def _place(self, number: int, script: bytes, output: Output) -> None:
-        try:
+        with faults(f"cannot write to {self._control} and its log"):
             (self._control / f"{number}.sh").write_bytes(script)
             output.open(_pipe(self._control / f"{number}.out", os.O_RDWR))
-        except OSError as error:
-            msg = f"cannot write {error.filename}: {error.strerror}"
-            raise RuntimeFault(msg) from error
 
     def _unlink(self, *names: str) -> None:
         for name in names:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
@@ -24,6 +25,7 @@ from tugline.runtimes.layers import Layer
 from tugline.runtimes.limits import Group, Limits, Places
 from tugline.runtimes.patch import Caps, Patch
 from tugline.runtimes.processes import finish
+from tugline.runtimes.proxy import AllowList
 from tugline.runtimes.runner import INSIDE, KILLED, Gone
 from tugline.types import Cause
 
@@ -44,6 +46,8 @@ class Ground(msgspec.Struct, frozen=True):
     filter: bytes
     """Of system calls; empty where there is none."""
     places: Places
+    watchers: Executor
+    """Threads of their own, so that nothing else waits for one that sums up a disk."""
 
 
 class BubblewrapBox:
@@ -55,7 +59,7 @@ class BubblewrapBox:
         place: Place,
         layer: Layer,
         bounds: Limits,
-        doors: Doors,
+        allow: AllowList,
         ground: Ground,
     ) -> None:
         self.workdir = PurePosixPath(place.workspace.path or WORKDIR)
@@ -66,7 +70,8 @@ class BubblewrapBox:
         self._ground = ground
         self._layer = layer
         self._group = Group(ground.places, directory)
-        self._doors = doors
+        self._allow = allow
+        self._doors = Doors(allow)
         self._mounts = _sources(place.mounts, directory)
         self._sandbox: Sandbox | None = None
         self._settled: asyncio.Future[None] | None = None
@@ -101,9 +106,10 @@ class BubblewrapBox:
         raise UsageError(msg)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
-        """What was done to the workdir, after the end of the whole sandbox."""
+        """What was done to the workdir, after the end of the whole sandbox and of its doors."""
         async with self._runs:
             await self._down()
+            self._doors = Doors(self._allow)
             return await asyncio.to_thread(self._layer.changes, caps)
 
     async def reach(self, url: str) -> str:
@@ -172,6 +178,8 @@ class BubblewrapBox:
         if settled is not None:
             # Not before: a number that is free again may be another process's.
             await asyncio.wait([settled])
+            if not settled.cancelled():
+                settled.exception()  # a program that would have run has raised it
         if sandbox is not None:
             await sandbox.kill()
             sandbox.close()
@@ -235,10 +243,11 @@ class BubblewrapBox:
 
     # ------------------------------------------------------------------ its share
     async def _watch(self, sandbox: Sandbox) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_WATCH_S)
             began = time.monotonic()
-            if await asyncio.to_thread(self._too_much, sandbox.pid):
+            if await loop.run_in_executor(self._ground.watchers, self._too_much, sandbox.pid):
                 self._over = True
                 await sandbox.kill()
                 return
@@ -255,7 +264,8 @@ class BubblewrapBox:
         self._over = self._over or self._too_much(None)
         if self._over:
             return Cause.AGENT_DISK
-        out_of_memory = end.code == KILLED and self._group.memory_kills() > killed
+        ended = end.code == KILLED and not end.timed_out
+        out_of_memory = ended and self._group.memory_kills() > killed
         return Cause.AGENT_MEMORY if out_of_memory else None
 
 
