@@ -92,5 +92,6 @@ def _file(word: str) -> str | None:
     path = Path.cwd() / word
     if not word.strip() or not os.path.isfile(path):  # noqa: PTH113
         return None
-    own = any(path.resolve().is_relative_to(system) for system in ("/usr", sys.prefix))
+    system = ("/usr", sys.prefix, sys.base_prefix)
+    own = any(path.resolve().is_relative_to(folder) for folder in system)
     return None if own and Path(word).is_absolute() else str(path)
