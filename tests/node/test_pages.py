@@ -93,7 +93,10 @@ def test_every_option_of_an_evaluator_has_a_row(part: str) -> None:
     assert set(signature(find("evaluator", part)).parameters) == named[part]
 
 
-@pytest.mark.parametrize(("name", "kind", "part"), [("runtimes", "runtime", "local")])
+@pytest.mark.parametrize(
+    ("name", "kind", "part"),
+    [("runtimes", "runtime", "local"), ("runtimes", "runtime", "bubblewrap")],
+)
 def test_every_option_is_on_its_page(name: str, kind: str, part: str) -> None:
     """A part and each of its options are named where people look for them."""
     text = (DOCS / f"{name}.md").read_text()

@@ -18,6 +18,7 @@ import resource
 import secrets
 import signal
 import stat
+import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -272,11 +273,19 @@ def _tried(folder: Path) -> bool:
     trial = folder / f"{_PREFIX}{secrets.token_hex(8)}"
     try:
         trial.mkdir()
-        usable = os.access(trial / "cgroup.procs", os.W_OK)
-        trial.rmdir()
     except OSError:
         return False
-    return usable
+    try:
+        with subprocess.Popen(["sleep", "10"]) as bystander:
+            try:
+                (trial / "cgroup.procs").write_text(str(bystander.pid))
+            finally:
+                bystander.kill()
+    except OSError:
+        return False
+    finally:
+        _remove(trial)
+    return True
 
 
 def _set(folder: Path, values: Mapping[str, int]) -> None:
