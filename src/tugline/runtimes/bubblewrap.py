@@ -51,7 +51,7 @@ _HINT = (
 class Bubblewrap:
     """Boxes that are bubblewrap sandboxes.
 
-    `allow` names hosts that programs may reach, such as ``docs.example.org:443``; `readable` are folders
+    `allow` names hosts that programs may reach, such as ``example.org:443``; `readable` are folders
     of this machine that they see, read-only; `bases_gb` bounds the cache of workspaces. The other
     options are those of `Limits`.
     """
