@@ -12,7 +12,7 @@ from tugline.runtimes.patch import Change, Patch
 RULES = Rules(
     trusted=["tests/test_bill.py"],
     protected=(*PYTHON, "data/*.lock"),
-    known=["types"],
+    known=["types", "tests"],
     workdir=PurePosixPath("/workspace"),
     mounts=[Mount("/workspace/verifier", "/srv/verifier"), Mount("/tests")],
 )
@@ -26,7 +26,7 @@ REFUSED: dict[str, str] = {
     "src/sitecustomize.py": "loaded unasked",
     "sitecustomize/__init__.py": "loaded unasked",
     "usercustomize.cpython-311-x86_64-linux-gnu.so": "loaded unasked",
-    "a/evil.pth": "loaded unasked",
+    "lib/site-packages/evil.pth": "loaded unasked",
     "evil.egg-info/entry_points.txt": "loaded unasked",
     "evil-1.dist-info/entry_points.txt": "loaded unasked",
     "tests/__pycache__/test_bill.cpython-311.pyc": "loaded unasked",
@@ -35,12 +35,16 @@ REFUSED: dict[str, str] = {
     "data/deep/x.lock": "protected (data/*.lock)",
     "pytest.py": "in place of pytest",
     "_pytest/__init__.py": "in place of _pytest",
-    "json/decoder.py": "in place of json",
+    "json/__init__.py": "in place of json",
     "random.so": "in place of random",
     "tests/inspect.py": "in place of inspect",
     "verifier/reward.txt": "evaluator puts its own",
 }
-KEPT = ("bill.py", "types/new.py", "src/json.py", "tests/data.txt", "gitignore", "a.lock")
+KEPT = (
+    *("bill.py", "types/new.py", "src/json.py", "tests/data.txt", "gitignore", "a.lock"),
+    # No module: other languages and data may have any name.
+    *("queue.js", "html/index.html", "token.txt", "json/data.json", "http/server.go", "model.pth"),
+)
 
 
 @pytest.mark.parametrize("path", REFUSED)
@@ -79,6 +83,12 @@ def test_links_stay_in_the_workdir(path: str, target: str, stays: bool) -> None:
     link = Change(target.encode(errors="surrogateescape"), link=True)
     kept, refused = sift(Patch({path: link}), RULES)
     assert (path in kept.files, path in refused) == (stays, not stays)
+
+
+def test_a_link_may_stand_for_a_module() -> None:
+    """A folder of any name, linked to from the top, would be imported as json."""
+    patch = Patch({"json": Change(b"mine", link=True), "jason": Change(b"mine", link=True)})
+    assert sift(patch, RULES).refused == {"json": "would be imported in place of json"}
 
 
 @pytest.mark.parametrize("stands", [TEXT, Change(b"mine", link=True)], ids=["file", "link"])

@@ -20,9 +20,10 @@ from tugline.evaluators.formats.base import Told
 from tugline.evaluators.fresh import tail
 from tugline.evaluators.scoring import Wanted, score
 from tugline.runtimes.base import Box, Content, Exit, check_path
+from tugline.types import Task
 
-MOST = 100 << 20
-"""Bytes of output or of a report that are read."""
+_MOST_OUTPUT, _MOST_REPORT = 100 << 20, 16 << 20
+"""Bytes that are read."""
 _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
 
@@ -55,7 +56,7 @@ class CommandRun:
         self._works: set[str] = set()
         """Options that are known to work without anybody's changes."""
 
-    def trusted(self, given: Mapping[str, str], files: Mapping[str, str]) -> dict[str, Content]:
+    def trusted(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
         """Hidden `files`; and a report that is there before the tests is none of theirs."""
         return {**files, **({self._report: None} if self._report else {})}
 
@@ -79,7 +80,7 @@ class CommandRun:
             report = box.home / f"{secrets.token_hex(16)}.report"
         end = await self._start(outcome, box, self._argv, "tests", report)
         if report is not None:
-            data = await box.get(report, most=MOST) or b""
+            data = await box.get(report, most=_MOST_REPORT) or b""
         else:
             data = await asyncio.to_thread(_head, box.logs / "tests.log")
         told = await asyncio.to_thread(self._format.read, data)
@@ -110,10 +111,11 @@ class CommandRun:
         """Is it the agent's doing? Without its changes the same must go otherwise."""
         if end.timed_out or option in self._works:
             return
+        left = outcome._replace(timeout_s=max(1.0, outcome.timeout_s - end.seconds))
         async with outcome.open_box(outcome.task.files) as box:
-            control = await self._start(outcome, box, argv, "control")
+            control = await self._start(left, box, argv, "control")
             fine = control.code == 0 if option == "setup" else control.code not in _CANNOT_RUN
-            if not fine:
+            if not fine and not control.timed_out:
                 said = await tail(box, "control", 300)
                 msg = (
                     f"evaluator 'tests': {option} ends with exit code {control.code} also without "
@@ -136,4 +138,4 @@ def _argv(option: str, command: object) -> tuple[str, ...]:
 
 def _head(log: Path) -> bytes:
     with log.open("rb") as file:
-        return file.read(MOST)
+        return file.read(_MOST_OUTPUT)

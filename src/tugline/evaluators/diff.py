@@ -7,15 +7,22 @@ from collections.abc import Mapping
 
 from tugline.runtimes.patch import Caps, Patch
 
+_LONGEST = 1 << 20
+"""Characters after which nothing more is shown."""
+
 
 def unified(before: Mapping[str, str], patch: Patch, caps: Caps | None = None) -> str:
     """The patch as people read it, ending with its notes."""
     caps = caps or Caps()
     parts: list[str] = []
+    size = 0
     for path, change in sorted(patch.files.items()):
         text = "" if change is None else change.text
         if text is None:
             parts.append(f"{path}: not text\n")
+            continue
+        if size > _LONGEST:
+            parts.append(f"{path}: not shown, there is too much before it\n")
             continue
         old = before.get(path, "").splitlines(keepends=True)
         new = text.splitlines(keepends=True)
@@ -26,8 +33,10 @@ def unified(before: Mapping[str, str], patch: Patch, caps: Caps | None = None) -
             "/dev/null" if path not in before else f"a/{path}",
             "/dev/null" if change is None else f"b/{path}",
         )
-        parts += [
+        shown = "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
             for line in difflib.unified_diff(old, new, *names)
-        ]
+        )
+        parts.append(shown)
+        size += len(shown)
     return "".join(parts) + "".join(f"# {note}\n" for note in patch.notes)

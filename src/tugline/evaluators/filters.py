@@ -30,7 +30,7 @@ LOADED_UNASKED = (
     "sitecustomize/",
     "usercustomize.*",
     "usercustomize/",
-    "*.pth",
+    "*-packages/*.pth",
     "*.egg-link",
     "*.egg-info",
     "*.dist-info",
@@ -65,7 +65,9 @@ TESTS: dict[str, tuple[str, ...]] = {
 """Test files and settings of test runners, by language."""
 
 SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
-"""Top-level names that a patch may not bring along."""
+"""Names of modules that a patch may not bring along."""
+
+_IMPORTABLE = (".py", ".pyc", ".pyd", ".so")
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +85,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     editable: Sequence[str] = ()
     """Patterns of what may be changed although it is `protected`."""
     known: Collection[str] = ()
-    """Names at the top of the task's workdir: changing those shadows nothing new."""
+    """What is in the workdir anyway, by names at its top or by whole paths: changing those shadows
+    nothing new. See `shadowing`."""
     workdir: PurePath | None = None
     """Where it will be laid on, for links and mounts; None: no link may be absolute."""
     mounts: Sequence[Mount] = ()
@@ -111,6 +114,15 @@ def sift(patch: Patch, rules: Rules) -> Sifted:
     )
     kept = {path: change for path, change in patch.files.items() if path not in refused}
     return Sifted(Patch(kept, patch.notes), refused)
+
+
+def shadowing(patch: Patch) -> list[str]:
+    """Paths of a patch that would be refused for their names if they were new."""
+    paths = [PurePosixPath(path) for path in patch.files]
+    named = (
+        (path, {path.parts[0].partition(".")[0], path.name.partition(".")[0]}) for path in paths
+    )
+    return [str(path) for path, names in named if names & SHADOWED]
 
 
 def matches(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
@@ -172,7 +184,7 @@ def _reasons(path: PurePosixPath, change: Change | None, rules: Rules) -> Iterat
     pattern = matches(path, rules.protected)
     if pattern and not matches(path, rules.editable):
         yield f"is protected ({pattern})"
-    if shadowed := _shadowed(path, rules):
+    if shadowed := _shadowed(path, change, rules):
         yield f"would be imported in place of {shadowed}"
     if any(path.is_relative_to(place) for place in _inside(rules)):
         yield "lies where the evaluator puts its own files"
@@ -184,16 +196,19 @@ def _folders(paths: Iterable[str]) -> set[str]:
     return {str(up) for path in paths for up in PurePosixPath(path).parents} - {"."}
 
 
-def _shadowed(path: PurePosixPath, rules: Rules) -> str | None:
+def _shadowed(path: PurePosixPath, change: Change | None, rules: Rules) -> str | None:
     """The module that a new name would hide: at the top, or beside the tests, is where it could."""
-    name = path.parts[0].partition(".")[0]
-    if name in SHADOWED and path.parts[0] not in rules.known:
-        return name
-    name = path.name.partition(".")[0]
-    beside = {PurePosixPath(own).parent for own in rules.trusted}
-    if name in SHADOWED and path.parent in beside and len(path.parts) > 1:
-        return name
-    return None
+    if str(path) in rules.known:
+        return None
+    # A folder without __init__ hides nothing: a module anywhere else on the path comes before it.
+    place = path.parent if path.name.partition(".")[0] == "__init__" else path
+    name = place.name.partition(".")[0]
+    importable = path.suffix in _IMPORTABLE or (change is not None and change.link)
+    if name not in SHADOWED or not importable:
+        return None
+    if len(place.parts) == 1:
+        return None if place.name in rules.known else name
+    return name if place.parent in {PurePosixPath(own).parent for own in rules.trusted} else None
 
 
 def _inside(rules: Rules) -> Iterable[PurePosixPath]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from tugline.errors import EvaluatorError
 from tugline.runtimes.base import Box
 from tugline.runtimes.patch import Patch
 from tugline.types import Workspace
@@ -29,16 +28,6 @@ async def texts(box: Box, patch: Patch, given: Mapping[str, str]) -> dict[str, s
         if data is not None:
             found[path] = data.decode(errors="replace")
     return found
-
-
-async def top_names(box: Box) -> list[str]:
-    """Names at the top of the workdir."""
-    end = await box.run(("ls", "-A"), env={}, timeout_s=30.0, log_name="names")
-    said = await tail(box, "names", 1 << 20)
-    if end.code != 0:
-        msg = f"the workspace cannot be listed: {said.strip()[-300:]}"
-        raise EvaluatorError(msg)
-    return said.splitlines()
 
 
 async def tail(box: Box, log_name: str, most: int = _TAIL) -> str:

@@ -17,9 +17,10 @@ from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.formats import FORMATS
 from tugline.evaluators.formats.base import Mark
-from tugline.evaluators.fresh import tail
+from tugline.evaluators.fresh import has_base, tail
 from tugline.evaluators.scoring import Wanted, score
 from tugline.runtimes.base import Box, Content
+from tugline.types import Task
 
 # File at the top of a task, and what makes it a configuration of pytest.
 _CONFIGS = {
@@ -48,10 +49,12 @@ class PytestRun:
         self._timeout_s = timeout_s or _TIME_S
         self._works = False
 
-    def trusted(self, given: Mapping[str, str], files: Mapping[str, str]) -> dict[str, Content]:
+    def trusted(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
         """The task's own tests and settings, and hidden `files` over them."""
-        trusted = {path: given[path] for path in pick(given)} | dict(files)
-        if not any(p in trusted and section in trusted[p] for p, section in _CONFIGS.items()):
+        trusted = {path: task.files[path] for path in pick(task.files)} | dict(files)
+        given = {**task.files, **trusted}
+        configured = any(p in given and section in given[p] for p, section in _CONFIGS.items())
+        if not configured and not has_base(task.workspace):
             # Without a file of its own pytest would look for one in the folders above.
             trusted["pytest.ini"] = "[pytest]\n"
         return dict(trusted)

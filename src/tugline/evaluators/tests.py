@@ -15,6 +15,7 @@ the inside can. Judge by a program of your own where that must be ruled out.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections import OrderedDict
@@ -30,16 +31,16 @@ from tugline.evaluators.command_run import Command, CommandRun
 from tugline.evaluators.diff import unified
 from tugline.evaluators.filters import (
     PYTHON,
-    SHADOWED,
     TESTS,
     Rules,
     check_patterns,
     laid,
     matches,
+    shadowing,
     sift,
 )
 from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.fresh import has_base, texts, top_names
+from tugline.evaluators.fresh import has_base, texts
 from tugline.evaluators.pytest_run import PytestRun
 from tugline.evaluators.scoring import wanted
 from tugline.runtimes.base import Box, Content, check_path
@@ -51,7 +52,7 @@ _CACHED = 4096
 class _Run(Protocol):
     """How tests are run."""
 
-    def trusted(self, given: Mapping[str, str], files: Mapping[str, str]) -> dict[str, Content]:
+    def trusted(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
         """What lies over the agent's work in the end; None removes a file."""
         ...
 
@@ -157,7 +158,8 @@ class Tests:
             before = dict(task.files)
             if has_base(task.workspace):
                 before = await texts(box, outcome.patch, task.files)
-            report: dict[str, Any] = {"diff": unified(before, outcome.patch), "refused": refused}
+            diff = await asyncio.to_thread(unified, before, outcome.patch)
+            report: dict[str, Any] = {"diff": diff, "refused": refused}
             work = laid(task.files, patch, trusted)
             await box.put(box.workdir, {p: c for p, c in work.items() if p not in trusted})
             verdict = await self._run.prepare(outcome, box)
@@ -171,7 +173,7 @@ class Tests:
     def _trusted(self, task: Task) -> dict[str, Content]:
         """Files whose text is the task's, whatever the agent did to them."""
         own = {p: text for p, text in task.files.items() if self._is_protected(p)}
-        return {**own, **self._run.trusted(task.files, self._files)}
+        return {**own, **self._run.trusted(task, self._files)}
 
     def _is_protected(self, path: str) -> bool:
         place = PurePosixPath(path)
@@ -179,9 +181,9 @@ class Tests:
 
     async def _rules(self, outcome: Outcome, box: Box, trusted: Mapping[str, Content]) -> Rules:
         known = [PurePosixPath(path).parts[0] for path in outcome.task.files]
-        tops = {PurePosixPath(path).parts[0].partition(".")[0] for path in outcome.patch.files}
-        if has_base(outcome.task.workspace) and tops & SHADOWED:
-            known += await top_names(box)
+        if has_base(outcome.task.workspace):
+            named = shadowing(outcome.patch)
+            known += [path for path in named if await box.get(box.workdir / path) is not None]
         return Rules(
             trusted=tuple(trusted),
             protected=self._protected,

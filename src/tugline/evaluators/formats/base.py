@@ -17,6 +17,8 @@ _LONGEST = 8192
 """Characters of a line that are read."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _WHY = 300
+_MOST = 100_000
+"""Tests of one run that are kept."""
 
 
 class Mark(StrEnum):
@@ -47,6 +49,9 @@ class Told:
 
     def add(self, name: str, mark: Mark, why: str = "") -> None:
         """Once more told of a test."""
+        if len(self.marks) >= _MOST and name not in self.marks:
+            self.oddity = f"more than {_MOST} tests are told of"
+            return
         self.marks[name] = _worse(self.marks.get(name, mark), mark)
         shared = name.partition("[")[0] if name.endswith("]") else name
         if shared != name:
