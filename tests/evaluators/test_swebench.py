@@ -143,6 +143,13 @@ async def test_the_reference_may_change_what_is_protected(judge: Judge) -> None:
     assert list((await judge.on(GOOD, protected=["*.py"])).report["refused"]) == ["calc.py"]
 
 
+async def test_names_of_python_modules_that_were_there_before(judge: Judge) -> None:
+    """A file that the repository has may be mended, whatever its name; a new one may not be."""
+    judge.base = {**FILES, "sched.py": "a = 1\n", "tests/cgi.py": "a = 1\n"}
+    work = {**GOOD, "sched.py": "a = 2\n", "tests/cgi.py": None, "queue.py": "", "errno.go": ""}
+    assert set((await judge.on(work)).report["refused"]) == {"queue.py"}
+
+
 async def test_tests_that_do_not_begin_are_nobodys_fault(judge: Judge) -> None:
     """The script broke before the agent's code could run."""
     script = SCRIPT.replace("mkdir -p tests", "echo no such commit; exit 1")

@@ -26,9 +26,10 @@ from typing import Any, NamedTuple, NoReturn
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.diff import unified
-from tugline.evaluators.filters import PYTHON, Rules, check_patterns, laid, sift
+from tugline.evaluators.filters import PYTHON, Rules, check_patterns, laid, shadowing, sift
 from tugline.evaluators.network import open_doors
-from tugline.runtimes.base import WORKDIR, Content, Exit, check_path
+from tugline.runtimes.base import Box, Exit, check_path
+from tugline.runtimes.patch import Patch
 from tugline.types import Reward, Task
 
 _SCRIPT = "eval.sh"
@@ -49,8 +50,10 @@ class _Ran(NamedTuple):
 
     exit: Exit
     log: str
-    report: Mapping[str, Any]
+    report: Mapping[str, Any] = {}
     """What `swebench` makes of it."""
+    refused: Mapping[str, str] = {}
+    """What was not laid on, with reasons."""
 
     @property
     def began(self) -> bool:
@@ -139,8 +142,7 @@ class SweBench:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Run the row's tests on the agent's work."""
         ends = time.monotonic() + outcome.timeout_s
-        patch, refused = sift(outcome.patch, self._rules(outcome.task))
-        ran = await self._run(outcome, laid(outcome.task.files, patch, {}), ends)
+        ran = await self._run(outcome, outcome.patch, ends)
         if not ran.began:
             msg = f"{self._row['instance_id']}: its tests did not begin: {ran.tail or ran.exit}"
             raise EvaluatorError(msg)
@@ -149,38 +151,44 @@ class SweBench:
         self._works |= ran.found
         report = {
             **_told(ran),
-            "refused": refused,
+            "refused": ran.refused,
             "diff": unified(outcome.task.files, outcome.patch),
         }
         return Verdict(self._reward(ran), report)
 
-    def _rules(self, task: Task) -> Rules:
-        return Rules(
-            trusted=self._judges,
-            protected=self._protected,
-            editable=self._editable,
-            known={PurePosixPath(path).parts[0] for path in self._editable},
-            workdir=PurePosixPath(task.workspace.path or WORKDIR),
-        )
-
-    async def _run(self, outcome: Outcome, files: Mapping[str, Content], ends: float) -> _Ran:
+    async def _run(self, outcome: Outcome, work: Patch, ends: float) -> _Ran:
+        """Run the script on some work, in a new box."""
         spec = await asyncio.to_thread(self._spec)
         seal = secrets.token_hex(8)
-        async with outcome.open_box(files) as box:
+        async with outcome.open_box({}) as box:
+            patch, refused = sift(work, await self._rules(box, work))
+            await box.put(box.workdir, laid(outcome.task.files, patch, {}))
+            await box.put(box.home, {_SCRIPT: _sealed(spec.eval_script, seal)})
             if self._network:
                 await open_doors(box)
-            await box.put(box.home, {_SCRIPT: _sealed(spec.eval_script, seal)})
             end = await box.run(
                 ("bash", str(box.home / _SCRIPT)),
                 env={"HOME": str(box.home)},
                 timeout_s=max(min(self._timeout_s, ends - time.monotonic()), 1.0),
                 log_name=_LOG,
             )
-            return await asyncio.to_thread(self._graded, spec, end, box.logs, seal)
+            ran = await asyncio.to_thread(self._graded, spec, end, box.logs, seal)
+            return ran._replace(refused=refused)
+
+    async def _rules(self, box: Box, work: Patch) -> Rules:
+        """What may not be laid on; a file that is there already is not new to shadow anything."""
+        there = [path for path in shadowing(work) if await box.get(box.workdir / path) is not None]
+        return Rules(
+            trusted=self._judges,
+            protected=self._protected,
+            editable=self._editable,
+            known={*there, *(PurePosixPath(path).parts[0] for path in self._editable)},
+            workdir=box.workdir,
+        )
 
     async def _check_works(self, outcome: Outcome, ends: float) -> None:
         """Nothing was told: is it the agent's doing? Without its work, something must be."""
-        ran = await self._run(outcome, outcome.task.files, ends)
+        ran = await self._run(outcome, Patch(), ends)
         if not ran.found:
             why = ran.report.get("infra_failure_reason", "")
             msg = (
@@ -199,7 +207,7 @@ class SweBench:
 
     def _graded(self, spec: Any, end: Exit, logs: Path, seal: str) -> _Ran:
         """What a run told, as `swebench` reads it; tests that were stopped have told nothing."""
-        ran = _Ran(end, _unsealed(_read(logs / f"{_LOG}.log"), seal), {})
+        ran = _Ran(end, _unsealed(_read(logs / f"{_LOG}.log"), seal))
         if ran.stopped:
             return ran
         path = logs / "graded.log"
