@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import stat
+import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -47,6 +49,28 @@ def put(root: Root, files: Mapping[str, Content]) -> None:
                 msg = f"file {path!r} is not text that UTF-8 can hold: {error.reason}"
                 raise UsageError(msg) from error
             _put(root, PurePosixPath(path), data)
+
+
+def packed(files: Mapping[str, Content]) -> bytes:
+    """A tar archive of `files`, for a box on another machine; those to be removed are not in it.
+
+    Raises `UsageError` for a path that leaves its root.
+    """
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for path, content in files.items():
+            member = tarfile.TarInfo(check_path(path))
+            data = content.encode() if isinstance(content, str) else content
+            change = data if isinstance(data, Change | None) else Change(data)
+            if change is None:
+                continue
+            member.mode = 0o755 if change.executable else 0o644
+            if change.link:
+                member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(change.data)
+            else:
+                member.size = len(change.data)
+            tar.addfile(member, io.BytesIO(change.data))
+    return archive.getvalue()
 
 
 def get(root: Root, path: str, most: int = MOST) -> bytes | None:
