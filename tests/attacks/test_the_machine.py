@@ -25,7 +25,7 @@ async def test_fork_bomb(sandbox: Arena) -> None:
     """The host stays quick, the box ends in time with all that was forked, and can be used."""
     mark = token()
     async with sandbox.box(options={"processes": 64}) as box:
-        bomb = asyncio.create_task(python(box, LOOP, mark, timeout_s=2))
+        bomb = asyncio.create_task(python(box, LOOP, mark, timeout_s=1.5))
         await asyncio.sleep(1)
         began = time.monotonic()
         other = await asyncio.create_subprocess_exec("true")
@@ -38,9 +38,9 @@ async def test_fork_bomb(sandbox: Arena) -> None:
 
 
 FILL = """
-for n in $(seq 400); do
-  dd if=/dev/zero of="$1/big$n" bs=1M count=8 2>&1 | grep "No space" && exit 1
-  sleep 0.04
+for n in $(seq 100); do
+  dd if=/dev/zero of="$1/big$n" bs=1M count=20 || exit 3
+  sleep 0.1
 done
 """
 
@@ -58,8 +58,8 @@ async def test_fill_the_disk(sandbox: Arena, where: str) -> None:
         )
         assert held < 500 << 20, got.text
         stopped = got.exit.cause in {Cause.AGENT_DISK, Cause.AGENT_MEMORY}
-        assert stopped or "No space left" in got.text, got
-        await shell(box, 'rm -rf "$1"/big*', folders[where])
+        assert stopped or got.exit.code == 3, got
+    async with sandbox.box("next") as box:
         await still_works(box)
 
 
@@ -74,18 +74,22 @@ async def test_eat_memory(sandbox: Arena) -> None:
 
 
 async def test_eat_memory_with_many_processes(sandbox: Arena) -> None:
-    """A bound that each process has for itself would be none."""
+    """A bound that each process has for itself would be none: there is no room for all of them."""
     eat = (
         "import os, time\n"
         "for _ in range(20):\n"
-        "    if os.fork() == 0: held = b'x' * (64 << 20); time.sleep(9); os._exit(0)\n"
-        "time.sleep(8); print('had it all')"
+        "    if os.fork() == 0: held = b'x' * (64 << 20); time.sleep(5); os._exit(0)\n"
+        "time.sleep(2)\n"
+        "dead = 0\n"
+        "while os.waitpid(-1, os.WNOHANG)[0]: dead += 1\n"
+        "print('living', 20 - dead)"
     )
     async with sandbox.box(options={"memory_mb": 256}) as box:
         if any("memory" in line for line in await asyncio.to_thread(sandbox.runtime().weaknesses)):
-            pytest.skip("this machine bounds no memory, and the runtime says so")
+            pytest.skip("this machine bounds no memory of a whole box, and the runtime says so")
         got = await python(box, eat)
-        assert got.exit.cause is Cause.AGENT_MEMORY, got
+        if got.exit.cause is not Cause.AGENT_MEMORY:
+            assert int(got.text.split()[-1]) <= 4, got
         await still_works(box)
 
 

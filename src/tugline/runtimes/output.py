@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -21,6 +22,7 @@ MOST_MB = 64
 
 _CHUNK = 1 << 16
 _CHUNKS = 16
+_WIDE = 1 << 20
 _PAUSE_S = 0.005
 
 
@@ -79,6 +81,8 @@ class Output:
         kept, self._left = data[: self._left], self._left - len(data)
         if self._left < 0:
             kept += f"\n[what was written after {self._most} bytes is left out]\n".encode()
+            with contextlib.suppress(OSError):  # what one pause lets through; a user has few such
+                fcntl.fcntl(self._source, fcntl.F_SETPIPE_SZ, _WIDE)
         try:
             os.write(self._file, kept)
         except OSError as error:

@@ -222,6 +222,8 @@ class BubblewrapBox:
     def _clear(self) -> None:
         self._group.remove()
         useless = {"control", "tmp", "scratch"} | ({"home", "upper"} if self._over else set())
+        if not self._directory.is_dir():  # it could not be made
+            return
         with files.faults(f"cannot clear {self._directory}"):
             for name in useless:
                 files.remove(self._directory, name)

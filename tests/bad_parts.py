@@ -1,0 +1,93 @@
+"""Parts that fail on purpose, named in tasks as ``bad_parts:Class``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tugline.builders.base import Built
+from tugline.builders.prefix_merging import PrefixMerging
+from tugline.errors import HarnessError
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.harnesses.base import Launch, Seat
+from tugline.runtimes.base import Box, Place
+from tugline.runtimes.local import Local
+from tugline.types import Reward
+
+
+class Uninstallable:
+    """A harness whose program cannot be had."""
+
+    name, version = "uninstallable", "1"
+
+    async def install(self) -> None:
+        """Fails as a registry that does not know the version would."""
+        msg = "uninstallable 1 cannot be installed: no such version"
+        raise HarnessError(msg)
+
+    def launch(self, seat: Seat) -> Launch:
+        """Never called."""
+        raise NotImplementedError
+
+
+class Hanging:
+    """An evaluator that waits for ever."""
+
+    wants_box = False
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """Never ends."""
+        await asyncio.Event().wait()
+        return Verdict(Reward(1.0), {})
+
+
+class Crashing:
+    """An evaluator with a bug."""
+
+    wants_box = False
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """Fails."""
+        return Verdict(Reward({}["score"]), {})  # type: ignore[misc]
+
+
+class Noting:
+    """An evaluator that tells what was left out of the agent's work."""
+
+    wants_box = False
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        """Always content."""
+        return Verdict(Reward(1.0), {"notes": list(outcome.patch.notes)})
+
+
+class Slow(Local):
+    """A runtime that takes its time to start."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:  # type: ignore[override]
+        """Waits first."""
+        await asyncio.sleep(30)
+        async with super().open(directory, place) as box:
+            yield box
+
+
+class Broken:
+    """A builder with a bug."""
+
+    def build(self, calls: Sequence[Any]) -> Built:
+        """Fails."""
+        raise ZeroDivisionError
+
+
+class Sleepy(PrefixMerging):
+    """A builder that takes its time."""
+
+    def build(self, calls: Sequence[Any]) -> Built:
+        """Waits first."""
+        time.sleep(4.5)
+        return super().build(calls)

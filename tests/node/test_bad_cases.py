@@ -1,0 +1,478 @@
+"""Everything that goes wrong ends as a typed result, in time, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attacked import IMAGE, running, token
+from rig import Play, Reply, rig, says
+from tugline.gateway.app import Opened
+from tugline.node import session as rollouts
+from tugline.node.course import Course
+from tugline.node.parts import Parts
+from tugline.node.session import roll_out
+from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.types import (
+    HANDLING,
+    Cause,
+    Limits,
+    Part,
+    Session,
+    Status,
+    Task,
+    Trajectory,
+    Workspace,
+    decode,
+    encode,
+)
+
+WITHIN = 45.0
+CALL = (
+    "import json, os, urllib.request as r;"
+    "body = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'x'}]}).encode();"
+    "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'],"
+    " 'content-type': 'application/json'};"
+    "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions';"
+    "r.urlopen(r.Request(url, body, head)).read()"
+)
+ASK = f'python3 -I -c "{CALL}"'
+"""A script's line that calls the model once."""
+FILES = {
+    "bill.py": "def total(a, b):\n    return a - b\n",
+    "test_bill.py": "from bill import total\n\ndef test_total():\n    assert total(2, 3) == 5\n",
+}
+MEND = "sed -i s/-/+/ bill.py"
+
+
+SANDBOXED = Part("bubblewrap")
+LIMITS = Limits(init_s=20.0, agent_s=20.0, eval_s=10.0)
+PLAY = says("Done.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong, and what must come of it."""
+
+    name: str
+    cause: Cause | None
+    told: str = ""
+    """Part of the failure's message, with ``{folder}`` for the test's folder."""
+    status: Status = Status.FAILED
+    script: str = f"{MEND}; {ASK}"
+    runtime: Part = SANDBOXED
+    change: dict[str, Any] = field(default_factory=dict)
+    """Fields of the task."""
+    limits: Limits = LIMITS
+    play: Play = PLAY
+    reward: float | None = None
+    within_s: float = WITHIN
+    total_s: float | None = None
+    before: Callable[[Path], None] | None = None
+    """Done to the test's folder first."""
+    after: Callable[[Path], None] | None = None
+    check: Callable[[Path, Trajectory], None] | None = None
+    marks: tuple[Any, ...] = ()
+
+
+def podman(**options: Any) -> Part:
+    """Containers of Podman."""
+    return Part("container", {"engine": "podman", "pull": "never", **options})
+
+
+def _repository(folder: Path) -> None:
+    (folder / "repo").mkdir()
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "first")):
+        subprocess.run(["git", *words], cwd=folder / "repo", check=True)
+
+
+def _dockerfile(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "image").mkdir()
+        (folder / "image" / "Dockerfile").write_text(text)
+
+    return write
+
+
+def _small_disk(folder: Path) -> None:
+    (folder / "session").mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder / "session"))
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+
+
+def _read_only(folder: Path) -> None:
+    _small_disk(folder)
+    subprocess.run(["mount", "-o", "remount,ro", str(folder / "session")], check=True)
+
+
+def _unmount(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder / "session")], check=True)
+
+
+def _used(folder: Path) -> None:
+    (folder / "session" / "agent" / "work").mkdir(parents=True)
+    (folder / "session" / "agent" / "work" / "old").touch()
+
+
+def _base(folder: Path) -> None:
+    (folder / "base").mkdir()
+    for name, text in FILES.items():
+        (folder / "base" / name).write_text(text)
+        (folder / "base" / name).chmod(0o444)
+    (folder / "base").chmod(0o555)
+
+
+def _log(folder: Path) -> bytes:
+    (log,) = (folder / "session" / "agent").rglob("agent.log")
+    return log.read_bytes()
+
+
+def _bounded(folder: Path, _trajectory: Trajectory) -> None:
+    assert 1 << 20 <= len(_log(folder)) < (1 << 20) + 500
+    assert b"left out" in _log(folder)[-300:]
+
+
+def _odd_bytes(folder: Path, trajectory: Trajectory) -> None:
+    assert b"\xff\xfe" in _log(folder)
+    assert any("name with control or undecodable" in one for one in trajectory.report["notes"])
+
+
+def _partial(_folder: Path, trajectory: Trajectory) -> None:
+    assert trajectory.ledger.trained > 0
+    assert len(trajectory.traces) == 1
+
+
+PODMAN = (pytest.mark.podman,)
+CASES = [
+    Case("bad task: a path that leaves", Cause.TASK, "../x", change={"files": {"../x": "x"}}),
+    Case(
+        "bad task: a folder and a repository",
+        Cause.TASK,
+        "repo and folder are both given",
+        change={"workspace": Workspace(folder="{folder}", repo="{folder}")},
+    ),
+    Case(
+        "bad task: an image without a container",
+        Cause.TASK,
+        "image",
+        change={"workspace": Workspace(image="localhost/any:1")},
+    ),
+    Case(
+        "a repository that is not there",
+        Cause.WORKSPACE,
+        "{folder}/nonesuch",
+        change={"workspace": Workspace(repo="{folder}/nonesuch", commit="main")},
+    ),
+    Case(
+        "a commit that is not there",
+        Cause.WORKSPACE,
+        "0123456789",
+        before=_repository,
+        change={"workspace": Workspace(repo="{folder}/repo", commit="0123456789" * 4)},
+    ),
+    Case(
+        "a folder that is not there",
+        Cause.WORKSPACE,
+        "{folder}/nonesuch",
+        change={"workspace": Workspace(folder="{folder}/nonesuch")},
+    ),
+    Case(
+        "a folder that is read-only",
+        None,
+        status=Status.COMPLETED,
+        script=f"! {MEND} && chmod u+w . && {MEND} && {ASK}",
+        reward=1.0,
+        before=_base,
+        change={
+            "workspace": Workspace(folder="{folder}/base"),
+            "files": {"test_bill.py": FILES["test_bill.py"]},
+        },
+    ),
+    Case("a session's folder that is used", Cause.SANDBOX, "not empty", before=_used),
+    Case(
+        "a session's folder that is read-only",
+        Cause.SANDBOX,
+        "Read-only file system",
+        before=_read_only,
+        after=_unmount,
+    ),
+    Case(
+        "a disk that is full",
+        Cause.DISK,
+        "No space left",
+        before=_small_disk,
+        after=_unmount,
+        change={"files": {f"big{n}": "x" * (1 << 20) for n in range(8)}},
+    ),
+    Case(
+        "an image that is missing",
+        Cause.IMAGE,
+        "localhost/tugline/nonesuch:1",
+        runtime=podman(),
+        change={"workspace": Workspace(image="localhost/tugline/nonesuch:1")},
+        marks=PODMAN,
+    ),
+    Case(
+        "a Dockerfile that fails",
+        Cause.IMAGE,
+        "exit-7",
+        runtime=podman(),
+        before=_dockerfile(f"FROM {IMAGE}\nRUN echo exit-7; exit 7\n"),
+        change={"workspace": Workspace(build="{folder}/image")},
+        marks=PODMAN,
+    ),
+    Case(
+        "a Dockerfile that is none",
+        Cause.IMAGE,
+        "image",
+        runtime=podman(),
+        before=_dockerfile("FORM nothing\n"),
+        change={"workspace": Workspace(build="{folder}/image")},
+        marks=PODMAN,
+    ),
+    Case(
+        "a container engine that is not there",
+        Cause.SANDBOX,
+        "/nonesuch.sock",
+        runtime=Part("container", {"engine": "unix:///nonesuch.sock", "image": "x"}),
+    ),
+    Case(
+        "a program that is missing",
+        Cause.CRASH,
+        "nonesuch: not found",
+        script="exec nonesuch",
+    ),
+    Case("a program that breaks", Cause.CRASH, "SIGSEGV", script=f"{ASK}; kill -SEGV $$"),
+    Case(
+        "a harness that cannot be installed",
+        Cause.INSTALL,
+        "no such version",
+        change={"harness": Part("bad_parts:Uninstallable")},
+    ),
+    Case(
+        "a start that takes too long",
+        Cause.INIT_TIMEOUT,
+        "init was out of time",
+        runtime=Part("bad_parts:Slow"),
+        limits=Limits(init_s=0.3),
+        within_s=10.0,
+    ),
+    Case(
+        "a gateway that is not there", Cause.NETWORK, "127.0.0.1:9", change={"tags": {"gone": ""}}
+    ),
+    Case(
+        "an engine that fails",
+        Cause.ENGINE,
+        "400",
+        script=f"{MEND}; {ASK} || true",
+        play=lambda _prompt, _request: Reply((), status=400),
+    ),
+    Case(
+        "an agent out of time",
+        Cause.AGENT_TIMEOUT,
+        "agent_timeout",
+        status=Status.TIMED_OUT,
+        script=f"{MEND}; {ASK}; sleep 300",
+        limits=Limits(agent_s=2.0),
+        reward=1.0,
+        check=_partial,
+    ),
+    Case(
+        "an agent that takes all memory",
+        Cause.AGENT_MEMORY,
+        "agent_memory",
+        status=Status.COMPLETED,
+        runtime=Part("bubblewrap", {"memory_mb": 200}),
+        script=f"{ASK}; exec python3 -I -c 'b = []\nwhile True: b.append(b\"x\" * (1 << 22))'",
+        reward=0.0,
+        check=_partial,
+    ),
+    Case(
+        "an agent that fills the disk",
+        Cause.AGENT_DISK,
+        "agent_disk",
+        status=Status.COMPLETED,
+        runtime=Part("bubblewrap", {"disk_mb": 32}),
+        script=f"{ASK}; for n in $(seq 300); do head -c 10M /dev/zero > big$n; sleep 0.1; done",
+        reward=0.0,
+        check=_partial,
+    ),
+    Case(
+        "a gigabyte of output",
+        None,
+        status=Status.COMPLETED,
+        runtime=Part("bubblewrap", {"output_mb": 1}),
+        script=f"{MEND}; {ASK}; head -c 1G /dev/zero",
+        reward=1.0,
+        check=_bounded,
+    ),
+    Case(
+        "output and names that are no text",
+        None,
+        status=Status.COMPLETED,
+        script=f"{MEND}; {ASK}; printf '\\377\\376'; touch \"$(printf 'a\\377')\"; printf '\\303'",
+        change={"evaluator": Part("bad_parts:Noting")},
+        reward=1.0,
+        check=_odd_bytes,
+    ),
+    Case(
+        "a builder that breaks",
+        Cause.NODE,
+        "ZeroDivisionError",
+        change={"builder": Part("bad_parts:Broken")},
+    ),
+    Case(
+        "a session whose time is over while traces are built",
+        Cause.WAIT_TIMEOUT,
+        "total_s was over in build",
+        status=Status.TIMED_OUT,
+        change={"builder": Part("bad_parts:Sleepy")},
+        total_s=4.0,
+        script=ASK,
+    ),
+    Case(
+        "a session whose time is over while the agent works",
+        Cause.TOTAL_TIMEOUT,
+        "total_s was over in run",
+        status=Status.TIMED_OUT,
+        script=f"{MEND}; {ASK}; sleep 300",
+        total_s=3.0,
+        check=_partial,
+    ),
+    Case(
+        "an evaluator that hangs",
+        Cause.EVAL_TIMEOUT,
+        "eval was out of time",
+        change={"evaluator": Part("bad_parts:Hanging")},
+        limits=Limits(eval_s=0.3),
+    ),
+    Case(
+        "an evaluator that crashes",
+        Cause.EVALUATOR,
+        "KeyError: 'score'",
+        change={"evaluator": Part("bad_parts:Crashing")},
+    ),
+    Case(
+        "tests that nobody can run",
+        Cause.EVALUATOR,
+        "no test functions",
+        change={"files": {"bill.py": FILES["bill.py"]}},
+    ),
+]
+
+
+class Gone:
+    """A gateway at an address where nothing is."""
+
+    def __init__(self, gateway: Any) -> None:
+        self._gateway = gateway
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gateway, name)
+
+    @contextlib.asynccontextmanager
+    async def open(self, *given: Any, **terms: Any) -> AsyncIterator[Opened]:
+        """As if its node had told a wrong address."""
+        async with self._gateway.open(*given, **terms) as opened:
+            yield Opened("http://127.0.0.1:9/s/x", opened.key)
+
+
+def filled(value: Any, folder: Path) -> Any:
+    """`value` with the test's folder in it."""
+    if isinstance(value, Workspace):
+        parts = {name: filled(getattr(value, name), folder) for name in value.__struct_fields__}
+        return Workspace(**parts)
+    return value.replace("{folder}", str(folder)) if isinstance(value, str) else value
+
+
+def a_task(case: Case, folder: Path, mark: str) -> Task:
+    """The case's task."""
+    agent = Part("shell", {"command": ["sh", "-c", f": {mark}; {case.script}"]})
+    given: dict[str, Any] = {"harness": agent, "evaluator": Part("tests"), "files": FILES}
+    given |= {"workspace": Workspace(image=IMAGE)} if case.runtime.name == "container" else {}
+    change = {name: filled(value, folder) for name, value in case.change.items()}
+    fixed = {"runtime": case.runtime, "limits": case.limits}
+    return Task(id="t", instruction="Mend it.", **{**given, **fixed, **change})
+
+
+def mounts(folder: Path) -> list[str]:
+    """File systems mounted below `folder`."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line.split()[4] for line in lines if line.split()[4].startswith(str(folder))]
+
+
+@pytest.fixture(params=[pytest.param(case, id=case.name, marks=case.marks) for case in CASES])
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
+    """One of them, with its folder prepared."""
+    one: Case = request.param
+    why = Bubblewrap().unavailable() if one.runtime.name == "bubblewrap" else None
+    if why is not None:
+        pytest.skip(why)
+    if one.before is not None:
+        one.before(tmp_path)
+    yield one
+    if one.after is not None:
+        one.after(tmp_path)
+    assert not mounts(tmp_path)
+
+
+async def test_a_bad_case_is_a_typed_result(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status, cause, boundary and a message that names the thing; in time; nothing is left."""
+    monkeypatch.setattr(rollouts, "_EVAL_GRACE_S", 0.5)
+    mark = token()
+    kept = len(mounts(tmp_path))
+    async with rig(tmp_path / "gateway", case.play) as model, asyncio.timeout(case.within_s):
+        task = a_task(case, tmp_path, mark)
+        trajectory = await roll_out(
+            task,
+            Session(id="s9", task="t", sample=0),
+            gateway=Gone(model.gateway) if "gone" in task.tags else model.gateway,
+            directory=tmp_path / "session",
+            parts=Parts(),
+            course=Course(total_s=case.total_s),
+        )
+    failure = trajectory.failure
+    assert (failure.cause if failure else None) is case.cause, failure
+    assert trajectory.status is case.status
+    if failure is not None and case.cause is not None:
+        assert failure.boundary is HANDLING[case.cause].boundary
+        assert case.told.replace("{folder}", str(tmp_path)) in failure.message
+        assert len(failure.message) < 2000
+        assert (trajectory.reward is not None) is HANDLING[case.cause].judged
+    assert (trajectory.reward.value if trajectory.reward else None) == case.reward
+    assert trajectory.ledger.balanced
+    assert decode(encode(trajectory), Trajectory).status is case.status
+    if case.check is not None:
+        case.check(tmp_path, trajectory)
+    assert not running(mark)
+    assert not running(str(tmp_path / "session"))
+    assert len(mounts(tmp_path)) == kept
+    if case.runtime.name == "container" and case.marks:
+        assert not await asyncio.to_thread(_containers, tmp_path)
+
+
+def _containers(folder: Path) -> str:
+    listed = subprocess.run(
+        ["podman", "ps", "-a", "--format", "{{.Labels}}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return "\n".join(line for line in listed.stdout.splitlines() if str(folder) in line)
+
+
+def test_every_cause_has_a_case() -> None:
+    """No row of the table of what follows a failure is there for nothing."""
+    assert {case.cause for case in CASES if case.cause is not None} == set(HANDLING)
