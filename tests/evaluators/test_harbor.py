@@ -111,7 +111,7 @@ def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
 def test_a_script_that_never_ends_is_ended(judge: Judge) -> None:
     """The agent's loop costs it the reward, and the evaluator a second."""
     proof = judge("true", "sleep 60", timeout_s=1.0)
-    assert (proof.reward, proof.why) == (0.0, "out of time after 1 s")
+    assert (proof.reward, proof.why) == (0.0, "not done within 1 s")
 
 
 def test_nothing_but_the_work_counts_in_a_clean_box(judge: Judge) -> None:

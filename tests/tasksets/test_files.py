@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -117,6 +118,25 @@ def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, to
         load([file])
     assert type(caught.value).__name__ in {"ConfigError", "UnknownPlugin"}
     assert told in str(caught.value)
+
+
+def test_the_documented_set_of_ones_own_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class on the page is a task set, found by its module."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tasksets.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "documented_sums.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "taskset: {name: 'documented_sums:Sums', options: {count: 3}}\n"
+    text += "template: {harness: {name: pi}, evaluator: {name: tests}}\n"
+    (tmp_path / "set.yaml").write_text(text)
+    found = gather([tmp_path / "set.yaml"])
+    assert [task.id for task, _ in found] == ["sum-0", "sum-1", "sum-2"]
+    task, chosen = found[2]
+    assert chosen is not None
+    assert chosen.solution(task) == Solution(changes={"answer.txt": "4\n"})
+    assert task.tags["split"] == "train"
 
 
 def test_an_ordinary_task_file_is_no_set(tmp_path: Path) -> None:

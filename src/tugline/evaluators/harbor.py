@@ -144,15 +144,16 @@ class Harbor:
                 return placed
         if self._network:
             await open_doors(box)
+        seconds = min(self._timeout_s, most_s)
         end = await box.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
             env={"HOME": str(box.home), **filled(self._env, self._pass)},
-            timeout_s=min(self._timeout_s, most_s),
+            timeout_s=seconds,
             log_name="tests",
         )
         tail = await asyncio.to_thread(_tail, box.logs / "tests.log")
         if end.timed_out:
-            return _Ran(end, None, f"out of time after {end.seconds:.0f} s", tail)
+            return _Ran(end, None, f"not done within {seconds:g} s", tail)
         try:
             rewards = await _rewards(box)
         except ValueError as error:
