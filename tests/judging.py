@@ -62,7 +62,7 @@ class Judge:
         folder: Path,
         given: Task,
         base: Mapping[str, str] | None = None,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
     ) -> None:
         self.folder, self.task, self.base = folder, given, dict(base or {})
         self.timeout_s = timeout_s

@@ -29,7 +29,7 @@ def share(outcome: Outcome, *, of: int = 4) -> float:
 async def opens(outcome: Outcome) -> dict[str, float]:
     """Runs the agent's program in a box, which is how to do it."""
     async with outcome.open_box(dict(outcome.patch.files)) as box:
-        end = await box.run(("sh", "run.sh"), env={}, timeout_s=5.0)
+        end = await box.run(("sh", "run.sh"), env={}, timeout_s=30.0)
     return {"value": float(end.code == 0), "exit": end.code}
 
 
@@ -76,7 +76,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def judge(tmp_path: Path) -> Judge:
     """A judge with a folder of its own."""
-    return Judge(tmp_path, task(), timeout_s=5.0)
+    return Judge(tmp_path, task(), timeout_s=30.0)
 
 
 async def test_a_number_is_a_reward(judge: Judge) -> None:
@@ -129,13 +129,14 @@ async def test_what_it_raises_is_told(judge: Judge) -> None:
 
 async def test_one_that_hangs_is_given_up(judge: Judge) -> None:
     """Within the time of the evaluation, and without a place that others need."""
-    judge.timeout_s = 0.2
+    judge.timeout_s = 0.5
     began = time.monotonic()
     hung = [judge(Function(target="my_rewards:hangs")) for _ in range(40)]
     said = await asyncio.gather(*hung, return_exceptions=True)
-    assert all("took over 0.2 s" in str(each) for each in said)
+    assert all("took over 0.5 s" in str(each) for each in said)
+    judge.timeout_s = 30.0
     assert (await judge(Function(target="my_rewards:share"))).reward.value == 0.0
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
 
 
 @pytest.mark.parametrize(

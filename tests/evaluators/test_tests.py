@@ -31,7 +31,7 @@ class Judge(judging.Judge):
         self, files: Mapping[str, str | None], tests: Tests | None = None
     ) -> Verdict:
         """The verdict on a patch."""
-        return await super().__call__(tests or Tests(timeout_s=10), files)
+        return await super().__call__(tests or Tests(timeout_s=60), files)
 
 
 @pytest.fixture
