@@ -10,6 +10,9 @@ docs/evaluators.md.
 A script that leaves no readable reward is the agent's doing only if the same script leaves one in
 a box that the agent never touched; then the reward is 0. Otherwise the task is broken, and that is
 no verdict (I5).
+
+Not covered: the agent's code that the script runs is the same user, and can write the reward file
+itself. A script that must rule that out runs it as another one.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import msgspec
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.filters import Rules, check_patterns, laid, matches, sift
+from tugline.evaluators.fresh import tail
 from tugline.evaluators.network import open_doors
 from tugline.runtimes.base import Box, Content, Exit, Mount
 from tugline.runtimes.patch import Change
@@ -44,7 +48,6 @@ _PLACE = (
 _PLACE_S = 60.0
 _MOST = 1 << 20
 _MOST_TESTS = 64 << 20
-_TAIL = 2000
 
 
 class _Ran(NamedTuple):
@@ -53,7 +56,7 @@ class _Ran(NamedTuple):
     exit: Exit
     rewards: Mapping[str, float] | None
     why: str
-    tail: str
+    said: str
 
 
 class Harbor:
@@ -151,16 +154,16 @@ class Harbor:
             timeout_s=seconds,
             log_name="tests",
         )
-        tail = await asyncio.to_thread(_tail, box.logs / "tests.log")
+        said = await tail(box, "tests")
         if end.timed_out:
-            return _Ran(end, None, f"not done within {seconds:g} s", tail)
+            return _Ran(end, None, f"not done within {seconds:g} s", said)
         try:
             rewards = await _rewards(box)
         except ValueError as error:
-            return _Ran(end, None, str(error), tail)
+            return _Ran(end, None, str(error), said)
         if rewards is None:
-            return _Ran(end, None, f"no reward was written (exit {end.code})", tail)
-        return _Ran(end, rewards, "", tail)
+            return _Ran(end, None, f"no reward was written (exit {end.code})", said)
+        return _Ran(end, rewards, "", said)
 
     async def _put_tests(self, box: Box) -> _Ran | None:
         """Put the tests where the agent was. None if that worked, and nothing else is there."""
@@ -188,7 +191,7 @@ class Harbor:
             control = await self._run(box, outcome.timeout_s)
         if control.rewards is None:
             msg = f"{self._tests / SCRIPT}: {ran.why}, and without the agent's work: {control.why}"
-            raise EvaluatorError(f"{msg}: {control.tail[-300:]}" if control.tail else msg)
+            raise EvaluatorError(f"{msg}: {control.said[-300:]}" if control.said else msg)
         self._works = True
 
     def _verdict(self, ran: _Ran, outcome: Outcome, refused: Mapping[str, str]) -> Verdict:
@@ -201,7 +204,7 @@ class Harbor:
             "changed": sorted(outcome.patch.files)[:100],
             "notes": list(outcome.patch.notes),
             "refused": dict(refused),
-            "log": ran.tail,
+            "log": ran.said,
         }
         return Verdict(Reward(self._counts(parts) if parts else 0.0, parts), report)
 
@@ -270,12 +273,3 @@ def _read_folder(folder: Path) -> dict[str, Change]:
             msg = f"{folder}: more than {_MOST_TESTS >> 20} MB of tests, too much for in_place"
             raise EvaluatorError(msg)
     return files
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            return file.read().decode(errors="replace").strip()
-    except OSError:
-        return ""
