@@ -191,7 +191,9 @@ def test_the_script_has_a_network_only_by_choice(judge: Judge) -> None:
 def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     """Unless the task says that this is what is asked for."""
     script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
-    assert judge("touch json.py sitecustomize.py", script).reward == 0.0
+    left_out = judge("touch json.py sitecustomize.py", script)
+    assert left_out.reward == 0.0
+    assert left_out.why.endswith("(not laid on: json.py, sitecustomize.py)")
     assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
 
 

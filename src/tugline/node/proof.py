@@ -125,6 +125,8 @@ async def prove(task: Task, solution: Solution | None, directory: Path, parts: P
         with contextlib.suppress(OSError):
             await asyncio.to_thread(remove, directory.parent, directory.name)
     why = said or str(verdict.report.get("reason", ""))
+    if refused := verdict.report.get("refused"):
+        why += f" (not laid on: {', '.join(refused)})"
     return Proof(verdict.reward.value, why, None, time.monotonic() - began)
 
 
