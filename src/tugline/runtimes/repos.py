@@ -32,8 +32,8 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://|[^/]+@[^/:]+:", re.IGNORECASE)
 _UPLOAD = "--upload-pack=git -c uploadpack.allowAnySHA1InWant=true upload-pack"
 """A commit may be asked for that is no branch's or tag's head."""
 _CONFIG = {
-    # An overlay changes inode numbers and times of change: without these two, the first
-    # `git status` of every box reads every file.
+    # A copy, and an overlay on another disk, change inode numbers and times of change: without
+    # these two, the first `git status` of every box reads every file.
     "core.checkStat": "minimal",
     "core.trustctime": "false",
     # Packing again would copy the whole history into the box's layer.
