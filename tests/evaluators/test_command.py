@@ -207,6 +207,8 @@ async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
         ({"expected": "test_a"}, "expected is 'test_a', must be a list of names"),
         ({"expected": {"a": "passed"}}, "expected['a'] is 'passed', must be one of fail, skip"),
         ({"fail_to_pass": []}, "no test is expected"),
+        ({"files": ["test_a.py"]}, "files is ['test_a.py'], must be a table of texts by name"),
+        ({"command": "a", "format": "tap", "env": {"A": 1}}, "env is {'A': 1}, must be a table"),
         ({"protected": "x"}, "protected is 'x', must be a list of patterns"),
     ],
 )

@@ -99,6 +99,8 @@ class Tests:
         timeout_s: float | None = None,
         cache: bool = False,
     ) -> None:
+        _check_texts("files", files or {})
+        _check_texts("env", env or {})
         for path in (*(files or {}), *(paths or ())):
             check_path(path)
         if timeout_s is not None and not timeout_s > 0:
@@ -191,6 +193,15 @@ class Tests:
             known=known,
             workdir=box.workdir,
         )
+
+
+def _check_texts(option: str, value: object) -> None:
+    fine = isinstance(value, Mapping) and all(
+        isinstance(each, str) for pair in value.items() for each in pair
+    )
+    if not fine:
+        msg = f"evaluator 'tests': {option} is {value!r:.80}, must be a table of texts by name"
+        raise ConfigError(msg)
 
 
 def _only_with(what: str, **options: object) -> None:
