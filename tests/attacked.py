@@ -51,7 +51,7 @@ class Arena:
     @property
     def part(self) -> str:
         """The plug-in's name."""
-        return {"podman": "container", "bubblewrap": "tugline.runtimes.bubblewrap:Bubblewrap"}.get(self.name, self.name)
+        return "container" if self.name == "podman" else self.name
 
     @property
     def fixed(self) -> dict[str, Any]:
