@@ -43,8 +43,8 @@ class Remote:
     async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[RemoteBox]:
         """Folders there; only logs and a note are here."""
         place = place or Place()
-        if place.mounts or place.workspace != Workspace():
-            msg = "runtime 'remote' takes files only: no workspace and no mounts"
+        if place.mounts or place.snapshot or place.workspace != Workspace():
+            msg = "runtime 'remote' takes files only: no workspace, mounts or snapshot"
             raise UsageError(msg)
         box = RemoteBox(self.connect, f"{self.folder}/{secrets.token_hex(8)}", directory / "logs")
         box.logs.mkdir(parents=True)

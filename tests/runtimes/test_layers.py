@@ -238,8 +238,8 @@ def test_a_snapshot_is_a_box_begun_where_another_stood(
     patch = first.changes()
     first.snapshot(tmp_path / "kept")
     first.clear()
-    second = Layer(tmp_path / "second", base, FILES)
-    second.make(tmp_path / "kept")
+    second = Layer(tmp_path / "second", base, FILES, tmp_path / "kept")
+    second.make()
     way(second, "test ! -e a.py; test ! -e docs/one.md; test -e pkg/b.py; test -e n")  # type: ignore[operator]
     assert second.changes() == patch
     second.clear()
@@ -256,8 +256,8 @@ def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
     given = Change(b"g = 1\n", executable=True)
     assert patch == Patch({"task.md": None, "pkg/given.py": given, "n": Change(b"n\n")})
     layer.snapshot(tmp_path / "kept")
-    again = Layer(tmp_path / "again", None, FILES)
-    again.make(tmp_path / "kept")
+    again = Layer(tmp_path / "again", None, FILES, tmp_path / "kept")
+    again.make()
     assert again.changes() == patch
     with pytest.raises(RuntimeFault, match="no base"):
         layer.prepare(private=False)

@@ -27,7 +27,6 @@ from tugline.runtimes import contained, limits
 from tugline.runtimes.base import HOME, WORKDIR, Place
 from tugline.runtimes.bases import Bases, digest
 from tugline.runtimes.contained import Contained
-from tugline.runtimes.doors import Doors
 from tugline.runtimes.history import end_history
 from tugline.runtimes.layers import Layer
 from tugline.runtimes.limits import Limits
@@ -87,11 +86,11 @@ class Apptainer:
         async with contextlib.AsyncExitStack() as kept:
             image = await self._have(place.workspace, kept)
             base = await self._base(place.workspace, image, workdir, kept)
-            layer = Layer(directory, base, place.files)
+            layer = Layer(directory, base, place.files, place.snapshot)
             where = await asyncio.to_thread(limits.places)
             mounts = [one for one in place.mounts if not (one.optional and _has(image, one.target))]
-            doors = Doors(self._allow) if self._network == "none" else None
-            box = Contained(directory, image, workdir, layer, mounts, doors, self._limits, where)
+            allow = self._allow if self._network == "none" else None
+            box = Contained(directory, image, workdir, layer, mounts, allow, self._limits, where)
             try:
                 await finish(asyncio.create_task(asyncio.to_thread(box.make)))
                 await box.up()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -65,6 +65,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     workspace: Workspace = Workspace()
     files: Mapping[str, str] = {}
     mounts: tuple[Mount, ...] = ()
+    snapshot: Path | None = None
+    """The workdir is as it was when this was taken of a box of the same workspace and files."""
 
 
 class Box(Protocol):
@@ -124,6 +126,18 @@ class Box(Protocol):
         Its output is in the log as it comes. A `Clock` is a time that may be held meanwhile: see
         `runtimes.clock.limit`. ``python3`` is a Python with pytest where the runtime has one of
         its own; `env` is added to a clean environment.
+        """
+        ...
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    """A box that can be begun again from where it stands."""
+
+    async def snapshot(self, to: Path) -> None:
+        """Copy what was done to the workdir to `to`, a new folder, for `Place.snapshot`.
+
+        No program runs any more; home and mounts are not in it.
         """
         ...
 

@@ -94,7 +94,7 @@ class Bubblewrap:
         _check(place.workspace)
         ground = await asyncio.to_thread(self._look)
         async with self._bases.open(place.workspace) as base:
-            layer = Layer(directory := Path.cwd() / directory, base, place.files)
+            layer = Layer(directory := Path.cwd() / directory, base, place.files, place.snapshot)
             box = BubblewrapBox(directory, place, layer, self._limits, self._allow, ground)
             try:
                 await box.start()

@@ -20,6 +20,7 @@ from tugline.runtimes.layers import Layer
 from tugline.runtimes.limits import Group, Limits, Places
 from tugline.runtimes.patch import Caps, Patch
 from tugline.runtimes.processes import Child, start_time
+from tugline.runtimes.proxy import AllowList
 from tugline.runtimes.runner import ARGV, INSIDE, KILLED, Gone, Runner
 from tugline.types import Cause
 
@@ -50,13 +51,16 @@ class Contained:
         workdir: PurePosixPath,
         layer: Layer,
         mounts: Sequence[Mount],
-        doors: Doors | None,
+        allow: AllowList | None,
         bounds: Limits,
         where: Places,
     ) -> None:
         self.workdir, self.logs = workdir, directory / "logs"
         self._directory, self._image, self._layer = directory, image, layer
-        self._doors, self._limits, self._where = doors, bounds, where
+        self._limits, self._where = bounds, where
+        self._allow = allow
+        """None where the network is this machine's."""
+        self._doors = Doors(allow)
         self._group = Group(where, directory)
         self._shared = {PurePosixPath(one.target): one.source for one in mounts if one.source}
         own = [one.target for one in mounts if one.source is None]
@@ -97,14 +101,13 @@ class Contained:
             raise RuntimeFault(msg) from error
         self._pid = await asyncio.to_thread(first_process, child.pid)
         await asyncio.to_thread(self._settle)
-        if self._doors is not None:
-            await self._doors.move(self._pid)
+        await self._doors.move(self._pid)
         return runner
 
     def command(self) -> list[str]:
         """How the container is started."""
         argv = ["apptainer", "--silent", "exec", *_ALONE]
-        argv += _NO_NETWORK if self._doors is not None else ()
+        argv += _NO_NETWORK if self._allow is not None else ()
         argv += ["--home", f"{self._folders[HOME]}:{HOME}", "--pwd", str(self.workdir)]
         argv += ["--env", "LANG=C.UTF-8"]
         bound = {INSIDE: f"{self._directory / 'control'}:{INSIDE}:ro"}
@@ -146,14 +149,20 @@ class Contained:
         raise UsageError(msg)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
-        """What was done to the workdir, after the end of the whole container."""
+        """What was done to the workdir, after the end of the whole container and its doors."""
         await self._down()
+        self._doors = Doors(self._allow)
         return await asyncio.to_thread(self._layer.changes, caps)
+
+    async def snapshot(self, to: Path) -> None:
+        """Copy what was done to the workdir, after the end of the whole container."""
+        await self._down()
+        await asyncio.to_thread(self._layer.snapshot, to)
 
     async def reach(self, url: str) -> str:
         """The URL of a door that leads to `url`; the same where the network is this machine's."""
         await self.up()
-        return url if self._doors is None else await self._doors.open(self._pid, url)
+        return url if self._allow is None else await self._doors.open(self._pid, url)
 
     async def run(
         self,
@@ -167,11 +176,10 @@ class Contained:
         runner, full = await self.up(), asyncio.Event()
         killed = self._group.memory_kills()
         watch = asyncio.create_task(self._watch_disk(full))
-        doors = self._doors.env if self._doors is not None else {}
         log = self.logs / f"{log_name}.log"
         try:
             end = await runner.run(
-                argv, env={**doors, **env}, cwd=self.workdir, timeout_s=timeout_s, log=log
+                argv, env={**self._doors.env, **env}, cwd=self.workdir, timeout_s=timeout_s, log=log
             )
         except Gone:
             if not full.is_set() and self._group.memory_kills() == killed:
@@ -207,8 +215,7 @@ class Contained:
 
     async def _down(self) -> None:
         await self._kill()
-        if self._doors is not None:
-            await self._doors.aclose()
+        await self._doors.aclose()
         if self._runner is not None:
             self._runner.close()
         if self._child is not None:

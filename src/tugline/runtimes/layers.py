@@ -40,7 +40,13 @@ class Layer:
     one they are None, and `work` is a plain folder.
     """
 
-    def __init__(self, directory: Path, base: Path | None, files: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        base: Path | None,
+        files: Mapping[str, str],
+        snapshot: Path | None = None,
+    ) -> None:
         self.work = directory / "work"
         """The folder itself, or where `mount` puts it."""
         self.lower = base
@@ -49,15 +55,15 @@ class Layer:
         self._directory = directory
         self._files = {str(PurePosixPath(path)): text for path, text in files.items()}
         self._folders = {str(up) for path in self._files for up in PurePosixPath(path).parents}
-        self._restored = self._copied = False
+        self._snapshot, self._copied = snapshot, False
 
     @property
     def own(self) -> Path:
         """The folder that holds what is this box's alone."""
         return self.upper if self.upper and not self._copied else self.work
 
-    def make(self, snapshot: Path | None = None) -> None:
-        """Make the folders with their files, or as they were when `snapshot` was taken.
+    def make(self) -> None:
+        """Make the folders with their files, or as they were when the snapshot was taken.
 
         Raises `RuntimeFault` where something is there already.
         """
@@ -68,9 +74,8 @@ class Layer:
                     msg = f"{folder} is not empty; each session needs a folder of its own"
                     raise RuntimeFault(msg)
             self._like_the_base()
-        if snapshot is not None:
-            self._restored = True
-            copy(snapshot, self.own)
+        if self._snapshot is not None:
+            copy(self._snapshot, self.own)
         else:
             put(self.own, self._files)
 
@@ -97,7 +102,7 @@ class Layer:
             return self.work
         why = overlay(self.work, self.prepare(private=False))
         if why and not fuse_overlay(self.work, self.prepare(private=False)):
-            if self._restored:
+            if self._snapshot:
                 msg = f"{self.work}: a snapshot cannot be restored without overlayfs ({why})"
                 raise RuntimeFault(msg)
             _log.warning("workspace copied", folder=str(self.lower), error=f"no overlay: {why}")
@@ -118,7 +123,7 @@ class Layer:
                 remove(self._directory, folder.name)
 
     def snapshot(self, to: Path) -> None:
-        """Copy what is its own to `to`, a new folder, for `make`; no program runs."""
+        """Copy what is its own to `to`, a new folder; no program runs."""
         if self._copied:
             msg = f"{self.work}: no snapshot can be taken without overlayfs"
             raise RuntimeFault(msg)

@@ -77,7 +77,7 @@ class Local:
         place = place or Place()
         _check(place)
         async with self._bases.open(place.workspace) as base:
-            layer = Layer(Path.cwd() / directory, base, place.files)
+            layer = Layer(Path.cwd() / directory, base, place.files, place.snapshot)
             box = LocalBox(
                 Path.cwd() / directory, layer, self._limits, self._grace_s, self._enders, self._most
             )
@@ -156,6 +156,10 @@ class LocalBox:
     async def changes(self, caps: Caps | None = None) -> Patch:
         """What differs from what it was opened with."""
         return await asyncio.to_thread(self._layer.changes, caps)
+
+    async def snapshot(self, to: Path) -> None:
+        """Copy what was done to the workdir."""
+        await asyncio.to_thread(self._layer.snapshot, to)
 
     async def reach(self, url: str) -> str:
         """The same: this machine's network is the programs' own."""

@@ -112,6 +112,12 @@ class BubblewrapBox:
             self._doors = Doors(self._allow)
             return await asyncio.to_thread(self._layer.changes, caps)
 
+    async def snapshot(self, to: Path) -> None:
+        """Copy what was done to the workdir, after the end of the whole sandbox."""
+        async with self._runs:
+            await self._down()
+            await asyncio.to_thread(self._layer.snapshot, to)
+
     async def reach(self, url: str) -> str:
         """The URL of a door that leads to `url`."""
         sandbox = await self._up()

@@ -278,6 +278,10 @@ class ContainerBox:
         """What programs did to the workdir."""
         return await asyncio.to_thread(self._layer.changes, caps)
 
+    async def snapshot(self, to: Path) -> None:
+        """Copy what was done to the workdir."""
+        await asyncio.to_thread(self._layer.snapshot, to)
+
     # ------------------------------------------------------------------ programs
     async def reach(self, url: str) -> str:
         """A socket in the container's network, relayed."""

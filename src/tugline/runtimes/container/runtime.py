@@ -124,7 +124,7 @@ class Container:
         image = await self._images.have(workspace)
         workdir = _workdir(workspace, image)
         async with self._base(workspace, image, workdir) as base:
-            layer = Layer(directory, base, place.files)
+            layer = Layer(directory, base, place.files, place.snapshot)
             await asyncio.to_thread(layer.make)
             mounts = await self._mounts(image, place.mounts)
             box = ContainerBox(directory, self._engine, self._limits, image, workdir, layer, mounts)
