@@ -104,6 +104,7 @@ class Local:
         """What docs/runtimes.md says at length."""
         return (
             "files of this user can be read and changed",
+            "processes of this user can be seen and ended",
             "the network is open",
             "memory and the number of processes have no bound",
         )
