@@ -40,7 +40,8 @@ def podman() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="tugline-podman-") as folder:
         path = Path(folder) / "podman.sock"
         with (Path(folder) / "log").open("wb") as log:
-            begun = subprocess.Popen((*service(path), "--time=0"), stdout=log, stderr=log)
+            argv = (*service(path), "--time=0")
+            begun = subprocess.Popen(argv, stdout=log, stderr=log, cwd=folder)
         try:
             until = time.monotonic() + 20
             while not path.exists() and begun.poll() is None and time.monotonic() < until:

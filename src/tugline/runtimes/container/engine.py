@@ -210,6 +210,7 @@ def _start(path: Path) -> Found:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
+                cwd=path.parent,  # where conmon leaves a file for each container out of memory
                 check=True,
             )
     except (OSError, subprocess.CalledProcessError) as error:
