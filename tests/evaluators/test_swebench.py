@@ -151,16 +151,26 @@ async def test_names_of_python_modules_that_were_there_before(judge: Judge) -> N
 
 
 async def test_tests_that_do_not_begin_are_nobodys_fault(judge: Judge) -> None:
-    """The script broke before the agent's code could run."""
+    """The script breaks without the agent's work, too."""
     script = SCRIPT.replace("mkdir -p tests", "echo no such commit; exit 1")
-    with pytest.raises(EvaluatorError, match=r"(?s)calc-1: its tests did not begin.*no such com"):
+    with pytest.raises(
+        EvaluatorError, match=r"(?s)calc-1: its tests do not begin, also.*no such com"
+    ):
         await judge.on(GOOD, eval_script=script)
+
+
+async def test_what_keeps_the_tests_from_beginning_gets_nothing(judge: Judge) -> None:
+    """Some scripts build the agent's code first."""
+    script = SCRIPT.replace("mkdir -p tests", "mkdir -p tests; python3 calc.py || exit 1")
+    verdict = await judge.on({"calc.py": "1 / 0\n"}, eval_script=script)
+    assert verdict.reward.value == 0.0
+    assert judge.boxes == 2
 
 
 async def test_a_script_that_hangs_before_the_tests_is_nobodys_fault(judge: Judge) -> None:
     """A time-out is only the agent's if its code ran."""
     script = SCRIPT.replace("mkdir -p tests", "sleep 100")
-    with pytest.raises(EvaluatorError, match="did not begin"):
+    with pytest.raises(EvaluatorError, match="do not begin"):
         await judge.on(GOOD, eval_script=script, timeout_s=2.0)
 
 

@@ -57,7 +57,7 @@ class _Ran(NamedTuple):
 
     @property
     def began(self) -> bool:
-        """Whether the tests were started."""
+        """Whether the tests were started, and so the agent's code was."""
         return _MARKS[0] in self.log
 
     @property
@@ -143,10 +143,8 @@ class SweBench:
         """Run the row's tests on the agent's work."""
         ends = time.monotonic() + outcome.timeout_s
         ran = await self._run(outcome, outcome.patch, ends)
-        if not ran.began:
-            msg = f"{self._row['instance_id']}: its tests did not begin: {ran.tail or ran.exit}"
-            raise EvaluatorError(msg)
-        if not (ran.found or ran.stopped or self._works):
+        ran_over = ran.began and ran.stopped
+        if not (ran.found or ran_over or self._works):
             await self._check_works(outcome, ends)
         self._works |= ran.found
         report = {
@@ -190,10 +188,11 @@ class SweBench:
         """Nothing was told: is it the agent's doing? Without its work, something must be."""
         ran = await self._run(outcome, Patch(), ends)
         if not ran.found:
+            how = "tell nothing" if ran.began else "do not begin"
             why = ran.report.get("infra_failure_reason", "")
             msg = (
-                f"{self._row['instance_id']}: its tests tell nothing, also without the agent's "
-                f"work{why and f' ({why})'}: {ran.tail or ran.exit}"
+                f"{self._row['instance_id']}: its tests {how}, also without the agent's work"
+                f"{why and f' ({why})'}: {ran.tail or ran.exit}"
             )
             raise EvaluatorError(msg)
         self._works = True
