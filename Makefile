@@ -55,6 +55,7 @@ test-chaos: $(STAMP) ## the long tests: everything killed with kill -9, frozen, 
 	@$(BIN)/pytest -m slow $(ARGS)
 
 test-harnesses: $(STAMP) ## every real harness against the gateway and a scripted model, without internet
+	@$(BIN)/python tools/podman.py
 	@$(BIN)/pytest -m harness $(ARGS)
 
 test-engines: $(STAMP) ## the gateway against real vLLM and SGLang servers on CPU (4 GB on first use)
