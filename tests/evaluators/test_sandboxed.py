@@ -1,4 +1,4 @@
-"""Evaluators on what real commands did in a bubblewrap sandbox, over a git repository."""
+"""Evaluators on what real commands did in a sandbox, over a git repository."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from typing import Any
 
 import pytest
 
+from containers import DEBIAN, podman
 from judging import DONE, task
 from tugline.evaluators.base import Evaluator, Outcome, Verdict
 from tugline.evaluators.tests import Tests
 from tugline.evaluators.weighted import Weighted
-from tugline.runtimes.base import Box, Content, Place
+from tugline.runtimes.base import Box, Content, Place, Runtime
 from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.container.runtime import Container
 from tugline.types import Workspace
+
+RUNTIMES = [
+    pytest.param("bubblewrap", id="bubblewrap"),
+    pytest.param("container", id="container", marks=pytest.mark.podman),
+]
+
+__all__ = ["podman"]
 
 Judged = Callable[[str, Evaluator], Awaitable[Verdict]]
 
@@ -32,13 +41,19 @@ NAME = "tests.test_bill.Bill.test_total"
 RIGHT = "sed -i 's/a - b/a + b/' bill.py"
 
 
-@pytest.fixture
-def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
+@pytest.fixture(params=RUNTIMES)
+def judged(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Judged:
     """What an agent's command earns: ``judged(command, evaluator)``."""
-    runtime = Bubblewrap()
-    why = runtime.unavailable()
-    if why is not None:
-        pytest.skip(why)
+    runtime: Runtime = Bubblewrap()
+    image = None
+    if request.param == "container":
+        runtime, image = Container(engine=request.getfixturevalue("podman")), DEBIAN
+    else:
+        why = runtime.unavailable()
+        if why is not None:
+            pytest.skip(why)
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     repo = tmp_path / "repo"
     (repo / "tests").mkdir(parents=True)
@@ -48,7 +63,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
     who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
     for argv in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
         subprocess.run(("git", "-C", repo, *argv), check=True, timeout=20)
-    given = task({}, Workspace(repo=str(repo), commit="HEAD"))
+    given = task({}, Workspace(repo=str(repo), commit="HEAD", image=image))
     boxes: list[str] = []
 
     def opened() -> contextlib.AbstractAsyncContextManager[Box]:
