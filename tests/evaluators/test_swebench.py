@@ -30,6 +30,21 @@ def test_add_again():
 def test_sub():
     assert sub(2, 1) == 1
 """
+RUNNER = """\
+import sys
+sys.path[:0] = [".", "tests"]
+import test_calc
+failed = 0
+for name, test in vars(test_calc).items():
+    if name.startswith("test_"):
+        try:
+            test()
+            print(f"PASSED tests/test_calc.py::{name}")
+        except AssertionError:
+            failed = 1
+            print(f"FAILED tests/test_calc.py::{name} - AssertionError")
+sys.exit(failed)
+"""  # what pytest tells, in a tenth of its time
 SCRIPT = f"""\
 #!/bin/bash
 set -uxo pipefail
@@ -37,10 +52,15 @@ mkdir -p tests
 cat > tests/test_calc.py <<'EOF'
 {TESTS}
 EOF
+cat > "$HOME/run.py" <<'EOF'
+{RUNNER}
+EOF
 : '>>>>> Start Test Output'
-python3 -m pytest -rA -p no:cacheprovider --rootdir=. tests/test_calc.py
+python3 -B "$HOME/run.py"
 : '>>>>> End Test Output'
 """
+PYTEST = "python3 -m pytest -rA -p no:cacheprovider --rootdir=. tests/test_calc.py"
+REAL = SCRIPT.replace('python3 -B "$HOME/run.py"', PYTEST)
 GOOD = {"calc.py": FILES["calc.py"].replace("a - b", "a + b", 1)}
 HALF = {"calc.py": FILES["calc.py"].replace("a - b", "3", 1)}
 BROKE = {"calc.py": FILES["calc.py"].replace("a - b", "a + b")}
@@ -71,7 +91,7 @@ def judge(tmp_path: Path) -> Judge:
 
 async def test_what_resolves_the_issue_gets_one(judge: Judge) -> None:
     """All of both lists pass; one box is enough to know."""
-    verdict = await judge.on(GOOD)
+    verdict = await judge.on(GOOD, eval_script=REAL)
     assert verdict.reward.value == 1.0, verdict.report["log"]
     assert verdict.reward.parts == {"resolved": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
     assert verdict.report["failures"] == 0
@@ -99,13 +119,6 @@ FORGED = 'print("PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py
 HOSTILE: dict[str, dict[str, str | None]] = {
     "nothing": {},
     "edits the tests": {"tests/test_calc.py": "def test_add(): pass\n"},
-    "brings what pytest and python load": {
-        "conftest.py": "import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
-        "def pytest_runtest_makereport(item, call):\n"
-        "    out = yield\n    out.get_result().outcome = 'passed'\n",
-        "setup.cfg": "[tool:pytest]\naddopts = --co\n",
-        "sitecustomize.py": f"{FORGED}raise SystemExit\n",
-    },
     "exits with code 0": {"calc.py": "import os\nos._exit(0)\n"},
     "does not compile": {"calc.py": "def add(\n"},
     "prints results and fails": {"calc.py": f"{FORGED}raise SystemExit(3)\n"},
@@ -127,6 +140,19 @@ async def test_whatever_else_the_agent_did_gets_nothing(name: str, judge: Judge)
     """A verdict, not an error, and no reward."""
     verdict = await judge.on(HOSTILE[name])
     assert verdict.reward.value == 0.0, verdict.report
+
+
+async def test_what_pytest_and_python_load_is_not_the_agents_to_bring(judge: Judge) -> None:
+    """Settings and plug-ins are left out of its work."""
+    work: dict[str, str | None] = {
+        "conftest.py": "import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
+        "def pytest_runtest_makereport(item, call):\n"
+        "    out = yield\n    out.get_result().outcome = 'passed'\n",
+        "setup.cfg": "[tool:pytest]\naddopts = --co\n",
+        "sitecustomize.py": f"{FORGED}raise SystemExit\n",
+    }
+    verdict = await judge.on(work, eval_script=REAL)
+    assert (verdict.reward.value, set(verdict.report["refused"])) == (0.0, set(work))
 
 
 async def test_a_loop_gets_nothing(judge: Judge) -> None:
@@ -176,7 +202,7 @@ async def test_a_script_that_hangs_before_the_tests_is_nobodys_fault(judge: Judg
 
 async def test_a_task_that_never_tells_anything_is_broken(judge: Judge) -> None:
     """Seen by running the script without the agent's work."""
-    script = SCRIPT.replace("python3 -m pytest", "no-such-runner")
+    script = SCRIPT.replace("python3 -B", "no-such-runner")
     with pytest.raises(EvaluatorError, match="tell nothing, also without the agent's work"):
         await judge.on(GOOD, eval_script=script)
     assert judge.boxes == 2
