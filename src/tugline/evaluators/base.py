@@ -73,7 +73,7 @@ def hidden(evaluator: Evaluator, task: Task) -> tuple[Mount, ...]:
 
 
 def in_place(evaluator: Evaluator) -> bool:
-    """Whether the agent's own box is kept for it, without network; its ``in_place``, else no.
+    """Whether the agent's own box is kept for it; its ``in_place``, else no.
 
     The agent's box then has the evaluator's `mounts` from the start: give it no secrets there.
     """
