@@ -84,7 +84,9 @@ def _by_way(library: Path, files: Iterable[Path]) -> dict[str, list[str]]:
 
 
 async def _needed(program: Path) -> dict[str, Path]:
-    """Name to path of the shared libraries of an ELF file; none for a static one."""
+    """Name to path of the shared libraries of an ELF file; none for a static one, or on macOS."""
+    if shutil.which("ldd") is None:
+        return {}
     code, text = await output("ldd", str(program), cwd=program.parent)
     if code != 0:
         return {}

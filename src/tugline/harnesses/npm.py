@@ -62,6 +62,7 @@ class Npm:
         self._program = Path("node_modules") / package / program
         self._node: Path | None = None
         self._mounts: tuple[Mount, ...] = ()
+        self._turn = asyncio.Lock()
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -88,8 +89,11 @@ class Npm:
 
     async def install(self, trial: Step) -> None:
         """Install the package and its Node unless they are there; a new one must pass `trial`."""
-        if self._mounts:
-            return
+        async with self._turn:  # of many sessions that begin at once, one does it for all
+            if not self._mounts:
+                await self._install(trial)
+
+    async def _install(self, trial: Step) -> None:
         found, npm = await self.find_node()
         node = await _in_toolbox(found)
         native = self.folder / self._program
@@ -104,15 +108,11 @@ class Npm:
 
         self._node = node
         await once(self.folder, fill, finish)
-        folders = (self.folder, *((node.parent.parent,) if self._needs_node else ()))
+        folders = (self.folder, *((node.parent.parent,) if self._is_script else ()))
         self._mounts = (
             *(Mount(str(folder), str(folder)) for folder in folders),
             *await c_library(node if self._is_script else native),
         )
-
-    @property
-    def _needs_node(self) -> bool:
-        return self._is_script
 
     async def _fetch(self, fresh: Path, node: Path, npm: Sequence[str]) -> None:
         what = f"npm could not install {self._package}@{self._version}"

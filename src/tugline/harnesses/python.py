@@ -37,6 +37,7 @@ class Python:
         self.folder = folder_of(harness, version)
         self._requirements = (f"{package}=={version}", *also)
         self._mounts: tuple[Mount, ...] = ()
+        self._turn = asyncio.Lock()
         self._installed = False
 
     @property
@@ -59,8 +60,11 @@ class Python:
 
     async def install(self, trial: Step) -> None:
         """Make the environment unless it is there; a new one must pass `trial`."""
-        if self._mounts:
-            return
+        async with self._turn:  # of many sessions that begin at once, one does it for all
+            if not self._mounts:
+                await self._install(trial)
+
+    async def _install(self, trial: Step) -> None:
 
         async def fill(fresh: Path) -> None:
             _log.info("installing", packages=self._requirements, folder=str(self.folder))
