@@ -21,6 +21,7 @@ demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS=
 	@$(BIN)/tugline demo $(ARGS)
 
 test: checks ## every check, then every test that is not marked slow, harness, engines, browser or podman
+	@$(BIN)/python tools/bubblewrap.py
 	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser and not podman" $(ARGS)
 
 checks: lint types layers dependencies budgets ## every check, no other tests

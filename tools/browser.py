@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 
+from debian import install
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-
-
-def install() -> str:
-    """Install it with apt; returns why that was not possible, empty if it was."""
-    if os.geteuid() != 0:
-        return "only root may install it"
-    if shutil.which("apt-get") is None:
-        return "there is no apt-get"
-    for step in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
-        done = subprocess.run(
-            ["apt-get", "-q", *step],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        )
-        if done.returncode != 0:
-            return " ".join(done.stderr.split())[-400:] or f"apt-get {step[0]} failed"
-    return ""
 
 
 def main() -> None:
@@ -35,7 +15,7 @@ def main() -> None:
     if any(map(shutil.which, NAMES)):
         return
     print("browser: installing chromium with apt-get ...", file=sys.stderr, flush=True)
-    why = install()
+    why = install(["chromium"])
     if why:
         sys.exit(f"browser: install one of {', '.join(NAMES)} yourself; {why}")
 

@@ -15,6 +15,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from debian import install
+
 PROGRAMS = {
     "podman": "podman",
     "runc": "runc",
@@ -60,16 +62,15 @@ def run(*argv: str | Path, **env: str) -> str:
     return done.stdout
 
 
-def install(packages: list[str]) -> None:
+def provide(packages: list[str]) -> None:
     """By apt, as root; elsewhere the tests that need it are skipped."""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        wanted = " ".join(packages)
-        print(f"podman: tests skip what is missing; install by hand: {wanted}", file=sys.stderr)
-        sys.exit(0)
     say(f"installing {' '.join(packages)} with apt-get")
-    run("apt-get", "-q", "update")
-    apt = ("apt-get", "-q", "install", "-y", "--no-install-recommends")
-    run(*apt, *packages, DEBIAN_FRONTEND="noninteractive")
+    if why := install(packages):
+        if os.geteuid() == 0 and shutil.which("apt-get"):
+            sys.exit(f"podman: {why}")
+        wanted = " ".join(packages)
+        print(f"podman: tests skip what is missing ({wanted}); {why}", file=sys.stderr)
+        sys.exit(0)
 
 
 def has(image: str) -> bool:
@@ -114,7 +115,7 @@ def main() -> None:
     """Done in a second where everything is there."""
     missing = [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
     if missing:
-        install(missing)
+        provide(missing)
     if not has(BUSYBOX):
         say(f"making {BUSYBOX}")
         with tempfile.TemporaryDirectory() as folder:

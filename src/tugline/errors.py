@@ -16,10 +16,7 @@ TuglineError
  +- EngineError           the model server failed or answered nonsense; retried elsewhere
  +- HarnessError          the agent program cannot be installed or started
  +- RuntimeFault          the sandbox cannot be made or used
- |   +- NetworkFault      the way from the sandbox to the gateway cannot be made
- |   +- ImageFault        a container image is missing or cannot be built
- |   +- WorkspaceFault    a repository, commit or folder cannot be had
- |   +- DiskFull          the node has no room left
+ |   +- NetworkFault, ImageFault, WorkspaceFault, DiskFull  what of it
  +- EvaluatorError        the verdict could not be had; says nothing about the agent
  +- CaptureError          a segment cannot be written or read; names file and offset
  +- ServerError           the rollout server cannot be reached or refuses; carries the problem
