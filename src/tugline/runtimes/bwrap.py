@@ -15,6 +15,8 @@ from tugline.errors import RuntimeFault
 from tugline.runtimes.processes import Child
 from tugline.runtimes.runner import ARGV, Runner
 
+_KILL_S = 60.0
+
 
 class _Info(msgspec.Struct, frozen=True, rename={"pid": "child-pid"}):
     """What bwrap says on ``--info-fd``."""
@@ -58,7 +60,10 @@ class Sandbox:
                     os.close(descriptor)
 
     async def kill(self) -> None:
-        """End all of it; when this returns the kernel has taken the last process away."""
+        """End all of it; when this returns the kernel has taken the last process away.
+
+        Raises `RuntimeFault` if it does not: a process hangs in the kernel.
+        """
         if self._child is None:
             return
         if self._handle >= 0:
@@ -66,7 +71,10 @@ class Sandbox:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         else:
             self._child.kill()
-        await asyncio.wait([self._child.ended])
+        _, hanging = await asyncio.wait([self._child.ended], timeout=_KILL_S)
+        if hanging:
+            msg = f"the sandbox of process {self._child.pid} cannot be ended"
+            raise RuntimeFault(msg)
 
     def close(self) -> None:
         """Let go of what was held for it; it has ended."""

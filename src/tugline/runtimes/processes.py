@@ -62,7 +62,13 @@ class Child:
         self.pid = self._process.pid
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
-        self._watched = os.pidfd_open(self.pid)
+        try:
+            self._watched = os.pidfd_open(self.pid)
+        except OSError:  # too many open files
+            self._process.kill()
+            self._process.wait()
+            os.close(self._said)
+            raise
         loop.add_reader(self._watched, self._over, loop)
 
     def kill(self) -> None:
