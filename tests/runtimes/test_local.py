@@ -14,6 +14,7 @@ import pytest
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
 from tugline.runtimes.base import Box, Exit, Mount, Place
+from tugline.runtimes.layers import Layer
 from tugline.runtimes.local import Local
 from tugline.runtimes.patch import Change
 from tugline.runtimes.processes import MARK, Started, end, start_time
@@ -228,6 +229,20 @@ async def test_a_base_is_seen_and_never_changed(tmp_path: Path) -> None:
         assert patch.files == {"a": Change(b"4\n"), "b": None, "d": Change(b"5\n")}
     assert (base / "a").read_text() == "1"
     assert str(tmp_path) not in mounted()
+
+
+def test_what_a_killed_parent_mounted_is_unmounted(tmp_path: Path) -> None:
+    """A view of a base outlives its process, but not the next start."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "a").write_text("1")
+    layer = Layer(tmp_path / "box", tmp_path / "base", {})
+    layer.make()
+    layer.mount()
+    if str(tmp_path) not in mounted():
+        pytest.skip("no overlay can be mounted here: workspaces are copied")
+    assert Local().reap(tmp_path) == 1
+    assert str(tmp_path) not in mounted()
+    assert (tmp_path / "base" / "a").read_text() == "1"
 
 
 def mounted() -> str:
