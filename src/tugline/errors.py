@@ -8,8 +8,7 @@ TuglineError
  +- RequestError          one model call is refused; carries the HTTP status
  |   +- Unsupported       asks for something this engine or template cannot do (400)
  |   +- NotFound, TooLarge  no such route or model (404); beyond its bound (413)
- |   +- UpgradeRequired   a websocket was asked for (426)
- |   +- ContextOverflow   prompt and answer do not fit the engine's window (400)
+ |   +- UpgradeRequired, ContextOverflow  no websocket (426); beyond the engine's window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
  |   +- Unauthorized      unknown, closed or wrong session secret (401)
  |   +- ClientGone        nobody waits for the answer any more (499)
