@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +81,62 @@ async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path
         call = (next(tool for tool in tools if tool.endswith("phase_of_moon")), {})
     ran = await rehearsed(name, tmp_path / "called", Turn("", calls=(call,)), options=options)
     assert b"waning gibbous" in ran.seen[1].request, ran.log[-2000:]
+
+
+class Moon(BaseHTTPRequestHandler):
+    """The same server over HTTP, for those who know the token."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        """One message, one answer."""
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.headers["x-token"] != "t1":
+            self.answer(401, b"")
+        elif "id" not in asked:
+            self.answer(202, b"")
+        else:
+            line = [sys.executable, "-c", SERVER, "gibbous"]
+            done = subprocess.run(
+                line, input=json.dumps(asked).encode(), capture_output=True, check=True
+            )
+            self.answer(200, done.stdout)
+
+    def do_GET(self) -> None:
+        """Nothing is streamed."""
+        self.answer(405, b"")
+
+    def answer(self, status: int, body: bytes) -> None:
+        """A whole reply."""
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def far() -> Iterator[str]:
+    """Where it is."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Moon) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/mcp"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", WITH_MCP)
+async def test_a_server_is_asked_over_http_with_its_headers(
+    name: str, far: str, tmp_path: Path
+) -> None:
+    """Without the token it would tell nothing."""
+    options = {"mcp": {"moon": {"url": far, "headers": {"x-token": "t1"}}}}
+    ran = await rehearsed(name, tmp_path, options=options)
+    assert b"phase_of_moon" in ran.seen[0].request, ran.log[-2000:]
 
 
 @pytest.mark.parametrize("name", WITH_SKILLS)
