@@ -89,11 +89,15 @@ def ulimits() -> list[dict[str, Any]]:
 
 async def probe(docker: Docker, kind: str) -> Facts:
     """Find out. Raises `RuntimeFault` with the engine's words when it cannot run anything."""
-    with faults(f"{kind} cannot run a container"):
+    try:
         async with asyncio.timeout(_PROBE_S):
-            info = await docker.system.info()
-            await _tidy(docker)
-            cgroup = await _limits(docker)
+            with faults(f"{kind} cannot run a container"):
+                info = await docker.system.info()
+                await _tidy(docker)
+                memory, processes = await _in_force(docker)
+    except TimeoutError as error:
+        msg = f"{kind} did not run a container within {_PROBE_S:.0f} s"
+        raise RuntimeFault(msg) from error
     security = " ".join(info.get("SecurityOptions") or ())
     return Facts(
         kind=kind,
@@ -103,18 +107,13 @@ async def probe(docker: Docker, kind: str) -> Facts:
         storage=str(info.get("Driver", "?")),
         runtime=str(info.get("DefaultRuntime", "?")),
         seccomp="seccomp" in security,
-        memory=(cgroup.memory or 0) <= _MEMORY and cgroup.memory is not None,
-        processes=(cgroup.processes or 0) <= _PROCESSES and cgroup.processes is not None,
+        memory=memory,
+        processes=processes,
     )
 
 
-class _InForce(msgspec.Struct, frozen=True):
-    memory: int | None
-    processes: int | None
-
-
-async def _limits(docker: Docker) -> _InForce:
-    """The limits that a container has which asked for some."""
+async def _in_force(docker: Docker) -> tuple[bool, bool]:
+    """Whether a container that asks for limits of memory and of processes has them."""
     await _have_image(docker)
     mounts = [_bind(folder) for folder in _FOLDERS if folder.exists()]
     asked: dict[str, Any] = {
@@ -138,11 +137,12 @@ async def _limits(docker: Docker) -> _InForce:
         if cgroup == cgroups.Cgroup(None, None):
             msg = "its containers are not processes of this machine: is it in a virtual machine?"
             raise RuntimeFault(msg)
-        own = cgroups.of(os.getpid())
         # A process that was left in our own group is under our limits, not under its own.
-        return _InForce(
-            cgroup.memory_limit if cgroup.memory != own.memory else None,
-            cgroup.process_limit if cgroup.processes != own.processes else None,
+        own = cgroups.of(os.getpid())
+        memory, processes = cgroup.memory_limit, cgroup.process_limit
+        return (
+            memory is not None and memory <= _MEMORY and cgroup.memory != own.memory,
+            processes is not None and processes <= _PROCESSES and cgroup.processes != own.processes,
         )
     finally:
         with contextlib.suppress(DockerError):
