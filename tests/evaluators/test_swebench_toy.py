@@ -22,6 +22,7 @@ from tugline.tasksets.swe import Swe
 from tugline.types import Part, Task
 
 __all__ = ["podman"]
+pytestmark = pytest.mark.timeout(300)
 TUGLINE = Path(sys.executable).with_name("tugline")
 
 
@@ -43,7 +44,7 @@ class Toy:
         file.write_text(json.dumps({"taskset": taskset, "template": template}))
         done = subprocess.run(
             [TUGLINE, "tasks", "validate", file, "--json"],
-            capture_output=True, text=True, check=False, timeout=100,
+            capture_output=True, text=True, check=False, timeout=250,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         lines = [json.loads(line) for line in done.stdout.splitlines()]
