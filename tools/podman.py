@@ -103,11 +103,12 @@ def make_busybox(tar: Path) -> None:
 def make_debian(tar: Path) -> None:
     """A small Debian with Python, pytest and git; a minute or two, once."""
     with tempfile.TemporaryDirectory(dir=tar.parent) as folder:
-        wanted = f"--include={','.join(PACKAGES)}"
-        run("debootstrap", "--variant=minbase", wanted, SUITE, folder)
+        root = Path(folder) / "root"
+        root.mkdir()  # with the mode that the image's root is to have
+        run("debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, root)
         part = tar.with_suffix(".part")
         leave = [f"--exclude={pattern}" for pattern in LEFT_OUT]
-        run("tar", "-C", folder, *leave, "-cf", part, ".")
+        run("tar", "-C", root, *leave, "-cf", part, ".")
         part.rename(tar)
 
 
