@@ -92,7 +92,7 @@ class Bubblewrap:
         """A box under `directory`, whose sandbox runs when it is given."""
         place = place or Place()
         _check(place.workspace)
-        ground = await asyncio.to_thread(self._look)
+        ground = self._look() if self._ground else await asyncio.to_thread(self._look)
         async with self._bases.open(place.workspace) as base:
             layer = Layer(directory := Path.cwd() / directory, base, place.files, place.snapshot)
             box = BubblewrapBox(directory, place, layer, self._limits, self._allow, ground)

@@ -19,8 +19,11 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 MARK = "TUGLINE_BOX"
 """Name of the environment variable that holds the mark."""
@@ -106,7 +109,7 @@ def records(directory: Path, ending: str) -> Iterator[Path]:
                 stack += [one.path for one in entries if one.is_dir(follow_symlinks=False)]
 
 
-async def finish(task: asyncio.Task[None]) -> None:
+async def finish(task: asyncio.Task[T]) -> T:
     """Wait for `task` even while being cancelled, then let the cancellation go on."""
     cancelled = False
     while not task.done():
@@ -114,9 +117,10 @@ async def finish(task: asyncio.Task[None]) -> None:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             cancelled = True
-    task.result()
+    result = task.result()
     if cancelled:
         raise asyncio.CancelledError
+    return result
 
 
 def start_time(pid: int) -> int | None:

@@ -166,8 +166,8 @@ class BubblewrapBox:
             await self._end()
             most = self._limits.output_mb << 20
             sandbox = self._sandbox = Sandbox(self._directory / "control", most)
-            await finish(asyncio.create_task(asyncio.to_thread(sandbox.runner.prepare)))
-            before = await asyncio.to_thread(self._mounting)
+            preparing = asyncio.to_thread(self._prepare, sandbox)
+            before = await finish(asyncio.create_task(preparing))
             await sandbox.start(before, self._arguments(), self._ground.filter)
             settling = asyncio.to_thread(self._settle, sandbox.pid)
             self._settled = asyncio.ensure_future(settling)
@@ -195,8 +195,9 @@ class BubblewrapBox:
         limits.restrain(pid, self._limits, self._ground.places)
         self._group.join(pid)
 
-    def _mounting(self) -> list[str]:
+    def _prepare(self, sandbox: Sandbox) -> list[str]:
         """How bwrap is started: by itself, or where the overlay has been mounted before."""
+        sandbox.runner.prepare()
         if self._layer.lower is None:
             return []
         private = os.geteuid() != 0
