@@ -6,6 +6,7 @@ To try another engine that has them: ``TUGLINE_TEST_ENGINE=unix:///var/run/docke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from tugline.runtimes.container.engine import Docker, Engine, service
 from tugline.runtimes.container.images import find
 from tugline.runtimes.container.runtime import Container
 
-__all__ = ["BUSYBOX", "DEBIAN", "container", "exists", "left", "podman", "unbuilt"]
+__all__ = ["BUSYBOX", "DEBIAN", "container", "exists", "left", "podman", "serving", "unbuilt"]
 
 BUSYBOX = "localhost/tugline/busybox:latest"
 DEBIAN = "localhost/tugline/debian:12"
@@ -37,20 +38,28 @@ def podman() -> Iterator[str]:
     if missing:
         may_install = os.geteuid() == 0 and shutil.which("apt-get") is not None
         (pytest.fail if may_install else pytest.skip)(missing)
-    with tempfile.TemporaryDirectory(prefix="tugline-podman-") as folder:
-        path = Path(folder) / "podman.sock"
-        with (Path(folder) / "log").open("wb") as log:
-            argv = (*service(path), "--time=0")
-            begun = subprocess.Popen(argv, stdout=log, stderr=log, cwd=folder)
-        try:
-            until = time.monotonic() + 20
-            while not path.exists() and begun.poll() is None and time.monotonic() < until:
-                time.sleep(0.02)
-            assert path.exists(), (Path(folder) / "log").read_text()
-            yield f"unix://{path}"
-        finally:
-            begun.terminate()
-            begun.wait(20)
+    temporary = tempfile.TemporaryDirectory(prefix="tugline-podman-")
+    with temporary as folder, serving(Path(folder)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """A service of Podman in a folder, until left; its URL."""
+    path = folder / "podman.sock"
+    path.unlink(missing_ok=True)
+    with (folder / "log").open("wb") as log:
+        argv = (*service(path), "--time=0")
+        begun = subprocess.Popen(argv, stdout=log, stderr=log, cwd=folder)
+    try:
+        until = time.monotonic() + 20
+        while not path.exists() and begun.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert path.exists(), (folder / "log").read_text()
+        yield f"unix://{path}"
+    finally:
+        begun.terminate()
+        begun.wait(20)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from containers import BUSYBOX, DEBIAN, left, unbuilt
+from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
 from tugline.errors import ConfigError, ImageFault, RuntimeFault, UsageError
 from tugline.runtimes.base import Mount, Place
 from tugline.runtimes.container.images import name_of
@@ -397,3 +397,19 @@ async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None
     assert facts.seccomp
     assert facts.rootless is (os.geteuid() != 0)
     assert any("memory has no bound" in line for line in lines) is not facts.memory
+
+
+@pytest.mark.usefixtures("podman")
+async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    """A session's outcome stands when its container cannot be removed; `reap` does it later."""
+    folder = tmp_path / "podman"
+    folder.mkdir()
+    async with contextlib.AsyncExitStack() as stack:
+        with serving(folder) as engine:
+            runtime = Container(engine=engine, image=BUSYBOX)
+            box = await stack.enter_async_context(runtime.open(tmp_path / "s" / "agent"))
+        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+    assert (tmp_path / "s" / "agent" / "container.json").exists()
+    with serving(folder):
+        assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 1
+        assert left(engine, tmp_path) == []

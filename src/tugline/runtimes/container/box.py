@@ -132,7 +132,9 @@ class ContainerBox:
             if (self._directory / _RECORD).exists():
                 async with self._calling("removed") as docker:
                     await remove(docker, self._name)
-                (self._directory / _RECORD).unlink(missing_ok=True)
+                forget(self._directory)
+        except RuntimeFault as error:  # says nothing of what was done in it; `reap` tries again
+            _log.warning("container not removed", container=self._name, error=str(error))
         finally:
             self._runner.close()
             await asyncio.to_thread(self._layer.unmount)
@@ -153,11 +155,7 @@ class ContainerBox:
         upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
         self._upper = [Path(upper)] if upper else []
         self._cgroup = await asyncio.to_thread(cgroups.of, self._pid)
-        try:
-            await self._runner.ready()
-        except RuntimeFault as error:
-            msg = f"image {self._image.name!r} does not run a program by /bin/sh: {error}"
-            raise ImageFault(msg) from error
+        await self._runner.ready()
         await self._doors.move(self._pid)
 
     async def _kill(self) -> None:
