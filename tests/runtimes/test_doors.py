@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from tugline.errors import ConfigError, NetworkFault
 from tugline.runtimes import inside
 from tugline.runtimes.doors import PORT, PROXY_PORT, Doors
 from tugline.runtimes.proxy import AllowList
-from tugline.runtimes.relay import CONNECTIONS
+from tugline.runtimes.relay import CONNECTIONS, Relay, join
 
 WITHIN = 10.0
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -212,6 +214,42 @@ except ConnectionRefusedError: print("refused")
         assert (await going).split() == ["in", "b''", "refused"]
     await asyncio.sleep(0.05)
     assert descriptors() <= before
+
+
+async def test_rude_ends_leave_nothing() -> None:
+    """Whoever hangs up, in the middle of whatever, ends both sides and breaks nothing."""
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: problems.append(what))
+    turns = itertools.count()
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        how = next(turns) % 3
+        if how == 0:
+            writer.transport.abort()
+        elif how == 1:
+            writer.write(b"x" * 2_000_000)
+            await writer.drain()
+
+    async def asks(port: int, how: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
+            writer.write(b"a" * (1, 2_000_000)[how % 2])
+            if how % 3 == 0:
+                writer.transport.abort()
+            elif how % 3 == 1:
+                writer.write_eof()
+                await asyncio.wait_for(reader.read(), 5)
+
+    async with server(answers) as port:
+        listener = socket.create_server(("127.0.0.1", 0))
+        relay = await Relay(lambda caller: join(caller, "127.0.0.1", port)).serve(listener)
+        await asyncio.gather(*(asks(listener.getsockname()[1], how) for how in range(60)))
+        async with asyncio.timeout(WITHIN):
+            while relay._callers:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.02)
+        await relay.aclose()
+    assert problems == []
 
 
 async def test_doors_move_to_a_sandbox_that_was_started_again(place: int) -> None:
