@@ -188,6 +188,24 @@ def test_links_of_the_base_are_not_followed(base: Path, tmp_path: Path) -> None:
     assert (tmp_path / "secret").read_text() == "secret"
 
 
+@pytest.mark.parametrize("way", [by_kernel, by_copy])
+def test_a_tree_deeper_than_any_path_is_noted(layer: Layer, way: object) -> None:
+    """Whatever the length at which paths end, and the rest of the work is taken along."""
+    way(layer, "echo 2 > a.py")  # type: ignore[operator]
+    here = os.open(layer.work, os.O_RDONLY)
+    for length in range(205, 235):
+        os.mkdir("d" * length, dir_fd=here)
+        below = os.open("d" * length, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+        for name in ("a", "b" * 60, "c" * 120, "e" * 180):
+            os.close(os.open(name, os.O_CREAT, dir_fd=here))
+    os.close(here)
+    patch = layer.changes(Caps(files=5000))
+    assert patch.files["a.py"] == Change(b"2\n")
+    assert any("name too long" in note for note in patch.notes), patch.notes
+
+
 def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: Layer) -> None:
     """Caps are on what was touched."""
     by_kernel(layer, "for n in 1 2 3 4 5 6; do echo $n > f$n; done")

@@ -54,6 +54,7 @@ class Layer:
         self.scratch = directory / "scratch" if base else None
         self._directory = directory
         self._files = {str(PurePosixPath(path)): text for path, text in files.items()}
+        self._hidden = tuple(f"{path}/" for path in self._files)
         self._folders = {str(up) for path in self._files for up in PurePosixPath(path).parents}
         self._snapshot, self._copied = snapshot, False
 
@@ -154,18 +155,17 @@ class Layer:
 
     # ------------------------------------------------------------------ what was there before
     def _base(self, path: str) -> Path | None:
-        """Where the base would have it; None where a link of the base is on the way."""
+        """Where the base would have it; None where it has no such folder, or a link for one."""
         here = self.lower or Path()
         for name in PurePosixPath(path).parent.parts:
             here /= name
-            if here.is_symlink():
+            if here.is_symlink() or not here.is_dir():
                 return None
         return here / PurePosixPath(path).name
 
     def _was(self, path: str) -> Path | None:
         """A file or link of the base that no initial file hides."""
-        ups = PurePosixPath(path).parents
-        if path in self._folders or any(str(up) in self._files for up in ups):
+        if path in self._folders or path.startswith(self._hidden):
             return None
         found = self._base(path)
         there = found is not None and (
@@ -214,30 +214,46 @@ class Layer:
         stack = [("", str(self.upper))]
         while stack:
             for path, entry in gatherer.entries(*stack.pop()):
-                if entry.name in _FUSE_OPAQUE:
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    gatherer.look()
-                    if gatherer.enters(path, entry.name):
-                        if _marked(entry, _OPAQUE) or self._was(path):
-                            self._hide(gatherer, path)
-                        stack.append((f"{path}/", entry.path))
-                elif _is_whiteout(entry):
-                    self._hide(gatherer, path)
-                else:
-                    self._hide_below(gatherer, path)
+                try:
+                    kind = self._read_entry(gatherer, path, entry)
+                except OSError as error:  # of a path that is too long, say
+                    gatherer.note(path, f"cannot be read ({error.strerror})")
+                    kind = "file"
+                if kind == "folder":
+                    stack.append((f"{path}/", entry.path))
+                elif kind == "file":
                     seen.add(path)
-                    self._look(gatherer, path, entry)
         self._missing(gatherer, seen)
+
+    def _read_entry(self, gatherer: Gatherer, path: str, entry: os.DirEntry[str]) -> str:
+        """Take it in; what it is: a file, a folder to be looked into, or neither."""
+        if entry.is_dir(follow_symlinks=False):
+            gatherer.look()
+            if not gatherer.enters(path, entry.name):
+                return ""
+            if _marked(entry, _OPAQUE) or self._was(path):
+                self._hide(gatherer, path)
+            return "folder"
+        if entry.name in _FUSE_OPAQUE:
+            return ""
+        if _is_whiteout(entry):
+            self._hide(gatherer, path)
+            return ""
+        self._hide_below(gatherer, path)
+        self._look(gatherer, path, entry)
+        return "file"
 
     def _compare_copy(self, gatherer: Gatherer) -> None:
         """Files that have the base's size, mode and time are the base's."""
         seen: set[str] = set()
         for path, entry in gatherer.files(self.work, counted=False):
             seen.add(path)
-            was = None if path in self._files else self._was(path)
-            if was is None or _stamp(was.lstat()) != _stamp(entry.stat(follow_symlinks=False)):
-                self._look(gatherer, path, entry)
+            try:
+                was = None if path in self._files else self._was(path)
+                if was is None or _stamp(was.lstat()) != _stamp(entry.stat(follow_symlinks=False)):
+                    self._look(gatherer, path, entry)
+            except OSError as error:
+                gatherer.note(path, f"cannot be read ({error.strerror})")
         for path, _ in gatherer.files(self.lower or Path(), counted=False):
             if path not in seen and self._was(path):
                 gatherer.gone(path)
