@@ -324,8 +324,10 @@ class ContainerBox:
         folders = [self._layer.own, *self._folders.values(), *self._upper]
         folders.remove(self._layer.work)
         root = Path(f"/proc/{self._pid}/root")
-        while await asyncio.to_thread(used, folders, root, most) <= most:  # noqa: ASYNC110 - a disk
+        while True:
             await asyncio.sleep(_WATCH_S)
+            if await asyncio.to_thread(used, folders, root, most) > most:
+                break
         full.set()
         await self._kill()
 
