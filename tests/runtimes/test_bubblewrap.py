@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -363,6 +364,73 @@ async def test_four_hundred_sessions_leave_nothing(runtime: Bubblewrap, tmp_path
     assert str(tmp_path) not in mounts()
     assert not names(tmp_path, "**/*.groups")
     assert names(tmp_path / "7") == {"home", "logs", "work"}
+
+
+async def test_a_start_that_is_given_up_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """At whatever moment it is cancelled: no process, no handle."""
+
+    async def session(number: int) -> None:
+        async with runtime.open(tmp_path / str(number)) as box:
+            await sh(box, "sleep 9")
+
+    await asyncio.gather(*[given_up(session(1000 + number), 0.02) for number in range(4)])
+    open_before = handles()
+    for number in range(60):
+        await given_up(session(number), number / 2000)
+    assert not running(str(tmp_path))
+    assert not keepers(tmp_path)
+    assert handles() <= open_before
+
+
+async def given_up(session: Coroutine[None, None, None], after_s: float) -> None:
+    """Cancel it after some time."""
+    task = asyncio.create_task(session)
+    await asyncio.sleep(after_s)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def keepers(folder: Path) -> list[int]:
+    """Processes that have something of `folder` mounted in a file system of their own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (entry / "mountinfo").read_text():
+                found.append(int(entry.name))
+    return found
+
+
+def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """A sandbox that was being made when its parent died finds nobody at home, and ends."""
+    parent = textwrap.dedent(f"""
+        import asyncio, pathlib
+        from tugline.runtimes.bubblewrap import Bubblewrap
+        async def session(runtime, number):
+            async with runtime.open(pathlib.Path({str(tmp_path)!r}) / str(number)) as box:
+                await box.run(("sleep", "99"), env={{}}, timeout_s=99)
+        async def main():
+            runtime = Bubblewrap()
+            runtime.weaknesses()
+            print("go", flush=True)
+            await asyncio.gather(*(session(runtime, number) for number in range(20)))
+        asyncio.run(main())
+    """)
+    for wait_s in (0.02, 0.06, 0.12):
+        with subprocess.Popen(
+            [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "go\n"
+            time.sleep(wait_s)
+            process.kill()
+        time.sleep(0.2)
+        runtime.reap(tmp_path)  # bwrap's child may miss that its parent has died
+        deadline = time.monotonic() + 10
+        while keepers(tmp_path) or running(str(tmp_path)):
+            assert time.monotonic() < deadline, (keepers(tmp_path), running(str(tmp_path)))
+            time.sleep(0.05)
+        assert runtime.reap(tmp_path) == 0
+        shutil.rmtree(tmp_path)
 
 
 def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tugline.errors import ConfigError, RuntimeFault, UsageError
 from tugline.runtimes import limits, view
 from tugline.runtimes.base import WORKDIR, Place
 from tugline.runtimes.bases import Bases
+from tugline.runtimes.bwrap import end_strays
 from tugline.runtimes.cache import cache_folder
 from tugline.runtimes.layers import Layer
 from tugline.runtimes.limits import Limits
@@ -103,8 +104,9 @@ class Bubblewrap:
                 await finish(asyncio.create_task(box.aclose()))
 
     def reap(self, directory: Path) -> int:
-        """Remove what is left of sandboxes; they themselves have died with their parent."""
-        return sum(limits.reap(record) for record in records(directory, limits.RECORD))
+        """End and remove what is left of sandboxes; those that ran have died with their parent."""
+        strays = end_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
+        return strays + sum(limits.reap(record) for record in records(directory, limits.RECORD))
 
     def unavailable(self) -> str | None:
         """Tried by starting one."""

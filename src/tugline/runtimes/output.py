@@ -59,7 +59,7 @@ class Output:
 
     async def _follow(self) -> None:
         while True:
-            await _readable(self._source)
+            await readable(self._source)
             if not await asyncio.to_thread(self._copy):
                 return
             if self._left < 0:
@@ -98,7 +98,8 @@ class Output:
                     os.close(descriptor)
 
 
-async def _readable(descriptor: int) -> None:
+async def readable(descriptor: int) -> None:
+    """Wait until something can be read, or the other end is closed."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(descriptor, ready.set)

@@ -43,8 +43,9 @@ KILLED = -9
 _SCRIPT = r"""
 [ $$ = 1 ] || exit 70
 c=${0%/*}
-exec 3<"$c/ask" 4>"$c/told" </dev/null >/dev/null 2>&1
-read -r key <&3
+exec 5<>"$c/ask" 6<>"$c/told" </dev/null >/dev/null 2>&1
+exec 3<"$c/ask" 4>"$c/told" 5<&- 6<&-
+read -r key <&3 || exit 71
 echo "ready 0 0 $key" >&4
 while read -r said n <&3; do
   [ "$said" = "$key" ] || continue
@@ -55,6 +56,8 @@ while read -r said n <&3; do
   echo "clean $n 0 $key" >&4
 done
 """
+# A pipe that is opened for one direction waits for who opens the other; opened for both before, it
+# does not, so that a shell whose host has died meanwhile reads the end at once.
 # A program's orphans are children of PID 1: each `wait` takes in the dead ones, so that they do
 # not count against the limit of processes. If none can be made for it the shell ends, and all with
 # it; the exit code has been told by then.
