@@ -121,9 +121,9 @@ def test_a_folder_deeper_than_any_path_is_removed(root: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="runs as somebody else, which takes root")
 def test_modes_that_forbid_it_do_not_keep_a_folder(root: Path, tmp_path: Path) -> None:
     """An unprivileged node can clean up behind an agent that ran as the same user."""
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
+    for folder_above in (tmp_path, *tmp_path.parents):
+        if not folder_above.stat().st_mode & 0o001:
+            folder_above.chmod(0o711)
     root.chmod(0o777)
     script = (
         "import os, pathlib, sys; from tugline.runtimes.files import put, remove;"
