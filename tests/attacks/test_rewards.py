@@ -127,6 +127,8 @@ ATTACKS = {
 
 
 TURNS = itertools.count()
+JUDGE_OF_WORK, JUDGE_OF_NONE = Tests(timeout_s=10.0), Tests(timeout_s=3.0)
+"""Shared, for they find out once whether pytest runs here."""
 
 
 def a_task(arena: Arena, script: str, **changes: Any) -> Task:
@@ -168,15 +170,15 @@ async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_earn_a_reward_without_the_work(sandbox: Arena, attack: str) -> None:
     """What is judged is a fresh copy of the task with the agent's sifted changes, in a new box."""
-    assert await earned(sandbox, ATTACKS[attack], Tests(timeout_s=3.0)) == 0.0
+    assert await earned(sandbox, ATTACKS[attack], JUDGE_OF_NONE) == 0.0
 
 
 async def test_honest_work_is_rewarded(sandbox: Arena) -> None:
     """The same task, done; also with every attack that breaks nothing on top of it."""
-    assert await earned(sandbox, HONEST, Tests(timeout_s=10.0)) == 1.0
+    assert await earned(sandbox, HONEST, JUDGE_OF_WORK) == 1.0
     clutter = ("edit the tests", "conftest", "pytest.ini", "write the report", "write reward files")
     script = "; ".join((HONEST, *(f"( {ATTACKS[name]} ) || true" for name in clutter)))
-    assert await earned(sandbox, script, Tests(timeout_s=10.0)) == 1.0
+    assert await earned(sandbox, script, JUDGE_OF_WORK) == 1.0
 
 
 JUDGE = """#!/bin/sh
