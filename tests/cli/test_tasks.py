@@ -205,3 +205,30 @@ def test_a_task_that_cannot_be_tried_has_its_cause(podman: str, tmp_path: Path) 
     assert (lines["unbuilt"]["state"], lines["unbuilt"]["cause"]) == ("error", "image")
     assert "so it is told" in lines["unbuilt"]["why"]
     assert done.returncode == 1
+
+
+def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
+    """A repository is checked out once; one that is not there is named, and the others are had."""
+    why = find("runtime", "bubblewrap")().unavailable()
+    if why is not None:
+        pytest.skip(why)
+    repo = tmp_path / "repo"
+    for words in (
+        ("init", "-q", str(repo)),
+        ("-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@localhost")
+        + ("commit", "-q", "--allow-empty", "-m", "all"),
+    ):
+        subprocess.run(("git", *words), check=True, timeout=20)
+    part = {"harness": {"name": "pi"}, "evaluator": {"name": "tests"}}
+    part |= {"instruction": "x", "runtime": {"name": "bubblewrap"}}
+    tasks = [
+        {"id": name, **part, "workspace": {"repo": str(tmp_path / where), "commit": "HEAD"}}
+        for name, where in (("a", "repo"), ("b", "repo"), ("c", "gone"))
+    ]
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    cache = {"TUGLINE_CACHE": str(tmp_path / "cache")}
+    done = tugline("tasks", "prefetch", tmp_path / "tasks.json", "--json", env=cache)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["workspaces"], len(told["failed"])) == (1, 2, 1), done.stderr
+    assert "gone" in told["failed"][0]
+    assert len(list((tmp_path / "cache").rglob("git-*/.git"))) == 1

@@ -1,4 +1,4 @@
-"""``tugline tasks list | validate``: what is in a task set, and whether its tasks can be done.
+"""``tugline tasks list | validate | prefetch``: what is in a task set, and whether it can be done.
 
 A task is fine when its reference solution earns 1 and doing nothing earns less. Anything else
 would teach a model nothing, or the wrong thing, and is found here without one.
@@ -27,9 +27,10 @@ from tugline.cli.status import Json
 from tugline.errors import ConfigError, UsageError
 from tugline.node.parts import Parts
 from tugline.node.proof import Proof, prove
+from tugline.runtimes import base
 from tugline.tasksets.base import INSTANCE
 from tugline.tasksets.files import Chosen, gather
-from tugline.types import Cause, Part, Task
+from tugline.types import Cause, Part, Task, Workspace
 
 tasks = typer.Typer(help="Task sets.", no_args_is_help=True)
 
@@ -97,6 +98,35 @@ def list_tasks(paths: Paths, *, as_json: Json = False) -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(f"{len(found)} tasks, {sum(task.samples for task in found)} sessions")
+
+
+@tasks.command()
+def prefetch(paths: Paths, *, as_json: Json = False) -> None:
+    """Have the images and repositories of tasks on this machine before sessions ask for them."""
+    wanted: dict[bytes, tuple[Part, list[Workspace]]] = {}
+    for task, _ in gather(paths, folders=True):
+        key = msgspec.msgpack.encode(task.runtime, order="deterministic")
+        wanted.setdefault(key, (task.runtime, []))[1].append(task.workspace)
+    failed = asyncio.run(_prefetch(list(wanted.values())))
+    count = sum(len(set(workspaces)) for _, workspaces in wanted.values())
+    if as_json:
+        typer.echo(msgspec.json.encode({"workspaces": count, "failed": failed}))
+    else:
+        for why in failed:
+            typer.echo(why)
+        typer.echo(f"{count - len(failed)} of {count} workspaces are here")
+    if failed:
+        raise typer.Exit(1)
+
+
+async def _prefetch(wanted: Sequence[tuple[Part, Sequence[Workspace]]]) -> list[str]:
+    failed: list[str] = []
+    with Console(stderr=True, highlight=False).status("prefetching") as status:
+        for part, workspaces in wanted:
+            for number, one in enumerate(dict.fromkeys(workspaces), 1):
+                status.update(f"{part.name}: workspace {number} of {len(set(workspaces))}")
+                failed += await base.prefetch(Parts().runtime(part), [one])
+    return failed
 
 
 @tasks.command()

@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tugline import log
 from tugline.errors import ConfigError
-from tugline.runtimes.base import Box, Place, Runtime
+from tugline.runtimes.base import Box, Place, Runtime, prefetch
 from tugline.runtimes.bubblewrap import Bubblewrap
 from tugline.runtimes.local import Local
+from tugline.types import Workspace
 
 _log = log.get("runtimes")
 
@@ -47,6 +48,11 @@ class Auto:
         runtime = await asyncio.to_thread(self._choose)
         async with runtime.open(directory, place) as box:
             yield box
+
+    async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
+        """As what was chosen has it."""
+        runtime = await asyncio.to_thread(self._choose)
+        return await prefetch(runtime, workspaces)
 
     def reap(self, directory: Path) -> int:
         """What either left: another choice may have been made before."""

@@ -13,7 +13,7 @@ machine is the runtime's business. Files go in and come out by `put`, `get` and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Protocol, runtime_checkable
@@ -163,6 +163,16 @@ class Runtime(Protocol):
     def weaknesses(self) -> Sequence[str]:
         """What it does not keep apart on this machine, a line each. May block."""
         ...
+
+
+async def prefetch(runtime: Runtime, workspaces: Iterable[Workspace]) -> list[str]:
+    """Have images and bases before boxes ask for them; returns why, for each not to be had.
+
+    Runtimes without a ``prefetch`` of their own keep nothing.
+    """
+    own: Callable[[Iterable[Workspace]], Awaitable[list[str]]] | None
+    own = getattr(runtime, "prefetch", None)
+    return [] if own is None else await own(workspaces)
 
 
 def check_path(path: str) -> str:

@@ -19,7 +19,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -102,6 +102,10 @@ class Bubblewrap:
                 yield box
             finally:
                 await finish(asyncio.create_task(box.aclose()))
+
+    async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
+        """Have repositories checked out; returns why, for each that cannot be had."""
+        return await self._bases.prefetch(workspaces)
 
     def reap(self, directory: Path) -> int:
         """End and remove what is left of sandboxes; those that ran have died with their parent."""
