@@ -213,12 +213,10 @@ def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
     if why is not None:
         pytest.skip(why)
     repo = tmp_path / "repo"
-    for words in (
-        ("init", "-q", str(repo)),
-        ("-C", str(repo), "-c", "user.name=a", "-c", "user.email=a@localhost")
-        + ("commit", "-q", "--allow-empty", "-m", "all"),
-    ):
-        subprocess.run(("git", *words), check=True, timeout=20)
+    who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+    for words in (("init", "-q"), (*who, "commit", "-q", "--allow-empty", "-m", "all")):
+        repo.mkdir(exist_ok=True)
+        subprocess.run(("git", "-C", str(repo), *words), check=True, timeout=20)
     part = {"harness": {"name": "pi"}, "evaluator": {"name": "tests"}}
     part |= {"instruction": "x", "runtime": {"name": "bubblewrap"}}
     tasks = [
