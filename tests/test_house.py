@@ -66,9 +66,9 @@ def test_everything_is_within_its_budget() -> None:
         ("lines in a package face", 60, [(_name(path), _lines(path)) for path in faces]),
         # 14,000 were meant for one dialect and one template. There are four APIs, 28 templates and
         # six engine formats (9,400 lines), a room each that shows, verifies, exports and replays
-        # what was recorded (5,400), a durable server on two databases with its API, its nodes, clients,
-        # metrics and traces (13,000), and four kinds of sandbox with their networks, images and
-        # workspaces, a toolbox of agents, seven evaluators and three task sets (11,700).
+        # what was recorded (5,400), a durable server on two databases with its API, its nodes,
+        # clients, metrics and traces (13,000), and four kinds of sandbox with their networks,
+        # images and workspaces, a toolbox of agents, seven evaluators, three task sets (11,700).
         ("lines in all", 53_500, [("tugline", sum(map(_lines, SOURCES)))]),
     ]
     over = [
