@@ -68,9 +68,7 @@ async def test_parts_written_as_the_pages_say_work(
 @pytest.mark.parametrize("part", BUILT_IN["harness"])
 def test_every_option_of_a_harness_has_a_row(part: str) -> None:
     """The table of docs/configuration.md names each option, below its harness."""
-    text = (
-        (DOCS / "configuration.md").read_text().partition("### Harnesses")[2].partition("###")[0]
-    )
+    text = (DOCS / "configuration.md").read_text().partition("### Harnesses")[2].partition("###")[0]
     named: dict[str, set[str]] = {}
     current = ""
     for harness, options in re.findall(r"^\| (?:`(\w+)`)? *\|([^|]*)\|", text, re.MULTILINE):
