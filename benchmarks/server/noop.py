@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import aiohttp
 
 from tugline.errors import RuntimeFault
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.harnesses.base import Launch, Seat
-from tugline.runtimes.base import Exit
+from tugline.runtimes.base import MOST, Content, Exit, Place
+from tugline.runtimes.patch import Caps, Patch
 from tugline.types import Reward
 
 
@@ -49,9 +50,7 @@ class Memory:
         self._client: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, files: Mapping[str, str] | None = None
-    ) -> AsyncIterator[MemoryBox]:
+    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[MemoryBox]:
         """Three empty folders: what is told of an agent is read from there."""
         if self._client is None:
             self._client = aiohttp.ClientSession()  # as long as the process
@@ -65,6 +64,14 @@ class Memory:
         """Nothing can be left."""
         return 0
 
+    def unavailable(self) -> str | None:
+        """It is everywhere."""
+        return None
+
+    def weaknesses(self) -> Sequence[str]:
+        """Nothing runs in it."""
+        return ()
+
 
 class MemoryBox:
     """See `tugline.runtimes.base.Box`."""
@@ -73,8 +80,20 @@ class MemoryBox:
         self.workdir, self.home = directory / "work", directory / "home"
         self.logs, self._client = directory / "logs", client
 
-    async def write(self, root: Path, files: Mapping[str, str]) -> None:
+    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """There are none."""
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """There are none."""
+        return None
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """Nothing was done."""
+        return Patch()
+
+    async def reach(self, url: str) -> str:
+        """As it is."""
+        return url
 
     async def run(
         self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log_name: str = ""

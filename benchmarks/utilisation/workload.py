@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,9 @@ from tugline.evaluators.base import Outcome, Verdict
 from tugline.harnesses.base import Launch, Seat
 from tugline.node.admission import Pressure
 from tugline.node.parts import Parts as Made
-from tugline.runtimes.base import Box, Exit
+from tugline.runtimes.base import MOST, Box, Content, Exit, Place
 from tugline.runtimes.clock import Clock, limit
+from tugline.runtimes.patch import Caps, Patch
 from tugline.types import (
     Call,
     Failure,
@@ -157,9 +158,7 @@ class Rollouts:
 
     # ------------------------------------------------------------------ runtime
     @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, files: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Box]:
+    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:
         """A box without folders of its own, after the time that it takes to open."""
         session = directory.parent.name.rpartition(".")[0]
         agent = directory.name == "agent"
@@ -169,6 +168,14 @@ class Rollouts:
     def reap(self, directory: Path) -> int:
         """Nothing is ever left."""
         return 0
+
+    def unavailable(self) -> str | None:
+        """It is everywhere."""
+        return None
+
+    def weaknesses(self) -> Sequence[str]:
+        """Nothing runs in it."""
+        return ()
 
     async def agent(self, session: str) -> None:
         """What its program does."""
@@ -186,7 +193,7 @@ class Rollouts:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         """Half a point."""
         async with outcome.open_box({}) as box:
-            session = box.workdir.parent.parent.name.rpartition(".")[0]
+            session = box.logs.parent.parent.name.rpartition(".")[0]
             await asyncio.sleep(draw(self.seed, session).judging)
         self.marks.judged[session] = time.monotonic()
         return Verdict(Reward(0.5), {})
@@ -218,8 +225,20 @@ class _Box:
         (self.logs / "agent.log").touch()
         self._rollouts = rollouts
 
-    async def write(self, root: Path, files: Mapping[str, str]) -> None:
+    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """There are none."""
+
+    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+        """There are none."""
+        return None
+
+    async def changes(self, caps: Caps | None = None) -> Patch:
+        """Nothing was done."""
+        return Patch()
+
+    async def reach(self, url: str) -> str:
+        """As it is."""
+        return url
 
     async def run(
         self,
