@@ -103,7 +103,11 @@ class Box(Protocol):
         ...
 
     async def changes(self, caps: Caps | None = None) -> Patch:
-        """What programs did to the workdir since the box was opened; none of them runs any more."""
+        """What programs did to the workdir since the box was opened.
+
+        None of them runs any more, and what `reach` opened is closed: programs that are run after
+        this, by an evaluator that is in place, have no network.
+        """
         ...
 
     async def reach(self, url: str) -> str:

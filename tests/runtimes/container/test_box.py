@@ -252,7 +252,7 @@ exit 0
 
 
 async def test_reached_url_is_all_that_answers(container: Container, tmp_path: Path) -> None:
-    """A URL of this machine is reached through loopback, also after the box was killed."""
+    """A URL of this machine is reached by loopback, also after a kill, until work is looked at."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -270,6 +270,8 @@ async def test_reached_url_is_all_that_answers(container: Container, tmp_path: P
             assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
         direct = f"http://127.0.0.1:{port}/"
         assert (await box.run(["python3", "-c", fetch, direct], env={}, timeout_s=30)).code == 1
+        await box.changes()
+        assert (await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)).code == 1
 
 
 async def test_mounts_are_read_only_or_its_own(container: Container, tmp_path: Path) -> None:

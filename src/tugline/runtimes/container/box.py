@@ -273,7 +273,9 @@ class ContainerBox:
         raise UsageError(msg)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
-        """What programs did to the workdir."""
+        """What programs did to the workdir; the doors are closed before it is looked at."""
+        await self._doors.aclose()
+        self._doors = Doors(self._limits.allow)
         return await asyncio.to_thread(self._layer.changes, caps)
 
     async def snapshot(self, to: Path) -> None:
