@@ -359,9 +359,9 @@ async def test_tls_goes_through_to_its_host(place: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("allow", "url", "says"),
     [
-        ("pypi.org:443", "http://example.org/", "example.org:80 is not on this sandbox's"),
-        ("pypi.org:443", "http://pypi.org/", "pypi.org:80 is not on"),
-        ("*.pypi.org:80", "http://pypi.org/", "pypi.org:80 is not on"),
+        ("example.com:443", "http://example.org/", "example.org:80 is not on this sandbox's"),
+        ("example.com:443", "http://example.com/", "example.com:80 is not on"),
+        ("*.example.com:80", "http://example.com/", "example.com:80 is not on"),
         ("localhost:*", "http://localhost:8080/", "localhost leads to .*, which is no public"),
         ("*:*", "http://127.1:8080/", "leads to 127.0.0.1, which is no public address"),
         ("*:*", "http://2130706433:8080/", "leads to 127.0.0.1"),
@@ -404,7 +404,7 @@ try:
     s.sendall(bytes.fromhex(sys.argv[1])); print(s.recv(100))
 except ConnectionResetError: print("reset")
 """
-    async with server(page) as gateway, doors("pypi.org:443") as made:
+    async with server(page) as gateway, doors("example.com:443") as made:
         await made.open(place, f"http://127.0.0.1:{gateway}")
         got = await said(place, send, sent.hex()) if len(sent) < 9999 else ""
         assert not got or "400 Bad Request" in got
@@ -413,11 +413,11 @@ except ConnectionResetError: print("reset")
 
 async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
     """No variable tells of one; with a list they do as soon as the box reaches its gateway."""
-    async with server(page) as port, doors() as without, doors("pypi.org:443") as made:
+    async with server(page) as port, doors() as without, doors("example.com:443") as made:
         await without.open(place, f"http://127.0.0.1:{port}")
         assert without.env == {}
         assert made.env == {}
-    async with server(page) as port, doors("pypi.org:443") as made:
+    async with server(page) as port, doors("example.com:443") as made:
         await made.open(place, f"http://127.0.0.1:{port}")
         assert made.env["HTTPS_PROXY"] == f"http://127.0.0.1:{PROXY_PORT}"
         assert made.env["NO_PROXY"].split(",") == ["127.0.0.1", "localhost"]
@@ -426,8 +426,23 @@ async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("pypi.org", "pypi.org:", "pypi.org:0", "pypi.org:65536", "https://pypi.org:443", "a.*:1"),
-        *("*pypi.org:443", "pypi.org:443/x", "", "::1:80", "[pypi.org]:80", "[12::g]:80", "a b:1"),
+        *(
+            "example.com",
+            "example.com:",
+            "example.com:0",
+            "example.com:65536",
+            "https://example.com:443",
+            "a.*:1",
+        ),
+        *(
+            "*example.com:443",
+            "example.com:443/x",
+            "",
+            "::1:80",
+            "[example.com]:80",
+            "[12::g]:80",
+            "a b:1",
+        ),
     ],
 )
 def test_a_pattern_that_is_none_is_told(pattern: str) -> None:

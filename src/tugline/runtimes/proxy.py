@@ -53,7 +53,7 @@ class _Refused(Exception):
 
 
 class AllowList:
-    """Hosts that may be reached: ``pypi.org:443``, ``*.debian.org:80``, ``[2001:db8::1]:80``.
+    """Hosts that may be reached: ``example.com:443``, ``*.example.net:80``, ``[2001:db8::1]:80``.
 
     ``*.name`` is every name below it, ``*`` any name or port. Raises `ConfigError`.
     """
@@ -83,8 +83,8 @@ def _parsed(pattern: str) -> tuple[str, int | None]:
     port = found["port"] if found else ""
     if found is None or (port != "*" and not 0 < int(port) < 1 << 16):
         msg = (
-            f"option allow: {pattern!r} must be a host and its port, such as 'pypi.org:443' or "
-            "'*.debian.org:80'"
+            f"option allow: {pattern!r} must be a host and its port, such as 'example.com:443' or "
+            "'*.example.net:80'"
         )
         raise ConfigError(msg)
     host = found["host"].lower()
