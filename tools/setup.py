@@ -71,7 +71,7 @@ def install_torch() -> None:
 
 def install_tugline() -> None:
     """Install this checkout, editable, with everything that the demo and the tests need."""
-    say("installing tugline[train,demo,dev] (about 150 MB; a minute or two)")
+    say("installing tugline[train,demo,dev] (about 300 MB; a minute or two)")
     if not pip("install", *PATIENCE, "--editable", f"{ROOT}[train,demo,dev]"):
         give_up()
 
