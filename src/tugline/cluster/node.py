@@ -33,6 +33,7 @@ class Worker:
     node: Node
     gateway: Gateway
     metrics: NodeMetrics
+    parts: Parts
 
 
 @contextlib.asynccontextmanager
@@ -64,18 +65,18 @@ async def worker(
         )
         watch = Watch(node=settings.name, model=gateway.card.id, calls=gateway.calls, tracer=tracer)
         stack.push_async_callback(watch.close)
-        engines = Engines(settings.engines)
+        engines, parts = Engines(settings.engines), Parts()
         await stack.enter_async_context(engines.looking())
         node = Node(
             dispatcher,
             gateway,
-            Parts(),
+            parts,
             folder,
             settings,
             segments=None if keep else segments,
             observer=watch,
         )
-        yield Worker(node, gateway, NodeMetrics(node, watch, gateway.traffic, engines))
+        yield Worker(node, gateway, NodeMetrics(node, watch, gateway.traffic, engines), parts)
 
 
 def name_of(told: Settings) -> str:

@@ -16,6 +16,7 @@ from tugline.cluster.stopping import stopping
 from tugline.node.app import Node
 from tugline.protocol import Dispatcher
 from tugline.serving import serve, settle
+from tugline.types import Part
 
 NODES = "nodes"
 Run = Callable[[Worker], Awaitable[None]]
@@ -76,5 +77,6 @@ async def _work(told: Settings, folder: Path, server: Dispatcher, say: Say, run:
             node = working.node
             model, mode = working.gateway.card.id, reached.upstream.wire.mode
             say(f"node {name} is up: {told.node.slots} slots, {model} in {mode} mode")
+            await working.parts.introduce(Part("auto"))  # what tasks get that name no runtime
             settle()
             await run(working)
