@@ -121,7 +121,15 @@ class Bubblewrap:
         try:
             ground = self._look()
             done = subprocess.run(
-                ["bwrap", *ground.arguments, *view.closing(), "/bin/sh", "-c", "exit 0"],
+                [
+                    "bwrap",
+                    *ground.arguments,
+                    *ground.shown,
+                    *view.closing(),
+                    "/bin/sh",
+                    "-c",
+                    "exit 0",
+                ],
                 capture_output=True,
                 timeout=_PROBE_S,
                 check=False,
@@ -153,9 +161,9 @@ class Bubblewrap:
                 place = f"{cache_folder()}: {error.strerror}; set TUGLINE_CACHE elsewhere"
                 msg = f"cannot write to {place}"
                 raise RuntimeFault(msg) from error
-            arguments = view.arguments(etc, self._readable)
+            first, shown = view.arguments(etc), view.shown(self._readable)
             watchers = ThreadPoolExecutor(_WATCHERS, thread_name_prefix="tugline-watch")
-            self._ground = Ground(tuple(arguments), seccomp(), limits.places(), watchers)
+            self._ground = Ground(tuple(first), tuple(shown), seccomp(), limits.places(), watchers)
         return self._ground
 
 

@@ -11,6 +11,7 @@ Ports are the same in every sandbox, so that all samples of a task see the same 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -75,11 +76,26 @@ class Doors:
             wanted[PROXY_PORT] = Proxy(self._allow).dial
         for port in wanted.keys() - self._relays.keys():
             try:
-                listener = await asyncio.to_thread(inside.listen, pid, port)
+                listener = await _listener(pid, port)
             except OSError as error:
                 msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
                 raise NetworkFault(msg) from error
             self._relays[port] = await Relay(wanted[port]).serve(listener)
+
+
+async def _listener(pid: int, port: int) -> socket.socket:
+    """Made in a thread, which cannot be stopped: nobody may want it any more when it is there."""
+    making = asyncio.create_task(asyncio.to_thread(inside.listen, pid, port))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close)
+        raise
+
+
+def _close(made: asyncio.Task[socket.socket]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
 
 
 def _to(host: str, port: int) -> Dial:

@@ -42,7 +42,9 @@ class Ground(msgspec.Struct, frozen=True):
     """What all boxes of a runtime have in common on this machine."""
 
     arguments: tuple[str, ...]
-    """For bwrap."""
+    """For bwrap: what comes first."""
+    shown: tuple[str, ...]
+    """And what comes after ``/tmp``."""
     filter: bytes
     """Of system calls; empty where there is none."""
     places: Places
@@ -209,6 +211,7 @@ class BubblewrapBox:
         args = list(self._ground.arguments)
         args += ["--ro-bind", str(self._directory / "control"), INSIDE]
         args += ["--bind", str(self._directory / "tmp"), "/tmp"]  # noqa: S108
+        args += self._ground.shown
         args += ["--bind", str(self._directory / "home"), str(self.home)]
         args += ["--bind", str(self._layer.work), str(self.workdir)]
         for target, (source, writable) in self._mounts.items():

@@ -46,19 +46,22 @@ SHARED_MB = 256
 """Size of ``/dev/shm``."""
 
 
-def arguments(etc: Path, readable: Sequence[str]) -> list[str]:
+def arguments(etc: Path) -> list[str]:
     """For ``bwrap``: the namespaces and all that boxes have in common. `etc` is `copied_etc`'s.
 
-    The root stays writable until `closing`, for what a box adds.
+    The root stays writable until `closing`, for what a box adds: its ``/tmp``, then `shown`.
     """
     args = [*_NAMESPACES, "--ro-bind", "/usr", "/usr", *_system_links()]
     args += ["--ro-bind", str(etc), "/etc"]
     args += ["--dev", "/dev", "--size", str(SHARED_MB << 20), "--tmpfs", "/dev/shm"]  # noqa: S108
     args += ["--remount-ro", "/dev", *_proc()]
-    for folder in (*pythons(), *readable):
-        args += ["--ro-bind", folder, folder]
     args += ["--setenv", "PATH", path(), "--setenv", "LANG", "C.UTF-8"]
     return [*args, "--setenv", "HOME", str(HOME), "--setenv", "TMPDIR", "/tmp"]  # noqa: S108
+
+
+def shown(readable: Sequence[str]) -> list[str]:
+    """Further arguments: folders at their own paths, which may be below ``/tmp``."""
+    return [word for one in (*pythons(), *readable) for word in ("--ro-bind", one, one)]
 
 
 def closing() -> list[str]:
