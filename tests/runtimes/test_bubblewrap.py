@@ -20,6 +20,7 @@ from tugline.runtimes.base import Box, Exit, Mount, Place
 from tugline.runtimes.bubblewrap import Bubblewrap
 from tugline.runtimes.limits import places
 from tugline.runtimes.patch import Change
+from tugline.runtimes.view import pythons
 from tugline.types import Cause, Workspace
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -113,7 +114,8 @@ async def test_a_program_sees_only_what_it_is_given(
     assert seen == {"PATH", "LANG", "HOME", "TMPDIR", "GIVEN"}
     hidden = "/home/* /var/* /run/* /tmp/* /mnt /media /srv /boot /sys /etc/shadow"
     await sh(box, f"echo ===; ls -d {hidden} 2>/dev/null")
-    there = log(box).rpartition("===")[2].split()
+    ours = {str(Path("/", *Path(one).parts[1:3])) for one in pythons()}  # wherever it lies
+    there = [one for one in log(box).rpartition("===")[2].split() if one not in ours]
     assert there == ["/home/agent", "/run/tugline", "/var/tmp"]  # noqa: S108
     done = await sh(box, "touch /x /usr/x /etc/x /dev/x /run/tugline/x 2>&1 | grep -c Read-only")
     assert (done.code, log(box).splitlines()[-1]) == (0, "5")
