@@ -63,6 +63,7 @@ def body(name: str, draw: random.Random, callback: str) -> dict[str, Any]:
         "instruction": json.dumps(plan),
         "harness": {"name": "shell", "options": {"command": agent}},
         "evaluator": {"name": "chaos.judge:Answer"},
+        "runtime": {"name": "local"},  # agents are told apart by the folder they are in
         "samples": GROUP,
         "limits": {"agent_s": 60.0},
         "tenant": draw.choice(("one", "two")),
