@@ -143,7 +143,7 @@ async def test_pi_takes_any_instruction_for_text(
 
 
 @pytest.mark.pi
-async def test_pi_in_a_network_of_its_own() -> None:
+async def test_pi_in_a_network_of_its_own(tmp_path: Path) -> None:
     """The harness needs no connection but the model's: with loopback alone it works as ever."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare program here")
@@ -156,6 +156,7 @@ async def test_pi_in_a_network_of_its_own() -> None:
     inside = await asyncio.create_subprocess_exec(
         *("unshare", "-rn", "sh", "-c", 'ip link set lo up || exit 77; exec "$@"', "sh"),
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test),
+        f"--basetemp={tmp_path / 'inside'}",  # not among those of runs beside this one
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
