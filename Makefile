@@ -57,7 +57,7 @@ test-chaos: $(STAMP) ## the long tests: everything killed with kill -9, frozen, 
 
 test-harnesses: $(STAMP) ## every real harness against the gateway and a scripted model, without internet
 	@$(BIN)/python tools/podman.py
-	@$(BIN)/pytest -m harness $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m harness $(ARGS)
 
 test-engines: $(STAMP) ## the gateway against real vLLM and SGLang servers on CPU (4 GB on first use)
 	@$(BIN)/python tools/engines.py
@@ -69,7 +69,7 @@ test-browser: $(STAMP) ## the page of a session in a real Chromium (root on Debi
 
 test-sandboxes: $(STAMP) ## the tests that run containers, with a real Podman (root on Debian gets one installed)
 	@$(BIN)/python tools/podman.py
-	@$(BIN)/pytest -m "podman and not harness" $(ARGS)
+	@$(BIN)/pytest $(SPREAD) -m "podman and not harness" $(ARGS)
 
 bench: $(STAMP) ## the gateway against a bare proxy, the embedded engine against transformers
 	@$(BIN)/tugline bench gateway $(ARGS)
