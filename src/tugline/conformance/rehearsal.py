@@ -167,6 +167,7 @@ async def _session(cell: Cell, stage: Stage, gateway: Gateway, box: Box) -> Exit
         instruction=next(iter(stage.scripts)),
         harness=Part(cell.harness, options),
         evaluator=Part("tests"),
+        runtime=Part("local"),
         files=dict(stage.files),
         limits=Limits(max_turns=stage.max_turns),
     )

@@ -80,7 +80,8 @@ class Python:
 
         self._installed = True
         await once(self.folder, fill, trial)
-        own = await _in_toolbox()
+        # Whoever made it may have had another Python than this one.
+        own = await asyncio.to_thread((self.folder / "bin" / "python").resolve)
         folders = (self.folder, own.parent.parent)
         self._mounts = (
             *(Mount(str(folder), str(folder)) for folder in folders),

@@ -29,7 +29,7 @@ from tugline.replay.difference import Difference
 from tugline.replay.masks import Masks, places
 from tugline.replay.place import SamePlace, Start, mountable
 from tugline.replay.recorded import Live, Recorded
-from tugline.runtimes.base import Runtime
+from tugline.runtimes.base import HOME, Runtime
 from tugline.tokenizer import Tokenizer
 from tugline.types import Boundary, Call, Failure, Mode, Part, Reward, Session, Status, Task
 
@@ -238,14 +238,17 @@ def _places(directory: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def _place(header: Header) -> Iterator[Start | None]:
     """How programs are started to find their folder where the recorded ones did; None if not."""
-    old = Path(header.workdir).parent
-    # Sandboxes give every session the same folders.
-    apart = header.task.runtime.name not in {"auto", "local"} or old == Path(old.anchor)
-    if not header.workdir or Path(header.home).parent != old or apart:
+    if not _was_local(header) or Path(header.home).parent != Path(header.workdir).parent:
         yield None
         return
-    with mountable(old) as start:
+    with mountable(Path(header.workdir).parent) as start:
         yield start
+
+
+def _was_local(header: Header) -> bool:
+    """Whether its session had folders of its own; sandboxes give the same ones to all."""
+    named = header.task.runtime.name in {"auto", "local"}
+    return named and bool(header.workdir) and Path(header.home) != Path(HOME)
 
 
 class _Parts(Parts):
@@ -254,10 +257,11 @@ class _Parts(Parts):
     def __init__(self, header: Header, start: Start | None) -> None:
         super().__init__()
         self._old, self._start = Path(header.workdir).parent, start
+        self._was_local = _was_local(header)
 
     def runtime(self, part: Part) -> Runtime:
         """The place where it runs."""
-        inner = super().runtime(part)
+        inner = super().runtime(Part("local") if self._was_local and part.name == "auto" else part)
         return inner if self._start is None else SamePlace(inner, self._old, self._start)
 
 
