@@ -135,7 +135,9 @@ def repository(folder: Path) -> Path:
         ("-c", "user.name=x", "-c", "user.email=x@localhost", "commit", "-qm", "all"),
         ("gc", "-q"),
     ):
-        subprocess.run(("git", "-C", str(folder), *command), check=True)
+        # A commit of so many files begins to tidy up beside us, and holds the lock for it.
+        quiet = ("-c", "gc.auto=0", "-c", "maintenance.auto=false")
+        subprocess.run(("git", "-C", str(folder), *quiet, *command), check=True)
     return folder
 
 
