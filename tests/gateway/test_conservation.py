@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from rig import Rig, ids, rig, says, text_of
 from tugline.builders.prefix_merging import PrefixMerging
+from tugline.gateway.sessions import LiveSession
 from tugline.inference.scripted import Reply
-from tugline.types import Ids, Outcome
+from tugline.types import Call, Ids, Outcome
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1).map(
     lambda text: f"<{text}> wörter 界 " + " ".join(text) + " end."
@@ -74,3 +75,31 @@ async def test_an_answer_is_whole_wherever_it_is_cut(
     ledger = PrefixMerging().build(calls).ledger
     assert ledger.balanced
     assert ledger.trained == ledger.sampled == len(ids(text))
+
+
+async def test_a_client_that_comes_back_while_its_answer_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It waits until what there is of it is recorded, and gets that and the rest."""
+    monkeypatch.setattr("tugline.gateway.proxy.GRACE_S", 0.0)
+    keep, writing = LiveSession.append, asyncio.Event()
+
+    async def slowly(self: LiveSession, call: Call) -> None:
+        writing.set()
+        await asyncio.sleep(0.2)
+        await keep(self, call)
+
+    monkeypatch.setattr(LiveSession, "append", slowly)
+    text = "one two three four five six seven eight nine ten " * 4 + "end."
+    async with rig(tmp_path, cut_at(text, []), cut_at(text, [])) as it:
+        response = await it.post(it.body(stream=True))
+        await response.content.readany()
+        response.close()
+        async with asyncio.timeout(5):
+            await writing.wait()
+        async with it.post(it.body(stream=True)) as response:
+            told = text_of(await response.text())
+        calls = it.calls
+    assert told == text
+    assert [call.outcome for call in calls] == [Outcome.CLIENT_GONE, Outcome.COMPLETE]
+    assert np.concatenate([call.sampled_ids for call in calls]).tolist() == ids(text)

@@ -12,9 +12,12 @@ import re
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
+
+import msgspec
 
 from tugline import log
 from tugline.capture import segments
@@ -293,19 +296,12 @@ class Gateway:
             tell = dialect.models([card.id], window, 0) if many else dialect.model(name, window, 0)
             await http.reply(200, tell)
             return
-        incoming = Incoming(
-            incoming.method,
-            incoming.version,
-            incoming.path,
-            incoming.query,
-            incoming.headers,
-            await http.body(),
-        )
+        incoming = msgspec.structs.replace(incoming, body=await http.body())
         request = dialect.parse(incoming, live.memory)
         if action is Action.COUNT:
             await http.reply(200, dialect.count(self._count(live, request)))
             return
-        exchange = self._begin(http, live, dialect, request, incoming.body)
+        exchange = await self._begin(http, live, dialect, request, incoming.body)
         await self._answer(http, dialect, request, exchange)
 
     def _count(self, live: LiveSession, request: Request) -> int:
@@ -315,7 +311,7 @@ class Gateway:
             raise Unsupported(msg)
         return len(live.conversation.plan(request.messages, request.tools).prompt)
 
-    def _begin(
+    async def _begin(
         self, http: Http, live: LiveSession, dialect: Dialect, request: Request, body: bytes
     ) -> Exchange:
         """A new exchange, or the one that this request repeats."""
@@ -323,7 +319,11 @@ class Gateway:
         body = b"" if self._raw == "none" else capped(body, self._raw_limit)
         fresh = Exchange(live, dialect, request, body, self._backend)
         retry = http.headers.get(_RETRY, "0") != "0"
-        old = next((old for old in reversed(recent) if repeats(old, fresh, retry=retry)), None)
+        repeated = partial(repeats, new=fresh, retry=retry)
+        old = next(filter(repeated, reversed(recent)), None)
+        if old is not None and old.ending:  # given up: what there is of it can be taken up soon
+            await old.settled()
+            old = next(filter(repeated, reversed(recent)), None)
         if old is not None and not old.broke_off:
             live.note(EventKind.REPEATED, call=old.draws[0].number)
             return old

@@ -60,6 +60,8 @@ class Exchange:
         self._task: asyncio.Task[None] | None = None
         self._leaving: asyncio.TimerHandle | None = None
         self._followers = 0
+        self.ending = False
+        """Whether it was given up, and is only recorded any more; nobody may follow it."""
 
     def start(self, earlier: Exchange | None = None) -> None:
         """Begin sampling, going on from where `earlier` broke off. Raises `RequestError`."""
@@ -203,6 +205,7 @@ class Exchange:
         self._leaving = None
         if self._followers > 0 or self.done or self._task is None:
             return
+        self.ending = True
         if self.request.stream or len(self.draws) > 1:
             self._task.cancel()
         else:
