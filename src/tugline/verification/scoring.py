@@ -57,6 +57,8 @@ class Scorer:
     card: Card
     version: int | None
     """Of its weights; None where it does not say."""
+    longest: int | None
+    """Ids that one request may hold; None where it does not say."""
 
     @property
     def embedded(self) -> bool:
@@ -64,12 +66,11 @@ class Scorer:
         return self.card.owned_by == "tugline"
 
     async def logprobs(self, ids: Ids, start: int, temperature: float = 1.0) -> Logprobs:
-        """Of ``ids[start:]``, `start` at least 1; NaN for those beyond the window.
+        """Of ``ids[start:]``, `start` at least 1; NaN for those beyond `longest`.
 
         `temperature` is for the embedded engine. Raises `EngineError`.
         """
-        window = self.card.max_model_len
-        asked = ids[: window - 1] if window else ids  # engines want room for one more
+        asked = ids[: self.longest]
         found = np.full(len(ids) - start, np.nan, np.float32)
         if len(asked) > start:
             ask = self._sglang if self.card.owned_by == "sglang" else self._completion
@@ -127,7 +128,21 @@ async def scorer_at(url: str) -> AsyncIterator[Scorer]:
         told = await direct.facts(_OWNERS[card.owned_by])
         told = told["data"][0] if card.owned_by == "tugline" else told
         version = told.get("weight_version")
-        yield Scorer(direct, card, None if version is None else number(str(version)))
+        yield Scorer(
+            direct,
+            card,
+            version=None if version is None else number(str(version)),
+            longest=await _longest(direct, card),
+        )
+
+
+async def _longest(direct: Direct, card: Card) -> int | None:
+    """Engines want room for one id more; SGLang for a few, and its own bound is one too many."""
+    if card.owned_by == "sglang":
+        bound = (await direct.facts("/server_info")).get("max_req_input_len")
+        if isinstance(bound, int):
+            return bound - 1
+    return card.max_model_len - 1 if card.max_model_len else None
 
 
 def _decoded(raw: bytes, kind: type[T]) -> T:
@@ -168,7 +183,7 @@ def _heat(call: Call, scorer: Scorer) -> float:
 async def recompute(scorer: Scorer, calls: Sequence[Call]) -> dict[int, Logprobs]:
     """Log probabilities of each call's sampled ids, by its number; raises `EngineError`.
 
-    NaN where the engine's window ends; calls without ids are left out.
+    NaN beyond what the engine takes in one request; calls without ids are left out.
     """
     found: dict[int, Logprobs] = {}
     for chain in chains(calls):
