@@ -32,7 +32,7 @@ from rich.table import Table
 from tugline import log
 from tugline.plugins import find
 from tugline.runtimes.base import Box, Place, Runtime
-from tugline.runtimes.layers import Layer
+from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Workspace
 
 RUNTIMES = ("local", "bubblewrap", "container", "apptainer")

@@ -24,9 +24,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "shell": "tugline.harnesses.shell:Shell",
     },
     "runtime": {
-        "apptainer": "tugline.runtimes.apptainer:Apptainer",
+        "apptainer": "tugline.runtimes.apptainer.runtime:Apptainer",
         "auto": "tugline.runtimes.auto:Auto",
-        "bubblewrap": "tugline.runtimes.bubblewrap:Bubblewrap",
+        "bubblewrap": "tugline.runtimes.bubblewrap.runtime:Bubblewrap",
         "container": "tugline.runtimes.container.runtime:Container",
         "local": "tugline.runtimes.local:Local",
     },

@@ -16,7 +16,7 @@ from tugline.evaluators.base import Evaluator, Outcome, Verdict
 from tugline.evaluators.tests import Tests
 from tugline.evaluators.weighted import Weighted
 from tugline.runtimes.base import Box, Content, Place, Runtime
-from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
 from tugline.runtimes.container.runtime import Container
 from tugline.types import Workspace
 

@@ -20,7 +20,7 @@ from tugline.node import session as rollouts
 from tugline.node.course import Course
 from tugline.node.parts import Parts
 from tugline.node.session import roll_out
-from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
 from tugline.types import (
     HANDLING,
     Cause,

@@ -15,7 +15,7 @@ from tugline.node.parts import Parts
 from tugline.node.settings import NodeSettings
 from tugline.node.stats import Stats
 from tugline.runtimes.local import Local
-from tugline.runtimes.processes import start_time
+from tugline.runtimes.programs.processes import start_time
 
 KB = 1 << 10
 

@@ -16,10 +16,10 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tugline.errors import ConfigError, ImageFault, RuntimeFault, UsageError
-from tugline.runtimes.apptainer import Apptainer
+from tugline.runtimes.apptainer.runtime import Apptainer
 from tugline.runtimes.base import HOME, WORKDIR, Mount, Place
-from tugline.runtimes.mounts import unmount_all
 from tugline.runtimes.patch import Change, Patch
+from tugline.runtimes.workspaces.mounts import unmount_all
 from tugline.types import Workspace
 
 STAND_IN = f"""#!{sys.executable}
@@ -205,7 +205,7 @@ async def test_what_a_killed_node_left_is_ended(
     script = f"""if True:
         import asyncio
         from pathlib import Path
-        from tugline.runtimes.apptainer import Apptainer
+        from tugline.runtimes.apptainer.runtime import Apptainer
         from tugline.runtimes.base import Place
         from tugline.types import Workspace
         async def main():

@@ -9,7 +9,7 @@ from tugline.errors import ConfigError
 from tugline.plugins import find
 from tugline.runtimes.auto import Auto
 from tugline.runtimes.base import Place
-from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
 
 
 async def test_a_sandbox_is_taken_where_there_is_one(tmp_path: Path) -> None:

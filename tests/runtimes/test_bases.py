@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import ConfigError, UsageError, WorkspaceFault
-from tugline.runtimes import repos
-from tugline.runtimes.bases import Bases
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.mounts import mounted
+from tugline.runtimes.workspaces import repos
+from tugline.runtimes.workspaces.bases import Bases
+from tugline.runtimes.workspaces.layers import Layer
+from tugline.runtimes.workspaces.mounts import mounted
 from tugline.types import Workspace
 
 
@@ -58,7 +58,9 @@ def python(script: str, *argv: str) -> subprocess.Popen[str]:
     """Another process with a cache."""
     begin = "import asyncio, sys\nfrom pathlib import Path\nfrom tugline import log\n"
     begin += "log.configure()\n"
-    begin += "from tugline.runtimes.bases import Bases\nfrom tugline.types import Workspace\n"
+    begin += (
+        "from tugline.runtimes.workspaces.bases import Bases\nfrom tugline.types import Workspace\n"
+    )
     argv = (sys.executable, "-c", begin + script + "\nasyncio.run(main())", *argv)
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 

@@ -17,10 +17,10 @@ import pytest
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError, WorkspaceFault
 from tugline.runtimes.base import Box, Exit, Mount, Place
-from tugline.runtimes.bubblewrap import Bubblewrap
-from tugline.runtimes.limits import places
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
+from tugline.runtimes.bubblewrap.view import pythons
 from tugline.runtimes.patch import Change
-from tugline.runtimes.view import pythons
+from tugline.runtimes.programs.limits import places
 from tugline.types import Cause, Workspace
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -292,9 +292,10 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
         done = await box.run(eat, env={}, timeout_s=20)
         assert (done.code, done.cause) == (-signal.SIGKILL, Cause.AGENT_MEMORY)
         fill = "head -c 200000000 /dev/zero >/dev/shm/x"
-        assert (await sh(box, fill)).cause is Cause.AGENT_MEMORY
-        done = await sh(box, "exit 4")
-        assert (done.code, done.cause) == (4, None)
+        for _ in range(3):  # what the last one filled is gone
+            assert (await sh(box, fill)).cause is Cause.AGENT_MEMORY
+            done = await sh(box, "test ! -e /dev/shm/x && exit 4")
+            assert (done.code, done.cause) == (4, None)
 
 
 @pytest.mark.usefixtures("runtime")
@@ -406,7 +407,7 @@ def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path
     """A sandbox that was being made when its parent died finds nobody at home, and ends."""
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
-        from tugline.runtimes.bubblewrap import Bubblewrap
+        from tugline.runtimes.bubblewrap.runtime import Bubblewrap
         async def session(runtime, number):
             async with runtime.open(pathlib.Path({str(tmp_path)!r}) / str(number)) as box:
                 await box.run(("sleep", "99"), env={{}}, timeout_s=99)
@@ -442,7 +443,7 @@ def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> 
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
         from tugline.runtimes.base import Place
-        from tugline.runtimes.bubblewrap import Bubblewrap
+        from tugline.runtimes.bubblewrap.runtime import Bubblewrap
         from tugline.types import Workspace
         async def main():
             place = Place(workspace=Workspace(folder={str(tmp_path / "base")!r}))
@@ -511,7 +512,7 @@ def test_a_user_without_rights_can_do_it_all() -> None:
 AS_USER = """
 import asyncio, pathlib, sys
 from tugline.runtimes.base import Place
-from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
 from tugline.types import Workspace
 
 async def main(here):

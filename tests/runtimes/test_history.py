@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import WorkspaceFault
-from tugline.runtimes.history import end_history
+from tugline.runtimes.workspaces.history import end_history
 
 WHO = {
     **{f"GIT_{who}_NAME": "A" for who in ("AUTHOR", "COMMITTER")},

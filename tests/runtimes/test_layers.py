@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import RuntimeFault
-from tugline.runtimes import layers
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.mounts import mounted, unmount_all
 from tugline.runtimes.patch import Caps, Change, Patch
+from tugline.runtimes.workspaces import layers
+from tugline.runtimes.workspaces.layers import Layer
+from tugline.runtimes.workspaces.mounts import mounted, unmount_all
 
 FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
 """Initial files over the base."""

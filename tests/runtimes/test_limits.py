@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from tugline.errors import ConfigError
-from tugline.runtimes.limits import (
+from tugline.runtimes.bubblewrap.seccomp import seccomp
+from tugline.runtimes.programs.limits import (
     RECORD,
     Group,
     Limits,
@@ -25,7 +26,6 @@ from tugline.runtimes.limits import (
     unenforced,
     used,
 )
-from tugline.runtimes.seccomp import seccomp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

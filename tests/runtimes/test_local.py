@@ -14,10 +14,10 @@ import pytest
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
 from tugline.runtimes.base import Box, Exit, Mount, Place
-from tugline.runtimes.layers import Layer
 from tugline.runtimes.local import Local
 from tugline.runtimes.patch import Change
-from tugline.runtimes.processes import MARK, Started, end, start_time
+from tugline.runtimes.programs.processes import MARK, Started, end, start_time
+from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Workspace
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

@@ -13,7 +13,7 @@ import pytest
 
 from tugline.errors import RuntimeFault, UsageError
 from tugline.runtimes.base import Exit
-from tugline.runtimes.runner import ARGV, INSIDE, KILLED, Gone, Runner, program
+from tugline.runtimes.programs.runner import ARGV, INSIDE, KILLED, Gone, Runner, program
 
 if shutil.which("bwrap") is None:
     pytest.skip("no bwrap here: apt install bubblewrap", allow_module_level=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tugline.runtimes.base import Place, Runtime, Snapshots
-from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
 from tugline.runtimes.local import Local
 from tugline.runtimes.patch import Change, Patch
 from tugline.types import Workspace

@@ -18,7 +18,7 @@ from tugline.client.taskfiles import read_value
 from tugline.cluster.settings import settings
 from tugline.config import load
 from tugline.node.parts import Parts
-from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
 from tugline.tasksets.base import Template
 from tugline.tasksets.files import read_set
 from tugline.tasksets.swe import Swe

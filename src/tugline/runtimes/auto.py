@@ -17,7 +17,7 @@ from typing import Any
 from tugline import log
 from tugline.errors import ConfigError
 from tugline.runtimes.base import Box, Place, Runtime, prefetch
-from tugline.runtimes.bubblewrap import Bubblewrap
+from tugline.runtimes.bubblewrap.runtime import Bubblewrap
 from tugline.runtimes.local import Local
 from tugline.types import Workspace
 

@@ -27,13 +27,13 @@ import msgspec
 from tugline.errors import ConfigError, RuntimeFault, UsageError
 from tugline.runtimes import files as beneath
 from tugline.runtimes.base import MOST, Content, Exit, Place
-from tugline.runtimes.bases import Bases
 from tugline.runtimes.clock import Clock, limit
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.mounts import unmount_all
-from tugline.runtimes.output import MOST_MB, Output
 from tugline.runtimes.patch import Caps, Patch
-from tugline.runtimes.processes import MARK, Started, end, finish, records, start_time
+from tugline.runtimes.programs.output import MOST_MB, Output
+from tugline.runtimes.programs.processes import MARK, Started, end, finish, records, start_time
+from tugline.runtimes.workspaces.bases import Bases
+from tugline.runtimes.workspaces.layers import Layer
+from tugline.runtimes.workspaces.mounts import unmount_all
 
 _RECORD = ".started"
 _ENDERS = 32

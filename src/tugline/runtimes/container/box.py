@@ -30,13 +30,13 @@ from tugline.runtimes.container import cgroups
 from tugline.runtimes.container.engine import Docker, DockerError, Engine, faults
 from tugline.runtimes.container.images import LABEL, Image
 from tugline.runtimes.container.probe import ulimits
-from tugline.runtimes.doors import Doors
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.limits import used
+from tugline.runtimes.network.doors import Doors
+from tugline.runtimes.network.proxy import AllowList
 from tugline.runtimes.patch import Caps, Patch
-from tugline.runtimes.processes import finish
-from tugline.runtimes.proxy import AllowList
-from tugline.runtimes.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.runtimes.programs.limits import used
+from tugline.runtimes.programs.processes import finish
+from tugline.runtimes.programs.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Cause
 
 DIRECTORY = f"{LABEL}.directory"

@@ -19,7 +19,6 @@ import msgspec
 from tugline import log
 from tugline.errors import ConfigError, RuntimeFault, TuglineError, UsageError
 from tugline.runtimes.base import HOME, WORKDIR, Mount, Place
-from tugline.runtimes.bases import Bases, digest
 from tugline.runtimes.cache import cache_folder
 from tugline.runtimes.container.box import (
     DIRECTORY,
@@ -33,10 +32,11 @@ from tugline.runtimes.container.box import (
 from tugline.runtimes.container.engine import Docker, DockerError, Engine
 from tugline.runtimes.container.images import Image, Images
 from tugline.runtimes.container.probe import Facts, probe
-from tugline.runtimes.history import end_history
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.mounts import unmount_all
-from tugline.runtimes.proxy import AllowList
+from tugline.runtimes.network.proxy import AllowList
+from tugline.runtimes.workspaces.bases import Bases, digest
+from tugline.runtimes.workspaces.history import end_history
+from tugline.runtimes.workspaces.layers import Layer
+from tugline.runtimes.workspaces.mounts import unmount_all
 from tugline.types import Workspace
 
 _NOT_ROOT = (

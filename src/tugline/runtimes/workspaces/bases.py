@@ -29,7 +29,7 @@ from tugline import log
 from tugline.errors import ConfigError, TuglineError, UsageError, WorkspaceFault
 from tugline.runtimes.cache import cache_folder
 from tugline.runtimes.files import faults, remove
-from tugline.runtimes.repos import Source, resolve, source_of
+from tugline.runtimes.workspaces.repos import Source, resolve, source_of
 from tugline.types import Workspace
 
 Fill = Callable[[Path], Awaitable[None]]

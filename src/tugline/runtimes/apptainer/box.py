@@ -1,4 +1,4 @@
-"""One Apptainer container with one session in it; see `apptainer` for what holds of it."""
+"""One Apptainer container with one session in it; see `runtime` for what holds of it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pathlib import Path, PurePath, PurePosixPath
 import msgspec
 
 from tugline.errors import RuntimeFault, UsageError
-from tugline.runtimes import files, limits
+from tugline.runtimes import files
 from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
 from tugline.runtimes.clock import Clock
-from tugline.runtimes.doors import Doors
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.limits import Group, Limits, Places
+from tugline.runtimes.network.doors import Doors
+from tugline.runtimes.network.proxy import AllowList
 from tugline.runtimes.patch import Caps, Patch
-from tugline.runtimes.processes import Child, start_time
-from tugline.runtimes.proxy import AllowList
-from tugline.runtimes.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.runtimes.programs import limits
+from tugline.runtimes.programs.limits import Group, Limits, Places
+from tugline.runtimes.programs.processes import Child, start_time
+from tugline.runtimes.programs.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Cause
 
 _ALONE = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--no-mount", "hostfs")

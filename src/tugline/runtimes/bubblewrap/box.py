@@ -1,6 +1,6 @@
 """One box that is a bubblewrap sandbox: its folders, its way out, its share of the disk.
 
-See `bubblewrap` for what holds of it. A control group is entered beside the start, because the
+See `runtime` for what holds of it. A control group is entered beside the start, because the
 kernel takes its time for it, and is waited for before the first program.
 """
 
@@ -16,17 +16,19 @@ from pathlib import Path, PurePath, PurePosixPath
 import msgspec
 
 from tugline.errors import UsageError
-from tugline.runtimes import files, limits, view
+from tugline.runtimes import files
 from tugline.runtimes.base import HOME, MOST, WORKDIR, Content, Exit, Mount, Place
-from tugline.runtimes.bwrap import Sandbox
+from tugline.runtimes.bubblewrap import view
+from tugline.runtimes.bubblewrap.sandbox import Sandbox
 from tugline.runtimes.clock import Clock
-from tugline.runtimes.doors import Doors
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.limits import Group, Limits, Places
+from tugline.runtimes.network.doors import Doors
+from tugline.runtimes.network.proxy import AllowList
 from tugline.runtimes.patch import Caps, Patch
-from tugline.runtimes.processes import finish
-from tugline.runtimes.proxy import AllowList
-from tugline.runtimes.runner import INSIDE, KILLED, Gone
+from tugline.runtimes.programs import limits
+from tugline.runtimes.programs.limits import Group, Limits, Places
+from tugline.runtimes.programs.processes import finish
+from tugline.runtimes.programs.runner import INSIDE, KILLED, Gone
+from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Cause
 
 _OVERLAY = (
@@ -155,6 +157,8 @@ class BubblewrapBox:
                 watch.cancel()
                 await asyncio.wait([watch])
             cause = await asyncio.to_thread(self._cause, end, killed)
+            if cause is Cause.AGENT_MEMORY:
+                await self._down()  # with what lies in /dev/shm, which would end the next one, too
             if gone is not None and cause is None:
                 raise gone
             return msgspec.structs.replace(end, cause=cause)

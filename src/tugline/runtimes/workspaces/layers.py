@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 from tugline import log
 from tugline.errors import RuntimeFault
 from tugline.runtimes.files import faults, put, remove
-from tugline.runtimes.mounts import copy, fuse_overlay, mounted, overlay, unmount_all
 from tugline.runtimes.patch import PASSED, Caps, Change, Gatherer, Patch, compare, gathered, read
+from tugline.runtimes.workspaces.mounts import copy, fuse_overlay, mounted, overlay, unmount_all
 
 _OPAQUE = frozenset({"trusted.overlay.opaque", "user.overlay.opaque", "user.fuseoverlayfs.opaque"})
 _FUSE_OPAQUE = frozenset({".wh..wh..opq", ".wh..opq"})

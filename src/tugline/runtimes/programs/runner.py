@@ -30,8 +30,8 @@ from tugline.errors import RuntimeFault, UsageError
 from tugline.runtimes.base import Exit
 from tugline.runtimes.clock import Clock, limit
 from tugline.runtimes.files import faults
-from tugline.runtimes.output import MOST_MB, Output
-from tugline.runtimes.processes import finish
+from tugline.runtimes.programs.output import MOST_MB, Output
+from tugline.runtimes.programs.processes import finish
 
 INSIDE = "/run/tugline"
 """Where the sandbox sees the control folder."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tugline.errors import RuntimeFault
-from tugline.runtimes.output import readable
-from tugline.runtimes.processes import Child
-from tugline.runtimes.runner import ARGV, Runner
+from tugline.runtimes.programs.output import readable
+from tugline.runtimes.programs.processes import Child
+from tugline.runtimes.programs.runner import ARGV, Runner
 
 _KILL_S = 60.0
 _LEARN_S = 10.0

@@ -1,10 +1,10 @@
 """Run agents in bubblewrap sandboxes: all namespaces, a few milliseconds, no image, no daemon.
 
 Programs see the system's folders read-only (`view`), their workdir, a home and a ``/tmp`` of their
-own, and a network with nothing in it but doors that were asked for (`doors`). Process 1 is the
-runner's shell. The box's files lie in its directory on this machine: ``work``, or ``upper`` and
-``scratch`` over a base that is mounted in a mount namespace of the sandbox's own, so that nothing
-is mounted on this machine.
+own, and a network with nothing in it but doors that were asked for (`network.doors`). Process 1 is
+the runner's shell. The box's files lie in its directory on this machine: ``work``, or ``upper``
+and ``scratch`` over a base that is mounted in a mount namespace of the sandbox's own, so that
+nothing is mounted on this machine.
 
 A sandbox lives as long as its box unless a program outlives its time or its share: then all of it
 is killed, and the next program gets a new one with the same files. It dies with this process,
@@ -24,17 +24,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
-from tugline.runtimes import limits, view
 from tugline.runtimes.base import WORKDIR, Place
-from tugline.runtimes.bases import Bases
-from tugline.runtimes.bwrap import end_strays
+from tugline.runtimes.bubblewrap import view
+from tugline.runtimes.bubblewrap.box import BubblewrapBox, Ground
+from tugline.runtimes.bubblewrap.sandbox import end_strays
+from tugline.runtimes.bubblewrap.seccomp import seccomp
 from tugline.runtimes.cache import cache_folder
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.limits import Limits
-from tugline.runtimes.processes import finish, records
-from tugline.runtimes.proxy import AllowList
-from tugline.runtimes.sandbox import BubblewrapBox, Ground
-from tugline.runtimes.seccomp import seccomp
+from tugline.runtimes.network.proxy import AllowList
+from tugline.runtimes.programs import limits
+from tugline.runtimes.programs.limits import Limits
+from tugline.runtimes.programs.processes import finish, records
+from tugline.runtimes.workspaces.bases import Bases
+from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Workspace
 
 _TAKEN = frozenset(

@@ -23,16 +23,17 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import ConfigError, DiskFull, ImageFault, RuntimeFault, UsageError
-from tugline.runtimes import contained, limits
+from tugline.runtimes.apptainer import box as contained
+from tugline.runtimes.apptainer.box import Contained
 from tugline.runtimes.base import HOME, WORKDIR, Place
-from tugline.runtimes.bases import Bases, digest
-from tugline.runtimes.contained import Contained
-from tugline.runtimes.history import end_history
-from tugline.runtimes.layers import Layer
-from tugline.runtimes.limits import Limits
-from tugline.runtimes.mounts import copy, unmount_all
-from tugline.runtimes.processes import Child, finish, records
-from tugline.runtimes.proxy import AllowList
+from tugline.runtimes.network.proxy import AllowList
+from tugline.runtimes.programs import limits
+from tugline.runtimes.programs.limits import Limits
+from tugline.runtimes.programs.processes import Child, finish, records
+from tugline.runtimes.workspaces.bases import Bases, digest
+from tugline.runtimes.workspaces.history import end_history
+from tugline.runtimes.workspaces.layers import Layer
+from tugline.runtimes.workspaces.mounts import copy, unmount_all
 from tugline.types import Workspace
 
 _BUILD_S = 1800.0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tugline.errors import ConfigError
-from tugline.runtimes.relay import Caller, join
+from tugline.runtimes.network.relay import Caller, join
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?"
 _PATTERN = re.compile(

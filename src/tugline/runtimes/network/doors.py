@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from tugline.errors import NetworkFault
-from tugline.runtimes import inside
-from tugline.runtimes.proxy import AllowList, Proxy
-from tugline.runtimes.relay import Caller, Dial, Relay, join
+from tugline.runtimes.network import inside
+from tugline.runtimes.network.proxy import AllowList, Proxy
+from tugline.runtimes.network.relay import Caller, Dial, Relay, join
 
 PORT = 10040
 """Of the first address that is reached; the next ones follow."""

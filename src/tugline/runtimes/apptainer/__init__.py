@@ -1,0 +1,1 @@
+"""Containers of Apptainer, without a daemon or root."""

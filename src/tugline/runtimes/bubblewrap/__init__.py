@@ -1,0 +1,1 @@
+"""Sandboxes of bubblewrap, without an image or a daemon."""

@@ -1,0 +1,1 @@
+"""The ways out of a box, and nothing beside them."""

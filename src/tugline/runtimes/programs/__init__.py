@@ -1,0 +1,1 @@
+"""Programs in a box: started, listened to, bounded, ended."""
