@@ -24,8 +24,8 @@ from tugline.runtimes.programs.limits import (
     reap,
     restrain,
     unenforced,
-    used,
 )
+from tugline.runtimes.programs.share import used
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

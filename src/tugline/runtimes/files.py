@@ -18,7 +18,7 @@ import secrets
 import stat
 import tarfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from tugline.errors import DiskFull, RuntimeFault, UsageError
 from tugline.runtimes.base import MOST, Content, check_path
@@ -30,6 +30,27 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 Root = Path | int
 """A folder: its path, or an open descriptor, which stays open."""
+
+
+def folder_of(root: PurePath, folders: Mapping[PurePosixPath, Path]) -> Path:
+    """The folder on this machine that programs see at `root`. Raises `UsageError` if none is."""
+    if (folder := folders.get(PurePosixPath(root))) is not None:
+        return folder
+    msg = f"files are put under {' or '.join(map(str, folders))}, not under {root}"
+    raise UsageError(msg)
+
+
+def placed(path: PurePath, folders: Mapping[PurePosixPath, Path]) -> tuple[Path, str]:
+    """The folder on this machine that a box's `path` is in, and the rest of the path.
+
+    `folders` by where programs see them; the innermost is the one that they see. Raises
+    `UsageError` for a path that is in none.
+    """
+    for up in path.parents:
+        if (folder := folders.get(PurePosixPath(up))) is not None:
+            return folder, str(path.relative_to(up))
+    msg = f"{path} is not below {' or '.join(map(str, folders))}"
+    raise UsageError(msg)
 
 
 def put(root: Root, files: Mapping[str, Content]) -> None:

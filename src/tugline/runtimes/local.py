@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
 
@@ -147,12 +147,9 @@ class LocalBox:
 
     async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
         """A regular file's bytes."""
-        for root in (self.workdir, self.home):
-            if path.is_relative_to(root):
-                below = str(path.relative_to(root))
-                return await asyncio.to_thread(beneath.get, root, below, most)
-        msg = f"{path} is neither in {self.workdir} nor in {self.home}"
-        raise UsageError(msg)
+        own = {PurePosixPath(root): root for root in (self.workdir, self.home)}
+        folder, below = beneath.placed(path, own)
+        return await asyncio.to_thread(beneath.get, folder, below, most)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
         """What differs from what it was opened with."""

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
 
-from tugline.errors import RuntimeFault, UsageError
+from tugline.errors import RuntimeFault
 from tugline.runtimes import files
 from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
 from tugline.runtimes.clock import Clock
@@ -21,15 +21,14 @@ from tugline.runtimes.patch import Caps, Patch
 from tugline.runtimes.programs import limits
 from tugline.runtimes.programs.limits import Group, Limits, Places
 from tugline.runtimes.programs.processes import Child, start_time
-from tugline.runtimes.programs.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.runtimes.programs.runner import ARGV, INSIDE, Runner
+from tugline.runtimes.programs.share import Share
 from tugline.runtimes.workspaces.layers import Layer
-from tugline.types import Cause
 
 _ALONE = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--no-mount", "hostfs")
 _NO_NETWORK = ("--net", "--network", "none")
 RECORD = ".apptainer"
 """Ending of the name of a container's record."""
-_WATCH_S = 1.0
 
 
 class First(msgspec.Struct, frozen=True):
@@ -63,6 +62,7 @@ class Contained:
         """None where the network is this machine's."""
         self._doors = Doors(allow)
         self._group = Group(where, directory)
+        self._share = Share(bounds.disk_mb, self._own, self._group.memory_kills, self._kill)
         self._shared = {PurePosixPath(one.target): one.source for one in mounts if one.source}
         own = [one.target for one in mounts if one.source is None]
         self._folders: dict[PurePosixPath, Path] = {
@@ -134,20 +134,12 @@ class Contained:
 
     async def put(self, root: PurePath, contents: Mapping[str, Content]) -> None:
         """Put files under the workdir or the home."""
-        if root not in {self.workdir, HOME}:
-            msg = f"files are put under {self.workdir} or {HOME}, not under {root}"
-            raise UsageError(msg)
-        await asyncio.to_thread(files.put, self._folders[PurePosixPath(root)], contents)
+        await asyncio.to_thread(files.put, files.folder_of(root, self._folders), contents)
 
     async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
         """A regular file's bytes."""
-        place = PurePosixPath(path)
-        for up in place.parents:
-            if (folder := self._folders.get(up)) is not None:
-                below = str(place.relative_to(up))
-                return await asyncio.to_thread(files.get, folder, below, most)
-        msg = f"{path} is not in {self.workdir}, {HOME} or a writable mount"
-        raise UsageError(msg)
+        folder, below = files.placed(path, self._folders)
+        return await asyncio.to_thread(files.get, folder, below, most)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
         """What was done to the workdir, after the end of the whole container and its doors."""
@@ -174,34 +166,19 @@ class Contained:
         log_name: str = "agent",
     ) -> Exit:
         """Run a program by the container's shell."""
-        runner, full = await self.up(), asyncio.Event()
-        killed = self._group.memory_kills()
-        watch = asyncio.create_task(self._watch_disk(full))
-        log = self.logs / f"{log_name}.log"
-        try:
-            end = await runner.run(
-                argv, env={**self._doors.env, **env}, cwd=self.workdir, timeout_s=timeout_s, log=log
-            )
-        except Gone:
-            if not full.is_set() and self._group.memory_kills() == killed:
-                raise
-            end = Exit(KILLED, timed_out=False, seconds=0.0)
-        finally:
-            watch.cancel()
-        if full.is_set():
-            return msgspec.structs.replace(end, cause=Cause.AGENT_DISK)
-        if end.code == KILLED and self._group.memory_kills() > killed:
-            return msgspec.structs.replace(end, cause=Cause.AGENT_MEMORY)
-        return end
+        runner = await self.up()
+        program = runner.run(
+            argv,
+            env={**self._doors.env, **env},
+            cwd=self.workdir,
+            timeout_s=timeout_s,
+            log=self.logs / f"{log_name}.log",
+        )
+        return await self._share.run(program, self._pid)
 
-    async def _watch_disk(self, full: asyncio.Event) -> None:
-        most = self._limits.disk_mb << 20
-        folders = {self._layer.own, *self._folders.values()} - {self._layer.work}
-        root = Path(f"/proc/{self._pid}/root")
-        while await asyncio.to_thread(limits.used, folders, root, most) <= most:  # noqa: ASYNC110
-            await asyncio.sleep(_WATCH_S)
-        full.set()
-        await self._kill()
+    def _own(self) -> list[Path]:
+        work = self._layer.work  # seen through the layer's own folder
+        return [self._layer.own, *(one for one in self._folders.values() if one != work)]
 
     async def _kill(self) -> None:
         """SIGKILL for process 1, and with it for all in its namespace."""

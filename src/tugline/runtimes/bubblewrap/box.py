@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
 
-from tugline.errors import UsageError
 from tugline.runtimes import files
 from tugline.runtimes.base import HOME, MOST, WORKDIR, Content, Exit, Mount, Place
 from tugline.runtimes.bubblewrap import view
@@ -27,7 +24,8 @@ from tugline.runtimes.patch import Caps, Patch
 from tugline.runtimes.programs import limits
 from tugline.runtimes.programs.limits import Group, Limits, Places
 from tugline.runtimes.programs.processes import finish
-from tugline.runtimes.programs.runner import INSIDE, KILLED, Gone
+from tugline.runtimes.programs.runner import INSIDE
+from tugline.runtimes.programs.share import Share
 from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Cause
 
@@ -35,9 +33,6 @@ _OVERLAY = (
     'mount -t overlay overlay -o "nosuid,nodev,$1" "$2" 2>/dev/null ||'
     ' mount -t overlay overlay -o "nosuid,nodev,${1%,volatile}" "$2" || exit 71; shift 2; exec "$@"'
 )
-_WATCH_S = 1.0
-_SHARE = 20
-"""The watch of the disk takes no more than a twentieth of a processor."""
 
 
 class Ground(msgspec.Struct, frozen=True):
@@ -50,8 +45,6 @@ class Ground(msgspec.Struct, frozen=True):
     filter: bytes
     """Of system calls; empty where there is none."""
     places: Places
-    watchers: Executor
-    """Threads of their own, so that nothing else waits for one that sums up a disk."""
 
 
 class BubblewrapBox:
@@ -80,8 +73,7 @@ class BubblewrapBox:
         self._sandbox: Sandbox | None = None
         self._settled: asyncio.Future[None] | None = None
         self._starts, self._runs = asyncio.Lock(), asyncio.Lock()
-        self._over = False
-        """Whether it took more of the disk than it may."""
+        self._share = Share(bounds.disk_mb, self._own, self._group.memory_kills, self._kill)
 
     async def start(self) -> None:
         """Make its folders and its first sandbox."""
@@ -95,19 +87,13 @@ class BubblewrapBox:
 
     async def put(self, root: PurePath, files_: Mapping[str, Content]) -> None:
         """Put files under the workdir or the home."""
-        if root not in {self.workdir, self.home}:
-            msg = f"files are put under {self.workdir} or {self.home}, not under {root}"
-            raise UsageError(msg)
-        await asyncio.to_thread(files.put, await self._seen(root), files_)
+        folder = files.folder_of(root, await self._seen(root))
+        await asyncio.to_thread(files.put, folder, files_)
 
     async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
         """A regular file's bytes."""
-        for root in (self.workdir, self.home, *self._own_mounts()):
-            if path.is_relative_to(root):
-                below = str(path.relative_to(root))
-                return await asyncio.to_thread(files.get, await self._seen(root), below, most)
-        msg = f"{path} is not in {self.workdir}, {self.home} or a writable mount"
-        raise UsageError(msg)
+        folder, below = files.placed(path, await self._seen(path))
+        return await asyncio.to_thread(files.get, folder, below, most)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
         """What was done to the workdir, after the end of the whole sandbox and of its doors."""
@@ -140,28 +126,17 @@ class BubblewrapBox:
             sandbox = await self._up()
             if self._settled is not None:
                 await asyncio.shield(self._settled)
-            began, killed = time.monotonic(), self._group.memory_kills()
-            watch = asyncio.create_task(self._watch(sandbox))
-            gone = None
-            try:
-                end = await sandbox.runner.run(
-                    argv,
-                    env={**self._doors.env, **env},
-                    cwd=self.workdir,
-                    timeout_s=timeout_s,
-                    log=self.logs / f"{log_name}.log",
-                )
-            except Gone as error:
-                gone, end = error, Exit(KILLED, timed_out=False, seconds=time.monotonic() - began)
-            finally:
-                watch.cancel()
-                await asyncio.wait([watch])
-            cause = await asyncio.to_thread(self._cause, end, killed)
-            if cause is Cause.AGENT_MEMORY:
+            program = sandbox.runner.run(
+                argv,
+                env={**self._doors.env, **env},
+                cwd=self.workdir,
+                timeout_s=timeout_s,
+                log=self.logs / f"{log_name}.log",
+            )
+            end = await self._share.run(program, sandbox.pid)
+            if end.cause is Cause.AGENT_MEMORY:
                 await self._down()  # with what lies in /dev/shm, which would end the next one, too
-            if gone is not None and cause is None:
-                raise gone
-            return msgspec.structs.replace(end, cause=cause)
+            return end
 
     # ------------------------------------------------------------------ its sandbox
     async def _up(self) -> Sandbox:
@@ -235,59 +210,38 @@ class BubblewrapBox:
 
     def _clear(self) -> None:
         self._group.remove()
-        useless = {"control", "tmp", "scratch"} | ({"home", "upper"} if self._over else set())
+        useless = {"control", "tmp", "scratch"} | ({"home", "upper"} if self._share.over else set())
         if not self._directory.is_dir():  # it could not be made
             return
         with files.faults(f"cannot clear {self._directory}"):
             for name in useless:
                 files.remove(self._directory, name)
-            if self._over and self._layer.lower is None:
+            if self._share.over and self._layer.lower is None:
                 files.remove(self._directory, "work")
 
-    async def _seen(self, root: PurePath) -> Path:
-        """Where a folder of the sandbox is, as seen from this machine."""
-        if root == self.home:
-            return self._directory / "home"
-        if root in self._mounts:
-            return self._mounts[root][0]
-        if self._layer.lower is None:
-            return self._layer.work
-        return Path(f"/proc/{(await self._up()).pid}/root{root}")
+    async def _seen(self, path: PurePath) -> dict[PurePosixPath, Path]:
+        """Where the folders that programs may write to are, as seen from this machine.
 
-    def _own_mounts(self) -> list[PurePath]:
-        return [target for target, (_, writable) in self._mounts.items() if writable]
+        An overlay is seen only in its sandbox, which is made if `path` is in the workdir.
+        """
+        work = self._layer.work
+        if self._layer.lower is not None and path.is_relative_to(self.workdir):
+            work = Path(f"/proc/{(await self._up()).pid}/root{self.workdir}")
+        own = {at: source for at, (source, writable) in self._mounts.items() if writable}
+        return {self.workdir: work, self.home: self._directory / "home", **own}
 
-    # ------------------------------------------------------------------ its share
-    async def _watch(self, sandbox: Sandbox) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            began = time.monotonic()
-            if await loop.run_in_executor(self._ground.watchers, self._too_much, sandbox.pid):
-                self._over = True
-                await sandbox.kill()
-                return
-            await asyncio.sleep(_SHARE * (time.monotonic() - began))
+    def _own(self) -> list[Path]:
+        own = [source for source, writable in self._mounts.values() if writable]
+        return [self._directory / "home", self._directory / "tmp", self._layer.own, *own]
 
-    def _too_much(self, pid: int | None) -> bool:
-        folders = [self._directory / "home", self._directory / "tmp", self._layer.own]
-        folders += [source for source, writable in self._mounts.values() if writable]
-        most = self._limits.disk_mb << 20
-        return limits.used(folders, Path(f"/proc/{pid}/root") if pid else None, most) > most
-
-    def _cause(self, end: Exit, killed: int) -> Cause | None:
-        """Which limit ended a program, if one did."""
-        self._over = self._over or self._too_much(None)
-        if self._over:
-            return Cause.AGENT_DISK
-        ended = end.code == KILLED and not end.timed_out
-        out_of_memory = ended and self._group.memory_kills() > killed
-        return Cause.AGENT_MEMORY if out_of_memory else None
+    async def _kill(self) -> None:
+        if self._sandbox is not None:
+            await self._sandbox.kill()
 
 
-def _sources(mounts: Sequence[Mount], directory: Path) -> dict[PurePath, tuple[Path, bool]]:
+def _sources(mounts: Sequence[Mount], directory: Path) -> dict[PurePosixPath, tuple[Path, bool]]:
     """What is mounted at each target, and whether programs may write to it."""
-    found: dict[PurePath, tuple[Path, bool]] = {}
+    found: dict[PurePosixPath, tuple[Path, bool]] = {}
     for number, mount in enumerate(mounts):
         if not (mount.optional and view.shows(mount.target)):
             own = directory / "mounts" / str(number)

@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
@@ -42,7 +41,6 @@ _TAKEN = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
 )
 _PROBE_S = 20.0
-_WATCHERS = 2
 _HINT = (
     "user namespaces may be off for this user: sysctl kernel.unprivileged_userns_clone=1, on "
     "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
@@ -163,8 +161,7 @@ class Bubblewrap:
                 msg = f"cannot write to {place}"
                 raise RuntimeFault(msg) from error
             first, shown = view.arguments(etc), view.shown(self._readable)
-            watchers = ThreadPoolExecutor(_WATCHERS, thread_name_prefix="tugline-watch")
-            self._ground = Ground(tuple(first), tuple(shown), seccomp(), limits.places(), watchers)
+            self._ground = Ground(tuple(first), tuple(shown), seccomp(), limits.places())
         return self._ground
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from tugline import log
-from tugline.errors import ImageFault, RuntimeFault, UsageError
+from tugline.errors import ImageFault, RuntimeFault
 from tugline.runtimes import files
 from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
 from tugline.runtimes.clock import Clock
@@ -33,9 +33,9 @@ from tugline.runtimes.container.probe import ulimits
 from tugline.runtimes.network.doors import Doors
 from tugline.runtimes.network.proxy import AllowList
 from tugline.runtimes.patch import Caps, Patch
-from tugline.runtimes.programs.limits import used
 from tugline.runtimes.programs.processes import finish
 from tugline.runtimes.programs.runner import ARGV, INSIDE, KILLED, Gone, Runner
+from tugline.runtimes.programs.share import Share
 from tugline.runtimes.workspaces.layers import Layer
 from tugline.types import Cause
 
@@ -45,7 +45,6 @@ _RECORD = "container.json"
 _NEEDED = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"]
 _NEEDED += ["SETGID", "SETUID"]
 """What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
-_WATCH_S = 1.0
 _log = log.get("runtimes")
 _CALL_S = 60.0
 """The engine's time for one request; it is slow when many containers start at once."""
@@ -96,6 +95,9 @@ class ContainerBox:
         self._doors = Doors(limits.allow)
         self._runner = self._new_runner()
         self._cgroup = cgroups.Cgroup(None, None)
+        self._share = Share(
+            limits.disk_mb, self._own, lambda: self._cgroup.killed_for_memory, self._kill
+        )
         self._pid = 0
         self._upper: list[Path] = []
         """Where the engine keeps what programs change of the image, if it says so."""
@@ -255,22 +257,13 @@ class ContainerBox:
 
     # ------------------------------------------------------------------ files
     async def put(self, root: PurePath, contents: Mapping[str, Content]) -> None:
-        """Put files under `root`."""
-        folder = self._folders.get(PurePosixPath(root))
-        if folder is None:
-            msg = f"files can be put under {self.workdir} or {HOME}, not under {root}"
-            raise UsageError(msg)
-        await asyncio.to_thread(files.put, folder, contents)
+        """Put files under the workdir or the home."""
+        await asyncio.to_thread(files.put, files.folder_of(root, self._folders), contents)
 
     async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
         """A regular file's bytes."""
-        place = PurePosixPath(path)
-        for up in place.parents:  # the innermost mount is the one that programs see
-            if (folder := self._folders.get(up)) is not None:
-                relative = str(place.relative_to(up))
-                return await asyncio.to_thread(files.get, folder, relative, most)
-        msg = f"{path} is neither below {self.workdir} or {HOME} nor below a writable mount"
-        raise UsageError(msg)
+        folder, below = files.placed(path, self._folders)
+        return await asyncio.to_thread(files.get, folder, below, most)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
         """What programs did to the workdir; the doors are closed before it is looked at."""
@@ -298,40 +291,26 @@ class ContainerBox:
         """Run a program by the container's shell."""
         if not self._runner.alive:
             await self._start()
-        killed, began = self._cgroup.killed_for_memory, time.monotonic()
-        full = asyncio.Event()
-        watch = asyncio.create_task(self._watch_disk(full))
+        program = self._runner.run(
+            argv,
+            env={**self._doors.env, **env},
+            cwd=self.workdir,
+            timeout_s=timeout_s,
+            log=self.logs / f"{log_name}.log",
+        )
+        began = time.monotonic()
         try:
-            end = await self._runner.run(
-                argv,
-                env={**self._doors.env, **env},
-                cwd=self.workdir,
-                timeout_s=timeout_s,
-                log=self.logs / f"{log_name}.log",
-            )
-        except Gone:
-            if not full.is_set() and not await self._out_of_memory():
+            return await self._share.run(program, self._pid)
+        except Gone:  # and its control group with it
+            if not await self._out_of_memory():
                 raise
-            cause = Cause.AGENT_DISK if full.is_set() else Cause.AGENT_MEMORY
-            return Exit(KILLED, False, time.monotonic() - began, cause)
-        finally:
-            watch.cancel()
-        if end.code == KILLED and self._cgroup.killed_for_memory > killed:
-            return msgspec.structs.replace(end, cause=Cause.AGENT_MEMORY)
-        return end
+            return Exit(KILLED, False, time.monotonic() - began, Cause.AGENT_MEMORY)
 
-    async def _watch_disk(self, full: asyncio.Event) -> None:
-        """Kill it when its folders and what it changed of its image are over its share."""
-        most = self._limits.disk_mb << 20
-        folders = [self._layer.own, *self._folders.values(), *self._upper]
-        folders.remove(self._layer.work)
-        root = Path(f"/proc/{self._pid}/root")
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            if await asyncio.to_thread(used, folders, root, most) > most:
-                break
-        full.set()
-        await self._kill()
+    def _own(self) -> list[Path]:
+        """Its folders, and what it changed of its image."""
+        work = self._layer.work  # seen through the layer's own folder
+        folders = (folder for folder in self._folders.values() if folder != work)
+        return [self._layer.own, *folders, *self._upper]
 
     async def _out_of_memory(self) -> bool:
         async with self._calling("inspected") as docker:

@@ -1,26 +1,22 @@
-"""How much one box may take: memory, processes, processor time, files and disk.
+"""How much one box may take: memory, processes, processor time and files.
 
 Memory and the number of processes are bounded for the box as a whole by control groups (version 1
 or 2) where this user may make them, else for each process by rlimits, which root is not held to
 for the number of processes; `unenforced` says what is left open. A group has a record beside the
-box from before it is made until after it is gone, so that a later process removes it.
-
-The disk is watched, not walled: each second the box's own folders are summed up, with what its
-processes hold open of deleted files, and a box that is over its share is ended.
+box from before it is made until after it is gone, so that a later process removes it. The disk is
+watched: see `share`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import resource
 import secrets
 import signal
-import stat
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,8 +31,6 @@ _GROUPS = Path("/sys/fs/cgroup")
 _PREFIX = "tugline-"
 _NICE = 5
 _REMOVE_S = 5.0
-_SMALLEST = 1024
-"""Bytes that a file counts at least: a million empty ones fill a disk, too."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,50 +187,6 @@ def restrain(pid: int, limits: Limits, where: Places) -> None:
             value = most if hard == resource.RLIM_INFINITY else min(hard, most)
             resource.prlimit(pid, kind, (value, value))
         os.setpriority(os.PRIO_PROCESS, pid, _NICE)
-
-
-def used(folders: Iterable[Path], root: Path | None, most: int) -> int:
-    """Bytes in a box's own folders, and in deleted files that its processes hold; until `most`.
-
-    `root` is the box's file system as seen from here, with its ``proc``.
-    """
-    total = 0
-    for size in _sizes(folders):
-        total += size
-        if total > most:
-            return total
-    return total + sum(_deleted(root).values() if root else ())
-
-
-def _sizes(folders: Iterable[Path]) -> Iterator[int]:
-    stack = [os.fspath(folder) for folder in folders]
-    links: set[int] = set()
-    while stack:
-        try:
-            with os.scandir(stack.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(entry.path)
-                    found = entry.stat(follow_symlinks=False)
-                    if found.st_nlink == 1 or found.st_ino not in links:
-                        links.add(found.st_ino) if found.st_nlink > 1 else None
-                        yield max(found.st_blocks * 512, _SMALLEST)
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # nobody nests so deep but to hide something
-                yield 1 << 62
-
-
-def _deleted(root: Path) -> Mapping[tuple[int, int], int]:
-    sizes: dict[tuple[int, int], int] = {}
-    with contextlib.suppress(OSError), os.scandir(root / "proc") as processes:
-        for process in processes:
-            if process.name.isdecimal():
-                with contextlib.suppress(OSError), os.scandir(f"{process.path}/fd") as entries:
-                    for one in entries:
-                        found = one.stat()
-                        if found.st_nlink == 0 and stat.S_ISREG(found.st_mode):
-                            sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
-    return sizes
 
 
 def _own_groups() -> Iterator[tuple[str, str]]:
