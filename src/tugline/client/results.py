@@ -16,8 +16,7 @@ import aiohttp
 import msgspec
 import zstandard
 
-from tugline.client.transport import BROKEN, Patience, Transport, is_passing
-from tugline.errors import ServerError
+from tugline.client.transport import Attempts, Transport
 from tugline.protocol import Consumer, Results, ResultView, TaskView
 from tugline.types import Trajectory, decode
 
@@ -87,30 +86,20 @@ async def stream(
     Raises `ServerError` when there is no way on.
     """
     after, given = await _start(http, wanted), 0
-    patience = Patience(http.deadline_s)
-    while True:
-        error = ServerError(f"{http.url} ended the stream of results; it is going down")
-        try:
+    attempts = Attempts(http, "the stream of results")
+    while not attempts.over:
+        async with attempts:
             async with aclosing(_pages(http, wanted, after)) as pages:
                 async for page, item in pages:
-                    patience.renew()
+                    attempts.renew()
                     if item is None:
                         after = page.cursor
                         yield None
                     elif item.cursor > given:
                         yield item
                         given = item.cursor
-                        patience.renew()
-        except BROKEN as broken:
-            error = http.unreachable(broken)
-        except ServerError as refused:
-            if not is_passing(refused):
-                raise
-            error = refused
-        else:
-            if not wanted.follow and not await _more(http, wanted, after):
-                return
-        await patience.wait(error)
+                        attempts.renew()
+            attempts.over = not wanted.follow and not await _more(http, wanted, after)
 
 
 async def _start(http: Transport, wanted: Wanted) -> int:

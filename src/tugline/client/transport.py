@@ -82,6 +82,40 @@ class Patience:
         await asyncio.sleep(pause)
 
 
+class Attempts:
+    """Attempts at one stream, each of which goes on where the last one broke off.
+
+    ``while not attempts.over: async with attempts: ...``, in which `over` is set at its end. Raises
+    the `ServerError` that no attempt will mend, or the last one when the time is over.
+    """
+
+    def __init__(self, http: Transport, what: str) -> None:
+        self.over = False
+        self._http, self._what = http, what
+        self._patience = Patience(http.deadline_s)
+        self.renew = self._patience.renew
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> bool:
+        if error is None and self.over:
+            return True
+        if error is None:
+            error = ServerError(f"{self._http.url} ended {self._what}; it is going down")
+        elif isinstance(error, BROKEN):
+            error = self._http.unreachable(error)
+        elif not (isinstance(error, ServerError) and is_passing(error)):
+            return False
+        await self._patience.wait(error)
+        return True
+
+
 class Transport:
     """One connection pool to one server; an async context manager."""
 
