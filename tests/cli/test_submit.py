@@ -33,6 +33,19 @@ async def test_tasks_are_submitted_and_waited_for(shell: Shell) -> None:
     assert told["released"][0]["usable"] == 2
 
 
+async def test_samples_that_miss_are_exit_code_1(shell: Shell) -> None:
+    """A script that waits need not read the table."""
+    shell.file("a.yaml", TASK.format(id="a"))
+    submitting = await shell.start("submit", "a.yaml", "--wait", "--json")
+    while not (await shell.house.control.tasks()).tasks:  # noqa: ASYNC110 - the command does it
+        await asyncio.sleep(0.05)
+    await shell.house.control.cancel(task="a", session=None, by="somebody")
+    done = await end(submitting)
+    assert done.code == 1
+    [task] = json.loads(done.out)["released"]
+    assert (task["missing"], task["why"]) == ([0, 1], "cancelled by somebody")
+
+
 async def test_nothing_is_sent_if_something_is_wrong(shell: Shell) -> None:
     """One bad task of many: exit code 2 and an empty server."""
     shell.file("a.yaml", TASK.format(id="a"))

@@ -45,7 +45,10 @@ def submit(
     paths: Paths,
     *,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until all are over, and tell how they went.")
+        bool,
+        typer.Option(
+            "--wait", help="Wait until all are over, and tell how they went; 1 if samples miss."
+        ),
     ] = False,
     server: Server = None,
     token: Token = None,
@@ -76,6 +79,8 @@ def submit(
         typer.echo(msgspec.json.encode(Submitted(accepted, released)))
     elif released is not None:
         _show(released)
+    if any(task.missing and task.why != "enough" for task in released or ()):
+        raise typer.Exit(1)
 
 
 async def _send(client: Client, tasks: Sequence[Task], console: Console) -> list[Accepted]:
