@@ -13,11 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tugline.errors import ConfigError
+from tugline.errors import ConfigError, RuntimeFault
+from tugline.runtimes.base import Exit
 from tugline.runtimes.bubblewrap.seccomp import seccomp
 from tugline.runtimes.programs.limits import (
     RECORD,
     Group,
+    Kills,
     Limits,
     Places,
     places,
@@ -25,7 +27,7 @@ from tugline.runtimes.programs.limits import (
     restrain,
     unenforced,
 )
-from tugline.runtimes.programs.share import used
+from tugline.runtimes.programs.share import Share, used
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -62,10 +64,10 @@ def test_a_group_bounds_memory_and_counts_what_it_killed(where: Places, tmp_path
     assert len(list(tmp_path.glob(f"*{RECORD}"))) == 1
     with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
         group.join(eater.pid)
-        assert group.memory_kills() == 0
+        assert group.kills() == Kills()
         eater.communicate("go\n", timeout=20)
         assert eater.returncode == -9
-    assert group.memory_kills() == 1
+    assert group.kills() == Kills(own=1)
     group.remove()
     group.remove()
     assert not list(tmp_path.iterdir())
@@ -143,7 +145,40 @@ def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:
     texts = {path.name: path.read_text() for path in made.iterdir()}
     assert texts == {"memory.max": "2097152", "memory.swap.max": "0", "pids.max": "7"}
     (made / "memory.events").write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
-    assert group.memory_kills() == 3
+    assert group.kills() == Kills(own=3)
+    (made / "memory.events").write_text("oom 0\noom_kill 2\noom_group_kill 0\n")
+    assert group.kills() == Kills(others=2)
+
+
+async def test_a_node_out_of_memory_is_not_the_boxs_doing(where: Places, tmp_path: Path) -> None:
+    """Killed by what the node runs in, within its own limit: no cause of the agent's."""
+    assert where.memory is not None
+    if where.v2:
+        pytest.skip("a group below another one needs its controllers there")
+    node = where.memory / f"tugline-node-{tmp_path.name}"
+    node.mkdir()
+    try:
+        (node / "memory.limit_in_bytes").write_text(str(40 << 20))
+        group = Group(Places(node, None), tmp_path)
+        group.make(Limits(memory_mb=4096))
+        with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
+            group.join(eater.pid)
+            share = Share(100, list, group.kills, _nothing)
+
+            async def run() -> Exit:
+                await asyncio.to_thread(eater.communicate, "go\n", timeout=20)
+                return Exit(eater.returncode, timed_out=False, seconds=1.0)
+
+            with pytest.raises(RuntimeFault, match="the node is out of memory"):
+                await share.run(run(), eater.pid)
+        assert group.kills() == Kills(others=1)
+        group.remove()
+    finally:
+        node.rmdir()
+
+
+async def _nothing() -> None:
+    """Kills nothing."""
 
 
 async def test_the_disk_is_summed_up(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
     assert (task.workspace.image, task.workspace.path) == (image, "/testbed")
     assert task.workspace.commit == GYM["base_commit"]
     assert task.runtime == Part("container")
-    assert (task.limits.init_s, task.limits.eval_s) == (1200, 1800)
+    assert (task.limits.init_s, task.limits.eval_s) == (1200, 3660)
     assert "describe_parameters breaks" in task.instruction
     assert "/testbed" in task.instruction
     options = task.evaluator.options

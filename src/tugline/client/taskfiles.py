@@ -57,7 +57,7 @@ def read_tasks(path: Path) -> Iterator[tuple[str, Task]]:
 def read_text(path: Path) -> str:
     """The text of a file. Raises `ConfigError`."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         msg = f"cannot read {path}: {error.strerror}"
         raise ConfigError(msg) from error

@@ -30,7 +30,8 @@ LOADED_UNASKED = (
     "sitecustomize/",
     "usercustomize.*",
     "usercustomize/",
-    "*-packages/*.pth",
+    "site-packages/",
+    "dist-packages/",
     "*.egg-link",
     "*.egg-info",
     "*.dist-info",
@@ -51,16 +52,29 @@ PYTHON = (
 )
 """What configures pytest."""
 
+FOLDERS = ("tests/", "test/")
+"""Where tests and what they import lie, in most languages."""
+
+_SCRIPTS = ("test", "spec", "*-test", "*_test", "test-*")
+"""Whole names that ``node --test`` and Jest take for tests."""
+
 TESTS: dict[str, tuple[str, ...]] = {
-    "python": (*PYTHON, "test_*.py", "*_test.py"),
-    "go": ("*_test.go",),
-    "rust": (".cargo/", "/tests/", "Cargo.toml"),
-    "java": ("src/test/*", "*/src/test/*", "pom.xml", "build.gradle*", "gradle/", ".mvn/"),
-    "node": (
-        *("*.test.*", "*.spec.*", "__tests__/", "__mocks__/", "test/", "tests/"),
-        *("node_modules/", "package.json", ".npmrc", "jest.config.*", "vitest.config.*"),
-        *("vite.config.*", ".mocharc*", "babel.config.*", ".babelrc*"),
+    "python": (*PYTHON, *FOLDERS, "test*.py", "*_test.py"),
+    "go": ("*_test.go", "testdata/", "vendor/", "go.mod", "go.sum", "go.work*"),
+    "rust": (*FOLDERS, "Cargo.toml", ".cargo/", "build.rs", "rust-toolchain*"),
+    "java": (
+        *("src/test/*", "*/src/test/*", "pom.xml", ".mvn/", "mvnw*"),
+        *("*.gradle", "*.gradle.kts", "gradle/", "gradlew*", "gradle.properties", "buildSrc/"),
     ),
+    "node": (
+        *FOLDERS,
+        *("*.test.*", "*.spec.*", "__tests__/", "__mocks__/"),
+        *(f"{name}.{end}" for name in _SCRIPTS for end in ("?s", "?s?", "??s")),
+        *("node_modules/", "package.json", ".npmrc", "jest.config.*", "jest.setup.*"),
+        *("vitest.config.*", "vitest.workspace.*", "vite.config.*"),
+        *(".mocharc*", "babel.config.*", ".babelrc*"),
+    ),
+    "tap": ("*.bats", "*.t", "/t/"),
 }
 """Test files and settings of test runners, by language."""
 

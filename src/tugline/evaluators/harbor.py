@@ -29,7 +29,7 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.evaluators.filters import Rules, check_patterns, laid, matches, sift
+from tugline.evaluators.filters import Rules, check_patterns, laid, matches, shadowing, sift
 from tugline.evaluators.fresh import tail
 from tugline.evaluators.network import open_doors
 from tugline.runtimes.base import Box, Content, Exit, Mount
@@ -118,17 +118,21 @@ class Harbor:
             ran = await self._run(outcome.box, outcome.timeout_s)
         else:
             async with outcome.open_box({}) as box:
-                files, refused = self._sifted(outcome, box)
+                files, refused = await self._sifted(outcome, box)
                 await box.put(box.workdir, files)
                 ran = await self._run(box, outcome.timeout_s)
         if ran.rewards is None and not ran.exit.timed_out:
             await self._check_script(outcome, ran)
         return self._verdict(ran, outcome, refused)
 
-    def _sifted(self, outcome: Outcome, box: Box) -> tuple[dict[str, Content], dict[str, str]]:
+    async def _sifted(
+        self, outcome: Outcome, box: Box
+    ) -> tuple[dict[str, Content], dict[str, str]]:
         """What is laid over the workspace, and what is not, with reasons."""
         tops = {PurePosixPath(path).parts[0] for path in outcome.patch.files}
         known = {top for top in tops if matches(PurePosixPath(top), self._editable)}
+        named = shadowing(outcome.patch)
+        known |= {path for path in named if await box.get(box.workdir / path) is not None}
         rules = Rules(
             protected=self._protected,
             editable=self._editable,

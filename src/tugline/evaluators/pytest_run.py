@@ -123,14 +123,25 @@ def expected_tests(path: str, source: str) -> frozenset[str]:
 
 
 def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    fixture = any(_last_name(one) == "fixture" for one in node.decorator_list)
+    return node.name.startswith("test") and not fixture
 
 
 def _is_suite(node: ast.ClassDef) -> bool:
-    bases = (
-        base.attr if isinstance(base, ast.Attribute) else ast.unparse(base) for base in node.bases
-    )
-    return node.name.startswith("Test") or any(base.endswith("TestCase") for base in bases)
+    if any(ast.unparse(one) == "__test__ = False" for one in node.body):
+        return False
+    if any(_last_name(base).endswith("TestCase") for base in node.bases):
+        return True
+    made = any(isinstance(one, ast.FunctionDef) and one.name == "__init__" for one in node.body)
+    return node.name.startswith("Test") and not made
+
+
+def _last_name(node: ast.expr) -> str:
+    """``fixture`` of ``@pytest.fixture(scope="module")``."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return ast.unparse(node).rpartition(".")[2]
 
 
 def _under(paths: Sequence[str] | None, tests: list[str]) -> list[str]:

@@ -9,8 +9,8 @@ than the box gives, are the agent's doing, for its code ran. Other silence may b
 same script, run without the agent's work, tells nothing either, there is no verdict (I5).
 
 Not covered: the agent's code runs in the process that prints the results, so a program written to
-print other ones can. The marks between which they are read cannot be printed by accident, and the
-exit code of the tests is our own (`_sealed`).
+print other ones can, and one that looks for the script finds the names of the tests there. The
+marks between which results are read cannot be printed by accident (`_sealed`).
 """
 
 from __future__ import annotations

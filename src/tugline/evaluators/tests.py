@@ -30,6 +30,7 @@ from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.command_run import Command, CommandRun
 from tugline.evaluators.diff import unified
 from tugline.evaluators.filters import (
+    FOLDERS,
     PYTHON,
     TESTS,
     Rules,
@@ -115,7 +116,7 @@ class Tests:
         self._run: _Run
         if command is None:
             _only_with("a command", format=format, report=report, env=env, setup=setup)
-            self._protected: tuple[str, ...] = (*PYTHON, *self._own)
+            self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *self._own)
             self._run = PytestRun(asked, paths, timeout_s)
             return
         _only_with("no command", paths=paths)

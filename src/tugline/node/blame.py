@@ -38,6 +38,8 @@ _OUT_OF_TIME = {
     Status.BUILD: Cause.WAIT_TIMEOUT,
     Status.EVAL: Cause.EVAL_TIMEOUT,
 }
+_CLOCKED = (Status.INIT, Status.EVAL)
+"""Stages that end by a `TimeoutError` of ours; elsewhere one is a disk's or a network's."""
 
 
 def blamed(cause: Cause, message: str) -> Failure:
@@ -52,7 +54,7 @@ def halted(status: Status) -> Failure:
 
 def failure_of(status: Status, error: Exception, *, kept: bool = True) -> Failure:
     """Whose failure it is. Without `kept`, what was captured is lost, and that is the node's."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and error.errno is None and status in _CLOCKED:
         return blamed(_OUT_OF_TIME[status], f"{status.value} was out of time")
     said = str(error) if isinstance(error, TuglineError) else f"{type(error).__name__}: {error}"
     return blamed(_cause(status, error, kept=kept), said)

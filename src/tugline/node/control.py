@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tugline import log
 from tugline.errors import EngineError
-from tugline.node.session import Gateway
+from tugline.node.gateway import Gateway
 from tugline.protocol import Control, PauseMode
 
 _PAUSE_S = 5.0

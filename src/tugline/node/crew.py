@@ -17,13 +17,14 @@ from tugline.capture.trajectories import pack
 from tugline.errors import FencedError, ServerError, TuglineError
 from tugline.node.admission import Admission, Engines
 from tugline.node.blame import blamed
+from tugline.node.gateway import Gateway
 from tugline.node.housekeeping import DONE
 from tugline.node.journal import Entry, Journal
 from tugline.node.link import LONGEST_S, Link
 from tugline.node.live import STARTED, Fate, Live
 from tugline.node.logs import LogSender
 from tugline.node.parts import Parts
-from tugline.node.session import Gateway, roll_out
+from tugline.node.session import roll_out
 from tugline.node.settings import NodeSettings
 from tugline.node.stages import Stages
 from tugline.node.stats import Observer, Stats

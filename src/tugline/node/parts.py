@@ -14,7 +14,7 @@ import msgspec
 
 from tugline import log
 from tugline.builders.base import Builder
-from tugline.errors import ConfigError, UnknownPlugin
+from tugline.errors import ConfigError, TuglineError, UnknownPlugin
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
@@ -62,7 +62,13 @@ class Parts:
         await asyncio.shield(self._introduced[part.name])
 
     async def _introduce(self, part: Part) -> None:
-        for weakness in await asyncio.to_thread(self.runtime(part).weaknesses):
+        try:
+            weaknesses = await asyncio.to_thread(self.runtime(part).weaknesses)
+        except TuglineError as error:  # whatever it is, the box will say so itself
+            del self._introduced[part.name]
+            _log.warning("runtime cannot be looked at", runtime=part.name, error=str(error))
+            return
+        for weakness in weaknesses:
             _log.warning("not contained", runtime=part.name, what=weakness)
 
     def evaluator(self, part: Part) -> Evaluator:

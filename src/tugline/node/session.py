@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tugline import log
 from tugline.builders.base import Built
@@ -38,6 +38,7 @@ from tugline.harnesses import base as harnesses
 from tugline.harnesses.base import Seat, offers_tools, spent_status
 from tugline.node.blame import blamed, failure_of, halted
 from tugline.node.course import Course
+from tugline.node.gateway import Endpoint, Gateway
 from tugline.node.parts import Parts
 from tugline.node.warm import Warm
 from tugline.runtimes.base import Box, Exit, Mount, Place
@@ -55,53 +56,6 @@ _log = log.get("node")
 
 OnStage = Callable[[Status], None]
 """Told of each stage before it begins."""
-
-
-class Endpoint(Protocol):
-    """Where a session's model is."""
-
-    @property
-    def base_url(self) -> str:
-        """Such as ``http://127.0.0.1:40123/s/<session>``, without ``/v1``."""
-        ...
-
-    @property
-    def key(self) -> str:
-        """The session's secret."""
-        ...
-
-
-class Gateway(Protocol):
-    """What a rollout needs of the gateway."""
-
-    def open(
-        self,
-        session: Session,
-        task: Task,
-        *,
-        spent_status: int = 400,
-        offers_tools: bool = False,
-        workdir: str = "",
-        home: str = "",
-    ) -> AbstractAsyncContextManager[Endpoint]:
-        """Take calls of this session; when left, no further call is taken and none is in flight.
-
-        `spent_status` is the HTTP status that tells its harness of a spent budget, `offers_tools`
-        whether a call of it without tools is beside the task; `workdir` and `home` are its folders.
-        """
-        ...
-
-    def calls(self, session: str) -> Sequence[Call]:
-        """What was recorded of a session that has been left."""
-        ...
-
-    async def conclude(self, session: str, result: Result) -> None:
-        """Write down what became of a session that has been left, with its calls."""
-        ...
-
-    def failure(self, session: str) -> Failure | None:
-        """Why its last call got no answer, if the engine's side is to blame; None otherwise."""
-        ...
 
 
 class _Ran(NamedTuple):
@@ -139,7 +93,7 @@ async def roll_out(  # noqa: PLR0913 - what a session is, where it runs, and who
     rollout = _Rollout(task, session, gateway, directory, parts, on_stage, course or Course())
     end = None
     try:
-        async with rollout.place, contextlib.aclosing(rollout.spare):
+        async with contextlib.aclosing(rollout.spare):
             await rollout.run_agent()
             await rollout.build()
             rollout.blame_others()
@@ -147,6 +101,8 @@ async def roll_out(  # noqa: PLR0913 - what a session is, where it runs, and who
     except _Stopped as stopped:
         end = stopped
         await rollout.save()
+    finally:
+        await rollout.leave()
     return await rollout.conclude(end)
 
 
@@ -211,7 +167,14 @@ class _Rollout:
                 said = await asyncio.to_thread(_tail, box.logs)
                 self.ran = _Ran(end, patch, said)
         if not evaluators.in_place(self.evaluator):
+            await self.leave()
+
+    async def leave(self) -> None:
+        """Close the agent's box. One that breaks as it is closed changes nothing of what was."""
+        try:
             await self.place.aclose()
+        except Exception as error:  # noqa: BLE001 - a plug-in's, too; `reap` finds what is left
+            _log.warning("box not closed well", session=self.session.id, error=str(error))
 
     async def _install(self) -> None:
         try:
@@ -326,9 +289,10 @@ class _Rollout:
         """Wait for a place (for RUN, that is READY), time the stage, give its failure a name."""
         at: Status = Status.READY if status is Status.RUN else status
         self.on_stage(at)
-        began = time.monotonic()
+        began, placed = time.monotonic(), False
         try:
             async with self.course.halt.limit(), self.course.place(status):
+                placed = True
                 if at is not status:
                     self.seconds[at.value] = time.monotonic() - began
                     at = status
@@ -337,7 +301,7 @@ class _Rollout:
                 yield
         except Exception as error:
             if self.course.halt.pulled and isinstance(error, TimeoutError):
-                failure = halted(at) if self.course.halt.over else None
+                failure = halted(at if placed else Status.READY) if self.course.halt.over else None
                 ending = Status.TIMED_OUT if failure else Status.CANCELLED
                 raise _Stopped(failure, ending) from error
             failure = failure_of(at, error)

@@ -68,7 +68,7 @@ class Jsonl:
             msg = "template.evaluator is missing: rows say what is right, not who judges"
             raise ConfigError(msg)
         for number, (where, row, split) in enumerate(self._source.rows()):
-            tags = {tag: _text(_field(row, tag, where)) for tag in self._tags}
+            tags = {tag: _text(row, tag, where) for tag in self._tags}
             task = template.make(
                 self._name(row, number, where),
                 self._told(row, where),
@@ -89,12 +89,16 @@ class Jsonl:
         return Solution(changes=self._solved[task.tags[INSTANCE]])
 
     def _name(self, row: Row, number: int, where: str) -> str:
-        return str(number) if self._id is None else _text(_field(row, self._id, where))
+        return str(number) if self._id is None else _text(row, self._id, where)
 
     def _told(self, row: Row, where: str) -> str:
-        if not _FIELD.search(self._instruction):
-            return _text(_field(row, self._instruction, where))
-        return _FIELD.sub(lambda hit: _text(_field(row, hit[1], where)), self._instruction)
+        if _FIELD.search(self._instruction):
+            return _FIELD.sub(lambda hit: _text(row, hit[1], where), self._instruction)
+        told = _text(row, self._instruction, where)
+        if not told.strip():
+            msg = f"{where}: {self._instruction} is {told!r}, must be a text"
+            raise ConfigError(msg)
+        return told
 
     def _judged(self, task: Task, row: Row, where: str) -> Task:
         own = {option: _field(row, field, where) for option, field in self._options.items()}
@@ -116,7 +120,12 @@ def _field(row: Row, name: str, where: str) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
+def _text(row: Row, name: str, where: str) -> str:
+    """A field as text. Raises `ConfigError` for one without a value."""
+    value = _field(row, name, where)
+    if value is None:
+        msg = f"{where}: {name} has no value, must be a text"
+        raise ConfigError(msg)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -124,7 +133,7 @@ def _files(given: Mapping[str, str] | str | None, row: Row, where: str) -> dict[
     if given is None:
         return {}
     if not isinstance(given, str):
-        return {path: _text(_field(row, field, where)) for path, field in given.items()}
+        return {path: _text(row, field, where) for path, field in given.items()}
     value = _field(row, given, where)
     if isinstance(value, str):  # Parquet has no maps of any keys: they are JSON there
         try:

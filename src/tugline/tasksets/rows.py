@@ -6,6 +6,7 @@ Rows come one by one, each with its place in words, so that a bad one is told by
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tugline.errors import ConfigError
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_LONGEST_FIELD = 1 << 30
+"""Characters of a CSV field: a patch or a list of tests is longer than csv's own bound."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -83,12 +86,26 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(msg)
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(values))
         case ".csv":
-            rows = csv.DictReader(read_text(path).splitlines(keepends=True))
-            yield from ((f"{path}, line {rows.line_num}", row) for row in rows)
+            yield from _of_csv(path)
         case _:
-            for number, line in enumerate(read_text(path).splitlines(), 1):
+            for number, line in enumerate(read_text(path).split("\n"), 1):
                 if line.strip():
                     yield f"{path}, line {number}", _decoded(line, f"{path}, line {number}")
+
+
+def _of_csv(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(_LONGEST_FIELD)
+    rows = csv.DictReader(io.StringIO(read_text(path), newline=""))
+    try:
+        for row in rows:
+            where = f"{path}, line {rows.line_num}"
+            if None in row:
+                msg = f"{where}: there are more values than the {len(row) - 1} names in line 1"
+                raise ConfigError(msg)
+            yield where, row
+    except csv.Error as error:
+        msg = f"{path}, line {rows.line_num} is not valid CSV: {error}"
+        raise ConfigError(msg) from error
 
 
 def _decoded(line: str, where: str) -> Any:

@@ -8,6 +8,7 @@ come or go. How hard a task is is told by results of earlier runs, as `tugline r
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +20,9 @@ from tugline.errors import ConfigError
 from tugline.protocol import ResultView
 from tugline.tasksets.base import INSTANCE, SPLIT, task_id
 from tugline.types import Task
+
+_WHOLE = 1.0 + 1e-9
+"""Shares such as .7, .2 and .1, with room for rounding."""
 
 
 class Difficulty(msgspec.Struct, frozen=True):
@@ -61,7 +65,10 @@ class Selection(msgspec.Struct, frozen=True):
     def check(self, where: str) -> None:
         """Raises `ConfigError` for values that make no sense."""
         wrong = None
-        if any(not share > 0 for share in self.shares.values()) or sum(self.shares.values()) > 1:
+        if (
+            any(not share > 0 for share in self.shares.values())
+            or math.fsum(self.shares.values()) > _WHOLE
+        ):
             wrong = f"shares is {self.shares}, must be more than 0 each and at most 1 together"
         elif self.shares and self.split is not None and self.split not in self.shares:
             wrong = f"split is {self.split!r}, must be one of shares: {', '.join(self.shares)}"

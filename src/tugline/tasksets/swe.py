@@ -44,8 +44,9 @@ _IMAGE_WORDS = ("instance_id", "instance_1776", "instance_s", "repo")
 _REPO_WORDS = ("instance_id", "repo")
 _PROMPT_WORDS = ("problem_statement", "hints_text", "repo", "path", "instance_id")
 _PATCH = "solution.patch"
-_LIMITS = {"init_s": 1200.0, "eval_s": 1800.0}
-"""An image is large when it is pulled, and the tests of a repository take long."""
+_LIMITS = {"init_s": 1200.0, "eval_s": 3660.0}
+"""An image is large when it is pulled. The tests of a repository take long, and are run once more
+without the agent's work where they tell nothing."""
 
 
 class Swe:

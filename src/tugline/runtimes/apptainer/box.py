@@ -62,7 +62,7 @@ class Contained:
         """None where the network is this machine's."""
         self._doors = Doors(allow)
         self._group = Group(where, directory)
-        self._share = Share(bounds.disk_mb, self._own, self._group.memory_kills, self._kill)
+        self._share = Share(bounds.disk_mb, self._own, self._group.kills, self._kill)
         self._shared = {PurePosixPath(one.target): one.source for one in mounts if one.source}
         own = [one.target for one in mounts if one.source is None]
         self._folders: dict[PurePosixPath, Path] = {

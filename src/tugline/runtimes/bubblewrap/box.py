@@ -73,7 +73,7 @@ class BubblewrapBox:
         self._sandbox: Sandbox | None = None
         self._settled: asyncio.Future[None] | None = None
         self._starts, self._runs = asyncio.Lock(), asyncio.Lock()
-        self._share = Share(bounds.disk_mb, self._own, self._group.memory_kills, self._kill)
+        self._share = Share(bounds.disk_mb, self._own, self._group.kills, self._kill)
 
     async def start(self) -> None:
         """Make its folders and its first sandbox."""

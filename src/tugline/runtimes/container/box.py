@@ -33,6 +33,7 @@ from tugline.runtimes.container.probe import ulimits
 from tugline.runtimes.network.doors import Doors
 from tugline.runtimes.network.proxy import AllowList
 from tugline.runtimes.patch import Caps, Patch
+from tugline.runtimes.programs.limits import kills
 from tugline.runtimes.programs.processes import finish
 from tugline.runtimes.programs.runner import ARGV, INSIDE, KILLED, Gone, Runner
 from tugline.runtimes.programs.share import Share
@@ -96,7 +97,7 @@ class ContainerBox:
         self._runner = self._new_runner()
         self._cgroup = cgroups.Cgroup(None, None)
         self._share = Share(
-            limits.disk_mb, self._own, lambda: self._cgroup.killed_for_memory, self._kill
+            limits.disk_mb, self._own, lambda: kills(self._cgroup.memory), self._kill
         )
         self._pid = 0
         self._upper: list[Path] = []

@@ -31,15 +31,6 @@ class Cgroup(NamedTuple):
         """None without a limit."""
         return _limit(self.processes, "pids.max")
 
-    @property
-    def killed_for_memory(self) -> int:
-        """How many programs the kernel has killed in it for want of memory."""
-        for name in ("memory.events", "memory.oom_control"):
-            for line in _read(self.memory, name).splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-        return 0
-
 
 def of(pid: int) -> Cgroup:
     """The control group that a process is in."""

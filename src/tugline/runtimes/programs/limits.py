@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,6 +31,8 @@ _MB = 1 << 20
 _GROUPS = Path("/sys/fs/cgroup")
 _PREFIX = "tugline-"
 _NICE = 5
+_NEAR = 0.95
+"""Of its limit: so much has a box taken that was ended for it."""
 _REMOVE_S = 5.0
 
 
@@ -94,6 +97,29 @@ def unenforced(where: Places) -> list[str]:
     return lines
 
 
+class Kills(NamedTuple):
+    """How many processes of a box the kernel has ended for want of memory."""
+
+    own: int = 0
+    """The box was at its limit."""
+    others: int = 0
+    """It was not: the node, or what it runs in, was short of memory."""
+
+
+def kills(memory: Path | None) -> Kills:
+    """What a control group of either version has counted; nothing without one."""
+    if memory is None:
+        return Kills()
+    unified = _counts(memory / "memory.events")
+    count = (unified or _counts(memory / "memory.oom_control")).get("oom_kill", 0)
+    if unified:
+        own = min(count, unified.get("oom", 0))
+    else:  # version 1 does not say whose limit it was
+        most, limit = (_number(memory / f"memory.{n}_in_bytes") for n in ("max_usage", "limit"))
+        own = count if most >= _NEAR * limit else 0
+    return Kills(own, count - own)
+
+
 class Group:
     """The control groups of one box, where there are any. Its methods block."""
 
@@ -136,16 +162,9 @@ class Group:
                 msg = f"process {pid} cannot be put into {folder}: {error.strerror}"
                 raise RuntimeFault(msg) from error
 
-    def memory_kills(self) -> int:
-        """How many of their processes were killed for want of memory so far."""
-        if not self._memory:
-            return 0
-        file = self._memory / ("memory.events" if self._v2 else "memory.oom_control")
-        with contextlib.suppress(OSError):
-            for line in file.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-        return 0
+    def kills(self) -> Kills:
+        """Of their processes, for want of memory, so far."""
+        return kills(self._memory)
 
     def remove(self) -> None:
         """Remove them and their record; all their processes are dead."""
@@ -236,6 +255,19 @@ def _tried(folder: Path) -> bool:
     finally:
         _remove(trial)
     return True
+
+
+def _counts(file: Path) -> dict[str, int]:
+    with contextlib.suppress(OSError, ValueError):
+        pairs = (line.split() for line in file.read_text().splitlines())
+        return {name: int(value) for name, value in pairs}
+    return {}
+
+
+def _number(file: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return int(file.read_text())
+    return 0
 
 
 def _set(folder: Path, values: Mapping[str, int]) -> None:

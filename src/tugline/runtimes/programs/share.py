@@ -18,7 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from tugline.errors import RuntimeFault
 from tugline.runtimes.base import Exit
+from tugline.runtimes.programs.limits import Kills
 from tugline.runtimes.programs.runner import KILLED, Gone
 from tugline.types import Cause
 
@@ -34,15 +36,15 @@ _WATCHERS = ThreadPoolExecutor(2, thread_name_prefix="tugline-watch")
 class Share:
     """What one box may take.
 
-    `folders` are its own ones on this machine, `kills` says how many of its processes were killed
-    for want of memory so far, and `kill` ends all of it.
+    `folders` are its own ones on this machine, `kills` says how many of its processes the kernel
+    has ended so far, and `kill` ends all of it.
     """
 
     def __init__(
         self,
         disk_mb: int,
         folders: Callable[[], Iterable[Path]],
-        kills: Callable[[], int],
+        kills: Callable[[], Kills],
         kill: Callable[[], Awaitable[None]],
     ) -> None:
         self._most = disk_mb << 20
@@ -53,7 +55,8 @@ class Share:
     async def run(self, program: Awaitable[Exit], pid: int) -> Exit:
         """Wait for a program of the box whose process 1 is `pid`, with the cause of its end.
 
-        Raises `Gone` when the box ended for another reason than its share.
+        Raises `Gone` when the box ended for another reason than its share, and `RuntimeFault` when
+        the node had no memory left.
         """
         began, killed = time.monotonic(), self._kills()
         watch = asyncio.create_task(self._watch(pid))
@@ -84,13 +87,18 @@ class Share:
     def _too_much(self, root: Path | None) -> bool:
         return used(self._folders(), root, self._most) > self._most
 
-    def _cause(self, end: Exit, killed: int) -> Cause | None:
+    def _cause(self, end: Exit, killed: Kills) -> Cause | None:
         """Which limit ended a program, if one did."""
         self.over = self.over or self._too_much(None)
         if self.over:
             return Cause.AGENT_DISK
-        ended = end.code == KILLED and not end.timed_out
-        return Cause.AGENT_MEMORY if ended and self._kills() > killed else None
+        if end.code != KILLED or end.timed_out:
+            return None
+        now = self._kills()
+        if now.own == killed.own and now.others > killed.others:
+            msg = "the node is out of memory: the kernel ended a program that was within its limit"
+            raise RuntimeFault(msg)
+        return Cause.AGENT_MEMORY if now.own > killed.own else None
 
 
 def used(folders: Iterable[Path], root: Path | None, most: int) -> int:

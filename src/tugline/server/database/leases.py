@@ -183,14 +183,16 @@ def retry(tx: Tx, entry: Entry, failure: Failure, now: float) -> bool:
         return False
     handling = HANDLING[failure.cause] if failure.cause else None
     allowed = handling.retries if handling else RETRIES[failure.boundary]
-    if allowed is not None:
-        if entry.faults >= allowed:
-            return False
-        sessions.requeue(tx, entry, f"{failure.boundary}: {failure.message}", now, faults=1)
-        return True
-    if not more(tx, entry):
+    if not (more(tx, entry) if allowed is None else entry.faults < allowed):
         return False
-    sessions.requeue(tx, entry, f"{failure.boundary}: {failure.message}", now)
+    sessions.requeue(
+        tx,
+        entry,
+        f"{failure.boundary}: {failure.message}",
+        now,
+        faults=0 if allowed is None else 1,
+        elsewhere=handling is None or handling.elsewhere,
+    )
     return True
 
 

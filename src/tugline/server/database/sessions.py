@@ -125,16 +125,29 @@ def cursor(after: str | None) -> int:
     return int(after)
 
 
-def requeue(tx: Tx, entry: Entry, why: str, now: float, *, tries: int = 1, faults: int = 0) -> None:
-    """Put a leased session back at its place in the line; it has had `tries` more attempts."""
+def requeue(  # noqa: PLR0913 - what is known of it
+    tx: Tx,
+    entry: Entry,
+    why: str,
+    now: float,
+    *,
+    tries: int = 1,
+    faults: int = 0,
+    elsewhere: bool = False,
+) -> None:
+    """Put a leased session back at its place in the line; it has had `tries` more attempts.
+
+    With `elsewhere` another node gets it, if there is one with room.
+    """
     tenants.activate(tx, entry.tenant)
     tx.run(
         "UPDATE sessions SET status = 'queued', attempt = attempt + :tries,"
-        " faults = faults + :faults, avoid = CASE WHEN :tries > 0 THEN node END, node = NULL,"
+        " faults = faults + :faults, avoid = :avoid, node = NULL,"
         " stop = NULL, stop_by = '', stop_at = NULL, updated = :now WHERE id = :id",
         id=entry.id,
         tries=tries,
         faults=faults,
+        avoid=entry.node if elsewhere else None,
         now=now,
     )
     detail: dict[str, str | int | float] = {"why": why, "attempt": entry.attempt + tries}
