@@ -11,7 +11,9 @@ import zstandard
 from tugline.protocol import Ask, Commit, Held, Hello, Orders, Renewal, Work
 from tugline.server.control import ControlPlane
 from tugline.types import (
+    HANDLING,
     Boundary,
+    Cause,
     Failure,
     Ledger,
     Part,
@@ -33,9 +35,11 @@ def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
     return Task(id=name, instruction="Mend it", samples=samples, **parts, **fields)
 
 
-def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | None = None,
+def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | Cause | None = None,
            status: Status = Status.COMPLETED) -> bytes:  # fmt: skip
     """What a node would commit."""
+    cause = failure if isinstance(failure, Cause) else None
+    boundary = HANDLING[cause].boundary if cause else failure
     trajectory = Trajectory(
         session=session.id,
         task=session.task,
@@ -44,7 +48,7 @@ def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | 
         traces=(),
         ledger=Ledger(),
         reward=None if reward is None or failure else Reward(reward),
-        failure=Failure(failure, "it broke") if failure else None,
+        failure=Failure(Boundary(boundary), "it broke", cause) if boundary else None,
     )
     return zstandard.ZstdCompressor().compress(encode(trajectory))
 

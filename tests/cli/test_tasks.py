@@ -115,6 +115,21 @@ def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
     assert changed.stderr.endswith("fine: fine\n")
 
 
+def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None:
+    """A solution is no part of the task, and neither is the text of its tests."""
+    out = folder / "out.jsonl"
+    (folder / "set.yaml").write_text(SET + "select: {include: [fine]}\n")
+    validate = ("tasks", "validate", folder / "set.yaml", "--out", out)
+    assert tugline(*validate).returncode == 0
+    assert "tried before: 1" in tugline(*validate).stderr
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text(rows.replace('{"work": "right"}', '{"work": "bad"}', 1))
+    assert "fine: broken" in tugline(*validate).stderr
+    (folder / "rows.jsonl").write_text(rows)
+    (folder / "good" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    assert "fine: solved" in tugline(*validate).stderr
+
+
 def test_a_set_is_listed(folder: Path) -> None:
     """With tags and counts, for people and for scripts."""
     done = tugline("tasks", "list", folder / "set.yaml")

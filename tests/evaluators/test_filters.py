@@ -27,6 +27,7 @@ REFUSED: dict[str, str] = {
     "sitecustomize/__init__.py": "loaded unasked",
     "usercustomize.cpython-311-x86_64-linux-gnu.so": "loaded unasked",
     "lib/site-packages/evil.pth": "loaded unasked",
+    "venv/lib/python3.11/site-packages/_pytest/runner.py": "loaded unasked",
     "evil.egg-info/entry_points.txt": "loaded unasked",
     "evil-1.dist-info/entry_points.txt": "loaded unasked",
     "tests/__pycache__/test_bill.cpython-311.pyc": "loaded unasked",
@@ -133,17 +134,32 @@ def test_patterns_fit_as_they_are_documented(path: str, pattern: str, fits: bool
     assert (matches(PurePosixPath(path), [pattern]) == pattern) is fits
 
 
-def test_every_language_protects_its_tests() -> None:
-    """The usual test files of each language fit its patterns."""
-    usual = {
-        "python": "pkg/test_a.py",
-        "go": "pkg/a_test.go",
-        "rust": "tests/cli.rs",
-        "node": "src/a.spec.ts",
-        "java": "core/src/test/java/ATest.java",
-    }
-    for language, path in usual.items():
-        assert matches(PurePosixPath(path), TESTS[language]), language
+JUDGING = {
+    "python": "pkg/test_a.py pkg/a_test.py app/tests.py tests/helpers.py test/__init__.py tox.ini",
+    "go": "pkg/a_test.go testdata/want.golden vendor/x/assert.go go.mod go.work",
+    "rust": "tests/cli.rs crates/x/tests/it.rs build.rs x/build.rs Cargo.toml rust-toolchain.toml",
+    "node": "src/a.spec.ts a.test.mjs test.js spec.ts x-test.js x_test.cjs test-x.ts test/x.js"
+    " package.json node_modules/jest/index.js vitest.workspace.ts jest.setup.js",
+    "tap": "a.bats deep/b.t t/lib.sh",
+    "java": "core/src/test/java/ATest.java gradlew mvnw settings.gradle.kts buildSrc/a.kt pom.xml",
+}
+WORK = {
+    "python": "latest.py contest/a.py bill.py attestation.py",
+    "go": "calc.go pkg/testing.go",
+    "rust": "src/tests.rs src/lib.rs",
+    "node": "src/latest.js spec.yaml test.json src/testing.ts inspect.js",
+    "tap": "a.txt lib/t.sh",
+    "java": "src/main/java/A.java",
+}
+
+
+@pytest.mark.parametrize("language", TESTS)
+def test_every_language_protects_what_judges(language: str) -> None:
+    """Tests as their runners find them, what these import, and what says how they are run."""
+    judging = [PurePosixPath(path) for path in JUDGING[language].split()]
+    assert [str(path) for path in judging if not matches(path, TESTS[language])] == []
+    work = [PurePosixPath(path) for path in WORK[language].split()]
+    assert [str(path) for path in work if matches(path, TESTS[language])] == []
 
 
 def test_patterns_are_checked() -> None:

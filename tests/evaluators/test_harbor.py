@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from containers import DEBIAN, podman
@@ -36,10 +37,13 @@ Judge = Callable[..., Proof]
 @pytest.fixture(params=RUNTIMES)
 def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
     """What an agent's command earns by a script, as ``judge(command, script, **options)``."""
-    runtime, workspace = Part("bubblewrap"), Workspace(path="/app")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "calendar.py").write_text("1\n")
+    runtime = Part("bubblewrap")
+    workspace = Workspace(path="/app", folder=str(tmp_path / "base"))
     if request.param == "container":
         runtime = Part("container", {"engine": request.getfixturevalue("podman")})
-        workspace = Workspace(image=DEBIAN, path="/app")
+        workspace = msgspec.structs.replace(workspace, image=DEBIAN)
     else:
         why = find("runtime", "bubblewrap")().unavailable()
         if why is not None:
@@ -195,6 +199,8 @@ def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     assert left_out.reward == 0.0
     assert left_out.why.endswith("(not laid on: json.py, sitecustomize.py)")
     assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
+    there = judge("echo >> calendar.py", "cat calendar.py | wc -l > /logs/verifier/reward.txt")
+    assert there.reward == 2.0, there.why
 
 
 @pytest.mark.parametrize("text", ["true", "0.5", '{"a": 1, "b": false}', "-3"])

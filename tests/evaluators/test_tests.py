@@ -67,6 +67,7 @@ FORGED = "import sys\ndef main(*_):\n    sys.exit(0)\nmain()\n"
 HOSTILE: dict[str, dict[str, str | None]] = {
     "edits the tests": {"tests/test_bill.py": "def test_total(): pass\n"},
     "deletes the tests": {"tests/test_bill.py": None},
+    "brings a package for them": {"tests/__init__.py": "import os\nos._exit(0)\n"},
     "puts a folder in their place": {"tests/test_bill.py": None, "tests/test_bill.py/x": ""},
     "puts a file in their folder's place": {"tests/test_bill.py": None, "tests": ""},
     "forces a pass by conftest": {"conftest.py": FORCE},
@@ -176,6 +177,10 @@ def test_expected_names_match_what_pytest_reports() -> None:
     """Functions, async functions, classes by name and by base; nothing that is not collected."""
     source = (
         "import unittest\nasync def test_a(): ...\ndef helper_test(): ...\n"
+        "@pytest.fixture\ndef test_data(): ...\n"
+        "@pytest.fixture(scope='module')\ndef test_base(): ...\n"
+        "class TestMade:\n    def __init__(self): ...\n    def test_d(self): ...\n"
+        "class TestNot:\n    __test__ = False\n    def test_e(self): ...\n"
         "class Case(unittest.TestCase):\n    def test_b(self): ...\n    def tearDown(self): ...\n"
         "class Other:\n    def test_c(self): ...\n"
     )

@@ -17,6 +17,7 @@ from stub_model import Step, StubGateway
 from tugline.builders.base import Built
 from tugline.errors import ConfigError, DiskFull, EngineError, EvaluatorError, RuntimeFault
 from tugline.evaluators.base import Outcome, Verdict
+from tugline.node.course import Course
 from tugline.node.parts import Parts
 from tugline.node.session import roll_out
 from tugline.runtimes.local import Local
@@ -340,6 +341,85 @@ class Dying(Local):
                 reach=box.reach,
                 run=lost,
             )
+
+
+class Unclosed(Local):
+    """A runtime that cannot clear up."""
+
+    @contextlib.asynccontextmanager
+    async def open(self, *args: Any) -> AsyncIterator[Any]:
+        """A box whose end is an error."""
+        async with super().open(*args) as box:
+            yield box
+        msg = "cannot clear the box"
+        raise RuntimeFault(msg)
+
+
+@pytest.mark.parametrize("agent", [LOOP, shell("exit 3")], ids=["good", "crash"])
+async def test_a_box_that_is_not_closed_well_costs_nothing(
+    agent: Part, gateway: StubGateway, tmp_path: Path
+) -> None:
+    """What was captured and judged stays, and so does the failure that there was before."""
+    trajectory, _ = await rolled(a_task(agent), gateway, tmp_path, Given(runtime=Unclosed()))
+    if agent is LOOP:
+        assert trajectory.failure is None
+        assert trajectory.reward == Reward(1.0, {"passed": 1.0, "total": 1.0})
+    else:
+        assert trajectory.failure is not None
+        assert trajectory.failure.cause is Cause.CRASH
+
+
+async def test_a_network_that_times_out_is_not_the_agents(
+    gateway: StubGateway, tmp_path: Path
+) -> None:
+    """ETIMEDOUT of a file system is a `TimeoutError`, too, and no clock of ours."""
+    runtime = Broken(TimeoutError(110, "Connection timed out"))
+    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, Given(builder=runtime))
+    assert trajectory.failure is not None
+    assert trajectory.failure.cause is Cause.NODE
+
+
+class Crowded(Course):
+    """A node where no judge is ever free."""
+
+    def place(self, status: Status) -> contextlib.AbstractAsyncContextManager[None]:
+        """Wait in EVAL."""
+        return self._never() if status is Status.EVAL else super().place(status)
+
+    @contextlib.asynccontextmanager
+    async def _never(self) -> AsyncIterator[None]:
+        await asyncio.sleep(60)
+        yield
+
+
+async def test_waiting_for_a_judge_is_nobodys_failure(gateway: StubGateway, tmp_path: Path) -> None:
+    """When `total_s` is over while it waits, the evaluator has not even begun."""
+    trajectory = await roll_out(
+        a_task(ONCE),
+        Session(id="t-0", task="t", sample=0),
+        gateway=gateway,
+        directory=tmp_path,
+        parts=Parts(),
+        course=Crowded(4.0),
+    )
+    assert trajectory.status is Status.TIMED_OUT
+    assert trajectory.failure is not None
+    assert trajectory.failure.cause is Cause.WAIT_TIMEOUT
+
+
+async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
+    """What is told of it is for people: a full disk meanwhile fails no session, and passes."""
+    looks = [RuntimeFault("cannot write to the cache"), None]
+
+    def weaknesses() -> tuple[str, ...]:
+        if (error := looks.pop(0)) is not None:
+            raise error
+        return ()
+
+    parts = Given(runtime=SimpleNamespace(weaknesses=weaknesses))
+    for _ in range(3):
+        await parts.introduce(Part("odd"))
+    assert looks == []
 
 
 async def test_what_was_sampled_before_a_failure_is_accounted_for(

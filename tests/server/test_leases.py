@@ -12,7 +12,7 @@ from tugline.protocol import Ask, EventKind, HandBack, Kept, Pause, PauseMode, S
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.database.database import open_database
-from tugline.types import Boundary, Failure, Group, Stale, Status
+from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
 
 async def test_a_node_that_waits_gets_work_at_once(control: ControlPlane) -> None:
@@ -256,6 +256,17 @@ async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) ->
     assert set(b.held) == {"t-0"}
     await b.commit("t-0", failure=Boundary.RUNTIME)
     assert names((await b.ask()).work) == ["t-0"]
+
+
+async def test_a_crash_is_not_held_against_the_node(control: ControlPlane) -> None:
+    """Only what the table says to try elsewhere leaves the node where its task's samples are."""
+    a = await Idler.join(control, "a", room=2)
+    await control.submit([a_task("t", 2)])
+    await a.ask()
+    b = await Idler.join(control, "b", room=1)
+    await a.commit("t-0", failure=Cause.CRASH)
+    await asyncio.gather(a.ask(wait_s=0.5), b.ask(wait_s=0.5))
+    assert (set(a.held), set(b.held)) == ({"t-0", "t-1"}, set())
 
 
 async def test_the_last_attempt_of_a_lost_node_is_a_result(open_control: Open) -> None:

@@ -77,6 +77,47 @@ def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
     assert told == [[("1", "do one"), ("2", "do two")]] * 4
 
 
+ONES = "taskset: {{name: jsonl, options: {{path: {path}, id: id{more}}}}}\n"
+ONES += "template: {{harness: {{name: pi}}, evaluator: {{name: tests}}}}\n"
+
+
+def rows_of(path: Path, data: str, more: str = "") -> list[tuple[str, str]]:
+    """Ids and instructions of the tasks in a file."""
+    path.write_text(data, encoding="utf-8", newline="")
+    (path.parent / "set.yaml").write_text(ONES.format(path=path.name, more=more))
+    return [(task.id, task.instruction) for task in load([path.parent / "set.yaml"])]
+
+
+def test_rows_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """Separators that are no line ends, line ends in a field, long fields, a byte order mark."""
+    odd = "one\u2028two\x85three"
+    row = json.dumps({"id": "1", "instruction": odd}, ensure_ascii=False)
+    assert rows_of(tmp_path / "r.jsonl", f"\ufeff{row}\r\n") == [("1", odd)]
+    odd += "\x0bfour\x1cfive"
+    long = "x" * 200_000
+    table = f'\ufeffid,instruction\r\n1,{odd}\r\n2,"a\nb"\r\n3,{long}\r\n'
+    assert rows_of(tmp_path / "r.csv", table) == [("1", odd), ("2", "a\nb"), ("3", long)]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "more", "told"),
+    [
+        ("r.csv", "id,instruction\n1,a,b\n", "", "line 2: there are more values than the 2 names"),
+        ("r.csv", "id,instruction\n1\n", "", "line 2: instruction has no value, must be a text"),
+        ("r.jsonl", '{"id": 1, "instruction": null}', "", "instruction has no value"),
+        ("r.jsonl", '{"id": 1, "instruction": " "}', "", "instruction is ' ', must be a text"),
+        ("r.jsonl", '{"id": 1, "q": null}', ", instruction: 'Say {q}'", "q has no value"),
+        ("r.jsonl", '{"id": null, "instruction": "a"}', "", "id has no value"),
+    ],
+)
+def test_a_row_without_a_value_is_told(
+    tmp_path: Path, name: str, data: str, more: str, told: str
+) -> None:
+    """Nobody is asked to do 'null'."""
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        rows_of(tmp_path / name, data, more)
+
+
 def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
     """Both are read from one folder; an id that is there twice is told with its places."""
     file = written(tmp_path)

@@ -50,6 +50,12 @@ def test_shares_are_disjoint_and_stay_when_tasks_come_and_go() -> None:
     assert fewer == [name for name in test if name in NAMES[:50]]
 
 
+def test_shares_add_up_as_people_add() -> None:
+    """0.8 + 0.05 + 0.05 + 0.1 is 1, whatever binary fractions make of it."""
+    Selection(shares={"a": 0.8, "b": 0.05, "c": 0.05, "d": 0.1}).check("set.yaml")
+    Selection(shares={"a": 0.56, "b": 0.33, "c": 0.11}).check("set.yaml")
+
+
 def test_what_is_in_no_share_is_in_no_split() -> None:
     """Shares may leave something over."""
     half = picked(Selection(shares={"train": 0.5}, split="train"))

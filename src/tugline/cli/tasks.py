@@ -7,7 +7,6 @@ would teach a model nothing, or the wrong thing, and is found here without one.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import tempfile
 from collections import Counter
@@ -26,7 +25,7 @@ from rich.text import Text
 from tugline.cli.status import Json
 from tugline.errors import ConfigError, UsageError
 from tugline.node.parts import Parts
-from tugline.node.proof import Proof, prove
+from tugline.node.proof import Proof, fingerprint, prove
 from tugline.runtimes import base
 from tugline.tasksets.base import INSTANCE
 from tugline.tasksets.files import Chosen, gather
@@ -64,7 +63,7 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
 
     task: str
     digest: str
-    """Of the task as it was; when it changes, it is tried again."""
+    """Of the task, its solution and their files; when one changes, it is tried again."""
     state: State
     reference: float | None = None
     """What the reference solution earned."""
@@ -152,8 +151,9 @@ def validate(
     _check_runtimes(parts, [task for task, _ in found])
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     proved = _kept(out) if out else {}
-    done = [proved[key] for task, _ in found if (key := _key(task)) in proved]
-    left = [one for one in found if _key(one[0]) not in proved]
+    keys = [_key(task, chosen) for task, chosen in found]
+    done = [proved[key] for key in keys if key in proved]
+    left = [one for one, key in zip(found, keys, strict=True) if key not in proved]
     if done:
         console.print(f"tried before: {len(done)}, see {out}", markup=False)
     done += asyncio.run(_try_all(left, parts, jobs, out, console))
@@ -203,18 +203,17 @@ async def _try_all(
 
 async def _try(task: Task, chosen: Chosen | None, folder: Path, parts: Parts) -> Proved:
     """Both solutions, one after the other."""
-    nothing = Proof(None, "it has no reference solution")
+    _, digest = await asyncio.to_thread(_key, task, chosen)
     try:
         solution = await asyncio.to_thread(chosen.solution, task) if chosen else None
-        solved = await prove(task, solution, folder / "solved", parts) if solution else nothing
+        solved = await prove(task, solution, folder / "solved", parts) if solution else None
         empty = await prove(task, None, folder / "empty", parts)
     except UsageError as error:  # a part that cannot be made
-        key = _key(task)
-        return Proved(task=key[0], digest=key[1], state=State.ERROR, why=str(error))
-    return _judged(task, solved if solution else None, empty)
+        return Proved(task=task.id, digest=digest, state=State.ERROR, why=str(error))
+    return _judged(task, digest, solved, empty)
 
 
-def _judged(task: Task, solved: Proof | None, empty: Proof) -> Proved:
+def _judged(task: Task, digest: str, solved: Proof | None, empty: Proof) -> Proved:
     state, why = State.FINE, ""
     failed = next((one for one in (solved, empty) if one and one.failure), None)
     if failed is not None:
@@ -226,9 +225,8 @@ def _judged(task: Task, solved: Proof | None, empty: Proof) -> Proved:
         state = State.UNPROVEN
     elif solved.reward is not None and solved.reward < _RIGHT:
         state, why = State.BROKEN, f"reference: {solved.why}"
-    name, digest = _key(task)
     return Proved(
-        task=name,
+        task=task.id,
         digest=digest,
         state=state,
         reference=solved.reward if solved else None,
@@ -239,9 +237,11 @@ def _judged(task: Task, solved: Proof | None, empty: Proof) -> Proved:
     )
 
 
-def _key(task: Task) -> tuple[str, str]:
-    told = msgspec.json.encode(task, order="deterministic")
-    return task.id, hashlib.sha256(told).hexdigest()[:16]
+def _key(task: Task, chosen: Chosen | None) -> tuple[str, str]:
+    try:
+        return task.id, fingerprint(task, chosen.solution(task) if chosen else None)
+    except (UsageError, OSError):  # said when it is tried
+        return task.id, ""
 
 
 def _kept(out: Path) -> dict[tuple[str, str], Proved]:

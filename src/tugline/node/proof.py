@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -128,6 +129,39 @@ async def prove(task: Task, solution: Solution | None, directory: Path, parts: P
     if refused := verdict.report.get("refused"):
         why += f" (not laid on: {', '.join(refused)})"
     return Proof(verdict.reward.value, why, None, time.monotonic() - began)
+
+
+def fingerprint(task: Task, solution: Solution | None) -> str:
+    """Changes with whatever a proof depends on: the task, the solution, and files they name."""
+    told = hashlib.sha256(msgspec.msgpack.encode((task, solution), order="deterministic"))
+    for place in sorted(_named(task, solution)):
+        for path in sorted([place, *place.rglob("*")]):
+            if path.is_file():
+                told.update(f"\0{path}\0".encode(errors="surrogateescape"))
+                with path.open("rb") as file:
+                    told.update(hashlib.file_digest(file, "sha256").digest())
+    return told.hexdigest()[:16]
+
+
+def _named(task: Task, solution: Solution | None) -> set[Path]:
+    """Files and folders of this machine besides the workspace's own repository or folder."""
+    names = {task.workspace.build, *(one.source for one in (solution.mounts if solution else ()))}
+    names |= set(_texts(task.evaluator.options))
+    return {Path(name) for name in names if name and _is_there(name)}
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
+
+
+def _is_there(name: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # a text that is no path
+        return Path(name).is_absolute() and Path(name).exists()
+    return False
 
 
 def _tail(log: Path) -> str:
