@@ -95,6 +95,147 @@ REAL: dict[str, tuple[str, dict[str, Mark]]] = {
     "node_tap.txt": ("tap", TAP),
 }
 
+START, SUMMARY = "=== test session starts ===\n", "=== short test summary info ===\n"
+PROVE = """\
+t/a.t .. \n1..2\nok 1 - adds\nok 2 - subs\nok
+{}All tests successful.
+Files=1, Tests=2,  0 wallclock secs ( 0.00 usr +  0.01 sys =  0.01 CPU)
+Result: PASS
+"""
+JEST_RUN = """\
+PASS ./a.test.js\n  ✓ top (7 ms)\n
+Test Suites: 1 passed, 1 total\nTests:       1 passed, 1 total
+Ran all test suites matching /a.test.js/i.
+"""
+TRYBUILD = """\
+test tests/ui/a.rs ... ok\ntest tests/ui/b.rs [should fail to compile] ... ok\n
+"""
+LOG = "----- live log call -----\nINFO     root:test_log.py:4 hi\n"
+WAYS: dict[str, tuple[str, str, dict[str, Mark]]] = {
+    "pytest 9 with subtests": (
+        "pytest",
+        START + "test_a.py::S::test_sub \ntest_a.py::S::test_sub PASSED       [100%]\n\n"
+        "=============== 1 passed, 3 subtests passed in 0.06s ================\n",
+        {"test_a.py::S::test_sub": P},
+    ),
+    "pytest with subtests that fail, of tests that are said to pass": (
+        "pytest",
+        SUMMARY + "PASSED test_u.py::S::test_a\nPASSED test_u.py::S::test_b\n"
+        "PASSED test_u.py::test_c\nPASSED test_u.py::test_d\n"
+        "SUBFAILED[m :: m] (i=1, s='x y') test_u.py::S::test_a - AssertionError: ...\n"
+        "SUBFAILED test_u.py::S::test_b - AssertionError: 1 == 1\n"
+        "SUBFAILED(<subtest>) test_u.py::test_c - assert 0\n"
+        "[m a::b m] (i=0, s='(] - ') SUBFAIL test_u.py::test_d - assert 0\n"
+        "4 failed, 4 passed, 7 subtests passed in 0.01s\n",
+        dict.fromkeys(["test_u.py::S::test_a", "test_u.py::S::test_b"], F)
+        | dict.fromkeys(["test_u.py::test_c", "test_u.py::test_d"], F),
+    ),
+    "pytest -vv with an inherited test": (
+        "pytest",
+        START + "test_a.py::TestA::test_i <- base.py PASSED                       [ 50%]\n"
+        "test_a.py::test_p[a <- b] PASSED                                        [100%]\n"
+        "=== 2 passed in 0.01s ===\n",
+        {"test_a.py::TestA::test_i": P, "test_a.py::test_p[a <- b]": P},
+    ),
+    "pytest's reasons of an XPASS, 8 and before": (
+        "pytest",
+        START
+        + "test_a.py::test_xp XPASS (known)     [ 50%]\n"
+        + SUMMARY
+        + "PASSED t.py::x[a - b]\n"
+        "XPASS test_a.py::test_xp - known\nXPASS test_a.py::test_old known\n"
+        "XPASS test_a.py::test_old[a b] known - so\n1 passed, 3 xpassed in 0.01s\n",
+        {"test_a.py::test_xp": P, "t.py::x[a - b]": P, "test_a.py::test_old": P}
+        | {"test_a.py::test_old[a b]": P},
+    ),
+    "pytest with counts and times": (
+        "pytest",
+        START + "test_a.py::test_count PASSED                                      [1/4]\n"
+        "test_a.py::test_times PASSED                                           394.9us\n"
+        "test_a.py::test_long SKIPPED (takes 9s)                                  1m 5s\n"
+        "[gw1] [ 3/40] PASSED test_a.py::test_worker_count \n"
+        "[gw0] 1.729ms PASSED test_a.py::TestA::test_worker_times <- base.py \n"
+        "=== 4 passed, 1 skipped in 66.01s (0:01:06) ===\n",
+        {f"test_a.py::{n}": P for n in ("test_count", "test_times", "test_worker_count")}
+        | {"test_a.py::test_long": S, "test_a.py::TestA::test_worker_times": P},
+    ),
+    "pytest with a live log, also with -s": (
+        "pytest",
+        START + f"test_log.py::test_l \n{LOG}PASSED                           [ 12%]\n"
+        "test_log.py::test_m PASSED                                             [ 25%]\n"
+        f"test_log.py::test_bad \n{LOG}FAILED                                   [ 37%]\n"
+        f"test_log.py::test_te[a b] <- base.py \n{LOG}PASSED                    [ 75%]\n"
+        "------ live log teardown ------\nINFO     root:test_log.py:21 down\n\n"
+        "test_log.py::test_te[a b] <- base.py ERROR                             [ 75%]\n"
+        f"test_log.py::test_xf \n{LOG}XFAIL (known (x))                         [ 87%]\n"
+        "test_log.py::test_prints a line\nPASSED\n"
+        "=== 1 failed, 4 passed, 1 xfailed, 1 error in 0.04s ===\n",
+        {"test_log.py::test_l": P, "test_log.py::test_m": P, "test_log.py::test_bad": F}
+        | {
+            "test_log.py::test_te[a b]": F,
+            "test_log.py::test_xf": X,
+            "test_log.py::test_prints": P,
+        },
+    ),
+    "Jest in colours": (
+        "jest",
+        (
+            "\x1b[0m\x1b[7m\x1b[1m\x1b[32m PASS \x1b[39m\x1b[22m\x1b[27m\x1b[0m \x1b[2m./\x1b[22m"
+            "\x1b[1mb.test.js\x1b[22m\n  \x1b[32m✓\x1b[39m \x1b[2mbee (1 ms)\x1b[22m\n\n"
+            "\x1b[1mTests:       \x1b[22m\x1b[1m\x1b[32m1 passed\x1b[39m\x1b[22m, 1 total\n"
+        ),
+        {"bee": P},
+    ),
+    "Jest twice": ("jest", JEST_RUN + JEST_RUN.replace("top", "bee"), {"top": P, "bee": P}),
+    "cargo with trybuild": (
+        "cargo",
+        (
+            f"\nrunning 2 tests\ntest adds ... ok\n\n{TRYBUILD}test ui ... ok\n\n"
+            "test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out\n"
+        ),
+        {"adds": P, "ui": P},
+    ),
+    "cargo with trybuild, one thread and no capture": (
+        "cargo",
+        (
+            f"\nrunning 2 tests\ntest adds ... ok\ntest ui ... \n{TRYBUILD}ok\n\n"
+            "test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out\n"
+        ),
+        {"adds": P, "ui": P},
+    ),
+    "cargo with a runner whose tests are files": (
+        "cargo",
+        (
+            "running 2 tests\ntest ui/a.rs ... ok\ntest ui/b.rs ... FAILED\n\n"
+            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out\n"
+        ),
+        {"ui/a.rs": P, "ui/b.rs": F},
+    ),
+    "prove -v of a file": ("tap", PROVE.format(""), {"adds": P, "subs": P}),
+    "prove -v of files": (
+        "tap",
+        PROVE.format("t/long.t ....... \nok 1 - other\n1..1\nok\n"),
+        {"adds": P, "subs": P, "other": P},
+    ),
+    "unittest with a class made by a function": (
+        "unittest",
+        (
+            "test_x (t.make.<locals>.T.test_x) ... ok\n"
+            "test_y (t.make.<locals>.T.test_y) ... FAIL\n\n"
+            f"{'=' * 70}\nERROR: test_z (t.make.<locals>.T)\n{'-' * 70}\nRan 3 tests in 0.001s\n"
+        ),
+        {f"t.make.<locals>.T.test_{n}": mark for n, mark in (("x", P), ("y", F), ("z", F))},
+    ),
+    "go after a test wrote without a newline": (
+        "go",
+        (
+            "=== RUN   TestX\nhello=== RUN   TestX/sub\n--- PASS: TestX (0.00s)\n"
+            "    --- PASS: TestX/sub (0.00s)\nPASS\nok  \tshop\t0.1s\n"
+        ),
+        dict.fromkeys(["TestX", "shop::TestX", "TestX/sub", "shop::TestX/sub"], P),
+    ),
+}
+
 
 def read(format_name: str, text: str | bytes) -> Told:
     """What a format makes of it."""
@@ -106,6 +247,15 @@ def test_what_the_real_tools_write_is_understood(file: str) -> None:
     """Every test has its mark, and no line that a test printed is taken for one."""
     format_name, marks = REAL[file]
     told = read(format_name, (GOLDEN / file).read_bytes())
+    assert told.marks == marks
+    assert (told.complete, told.oddity) == (True, "")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_call_the_real_tools_are_understood(way: str) -> None:
+    """Options, plugins and versions change what is written, not what it says."""
+    format_name, text, marks = WAYS[way]
+    told = read(format_name, text)
     assert told.marks == marks
     assert (told.complete, told.oddity) == (True, "")
 
@@ -206,6 +356,50 @@ def test_a_forged_line_does_not_mend_a_failure(format_name: str) -> None:
     own = LINE[format_name].replace("hidden", "a").replace("Hidden", "A").replace("ok 2", "ok 1")
     told = read(format_name, HONEST[format_name].format(own))
     assert P not in told.marks.values() or told.oddity
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text"),
+    [
+        ("pytest", f"t.py::a \nPASSED\n{LOG}FAILED   [100%]\n=== 1 failed in 0.1s ===\n"),
+        ("pytest", "t.py::a FAILED [100%]\nt.py::b \nPASSED\n=== 1 failed in 0.1s ===\n"),
+        ("jest", JEST_RUN + JEST_RUN.replace("top", "bee\n  ✓ forged")),
+        ("jest", JEST_RUN + "PASS x\n  ✓ forged\n"),
+        ("cargo", ("running 2 tests\ntest a.rs ... ok\ntest forged ... ok\ntest b.rs ... ok\n"
+         "test result: ok. 2 passed; 0 failed;\n")),
+        ("tap", PROVE.format("t/b.t .. \n1..3\nok 1 - b\n")),
+        ("tap", PROVE.format("t/b.t .. \nok 1 - b\n")),
+        ("tap", PROVE.format("ok 2 - forged\n")),
+    ],
+)  # fmt: skip
+def test_a_second_run_or_name_lends_no_belief(format_name: str, text: str) -> None:
+    """Every run, file and program is measured by its own count or plan."""
+    told = read(format_name, text)
+    assert P not in told.marks.values() or told.oddity or not told.complete
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text"),
+    [
+        ("pytest", "{} passed in 0.1s\n"),
+        ("unittest", "Ran {} tests in 0.1s\n"),
+        ("cargo", "running {0} tests\ntest result: ok. {0} passed; 0 failed;\n"),
+        ("jest", "Tests:       {} passed, 1 total\n"),
+        ("tap", "1..{0}\nok {0}\n"),
+    ],
+)
+def test_numbers_without_end_are_no_numbers(format_name: str, text: str) -> None:
+    """Python refuses to read them; that must neither end the evaluation nor hold it up."""
+    began = time.process_time()
+    read(format_name, text.format("9" * 5000) * 50)
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize("encoding", ["x-foo", "rot13", "undefined", "utf-16"])
+def test_a_report_of_an_unknown_encoding_is_none(encoding: str) -> None:
+    """The agent's code can write the report, so that it cannot be read is no error of ours."""
+    told = read("junit", f'<?xml version="1.0" encoding="{encoding}"?><testsuite/>')
+    assert not told.complete
 
 
 def test_what_was_never_begun_has_not_passed() -> None:

@@ -379,6 +379,17 @@ async def test_a_network_that_times_out_is_not_the_agents(
     assert trajectory.failure.cause is Cause.NODE
 
 
+async def test_a_disk_that_filled_up_meanwhile_is_not_the_agents(
+    gateway: StubGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its programs saw errors that say nothing of the policy."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
+    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path)
+    assert trajectory.failure is not None
+    assert trajectory.failure.cause is Cause.DISK
+    assert trajectory.ledger.sampled > 0
+
+
 class Crowded(Course):
     """A node where no judge is ever free."""
 

@@ -23,7 +23,7 @@ from tugline.runtimes.workspaces.mounts import unmount_all
 from tugline.types import Workspace
 
 STAND_IN = f"""#!{sys.executable}
-import os, shutil, sys
+import json, os, shutil, sys
 argv = sys.argv[1:]
 if argv == ["--version"]:
     print("apptainer version 1.4.5-stand-in"); sys.exit(0)
@@ -54,6 +54,10 @@ while argv[0].startswith("--"):
         assert argv.pop(0) == "none"; out.append("--unshare-net")
     elif option == "--no-mount":
         argv.pop(0)
+    elif option == "--security":
+        if os.environ.get("NO_SECCOMP"):
+            sys.exit("FATAL: seccomp is not built in")
+        json.load(open(argv.pop(0).removeprefix("seccomp:")))
     else:
         assert option in known, option
 image = argv.pop(0)
@@ -183,6 +187,40 @@ async def test_nothing_of_this_machine_is_seen_and_nothing_reached(
     assert "HOME=/home/agent" in log
     assert "model" in log
     assert "reached" not in log
+
+
+async def test_the_shell_that_runs_programs_is_out_of_their_reach(
+    runtime: Apptainer, image: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Its memory is covered; with Apptainer itself a filter of system calls is in force."""
+    place = Place(workspace=Workspace(image=str(image)))
+    async with runtime.open(tmp_path / "box", place) as box:
+        script = "ls /proc/1/task; test -c /proc/1/mem; echo $?; "
+        script += (
+            'while read -r name n; do [ $name != Seccomp: ] || echo "$n"; done </proc/1/status'
+        )
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        words = (box.logs / "agent.log").read_text().split()
+    assert words == ["0", "0" if "stand-in" in request.node.name else "2"]
+    assert not any("shell" in line for line in runtime.weaknesses())
+
+
+async def test_an_apptainer_without_seccomp_is_told(
+    runtime: Apptainer,
+    image: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its boxes open all the same, and it is a weakness that they have no filter."""
+    if "stand-in" not in request.node.name:
+        pytest.skip("Apptainer has seccomp here")
+    monkeypatch.setenv("NO_SECCOMP", "1")
+    place = Place(workspace=Workspace(image=str(image)))
+    async with runtime.open(tmp_path / "box", place) as box:
+        assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
+    told = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
+    assert any(told in line for line in runtime.weaknesses())
 
 
 async def test_what_outlives_its_time_is_killed_and_the_box_goes_on(

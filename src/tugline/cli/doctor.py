@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -63,7 +64,7 @@ def doctor(  # noqa: PLR0913 - each is a flag
     if engine is None:
         _examine(server, token, folder, as_json=as_json)
         return
-    report = asyncio.run(probe(engine, model))
+    report = asyncio.run(probe(engine_at(engine), model))
     refusal = ""
     try:
         report.wire(mode)
@@ -75,6 +76,19 @@ def doctor(  # noqa: PLR0913 - each is a flag
         _show(report, refusal)
     if refusal:
         raise typer.Exit(1)
+
+
+def engine_at(url: str) -> str:
+    """What ``--engine`` is, if it can be an address. Raises `UsageError`."""
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:  # an odd port, or half an IPv6 address
+        sound = False
+    if not sound:
+        msg = f"--engine is {url!r}, must be http://HOST:PORT"
+        raise UsageError(msg)
+    return url
 
 
 def _list_runtimes(*, as_json: bool) -> None:

@@ -17,13 +17,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tugline.cli.doctor import engine_at
 from tugline.conformance.cells import Cell, cells_of
 from tugline.conformance.matrix import check as check_cell
 from tugline.conformance.matrix import reached
 from tugline.conformance.worker import Result
 from tugline.errors import UsageError
+from tugline.harnesses import shelf
 from tugline.harnesses.preset import Preset
-from tugline.harnesses.shelf import items, preset, presets
+from tugline.harnesses.shelf import Item, items, preset, presets
 
 harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
 _SIGNS = {"pass": "[green]pass[/]", "cli:": "[yellow]cli[/]", "fail:": "[red]fail[/]", "-": ""}
@@ -46,7 +48,14 @@ def list_(
         found = asyncio.run(items(newest=newest))
     if as_json:
         typer.echo(msgspec.json.encode({"harnesses": found}))
-        return
+    else:
+        _list(found)
+    if any(item.sound is False for item in found):
+        typer.echo("what has changed is not as it was installed: remove its folder", err=True)
+        raise typer.Exit(1)
+
+
+def _list(found: Sequence[Item]) -> None:
     table = Table("name", "version", "installed", "checksum", "newest", box=None)
     table.add_column("checked in", overflow="fold")
     for item in found:
@@ -60,9 +69,6 @@ def list_(
             ", ".join(dialects) if item.pinned else "",
         )
     Console().print(table)
-    if any(item.sound is False for item in found):
-        typer.echo("what has changed is not as it was installed: remove its folder", err=True)
-        raise typer.Exit(1)
 
 
 @harness.command()
@@ -102,7 +108,7 @@ def upgrade(name: str, *, version: Version = None) -> None:
 
 def _install(program: Preset) -> None:
     with Console(stderr=True).status(f"installing {program.name} {program.version}"):
-        asyncio.run(program.install())
+        asyncio.run(shelf.install(program))
 
 
 @harness.command()
@@ -127,6 +133,8 @@ def check(  # noqa: PLR0913 - options of the command line
         msg = "give the name of one harness, or --all"
         raise UsageError(msg)
     cells = cells_of(name)
+    if engine is not None:
+        engine_at(engine)
     if version is not None:
         preset(cells[0].harness, version)
         cells = tuple(

@@ -23,6 +23,8 @@ from tugline.runtimes.base import Exit, Mount
 
 T = TypeVar("T")
 
+LONGEST_ARGUMENT = 131_000
+"""Bytes. Linux starts no program with a longer argument (128 KiB, less an option's name)."""
 _FAULTS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 )
@@ -117,6 +119,16 @@ def chosen(harness: str, option: str, value: str, known: Mapping[str, T]) -> T:
         msg = f"harness {harness!r}: {option} is {value!r}, must be one of {', '.join(known)}"
         raise ConfigError(msg)
     return known[value]
+
+
+def plain(instruction: str) -> str:
+    """`instruction` for programs that take one with a ``/`` in front for a command of theirs."""
+    return f" {instruction}" if instruction.startswith("/") else instruction
+
+
+def is_long(instruction: str) -> bool:
+    """Whether no program can be started with `instruction` as an argument."""
+    return len(instruction.encode()) > LONGEST_ARGUMENT
 
 
 def reading(file: str, *argv: str) -> tuple[str, ...]:

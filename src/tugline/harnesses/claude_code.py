@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat, reading
+from tugline.harnesses.base import Launch, Seat, plain, reading
 from tugline.harnesses.extensions import Server, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import BUN_SAYS, Preset
+from tugline.harnesses.preset import BUN_SAYS, Preset, Window
 
 _QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -56,7 +56,7 @@ class ClaudeCode(Preset):
         version: str = "2.1.329",
         lean: bool = True,
         tools: Sequence[str] | None = None,
-        context_window: int = 131072,
+        context_window: Window = 131072,
         mcp: Mapping[str, Any] | None = None,
         skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
@@ -98,7 +98,7 @@ class ClaudeCode(Preset):
                 **self._env,
             },
             files={
-                "instruction.txt": seat.instruction,
+                "instruction.txt": plain(seat.instruction),
                 "mcp.json": json.dumps({"mcpServers": self._mcp()}, indent=1),
                 **self._skills,
             },

@@ -16,7 +16,7 @@ from tugline.harnesses.base import Launch, Seat, reading
 from tugline.harnesses.extensions import Server, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import Preset
+from tugline.harnesses.preset import Preset, Window
 
 _KEY = "TUGLINE_KEY"
 _OFF = (
@@ -41,7 +41,7 @@ class Codex(Preset):
         *,
         version: str = "0.169.0",
         sub_agents: bool = False,
-        context_window: int = 131072,
+        context_window: Window = 131072,
         mcp: Mapping[str, Any] | None = None,
         skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
@@ -75,9 +75,9 @@ class Codex(Preset):
 
     def _config(self, seat: Seat) -> str:
         features = dict.fromkeys(_OFF, False) | {"multi_agent": self._sub_agents}
-        switches = "\n".join(f"{name} = {json.dumps(on)}" for name, on in features.items())
+        switches = "\n".join(f"{name} = {_toml(on)}" for name, on in features.items())
         return f"""\
-model = {json.dumps(seat.model)}
+model = {_toml(seat.model)}
 model_provider = "tugline"
 model_context_window = {self._window}
 check_for_update_on_startup = false
@@ -85,7 +85,7 @@ web_search = "disabled"
 
 [model_providers.tugline]
 name = "tugline"
-base_url = {json.dumps(f"{seat.base_url}/v1")}
+base_url = {_toml(f"{seat.base_url}/v1")}
 env_key = "{_KEY}"
 wire_api = "responses"
 
@@ -101,13 +101,13 @@ enabled = false
 
 
 def _server(name: str, server: Server) -> str:
-    """A table of its settings; JSON's strings and lists are TOML's too."""
+    """A table of its settings."""
     if server.url is not None:
-        fields = {"url": json.dumps(server.url), "http_headers": _table(server.headers)}
+        fields = {"url": _toml(server.url), "http_headers": _table(server.headers)}
     else:
         fields = {
-            "command": json.dumps(server.command),
-            "args": json.dumps(server.args),
+            "command": _toml(server.command),
+            "args": _toml(server.args),
             "env": _table(server.env),
         }
     lines = "".join(f"{key} = {value}\n" for key, value in fields.items())
@@ -115,5 +115,10 @@ def _server(name: str, server: Server) -> str:
 
 
 def _table(values: Mapping[str, str]) -> str:
-    pairs = (f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items())
+    pairs = (f"{_toml(key)} = {_toml(value)}" for key, value in values.items())
     return f"{{{', '.join(pairs)}}}"
+
+
+def _toml(value: object) -> str:
+    """JSON's texts and lists are TOML's too, but for its pairs of surrogates and a bare DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.base import Launch, Seat, plain, reading
 from tugline.harnesses.extensions import mcp_settings, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
@@ -48,11 +48,12 @@ class GeminiCli(Preset):
         self.package = Npm("gemini_cli", "@google/gemini-cli", version, "bundle/gemini.js")
 
     def launch(self, seat: Seat) -> Launch:
-        """``gemini -p``, unattended."""
+        """``gemini``, unattended: what it reads on stdin is its prompt as it is."""
         return Launch(
-            argv=(
+            argv=reading(
+                f"{seat.home}/instruction.txt",
                 *(*self.package.command, "--yolo", "-m", seat.model),
-                *("--output-format", "json", *self._args, f"--prompt={seat.instruction}"),
+                *("--output-format", "json", *self._args),
             ),
             env={
                 "HOME": seat.home,
@@ -63,6 +64,7 @@ class GeminiCli(Preset):
                 **self.package.env,
             },
             files={
+                "instruction.txt": plain(seat.instruction),
                 ".gemini/settings.json": json.dumps(self._settings, indent=1),
                 **self._skills,
             },

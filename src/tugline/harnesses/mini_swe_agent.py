@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tugline.harnesses.base import Launch, Seat, chosen
+from tugline.errors import ConfigError
+from tugline.harnesses.base import LONGEST_ARGUMENT, Launch, Seat, chosen, is_long
 from tugline.harnesses.preset import Preset
 from tugline.harnesses.python import Python
 
@@ -49,6 +50,12 @@ class MiniSweAgent(Preset):
 
     def launch(self, seat: Seat) -> Launch:
         """``mini -y``, unattended, its trajectory in its home."""
+        if is_long(seat.instruction):
+            msg = (
+                f"harness 'mini_swe_agent': instruction is {len(seat.instruction.encode())} bytes "
+                f"long, must be at most {LONGEST_ARGUMENT}, as its program takes it as an argument"
+            )
+            raise ConfigError(msg)
         return Launch(
             argv=(
                 *(*self.package.command, "-y", "--exit-immediately", *self._options),

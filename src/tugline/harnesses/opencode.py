@@ -16,7 +16,7 @@ from tugline.harnesses.base import Launch, Seat, chosen, reading
 from tugline.harnesses.extensions import Server, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import BUN_SAYS, Preset
+from tugline.harnesses.preset import BUN_SAYS, Preset, Window
 
 _PROVIDER = "tugline"
 _PROVIDERS = {
@@ -53,7 +53,7 @@ class Opencode(Preset):
         version: str = "1.18.33",
         dialect: str = "openai_chat",
         title: bool = False,
-        context_window: int = 131072,
+        context_window: Window = 131072,
         mcp: Mapping[str, Any] | None = None,
         skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from tugline.harnesses.base import Launch, Seat, chosen
+from tugline.harnesses.base import Launch, Seat, chosen, is_long, reading
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import NODE_SAYS, Preset
+from tugline.harnesses.preset import NODE_SAYS, Preset, Window
 
 _PROVIDER = "tugline"
 _APIS = {
@@ -46,7 +46,7 @@ class Pi(Preset):
         dialect: str = "openai_chat",
         reasoning: bool = False,
         tools: Sequence[str] | None = None,
-        context_window: int = 131072,
+        context_window: Window = 131072,
         skills: Mapping[str, str] | None = None,
         args: Sequence[str] = ("--no-context-files",),
     ) -> None:
@@ -67,12 +67,14 @@ class Pi(Preset):
         """``node cli.js -p``, with the gateway as its only provider."""
         # pi would take a message that starts with '@' for a file to include.
         prompt = f" {seat.instruction}" if seat.instruction.startswith("@") else seat.instruction
+        argv = (
+            *(*self.package.command, "--provider", _PROVIDER, "--model", seat.model),
+            *(*self._options, "-p"),
+        )
+        long = is_long(seat.instruction)
         return Launch(
-            argv=(
-                *self.package.command,
-                *("--provider", _PROVIDER, "--model", seat.model),
-                *(*self._options, "-p", "--", prompt),
-            ),
+            # It leaves out white space around what it reads on stdin.
+            argv=reading(f"{seat.home}/instruction.txt", *argv) if long else (*argv, "--", prompt),
             env={
                 "HOME": seat.home,
                 "PI_CODING_AGENT_DIR": f"{seat.home}/.pi/agent",
@@ -81,7 +83,11 @@ class Pi(Preset):
                 "PI_TELEMETRY": "0",
                 **self.package.env,
             },
-            files={".pi/agent/models.json": self._models(seat), **self._skills},
+            files={
+                ".pi/agent/models.json": self._models(seat),
+                **({"instruction.txt": prompt} if long else {}),
+                **self._skills,
+            },
         )
 
     def _models(self, seat: Seat) -> str:

@@ -10,12 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import msgspec
 
 from tugline.harnesses.base import Launch, Seat, killed_by
 from tugline.harnesses.installing import Step
 from tugline.harnesses.trial import start_once
 from tugline.runtimes.base import Exit, Mount
+
+Window = Annotated[int, msgspec.Meta(ge=1)]
+"""An engine's context window, in tokens."""
 
 
 class Package(Protocol):

@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.base import Launch, Seat, is_long, plain, reading
 from tugline.harnesses.extensions import mcp_settings, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import NODE_SAYS, Preset
+from tugline.harnesses.preset import NODE_SAYS, Preset, Window
 
 _MEMORY = ("enableManagedAutoMemory", "enableManagedAutoDream", "enableAutoSkill")
 
@@ -34,7 +34,7 @@ class QwenCode(Preset):
         self,
         *,
         version: str = "0.24.4",
-        context_window: int = 131072,
+        context_window: Window = 131072,
         mcp: Mapping[str, Any] | None = None,
         skills: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
@@ -49,11 +49,16 @@ class QwenCode(Preset):
 
     def launch(self, seat: Seat) -> Launch:
         """``qwen -p``, unattended."""
+        argv = (
+            *(*self.package.command, "--yolo", "--auth-type", "openai"),
+            *("--output-format", "json", *self._args),
+        )
+        prompt, long = plain(seat.instruction), is_long(seat.instruction)
         return Launch(
-            argv=(
-                *(*self.package.command, "--yolo", "--auth-type", "openai"),
-                *("--output-format", "json", *self._args, f"--prompt={seat.instruction}"),
-            ),
+            # It puts two ends of line after what it reads on stdin.
+            argv=reading(f"{seat.home}/instruction.txt", *argv)
+            if long
+            else (*argv, f"--prompt={prompt}"),
             env={
                 "HOME": seat.home,
                 "OPENAI_BASE_URL": f"{seat.base_url}/v1",
@@ -63,7 +68,11 @@ class QwenCode(Preset):
                 "QWEN_CODE_NO_RELAUNCH": "true",
                 **self.package.env,
             },
-            files={".qwen/settings.json": self._settings(), **self._skills},
+            files={
+                ".qwen/settings.json": self._settings(),
+                **({"instruction.txt": prompt} if long else {}),
+                **self._skills,
+            },
         )
 
     def _settings(self) -> str:

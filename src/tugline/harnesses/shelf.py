@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -56,15 +57,31 @@ async def _of_harness(name: str, *, newest: bool) -> Item:
 async def _of_folder(folder: str) -> Item:
     name, _, version = folder.partition("-")
     seal = sealed(toolbox() / folder)
-    sound = await asyncio.to_thread(measure, toolbox() / folder) == seal if seal else None
     return Item(
         name=name,
         version=version,
         pinned=False if name in known("harness") else None,
         installed=seal is not None,
         bytes=seal.bytes if seal else 0,
-        sound=sound,
+        sound=await _is_sound(toolbox() / folder),
     )
+
+
+async def _is_sound(folder: Path) -> bool | None:
+    seal = sealed(folder)
+    return await asyncio.to_thread(measure, folder) == seal if seal else None
+
+
+async def install(program: Preset) -> None:
+    """Put it into the toolbox. Raises `HarnessError`, also if it is there and has changed."""
+    folder = program.package.folder
+    if await _is_sound(folder) is False:
+        msg = (
+            f"{program.name} {program.version} is not as it was installed; "
+            f"remove {folder} and install it again"
+        )
+        raise HarnessError(msg)
+    await program.install()
 
 
 async def _newest(harness: Preset) -> str | None:

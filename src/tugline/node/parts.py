@@ -7,17 +7,14 @@ where a task comes in: a wrong name or option is an error there, not in the midd
 from __future__ import annotations
 
 import asyncio
-import inspect
 from typing import Any
-
-import msgspec
 
 from tugline import log
 from tugline.builders.base import Builder
-from tugline.errors import ConfigError, TuglineError, UnknownPlugin
+from tugline.errors import TuglineError, UnknownPlugin
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
-from tugline.plugins import find
+from tugline.plugins import find, make, packed
 from tugline.runtimes.base import Runtime
 from tugline.types import Part, Task
 
@@ -35,7 +32,7 @@ class Parts:
     """Instances by kind, name and options."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, bytes], Any] = {}
+        self._made: dict[tuple[str, str, bytes], Any] = {}
         self._introduced: dict[str, asyncio.Task[None]] = {}
 
     def check(self, task: Task) -> None:
@@ -82,16 +79,12 @@ class Parts:
         return made
 
     def _make(self, kind: str, part: Part) -> Any:
-        key = (kind, msgspec.msgpack.encode(part, order="deterministic"))
+        options = packed(f"{kind} {part.name!r}: options", part.options)
+        key = (kind, part.name, options)
         if key not in self._made:
             target = find(kind, part.name)
             if not all(callable(getattr(target, verb, None)) for verb in _DOES[kind]):
                 msg = f"{part.name!r} is no {kind}: it must have {' and '.join(_DOES[kind])}"
                 raise UnknownPlugin(msg)
-            try:
-                self._made[key] = target(**part.options)
-            except TypeError as error:
-                known = ", ".join(inspect.signature(target).parameters) or "none"
-                msg = f"{kind} {part.name!r}: {error} (its options: {known})"
-                raise ConfigError(msg) from error
+            self._made[key] = make(kind, part.name, target, part.options)
         return self._made[key]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -26,6 +27,7 @@ from tugline.builders.base import Built
 from tugline.capture.records import Result
 from tugline.errors import (
     CaptureError,
+    DiskFull,
     EngineError,
     EvaluatorError,
     HarnessError,
@@ -52,6 +54,8 @@ MODEL = "tugline-policy"
 _INSTALL_S = 1800.0
 _EVAL_GRACE_S = 10.0
 _LOG_TAIL = 400
+_ROOM = 32 << 20
+"""Bytes; with less a disk is full."""
 _log = log.get("node")
 
 OnStage = Callable[[Status], None]
@@ -161,6 +165,7 @@ class _Rollout:
                     self.spare.prepare(self.course.spares)
                 clock = self.course.clock(limits.agent_s)
                 end = await box.run(launch.argv, env=launch.env, timeout_s=clock)
+                _check_disk(self.directory)
                 home = self.directory / "agent" / "home"  # where built-in runtimes have it
                 await asyncio.to_thread(keep, home, harnesses.keeps(self.harness), box.logs)
                 patch = await box.changes()
@@ -354,6 +359,14 @@ class _Rollout:
             failure=failure,
             seconds=self.seconds,
         )
+
+
+def _check_disk(folder: Path) -> None:
+    """Raises `DiskFull` for a node without room: what programs could not write is not their fault."""
+    free = shutil.disk_usage(folder).free
+    if free < _ROOM:
+        msg = f"the disk of {folder} was full when the agent ended ({free >> 20} MB free)"
+        raise DiskFull(msg)
 
 
 def _tail(logs: Path) -> str:

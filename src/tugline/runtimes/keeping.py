@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tugline.runtimes import files
+from tugline.runtimes.patch import strange
 
 FOLDER = "home"
 """In the folder of a box's logs."""
@@ -24,13 +25,13 @@ def keep(home: Path, patterns: Sequence[str], logs: Path) -> tuple[str, ...]:
     """Copy regular files below `home` that match into ``<logs>/home``; returns their paths.
 
     A pattern is a relative POSIX path with ``*`` within a name and ``**`` for any folders. Files
-    over 64 MiB, and those beyond 256 MiB in all, are left. Blocks. Raises as `files.put` does.
+    over 64 MiB, those beyond 256 MiB in all and those with strange names are left. Blocks. Raises as `files.put` does.
     """
     wanted = re.compile("|".join(map(_regex, patterns)) or r"(?!)")
     kept: list[str] = []
     left = _ALL
     for path in _paths(home) if home.is_dir() else ():
-        if wanted.fullmatch(path) is None:
+        if wanted.fullmatch(path) is None or strange(path) is not None:
             continue
         data = files.get(home, path, min(_FILE, left))
         if data is not None:

@@ -84,7 +84,7 @@ class Gatherer:
         self.caps = caps
         self._before = before
         self._changed: dict[str, Change | None] = {}
-        self._notes: list[str] = []
+        self._notes: dict[str, None] = {}
         self._seen = self._bytes = 0
 
     def look(self) -> None:
@@ -95,13 +95,15 @@ class Gatherer:
 
     def note(self, path: str, why: str) -> None:
         """Say that what is at `path` is left out; it is then taken for unchanged."""
-        self._notes.append(f"{path if path.isprintable() else ascii(path)[:200]}: {why}")
+        self._notes[f"{path if path.isprintable() else ascii(path)[:200]}: {why}"] = None
 
     def gone(self, path: str) -> None:
         """Nothing is at `path` any more, or something that is no file."""
         self.look()
-        if path.isprintable():
+        if (why := strange(path)) is None:
             self._changed[path] = None
+        else:
+            self.note(path, f"{why}, its removal left out")
 
     def file(self, path: str, found: os.DirEntry[str]) -> None:
         """What is at `path` now."""
@@ -127,7 +129,7 @@ class Gatherer:
             raise _FloodError
 
     def entries(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """What is in a folder, with paths, in order of name; names that are no text are noted."""
+        """What is in a folder, with paths, in order of name; names that are not taken along are noted."""
         try:
             with os.scandir(folder) as listing:
                 found = sorted(listing, key=lambda entry: entry.name)
@@ -136,11 +138,11 @@ class Gatherer:
             return
         for entry in found:
             path = f"{prefix}{entry.name}"
-            if path.isprintable():
+            if (why := strange(path)) is None:
                 yield path, entry
             else:
                 self.look()
-                self.note(path, "a name with control or undecodable characters")
+                self.note(path, why)
 
     def files(self, workdir: Path, *, counted: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """All files and links below, without the folders that are nobody's work."""
@@ -161,13 +163,21 @@ class Gatherer:
         return name not in PASSED
 
     def patch(self) -> Patch:
-        """All of it."""
-        rest = len(self._notes) - _MAX_NOTES
+        """All of it, what is gone first: applied in order it takes away nothing that is new."""
+        gone = {path: change for path, change in self._changed.items() if change is None}
+        notes, rest = list(self._notes), len(self._notes) - _MAX_NOTES
         more = (f"and {rest} more notes",) if rest > 0 else ()
-        return Patch(self._changed, (*self._notes[:_MAX_NOTES], *more))
+        return Patch(gone | self._changed, (*notes[:_MAX_NOTES], *more))
 
     def _new(self) -> int:
         return sum(change is not None for change in self._changed.values())
+
+
+def strange(path: str) -> str | None:
+    """Why a path is not taken along, if its name is such that no box could be given it."""
+    if not path.isprintable():
+        return "a name with control or undecodable characters"
+    return "a name with a backslash" if "\\" in path else None
 
 
 def gathered(gatherer: Gatherer, gather: Callable[[Gatherer], None]) -> Patch:
@@ -256,8 +266,8 @@ def _members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tarfile.
 def _member(tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> Change | str:
     if ".." in member.name.split("/") or member.name.startswith("/"):
         return "a name that leaves its folder"
-    if not member.name.isprintable():
-        return "a name with control or undecodable characters"
+    if (why := strange(member.name)) is not None:
+        return why
     if member.issym():
         return Change(os.fsencode(member.linkname), link=True)
     file = _content(tar, member)

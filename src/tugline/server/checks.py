@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tugline.errors import Invalid
+from tugline.errors import ConfigError, Invalid
+from tugline.plugins import packed
 from tugline.protocol import LEASE_WAIT_S, Ask, HandBack, Held, Hello, Pause, Version
 from tugline.types import Part, Task, Workspace
 
@@ -93,6 +94,8 @@ def check_task(task: Task) -> None:
     for bound, value_of in _TASK:
         _within(bound, value_of(task))
     _sized("instruction", task.instruction, 0, MAX_TEXT)
+    if not task.instruction.strip():
+        _refuse("instruction", repr(task.instruction), "a text that says what to do")
     enough = task.group.enough
     if enough is not None and enough > task.samples:
         must = f"at most samples, which is {task.samples}"
@@ -113,10 +116,9 @@ def check_task(task: Task) -> None:
 def _part(field: str, part: Part) -> None:
     _sized(f"{field}.name", part.name, 1, 256)
     try:
-        size = len(msgspec.msgpack.encode(part.options))
-    except (TypeError, ValueError, OverflowError) as error:
-        msg = f"{field}.options cannot be kept: {error}"
-        raise Invalid(msg, field=f"{field}.options") from error
+        size = len(packed(f"{field}.options", part.options))
+    except ConfigError as error:
+        raise Invalid(str(error), field=f"{field}.options") from error
     if size > MAX_TEXT:
         _refuse(f"{field}.options", f"{size} bytes", f"at most {MAX_TEXT}")
 

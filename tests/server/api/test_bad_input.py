@@ -52,6 +52,8 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     (POST, {"json": _task(priority=11)}, 422, "invalid", "0.priority", "-10 to 10"),
     (POST, {"json": _task(priority=10**30)}, 422, "invalid", "0.priority", "-10 to 10"),
     (POST, {"json": _task(sampling_policy="x")}, 422, "invalid", "0.sampling_policy", "enforce"),
+    (POST, {"json": _task(instruction="")}, 422, "invalid", "0.instruction", "is '', must be"),
+    (POST, {"json": _task(instruction=" \n")}, 422, "invalid", "0.instruction", "what to do"),
     (POST, {"json": _task(tags={"a": 1})}, 422, "invalid", "0.tags", "str"),
     (POST, {"json": _task(files={"../x": ""})}, 422, "invalid", "0.files", "'../x'"),
     (POST, {"json": _task(files={"/etc/x": ""})}, 422, "invalid", "0.files", "relative"),
@@ -193,7 +195,7 @@ def _with(field: str, value: Any) -> Task:
     parent, _, name = field.rpartition(".")
     kinds = {"limits": Limits, "sampling": Sampling, "group": Group}
     inner = {parent: kinds[parent](**{name: value})} if parent else {name: value}
-    task = Task(id="t", instruction="", harness=Part("a"), evaluator=Part("b"), samples=10_000)
+    task = Task(id="t", instruction="i", harness=Part("a"), evaluator=Part("b"), samples=10_000)
     return msgspec.structs.replace(task, **inner)
 
 
@@ -214,7 +216,7 @@ def test_every_number_has_a_range(bound: Any) -> None:
 )
 def test_a_callback_may_be_any_web_address(url: str) -> None:
     """Names, ports, IPv6, queries."""
-    task = Task(id="t", instruction="", harness=Part("a"), evaluator=Part("b"))
+    task = Task(id="t", instruction="i", harness=Part("a"), evaluator=Part("b"))
     check_task(msgspec.structs.replace(task, callback=Callback(url)))
 
 
@@ -233,7 +235,7 @@ def test_a_callback_may_be_any_web_address(url: str) -> None:
 )
 def test_a_callback_must_be_a_web_address(url: str) -> None:
     """Nothing that a client could not be sent to, and no password in the rows."""
-    task = Task(id="t", instruction="", harness=Part("a"), evaluator=Part("b"))
+    task = Task(id="t", instruction="i", harness=Part("a"), evaluator=Part("b"))
     with pytest.raises(Invalid, match=r"callback\.url"):
         check_task(msgspec.structs.replace(task, callback=Callback(url)))
 

@@ -21,9 +21,9 @@ _MARKS = {
 }
 _SIGNS = dict.fromkeys("✓✔√", Mark.PASS) | dict.fromkeys("✕✗×", Mark.FAIL)  # noqa: RUF001
 _SIGNS |= dict.fromkeys("○✎", Mark.SKIP)
-_FILE = re.compile(r"(PASS|FAIL)\s+\S+")
+_FILE = re.compile(r" ?(PASS|FAIL)\s+\S+")
 _TOOK = re.compile(r" \(\d[\d.]* m?s\)$")
-_COUNT = re.compile(r"Tests: .*?(?:(\d+) passed, )?\d+ total$")
+_COUNT = re.compile(r"Tests: +(?:\d+ [a-z]+, )*?(?:(\d{1,9}) passed, )?\d+ total$")
 
 
 class _Case(msgspec.Struct):
@@ -60,7 +60,7 @@ def read(data: bytes) -> Told:
 def _tree(data: bytes) -> Told:
     told = Told()
     titles: list[str] = []
-    inside, claimed = False, -1
+    inside, passed = False, set[str]()
     for line in lines(data):
         text = line.strip()
         if _FILE.match(line):
@@ -68,7 +68,10 @@ def _tree(data: bytes) -> Told:
         elif not text:
             inside = False
         elif count := _COUNT.match(line):
-            claimed, inside = int(count[1] or 0), False
+            claimed, inside, told.complete = int(count[1] or 0), False, True
+            if len(passed) > claimed:
+                told.oddity = _contradicted(len(passed), claimed)
+            passed = set()
         elif inside:
             depth = (len(line) - len(line.lstrip())) // 2 - 1
             del titles[max(depth, 0) :]
@@ -79,9 +82,13 @@ def _tree(data: bytes) -> Told:
                 title = _TOOK.sub("", text[1:].strip())
                 if mark is Mark.SKIP:
                     title = title.removeprefix("skipped ").removeprefix("todo ")
-                told.add(" ".join([*titles, title]), mark)
-    told.complete = claimed >= 0
-    passed = told.count(Mark.PASS)
-    if told.complete and passed > claimed:
-        told.oddity = f"{passed} tests are said to have passed, Jest counted {claimed}"
+                name = " ".join([*titles, title])
+                told.add(name, mark)
+                passed |= {name} if mark is Mark.PASS else frozenset()
+    if passed and told.complete:
+        told.oddity = _contradicted(len(passed), 0)
     return told
+
+
+def _contradicted(passed: int, claimed: int) -> str:
+    return f"{passed} tests are said to have passed, Jest counted {claimed}"

@@ -19,9 +19,17 @@ _WORDS = {
     "XFAIL": Mark.XFAIL,
 }
 _HEADING = re.compile(r"={3,} ([\w ()]+) ={3,}$")
-_COUNTED = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed|deselected)\b")
-_END = re.compile(r"(=+ )?\d+ [a-z]+(, \d+ [a-z]+)* in \d[\d.]*s( \([\d:]+\))?( =+)?$")
-_WORKER = re.compile(r"\[gw\d+\] \[ *\d+%\] ")
+_COUNTED = re.compile(r"(\d{1,9}) (passed|failed|errors?|skipped|xfailed|xpassed|deselected)\b")
+_END = re.compile(
+    r"(=+ )?\d+ (subtests )?[a-z]+(, \d+ (subtests )?[a-z]+)* in \d[\d.]*s( \([\d:]+\))?( =+)?$"
+)
+_PROGRESS = r"(?:\[ *\d+(?:%|/\d+)\]|\d[\d.]*[mu]?s|\d+m \d+s|\d+h \d+m)"
+_WORKER = re.compile(rf"\[gw\d+\] (?:{_PROGRESS} )?")
+_AT_END = re.compile(rf" {_PROGRESS}$")
+_ALONE = re.compile(r"PASSED$|FAILED$|ERROR$|(SKIPPED|XFAIL|XPASS)( \(.*\))?$")
+"""The end of a test that wrote, or whose log is shown live, after its name."""
+_SUBTEST = re.compile(r"(?:SUBFAILED(?:.*?[\])])?|[\[(].*?[\])] SUBFAIL) (\S+::.*)")
+"""With the subtest's description before the name; the test itself may be told to have passed."""
 _START, _SUMMARY = "test session starts", "short test summary info"
 
 
@@ -36,15 +44,16 @@ class _Session:
 
 def read(data: bytes) -> Told:
     """What was said, line by line; several runs are one."""
-    sessions, section = [_Session()], ""
+    sessions, section, begun = [_Session()], "", ""
     for line in lines(data):
         now = sessions[-1]
         heading = _HEADING.match(line)
         if _END.match(line):
             counts = {word: int(number) for number, word in _COUNTED.findall(line)}
             now.passed, section = counts.get("passed", 0) + counts.get("xpassed", 0), ""
+            begun = ""
         elif heading:
-            section = heading[1]
+            section, begun = heading[1], ""
             if section == _SUMMARY:
                 now.summary = Told()
             elif section == _START and now.passed >= 0:
@@ -53,7 +62,14 @@ def read(data: bytes) -> Told:
             _add(now.summary, _first(line))
         elif section in {"", _START}:
             worker = _WORKER.match(line)
-            _add(now.run, _first(line[worker.end() :]) if worker else _last(line))
+            said = _first(line[worker.end() :]) if worker else _last(line)
+            if said is not None:
+                begun = ""
+            elif begun and _ALONE.match(_bare(line)):
+                said = _last(f"{begun} {line}")
+            else:
+                begun = _begun(line) or begun
+            _add(now.run, said)
     return _together(sessions)
 
 
@@ -71,27 +87,46 @@ def _together(sessions: list[_Session]) -> Told:
 
 def _add(told: Told, said: tuple[str, Mark, str] | None) -> None:
     if said is not None:
-        told.add(*said)
+        name, mark, why = said
+        # Where an inherited test was written follows its name.
+        own, _, where = name.rpartition(" <- ")
+        told.add(name if where.endswith("]") else own or name, mark, why)
+
+
+def _bare(line: str) -> str:
+    return _AT_END.sub("", line.rstrip()).rstrip()
+
+
+def _begun(line: str) -> str:
+    """The test whose name begins this line."""
+    first, space, _ = line.partition(" ")
+    if not space or ".py::" not in first:
+        return ""
+    return line[: line.find("] ") + 1] if "[" in first else first
 
 
 def _first(line: str) -> tuple[str, Mark, str] | None:
     """From ``FAILED path::name - why``."""
+    if subtest := _SUBTEST.match(line):
+        line = f"FAILED {subtest[1]}"
     word, _, rest = line.partition(" ")
     if word not in _WORDS or "::" not in rest:
         return None
     rest = rest.rstrip()
-    if _WORDS[word] in {Mark.PASS, Mark.SKIP}:
+    if word in {"PASSED", "SKIPPED"}:
         return rest, _WORDS[word], ""
-    # A parameter may hold " - " too.
-    cut = rest.find("] - ") + 1 if "[" in rest.partition(" - ")[0] else rest.find(" - ")
-    return (rest[:cut], _WORDS[word], rest[cut + 3 :]) if cut > 0 else (rest, _WORDS[word], "")
+    # A parameter may hold " - " too; before pytest 8 no dash stood before why a test is an XPASS.
+    dash = " " if word == "XPASS" else " - "
+    bracket = "[" in rest.partition(dash)[0]
+    cut = rest.find(f"]{dash}") + 1 if bracket else rest.find(dash, rest.find("::"))
+    if cut < 1:
+        return rest, _WORDS[word], ""
+    return rest[:cut], _WORDS[word], rest[cut + 1 :].removeprefix("- ")
 
 
 def _last(line: str) -> tuple[str, Mark, str] | None:
     """From ``path::name PASSED  [ 10%]``."""
-    text = line.rstrip()
-    if text.endswith("%]"):
-        text = text[: text.rfind("[")].rstrip()
+    text = _bare(line)
     colons = text.find("::")
     if colons < 1 or text[0].isspace():
         return None

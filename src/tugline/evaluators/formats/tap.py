@@ -11,8 +11,10 @@ import re
 from tugline.evaluators.formats.base import Mark, Told, lines
 
 _POINT = re.compile(r"((?: {4})*)(not )?ok\b(?: +(\d+))?(?: +- +| +|$)(.*)")
-_PLAN = re.compile(r"((?: {4})*)1\.\.(\d+)\b")
+_PLAN = re.compile(r"((?: {4})*)1\.\.(\d{1,9})\b")
 _DIRECTIVE = re.compile(r"(?<!\\)# *(SKIP|TODO)\b *(.*)", re.IGNORECASE)
+_FILE = re.compile(r"\S+ \.{2,} $")
+"""Where the output of a file begins, by prove; ``ok`` and no more is where it ends."""
 _INDENT, _DEEPEST = 4, 8
 
 
@@ -25,11 +27,16 @@ class _Level:
         self.last = 0
         self.plan: int | None = None
 
+    def full(self) -> bool:
+        """Whether as many points were heard as are planned."""
+        return len(self.numbers) == self.plan
+
 
 def read(data: bytes) -> Told:
     """What was said, line by line."""
     told = Told()
     levels = [_Level()]
+    documents = [levels]
     block = ""
     for line in lines(data):
         if block:
@@ -40,12 +47,14 @@ def read(data: bytes) -> Told:
             return told
         elif plan := _PLAN.match(line):
             _level(levels, len(plan[1])).plan = int(plan[2])
-        elif line.startswith("TAP version "):
-            _close(told, levels)
+        elif line.startswith("TAP version ") or _FILE.match(line):
             levels = [_Level()]
-        elif point := _POINT.match(line):
+            documents.append(levels)
+        elif (point := _POINT.match(line)) and not (line == "ok" and levels[0].full()):
             _hear(told, levels, point)
-    _close(told, levels)
+    told.complete = any(levels[0].full() for levels in documents)
+    for levels in documents:
+        _close(told, levels)
     return told
 
 
@@ -80,12 +89,12 @@ def _hear(told: Told, levels: list[_Level], point: re.Match[str]) -> None:
 
 def _close(told: Told, levels: list[_Level]) -> None:
     """The end of a document: its plan is what makes it complete."""
-    top = levels[0]
+    top, said = levels[0], False
     for level in levels:
         for name, mark, why in level.points:
             told.add(name, mark, why)
-    if top.plan is None:
-        return
-    told.complete = len(top.numbers) == top.plan
-    if top.numbers and max(top.numbers) > top.plan:
+            said = True
+    if (said or top.plan is not None) and not top.full():
+        told.complete = False
+    if top.plan is not None and top.numbers and max(top.numbers) > top.plan:
         told.oddity = f"test {max(top.numbers)} is not in the plan of {top.plan}"

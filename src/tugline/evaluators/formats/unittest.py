@@ -10,7 +10,7 @@ import re
 
 from tugline.evaluators.formats.base import Mark, Told, lines
 
-_TEST = re.compile(r" {0,2}(\w+) \(([\w.]+)\)")
+_TEST = re.compile(r" {0,2}(\w+) \(([\w.<>]+)\)")
 _ENDS = {
     "ok": Mark.PASS,
     "FAIL": Mark.FAIL,
@@ -18,9 +18,9 @@ _ENDS = {
     "expected failure": Mark.XFAIL,
     "unexpected success": Mark.FAIL,
 }
-_TROUBLE = re.compile(r"(ERROR|FAIL|UNEXPECTED SUCCESS): (\w+ \([\w.]+\))")
+_TROUBLE = re.compile(r"(ERROR|FAIL|UNEXPECTED SUCCESS): (\w+ \([\w.<>]+\))")
 _FIXTURES = {"setUpClass", "tearDownClass", "setUpModule", "tearDownModule"}
-_RAN = re.compile(r"Ran (\d+) tests? in ")
+_RAN = re.compile(r"Ran (\d{1,9}) tests? in ")
 
 
 def name(given: str) -> str:

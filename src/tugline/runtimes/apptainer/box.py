@@ -13,6 +13,7 @@ import msgspec
 
 from tugline.errors import RuntimeFault
 from tugline.runtimes import files
+from tugline.runtimes.apptainer.guard import Guard
 from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
 from tugline.runtimes.clock import Clock
 from tugline.runtimes.network.doors import Doors
@@ -54,10 +55,11 @@ class Contained:
         allow: AllowList | None,
         bounds: Limits,
         where: Places,
+        guard: Guard,
     ) -> None:
         self.workdir, self.logs = workdir, directory / "logs"
         self._directory, self._image, self._layer = directory, image, layer
-        self._limits, self._where = bounds, where
+        self._limits, self._where, self._guard = bounds, where, guard
         self._allow = allow
         """None where the network is this machine's."""
         self._doors = Doors(allow)
@@ -92,12 +94,14 @@ class Contained:
         most = self._limits.output_mb << 20
         runner = self._runner = Runner(self._directory / "control", self._kill, most=most)
         await asyncio.to_thread(runner.prepare)
-        child = self._child = Child(self.command())
+        child = self._child = Child(await asyncio.to_thread(self.command))
         try:
             await runner.ready(child.ended)
         except RuntimeFault as error:
             said = child.said()
             await self._down()
+            if self._guard.refused(said):
+                return await self.up()
             msg = f"apptainer made no container of {self._image}: {said[-300:] or error}"
             raise RuntimeFault(msg) from error
         self._pid = await asyncio.to_thread(first_process, child.pid)
@@ -110,7 +114,7 @@ class Contained:
         argv = ["apptainer", "--silent", "exec", *_ALONE]
         argv += _NO_NETWORK if self._allow is not None else ()
         argv += ["--home", f"{self._folders[HOME]}:{HOME}", "--pwd", str(self.workdir)]
-        argv += ["--env", "LANG=C.UTF-8"]
+        argv += ["--env", "LANG=C.UTF-8", *self._guard.options(self._directory)]
         bound = {INSIDE: f"{self._directory / 'control'}:{INSIDE}:ro"}
         bound |= {str(to): f"{source}:{to}:ro" for to, source in self._shared.items()}
         bound |= {str(to): f"{source}:{to}" for to, source in self._folders.items() if to != HOME}

@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from tugline.errors import ConfigError, DiskFull, ImageFault, RuntimeFault, UsageError
 from tugline.runtimes.apptainer import box as contained
 from tugline.runtimes.apptainer.box import Contained
+from tugline.runtimes.apptainer.guard import Guard
 from tugline.runtimes.base import HOME, WORKDIR, Place
 from tugline.runtimes.network.proxy import AllowList
 from tugline.runtimes.programs import limits
@@ -73,7 +74,7 @@ class Apptainer:
         self._limits.check("apptainer")
         self._image, self._network, self._allow = image, network, AllowList(allow)
         self._bases = Bases(most_gb=bases_gb)
-        self._usable = False
+        self._usable, self._guard = False, Guard()
 
     @contextlib.asynccontextmanager
     async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Contained]:
@@ -91,7 +92,8 @@ class Apptainer:
             where = await asyncio.to_thread(limits.places)
             mounts = [one for one in place.mounts if not (one.optional and _has(image, one.target))]
             allow = self._allow if self._network == "none" else None
-            box = Contained(directory, image, workdir, layer, mounts, allow, self._limits, where)
+            bounds, guard = self._limits, self._guard
+            box = Contained(directory, image, workdir, layer, mounts, allow, bounds, where, guard)
             try:
                 await finish(asyncio.create_task(asyncio.to_thread(box.make)))
                 await box.up()
@@ -119,7 +121,7 @@ class Apptainer:
 
     def weaknesses(self) -> Sequence[str]:
         """What is not kept apart."""
-        lines = limits.unenforced(limits.places())
+        lines = [*limits.unenforced(limits.places()), *self._guard.weaknesses()]
         if self._network == "host":
             lines.append("the network is open (network='host')")
         return lines

@@ -82,8 +82,10 @@ class BubblewrapBox:
 
     async def aclose(self) -> None:
         """End all of it; its folders stay, without what nobody reads any more."""
-        await self._down()
-        await asyncio.to_thread(self._clear)
+        try:
+            await self._down()
+        finally:
+            await asyncio.to_thread(self._clear)
 
     async def put(self, root: PurePath, files_: Mapping[str, Content]) -> None:
         """Put files under the workdir or the home."""

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import ConfigError, RuntimeFault, UsageError
-from tugline.runtimes.base import WORKDIR, Place
+from tugline.runtimes.base import HOME, WORKDIR, Place
 from tugline.runtimes.bubblewrap import view
 from tugline.runtimes.bubblewrap.box import BubblewrapBox, Ground
 from tugline.runtimes.bubblewrap.sandbox import end_strays
@@ -170,9 +170,13 @@ def _check(workspace: Workspace) -> None:
         name = "image" if workspace.image else "build"
         msg = f"runtime 'bubblewrap' has no container images (workspace.{name}); take 'container'"
         raise UsageError(msg)
-    parts = PurePosixPath(workspace.path or WORKDIR).parts
+    workdir = PurePosixPath(workspace.path or WORKDIR)
+    parts = workdir.parts
     if parts[0] != "/" or len(parts) == 1 or ".." in parts or parts[1] in _TAKEN:
         msg = f"workspace.path is {workspace.path!r}, must be absolute and no folder of the system"
+        raise UsageError(msg)
+    if workdir in {HOME, *HOME.parents}:
+        msg = f"workspace.path is {str(workdir)!r}, must be an absolute folder other than {HOME}"
         raise UsageError(msg)
 
 

@@ -1,7 +1,8 @@
 """System calls that a sandboxed program has no use for but to get at its keeper, as a filter.
 
 The shell that runs programs (`programs.runner`) is process 1 of the sandbox and of the same user as
-they are, so the calls that look into or take over another process are refused when they name it.
+they are, so the calls that look into, take over, bound or slow another process are refused when they
+name it, or a group of processes that it may be in.
 New user namespaces, kernel keyrings (which belong to the user, not to the sandbox), BPF and the
 like are doors into the kernel that bugs come through. Debuggers work on every other process.
 """
@@ -19,6 +20,8 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _X32 = 0x40000000
 _NEWUSER = 0x10000000
 _KEEPER = 1
+_PRIO_MANY, _IOPRIO_MANY = 3, 2
+"""Bits that say: not of a process but of a group's or a user's, which the keeper is one of."""
 
 _ARCHES: dict[str, tuple[int, int]] = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """The kernel's name of the machine, and the column of the tables below."""
@@ -36,9 +39,18 @@ _REFUSED: Mapping[str, tuple[tuple[int, int], int]] = {
 }
 _REFUSED_WITH: Mapping[str, tuple[tuple[int, int], int, int, int]] = {
     "clone": ((56, 220), 0, _BITS, _NEWUSER),
+    "ioprio_set": ((251, 30), 1, _EQUAL, _KEEPER),
+    "ioprio_set of many": ((251, 30), 0, _BITS, _IOPRIO_MANY),
+    "prlimit64": ((302, 261), 0, _EQUAL, _KEEPER),
     "process_vm_readv": ((310, 270), 0, _EQUAL, _KEEPER),
     "process_vm_writev": ((311, 271), 0, _EQUAL, _KEEPER),
     "ptrace": ((101, 117), 1, _EQUAL, _KEEPER),
+    "sched_setaffinity": ((203, 122), 0, _EQUAL, _KEEPER),
+    "sched_setattr": ((314, 274), 0, _EQUAL, _KEEPER),
+    "sched_setparam": ((142, 118), 0, _EQUAL, _KEEPER),
+    "sched_setscheduler": ((144, 119), 0, _EQUAL, _KEEPER),
+    "setpriority": ((141, 140), 1, _EQUAL, _KEEPER),
+    "setpriority of many": ((141, 140), 0, _BITS, _PRIO_MANY),
     "unshare": ((272, 97), 0, _BITS, _NEWUSER),
 }
 """Numbers, which argument, how it is compared, with what."""

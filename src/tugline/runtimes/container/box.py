@@ -27,7 +27,8 @@ from tugline.runtimes import files
 from tugline.runtimes.base import HOME, MOST, Content, Exit, Mount
 from tugline.runtimes.clock import Clock
 from tugline.runtimes.container import cgroups
-from tugline.runtimes.container.engine import Docker, DockerError, Engine, faults
+from tugline.runtimes.container.engine import CALL_S, Docker, DockerError, Engine, faults
+from tugline.runtimes.container.guard import Guard
 from tugline.runtimes.container.images import LABEL, Image
 from tugline.runtimes.container.probe import ulimits
 from tugline.runtimes.network.doors import Doors
@@ -47,8 +48,6 @@ _NEEDED = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVIC
 _NEEDED += ["SETGID", "SETUID"]
 """What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
 _log = log.get("runtimes")
-_CALL_S = 60.0
-"""The engine's time for one request; it is slow when many containers start at once."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +61,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
     read_only: bool
     allow: AllowList
+    guard: Guard | None = None
+    """Set when the engine is known."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -99,7 +100,8 @@ class ContainerBox:
         self._share = Share(
             limits.disk_mb, self._own, lambda: kills(self._cgroup.memory), self._kill
         )
-        self._pid = 0
+        self._pid, self._started = 0, False
+        self._starts, self._runs = asyncio.Lock(), asyncio.Lock()
         self._upper: list[Path] = []
         """Where the engine keeps what programs change of the image, if it says so."""
         own = [mount for mount in mounts if mount.source is None]
@@ -114,16 +116,17 @@ class ContainerBox:
     # ------------------------------------------------------------------ its life
     async def open(self) -> None:
         """Make its folders, make the container, start it."""
-        await asyncio.to_thread(self._make_folders)
-        # To its end also when cancelled: who gives up half-way cannot know whether there is one.
+        # To their ends also when cancelled: who gives up half-way cannot know what is there.
+        await finish(asyncio.create_task(asyncio.to_thread(self._make_folders)))
         await finish(asyncio.create_task(self._create()))
-        await self._start()
+        await self._up()
 
     async def _create(self) -> None:
         async with self._calling("made") as docker:
             found = await asyncio.to_thread(self._engine.find)
             await asyncio.to_thread(self._remember, Record(self._name, found.socket))
-            await docker.containers.create(self._asked(), name=self._name)
+            asked = await asyncio.to_thread(self._asked)
+            await docker.containers.create(asked, name=self._name)
 
     async def close(self) -> None:
         """Leave nothing of it but its folders; also after an `open` that failed half-way."""
@@ -142,13 +145,19 @@ class ContainerBox:
             self._runner.close()
             await asyncio.to_thread(self._layer.unmount)
 
-    async def _start(self) -> None:
+    async def _up(self) -> None:
         """Start it, for the first time or after it was killed."""
-        self._runner.close()
+        async with self._starts:
+            if not self._runner.alive:
+                await self._end()
+                await self._start()
+
+    async def _start(self) -> None:
         self._runner = self._new_runner()
         await asyncio.to_thread(self._runner.prepare)
         async with self._calling("started") as docker:
             container = docker.containers.container(self._name)
+            self._started = True
             try:
                 await container.start()
             except DockerError as error:
@@ -161,13 +170,27 @@ class ContainerBox:
         await self._runner.ready()
         await self._doors.move(self._pid)
 
+    async def _down(self) -> None:
+        """End all that is in it, and its doors."""
+        async with self._starts:
+            await self._end()
+            await self._doors.aclose()
+
     async def _kill(self) -> None:
         """SIGKILL for all that is in it; the container stays."""
-        async with self._calling("killed") as docker:
-            container = docker.containers.container(self._name)
-            with contextlib.suppress(DockerError):  # it has ended already
-                await container.kill(signal="KILL")
-            await container.wait()
+        async with self._starts:
+            await self._end(close=False)
+
+    async def _end(self, *, close: bool = True) -> None:
+        if self._started:
+            async with self._calling("killed") as docker:
+                container = docker.containers.container(self._name)
+                with contextlib.suppress(DockerError):  # it has ended already
+                    await container.kill(signal="KILL")
+                await container.wait()
+            self._pid, self._started = 0, False
+        if close:
+            self._runner.close()
 
     def _new_runner(self) -> Runner:
         return Runner(self._control, self._kill, most=self._limits.output_mb << 20)
@@ -175,11 +198,11 @@ class ContainerBox:
     @contextlib.asynccontextmanager
     async def _calling(self, what: str) -> AsyncIterator[Docker]:
         try:
-            async with asyncio.timeout(_CALL_S), self._engine.client() as docker:
+            async with asyncio.timeout(CALL_S), self._engine.client() as docker:
                 with faults(f"container {self._name} cannot be {what}"):
                     yield docker
         except TimeoutError as error:
-            msg = f"container {self._name} was not {what} within {_CALL_S:.0f} s"
+            msg = f"container {self._name} was not {what} within {CALL_S:.0f} s"
             raise RuntimeFault(msg) from error
 
     def _not_started(self, error: DockerError) -> Exception:
@@ -230,6 +253,7 @@ class ContainerBox:
 
     def _host(self) -> dict[str, Any]:
         limits = self._limits
+        guard = limits.guard.asked() if limits.guard else {}
         return {
             "NetworkMode": "none",
             "Mounts": self._binds(),
@@ -241,7 +265,8 @@ class ContainerBox:
             "CapDrop": ["ALL"],
             "CapAdd": _NEEDED if self._is_root else [],  # Podman gives added ones to any user
             # The toolbox and the bases are shared by all; relabelling them for each is no option.
-            "SecurityOpt": ["no-new-privileges", "label=disable"],
+            "SecurityOpt": ["no-new-privileges", "label=disable", *guard.pop("SecurityOpt", ())],
+            **guard,
             "ReadonlyRootfs": limits.read_only,
             "LogConfig": {"Type": "none"},
         }
@@ -267,18 +292,22 @@ class ContainerBox:
         return await asyncio.to_thread(files.get, folder, below, most)
 
     async def changes(self, caps: Caps | None = None) -> Patch:
-        """What programs did to the workdir; the doors are closed before it is looked at."""
-        await self._doors.aclose()
-        self._doors = Doors(self._limits.allow)
-        return await asyncio.to_thread(self._layer.changes, caps)
+        """What was done to the workdir, after the end of all its programs and of its doors."""
+        async with self._runs:
+            await self._down()
+            self._doors = Doors(self._limits.allow)
+            return await asyncio.to_thread(self._layer.changes, caps)
 
     async def snapshot(self, to: Path) -> None:
-        """Copy what was done to the workdir."""
-        await asyncio.to_thread(self._layer.snapshot, to)
+        """Copy what was done to the workdir, after the end of all its programs."""
+        async with self._runs:
+            await self._down()
+            await asyncio.to_thread(self._layer.snapshot, to)
 
     # ------------------------------------------------------------------ programs
     async def reach(self, url: str) -> str:
         """A socket in the container's network, relayed."""
+        await self._up()
         return await self._doors.open(self._pid, url)
 
     async def run(
@@ -289,23 +318,26 @@ class ContainerBox:
         timeout_s: float | Clock,
         log_name: str = "agent",
     ) -> Exit:
-        """Run a program by the container's shell."""
-        if not self._runner.alive:
-            await self._start()
-        program = self._runner.run(
-            argv,
-            env={**self._doors.env, **env},
-            cwd=self.workdir,
-            timeout_s=timeout_s,
-            log=self.logs / f"{log_name}.log",
-        )
-        began = time.monotonic()
-        try:
-            return await self._share.run(program, self._pid)
-        except Gone:  # and its control group with it
-            if not await self._out_of_memory():
-                raise
-            return Exit(KILLED, False, time.monotonic() - began, Cause.AGENT_MEMORY)
+        """Run a program by the container's shell, one at a time."""
+        async with self._runs:
+            await self._up()
+            program = self._runner.run(
+                argv,
+                env={**self._doors.env, **env},
+                cwd=self.workdir,
+                timeout_s=timeout_s,
+                log=self.logs / f"{log_name}.log",
+            )
+            began = time.monotonic()
+            try:
+                end = await self._share.run(program, self._pid)
+            except Gone:  # and its control group with it
+                if not await self._out_of_memory():
+                    raise
+                end = Exit(KILLED, False, time.monotonic() - began, Cause.AGENT_MEMORY)
+            if end.cause is Cause.AGENT_MEMORY:
+                await self._down()  # with what lies in /dev/shm, which would end the next one, too
+            return end
 
     def _own(self) -> list[Path]:
         """Its folders, and what it changed of its image."""

@@ -37,10 +37,22 @@ except ImportError as _error:  # said by `unavailable`, on the machine that is t
 else:
     MISSING = None
 
-__all__ = ["MISSING", "Docker", "DockerError", "Engine", "Found", "faults", "service", "stream"]
+__all__ = [
+    "CALL_S",
+    "MISSING",
+    "Docker",
+    "DockerError",
+    "Engine",
+    "Found",
+    "faults",
+    "service",
+    "stream",
+]
 
 T = TypeVar("T")
 
+CALL_S = 60.0
+"""The engine's time for one request; it is slow when many containers start at once."""
 _IDLE_S = 300
 _START_S = 20.0
 _PING = b"GET /_ping HTTP/1.0\r\nHost: engine\r\n\r\n"
@@ -90,11 +102,21 @@ class Engine:
             with faults("the container engine failed"):
                 yield docker
 
-    def blocking(self, work: Callable[[Docker], Awaitable[T]]) -> T:
-        """What `work` returns, for callers that may block."""
+    @contextlib.asynccontextmanager
+    async def call(self, limit_s: float = CALL_S) -> AsyncIterator[Docker]:
+        """A client for work that must be done in time. Raises `RuntimeFault`."""
+        try:
+            async with asyncio.timeout(limit_s), self.client() as docker:
+                yield docker
+        except TimeoutError as error:
+            msg = f"the container engine did not answer within {limit_s:.0f} s"
+            raise RuntimeFault(msg) from error
+
+    def blocking(self, work: Callable[[Docker], Awaitable[T]], limit_s: float = CALL_S) -> T:
+        """What `work` returns, for callers that may block. Raises `RuntimeFault`."""
 
         async def run() -> T:
-            async with self.client() as docker:
+            async with self.call(limit_s) as docker:
                 return await work(docker)
 
         with ThreadPoolExecutor(1) as thread:  # the caller's may have a loop already

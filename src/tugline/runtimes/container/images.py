@@ -24,12 +24,15 @@ import msgspec
 
 from tugline import log
 from tugline.errors import DiskFull, ImageFault, UsageError
-from tugline.runtimes.container.engine import Docker, DockerError, Engine, faults, stream
+from tugline.runtimes.container.engine import CALL_S, Docker, DockerError, Engine, faults, stream
+from tugline.runtimes.programs.processes import finish
 from tugline.types import Workspace
 
 LABEL = "tugline"
 BUILT = "localhost/tugline/built"
 _HINT = "; load it into the engine by hand, or let the engine reach a registry"
+_COPY_S = 1800.0
+"""The engine's time to hand out a folder, and to remove images."""
 _WORDS = 15
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GB = 1 << 30
@@ -95,7 +98,7 @@ class Images:
         """Those of `paths` at which the image has something."""
         missing = [path for path in paths if (image.id, path) not in self._seen]
         if missing:
-            async with self._engine.client() as docker, peek(docker, image) as archive:
+            async with self._engine.call() as docker, peek(docker, image) as archive:
                 for path in missing:
                     async with docker.session.head(archive, params={"path": path}) as reply:
                         self._seen[image.id, path] = reply.status == 200
@@ -106,7 +109,7 @@ class Images:
         argv = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
         asked = {"path": str(path)}
         async with (
-            self._engine.client() as docker,
+            self._engine.call(_COPY_S) as docker,
             peek(docker, image) as archive,
             docker.session.get(archive, params=asked) as reply,
         ):
@@ -119,7 +122,7 @@ class Images:
             raise (DiskFull if "No space left" in said else ImageFault)(msg)
 
     async def _found(self, name: str) -> Image | None:
-        async with self._engine.client() as docker:
+        async with self._engine.call() as docker:
             return await find(docker, name)
 
     async def _made(self, name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> Image:
@@ -186,7 +189,7 @@ class Images:
     async def _evict(self, kept: str) -> None:
         """Remove what was made here and is longest unused, until the rest fits."""
         marks = await asyncio.to_thread(self._marks)
-        async with self._engine.client() as docker:
+        async with self._engine.call(_COPY_S) as docker:
             found = {name: await find(docker, name) for _, name in marks}
             sizes = {name: image.size for name, image in found.items() if image is not None}
             for mark in (mark for mark, name in marks if name not in sizes):
@@ -233,11 +236,15 @@ async def peek(docker: Docker, image: Image) -> AsyncIterator[str]:
     """The URL of an image's files, by a container that is made for it and never started."""
     with faults(f"image {image.name!r} cannot be looked into", ImageFault):
         asked: dict[str, Any] = {"Image": image.id, "Entrypoint": ["/"], "Labels": {LABEL: "peek"}}
-        container = await docker.containers.create(asked)
+        # To their ends also when cancelled, while there is a client.
+        making = asyncio.create_task(asyncio.wait_for(docker.containers.create(asked), CALL_S))
         try:
+            container = await finish(making)
             yield f"unix://localhost/{docker.api_version}/containers/{container.id}/archive"
         finally:
-            await asyncio.shield(container.delete(force=True, v=True))
+            if not making.cancelled() and making.exception() is None:
+                removing = making.result().delete(force=True, v=True)
+                await finish(asyncio.create_task(asyncio.wait_for(removing, CALL_S)))
 
 
 async def _fed(program: asyncio.subprocess.Process, data: AsyncIterator[bytes]) -> str:

@@ -21,9 +21,11 @@ from typing import Any
 
 import msgspec
 
+from tugline import log
 from tugline.errors import RuntimeFault
-from tugline.runtimes.container import cgroups
+from tugline.runtimes.container import cgroups, guard
 from tugline.runtimes.container.engine import Docker, DockerError, faults, stream
+from tugline.runtimes.container.guard import Guard
 from tugline.runtimes.container.images import LABEL, find
 
 _IMAGE = "localhost/tugline/probe:1"
@@ -36,6 +38,11 @@ _OPEN_FILES = 65536
 _MOST_PROCESSES = 32768
 _FOLDERS = tuple(map(Path, ("/bin", "/lib", "/lib64", "/usr")))
 _COPYING = {"vfs"}
+_log = log.get("runtimes")
+
+
+class _Unguarded(Exception):
+    """The engine took the guard and did not do it."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +59,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a limit of memory is in force."""
     processes: bool
     """Whether a limit of processes is in force."""
+    guard: Guard | None
+    """What keeps programs from the shell that runs them, if the engine can be asked for it."""
 
     def weaknesses(self) -> tuple[str, ...]:
         """What is not kept apart here, a line each."""
@@ -63,6 +72,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"the number of processes has no bound: {who} sets none")
         if not self.seccomp:
             found.append(f"no system call is refused: {who} has no seccomp profile")
+        if self.guard is None:
+            found.append(
+                "a program can take over the shell that runs it, so forge its exit code and outlive"
+                f" its end: {who} hides no memory, or no seccomp.json is in /usr/share/containers"
+            )
         if not self.rootless:
             found.append("root in a container is this machine's root with few of its rights")
         if self.storage in _COPYING:
@@ -94,27 +108,41 @@ async def probe(docker: Docker, kind: str) -> Facts:
             with faults(f"{kind} cannot run a container"):
                 info = await docker.system.info()
                 await _tidy(docker)
-                memory, processes = await _in_force(docker)
+                security = info.get("SecurityOptions") or ()
+                narrow = guard.found(kind, security) if "seccomp" in " ".join(security) else None
+                (memory, processes), narrow = await _guarded(docker, narrow)
     except TimeoutError as error:
         msg = f"{kind} did not run a container within {_PROBE_S:.0f} s"
         raise RuntimeFault(msg) from error
-    security = " ".join(info.get("SecurityOptions") or ())
     return Facts(
         kind=kind,
         version=str(info.get("ServerVersion", "?")),
-        rootless=bool(info.get("Rootless")) or "rootless" in security,
+        rootless=bool(info.get("Rootless")) or "rootless" in " ".join(security),
         cgroup=str(info.get("CgroupVersion", "?")),
         storage=str(info.get("Driver", "?")),
         runtime=str(info.get("DefaultRuntime", "?")),
-        seccomp="seccomp" in security,
+        seccomp="seccomp" in " ".join(security),
         memory=memory,
         processes=processes,
+        guard=narrow,
     )
 
 
-async def _in_force(docker: Docker) -> tuple[bool, bool]:
-    """Whether a container that asks for limits of memory and of processes has them."""
+async def _guarded(docker: Docker, narrow: Guard | None) -> tuple[tuple[bool, bool], Guard | None]:
+    """What is in force, and the guard if the engine has taken it."""
     await _have_image(docker)
+    if narrow is not None:
+        try:
+            return await _in_force(docker, narrow), narrow
+        except DockerError as error:
+            _log.warning("container not guarded", error=str(error.message)[-600:])
+        except _Unguarded as error:
+            _log.warning("container not guarded", error=str(error))
+    return await _in_force(docker, None), None
+
+
+async def _in_force(docker: Docker, narrow: Guard | None) -> tuple[bool, bool]:
+    """Whether a container that asks for limits of memory and of processes has them."""
     mounts = [_bind(folder) for folder in _FOLDERS if folder.exists()]
     asked: dict[str, Any] = {
         "Image": _IMAGE,
@@ -127,12 +155,16 @@ async def _in_force(docker: Docker) -> tuple[bool, bool]:
             "MemorySwap": _MEMORY,
             "PidsLimit": _PROCESSES,
             "Ulimits": ulimits(),
+            **(await asyncio.to_thread(narrow.asked) if narrow else {}),
         },
     }
     container = await docker.containers.create(asked, name=f"tugline-probe-{secrets.token_hex(6)}")
     try:
         await container.start()
         state = (await container.show())["State"]
+        if narrow and not guard.holds(state["Pid"]):
+            msg = "its engine has left out what was asked for"
+            raise _Unguarded(msg)
         cgroup = cgroups.of(state["Pid"])
         if cgroup == cgroups.Cgroup(None, None):
             msg = "its containers are not processes of this machine: is it in a virtual machine?"

@@ -29,10 +29,11 @@ from tugline.runtimes.container.box import (
     recorded,
     remove,
 )
-from tugline.runtimes.container.engine import Docker, DockerError, Engine
+from tugline.runtimes.container.engine import CALL_S, Docker, DockerError, Engine
 from tugline.runtimes.container.images import Image, Images
 from tugline.runtimes.container.probe import Facts, probe
 from tugline.runtimes.network.proxy import AllowList
+from tugline.runtimes.programs.processes import finish
 from tugline.runtimes.workspaces.bases import Bases, digest
 from tugline.runtimes.workspaces.history import end_history
 from tugline.runtimes.workspaces.layers import Layer
@@ -120,14 +121,15 @@ class Container:
         place = place or Place()
         workspace = self._named(place.workspace)
         directory = Path.cwd() / directory
-        await asyncio.to_thread(self.facts)
+        facts = await asyncio.to_thread(self.facts)
         image = await self._images.have(workspace)
         workdir = _workdir(workspace, image)
         async with self._base(workspace, image, workdir) as base:
             layer = Layer(directory, base, place.files, place.snapshot)
-            await asyncio.to_thread(layer.make)
+            await finish(asyncio.create_task(asyncio.to_thread(layer.make)))
             mounts = await self._mounts(image, place.mounts)
-            box = ContainerBox(directory, self._engine, self._limits, image, workdir, layer, mounts)
+            limits = msgspec.structs.replace(self._limits, guard=facts.guard)
+            box = ContainerBox(directory, self._engine, limits, image, workdir, layer, mounts)
             try:
                 await box.open()
                 yield box
@@ -175,10 +177,11 @@ class Container:
         with self._probing:
             if self._facts is None:
                 kind = self._engine.find().kind
-                facts = self._engine.blocking(lambda docker: probe(docker, kind))
+                facts = self._engine.blocking(lambda docker: probe(docker, kind), 2 * CALL_S)
                 if not facts.rootless and os.geteuid() != 0:
                     raise RuntimeFault(_NOT_ROOT.format(kind=kind))
-                _log.info("container engine", **msgspec.structs.asdict(facts))
+                told = {**msgspec.structs.asdict(facts), "guard": facts.guard is not None}
+                _log.info("container engine", **told)
                 self._facts = facts
             return self._facts
 

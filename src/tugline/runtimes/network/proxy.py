@@ -14,6 +14,8 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,6 +29,9 @@ _PATTERN = re.compile(
 )
 _TUNNELS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
 """Ranges of IPv6 behind which an IPv4 address of any kind may be."""
+_NAMES_S = 5.0
+_RESOLVERS = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
+"""Threads of their own, so that names without an answer hold up nothing else."""
 _HOP = (b"proxy-", b"connection:", b"keep-alive:", b"host:")
 """Headers that are between a program and its proxy."""
 
@@ -124,9 +129,13 @@ class Proxy:
             msg = f"{host}:{port} is not on this sandbox's allow-list"
             raise _Refused(msg)
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            )
+            async with asyncio.timeout(_NAMES_S):
+                found = await asyncio.get_running_loop().run_in_executor(
+                    _RESOLVERS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+                )
+        except TimeoutError as error:
+            msg = f"{host} has no address: no answer within {_NAMES_S:.0f} s"
+            raise _Refused(msg, "502 Bad Gateway") from error
         except (OSError, UnicodeError) as error:
             msg = f"{host} has no address: {error}"
             raise _Refused(msg, "502 Bad Gateway") from error

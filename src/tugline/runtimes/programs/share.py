@@ -1,7 +1,9 @@
 """A box's share of disk and memory: watched while a program runs, told when it has ended.
 
-The disk is watched, not walled: each second the box's own folders are summed up, with what its
-processes hold open of deleted files, and a box that is over its share is ended.
+The disk is watched, not walled: the box's own folders are summed up, with what its processes hold
+of files that no walk of these finds (see `held`), and a box that is over its share is ended. Small
+boxes are looked at each second, those of very many files at least each `_REST_S` and the time that
+the look takes. What was there before the first program is not its doing.
 """
 
 from __future__ import annotations
@@ -12,25 +14,30 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
+from tugline import log
 from tugline.errors import RuntimeFault
 from tugline.runtimes.base import Exit
+from tugline.runtimes.programs.held import held
 from tugline.runtimes.programs.limits import Kills
 from tugline.runtimes.programs.runner import KILLED, Gone
 from tugline.types import Cause
 
 _WATCH_S = 1.0
-_SHARE = 20
-"""The watch takes no more than a twentieth of a processor."""
+_SHARE, _REST_S = 20, 5.0
+"""A look that took long is followed by a rest so many times as long, but not longer than this."""
 _SMALLEST = 1024
 """Bytes that a file counts at least: a million empty ones fill a disk, too."""
-_WATCHERS = ThreadPoolExecutor(2, thread_name_prefix="tugline-watch")
+_TOO_DEEP = 1 << 62
+_MOST_FORCED = 20
+_WATCHERS = ThreadPoolExecutor(4, thread_name_prefix="tugline-watch")
 """Threads of their own, so that nothing else waits for one that sums up a disk."""
+_log = log.get("runtimes")
 
 
 class Share:
@@ -49,6 +56,10 @@ class Share:
     ) -> None:
         self._most = disk_mb << 20
         self._folders, self._kills, self._kill = folders, kills, kill
+        self._before: int | None = None
+        """Bytes that were there before its first program: a copy of its workspace, say."""
+        self._rested = 0.0
+        """When the last look and its rest are over."""
         self.over = False
         """Whether it took more of the disk than it may; so it stays."""
 
@@ -58,6 +69,9 @@ class Share:
         Raises `Gone` when the box ended for another reason than its share, and `RuntimeFault` when
         the node had no memory left.
         """
+        if self._before is None:
+            loop = asyncio.get_running_loop()
+            self._before = await loop.run_in_executor(_WATCHERS, self._beginning)
         began, killed = time.monotonic(), self._kills()
         watch = asyncio.create_task(self._watch(pid))
         gone = None
@@ -68,28 +82,50 @@ class Share:
         finally:
             watch.cancel()
             await asyncio.wait([watch])
-        cause = await asyncio.to_thread(self._cause, end, killed)
+        cause = await self._cause(end, killed)
         if gone is not None and cause is None:
             raise gone
         return msgspec.structs.replace(end, cause=cause)
 
     async def _watch(self, pid: int) -> None:
-        loop, root = asyncio.get_running_loop(), Path(f"/proc/{pid}/root")
+        root = Path(f"/proc/{pid}/root")
+        await asyncio.sleep(_WATCH_S)
         while True:
-            await asyncio.sleep(_WATCH_S)
-            began = time.monotonic()
-            if await loop.run_in_executor(_WATCHERS, self._too_much, root):
-                self.over = True
-                await self._kill()
-                return
-            await asyncio.sleep(_SHARE * (time.monotonic() - began))
+            if await self._look(root):
+                try:
+                    await self._kill()
+                except RuntimeFault as error:
+                    _log.warning("box over its disk not ended", error=str(error))
+                else:
+                    return
+            await asyncio.sleep(_WATCH_S + max(0.0, self._rested - time.monotonic()))
+
+    async def _look(self, root: Path | None) -> bool:
+        """Whether it has ever taken more than it may."""
+        began, loop = time.monotonic(), asyncio.get_running_loop()
+        if not self.over and await loop.run_in_executor(_WATCHERS, self._too_much, root):
+            self.over = True
+        now = time.monotonic()
+        self._rested = now + min(_SHARE * (now - began), _REST_S)
+        return self.over
 
     def _too_much(self, root: Path | None) -> bool:
-        return used(self._folders(), root, self._most) > self._most
+        most = self._most + (self._before or 0)
+        return used(self._folders(), root, most) > most
 
-    def _cause(self, end: Exit, killed: Kills) -> Cause | None:
-        """Which limit ended a program, if one did."""
-        self.over = self.over or self._too_much(None)
+    def _beginning(self) -> int:
+        """What is there; nothing that is hidden by its depth counts for the box."""
+        found = used(self._folders(), None, _TOO_DEEP)
+        return found if found < _TOO_DEEP else 0
+
+    async def _cause(self, end: Exit, killed: Kills) -> Cause | None:
+        """Which limit ended a program, if one did.
+
+        A quick one may have filled the disk, so it is looked at, but not in the rest of a look:
+        with very many files each `true` would take as long as that.
+        """
+        if end.code == KILLED or time.monotonic() >= self._rested:
+            await self._look(None)
         if self.over:
             return Cause.AGENT_DISK
         if end.code != KILLED or end.timed_out:
@@ -102,44 +138,64 @@ class Share:
 
 
 def used(folders: Iterable[Path], root: Path | None, most: int) -> int:
-    """Bytes in a box's own folders, and in deleted files that its processes hold; until `most`.
+    """Bytes in a box's own folders, and in hidden files that its processes hold; until `most`.
 
     `root` is the box's file system as seen from here, with its ``proc``.
     """
     total = 0
-    for size in _sizes(folders):
+    for size in _sizes(map(os.fspath, folders), set()):
         total += size
         if total > most:
             return total
-    return total + sum(_deleted(root).values() if root else ())
+    return total + (held(root) if root else 0)
 
 
-def _sizes(folders: Iterable[Path]) -> Iterator[int]:
-    stack = [os.fspath(folder) for folder in folders]
-    links: set[int] = set()
+def _sizes(
+    folders: Iterable[str], links: set[int], forced: tuple[str, ...] = ()
+) -> Iterator[int]:
+    """Of all that is in the folders; with each hard link that is seen added to `links`.
+
+    Folders that forbid to be listed are opened for that; `forced` are those that it is in.
+    """
+    stack = list(folders)
     while stack:
+        folder = stack.pop()
         try:
-            with os.scandir(stack.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(entry.path)
-                    found = entry.stat(follow_symlinks=False)
-                    if found.st_nlink == 1 or found.st_ino not in links:
-                        links.add(found.st_ino) if found.st_nlink > 1 else None
-                        yield max(found.st_blocks * 512, _SMALLEST)
+            yield from _listed(folder, stack, links)
+        except PermissionError:
+            if len(forced) > _MOST_FORCED:  # nobody nests so deep but to hide something
+                yield _TOO_DEEP
+            elif folder not in forced:
+                with contextlib.suppress(OSError), _opened(folder):
+                    yield from _sizes([folder], links, (*forced, folder))
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # nobody nests so deep but to hide something
-                yield 1 << 62
+            if error.errno == errno.ENAMETOOLONG:  # the same
+                yield _TOO_DEEP
 
 
-def _deleted(root: Path) -> Mapping[tuple[int, int], int]:
-    sizes: dict[tuple[int, int], int] = {}
-    with contextlib.suppress(OSError), os.scandir(root / "proc") as processes:
-        for process in processes:
-            if process.name.isdecimal():
-                with contextlib.suppress(OSError), os.scandir(f"{process.path}/fd") as entries:
-                    for one in entries:
-                        found = one.stat()
-                        if found.st_nlink == 0 and stat.S_ISREG(found.st_mode):
-                            sizes[found.st_dev, found.st_ino] = found.st_blocks * 512
-    return sizes
+def _listed(folder: str, stack: list[str], links: set[int]) -> Iterator[int]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            found = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(found.st_mode):
+                stack.append(entry.path)
+            if found.st_nlink == 1 or found.st_ino not in links:
+                links.add(found.st_ino) if found.st_nlink > 1 else None
+                yield max(found.st_blocks * 512, _SMALLEST)
+
+
+@contextlib.contextmanager
+def _opened(folder: str) -> Iterator[None]:
+    """A folder of ours that may be listed for as long as this takes, whatever its mode."""
+    handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        place = Path(f"/proc/self/fd/{handle}")
+        mode = stat.S_IMODE(os.fstat(handle).st_mode)
+        place.chmod(mode | stat.S_IRWXU)
+        try:
+            yield
+        finally:
+            if stat.S_IMODE(os.fstat(handle).st_mode) == mode | stat.S_IRWXU:
+                place.chmod(mode)
+    finally:
+        os.close(handle)

@@ -7,7 +7,8 @@ used first) is never in use, and the locks of a killed process are gone with it.
 gives up waiting does not end the making: the next one finds it done.
 
 Under ``<folder>``: ``<key>/`` the base, ``<key>.json`` what it is and its size, ``<key>.use`` and
-``<key>.make`` its locks, ``<key>.part`` one that is being made.
+``<key>.make`` its locks, ``<key>.part`` one that is being made, ``<key>.<hex>.part`` one that is
+being removed, itself locked.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -37,6 +39,8 @@ Fill = Callable[[Path], Awaitable[None]]
 
 _GB = 1_000_000_000
 _FRESH_S = 60.0
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_GOING = re.compile(r".+\.[0-9a-f]{8}")
 _log = log.get("runtimes")
 
 
@@ -196,7 +200,12 @@ class Bases:
 
     # ------------------------------------------------------------------ all of them
     def evict(self, but: str = "") -> int:
-        """Remove what was used least recently until the rest fits; returns how many."""
+        """Remove what was used least recently until the rest fits; returns how many.
+
+        Also what killed processes left half-made or half-removed.
+        """
+        for part in self.folder.glob("*.part"):
+            self._sweep(part)
         kept = self._kept()
         total = sum(size for _, _, size in kept)
         count = 0
@@ -225,17 +234,36 @@ class Bases:
     def _evicted(self, key: str) -> bool:
         handle = _opened(self.folder / f"{key}.use")
         gone = self.folder / f"{key}.{secrets.token_hex(4)}.part"
+        removing = -1
         try:
             if not _locked(handle):
                 return False
             with contextlib.suppress(FileNotFoundError):
+                removing = os.open(self.folder / key, _FOLDER)
+                _locked(removing)  # until it is gone: see `_sweep`
                 (self.folder / key).rename(gone)
             (self.folder / f"{key}.json").unlink(missing_ok=True)
-        finally:
             os.close(handle)
-        remove(self.folder, gone.name)
+            handle = -1
+            remove(self.folder, gone.name)
+        finally:
+            for held in (handle, removing):
+                if held >= 0:
+                    os.close(held)
         _log.info("workspace evicted", base=key)
         return True
+
+    def _sweep(self, part: Path) -> None:
+        """Remove what is half-made or half-removed, unless somebody is at it."""
+        key = part.name.removesuffix(".part")
+        with contextlib.suppress(OSError):  # gone meanwhile
+            going = _GOING.fullmatch(key)
+            handle = os.open(part, _FOLDER) if going else _opened(self.folder / f"{key}.make")
+            try:
+                if _locked(handle):
+                    remove(self.folder, part.name)
+            finally:
+                os.close(handle)
 
 
 def check(workspace: Workspace) -> None:

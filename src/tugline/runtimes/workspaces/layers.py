@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -56,7 +57,8 @@ class Layer:
         self._files = {str(PurePosixPath(path)): text for path, text in files.items()}
         self._hidden = tuple(f"{path}/" for path in self._files)
         self._folders = {str(up) for path in self._files for up in PurePosixPath(path).parents}
-        self._snapshot, self._copied = snapshot, False
+        self._snapshot, self._copied = snapshot, 0
+        """When the base was copied, as the disk tells the time; 0 if it was not."""
 
     @property
     def own(self) -> Path:
@@ -78,7 +80,7 @@ class Layer:
         if self._snapshot is not None:
             copy(self._snapshot, self.own)
         else:
-            put(self.own, self._files)
+            put(self.own, {path: self._initial(path) for path in self._files})
 
     def prepare(self, *, private: bool) -> str:
         """Empty `scratch`, as each mount needs it, and give the options for ``mount -t overlay``.
@@ -107,9 +109,9 @@ class Layer:
                 msg = f"{self.work}: a snapshot cannot be restored without overlayfs ({why})"
                 raise RuntimeFault(msg)
             _log.warning("workspace copied", folder=str(self.lower), error=f"no overlay: {why}")
-            self._copied = True
             copy(self.lower, self.work)
             put(self.work, self._files)
+            self._copied = _now(self._directory)
         return self.work
 
     def unmount(self) -> None:
@@ -173,9 +175,16 @@ class Layer:
         )
         return found if there else None
 
+    def _initial(self, path: str) -> Change:
+        """An initial file; where the base has a file that can be run, so can this be."""
+        found = self._base(path)
+        mode = found.lstat().st_mode if found and os.path.lexists(found) else 0
+        runs = stat.S_ISREG(mode) and bool(mode & stat.S_IXUSR)
+        return Change(self._files[path].encode(), executable=runs)
+
     def _before(self, path: str, most: int) -> Change | None:
         if path in self._files:
-            return Change(self._files[path].encode())
+            return self._initial(path)
         found = self._was(path)
         # One that is too large to be taken along is not equal to any that is not.
         change = read(str(found), most) if found else None
@@ -244,13 +253,17 @@ class Layer:
         return "file"
 
     def _compare_copy(self, gatherer: Gatherer) -> None:
-        """Files that have the base's size, mode and time are the base's."""
+        """Files that have the base's size, mode and time are the base's, if not touched since."""
         seen: set[str] = set()
         for path, entry in gatherer.files(self.work, counted=False):
             seen.add(path)
             try:
                 was = None if path in self._files else self._was(path)
-                if was is None or _stamp(was.lstat()) != _stamp(entry.stat(follow_symlinks=False)):
+                found = entry.stat(follow_symlinks=False)
+                same = was is not None and _stamp(was.lstat()) == _stamp(found)
+                if same and was and found.st_ctime_ns >= self._copied:  # times can be set, not this
+                    same = _same(Path(entry.path), was)
+                if not same:
                     self._look(gatherer, path, entry)
             except OSError as error:
                 gatherer.note(path, f"cannot be read ({error.strerror})")
@@ -282,11 +295,23 @@ def _stamp(found: os.stat_result) -> tuple[int, ...]:
     return found.st_mode, found.st_size, found.st_mtime_ns
 
 
+def _now(folder: Path) -> int:
+    """The time that a change would get, in a folder of the same disk."""
+    handle, name = tempfile.mkstemp(dir=folder)
+    try:
+        return os.fstat(handle).st_ctime_ns
+    finally:
+        os.close(handle)
+        Path(name).unlink()
+
+
 def _same(path: Path, was: Path) -> bool:
-    """Whether two files have the same mode and content."""
+    """Whether two files or links have the same mode and content."""
     now, then = path.lstat(), was.lstat()
-    if now.st_mode != then.st_mode or now.st_size != then.st_size or not stat.S_ISREG(now.st_mode):
+    if now.st_mode != then.st_mode or now.st_size != then.st_size:
         return False
+    if not stat.S_ISREG(now.st_mode):
+        return stat.S_ISLNK(now.st_mode) and path.readlink() == was.readlink()
     with path.open("rb") as left, was.open("rb") as right:
         while block := left.read(_BLOCK):
             if block != right.read(_BLOCK):
