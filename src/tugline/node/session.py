@@ -362,7 +362,7 @@ class _Rollout:
 
 
 def _check_disk(folder: Path) -> None:
-    """Raises `DiskFull` for a node without room: what programs could not write is not their fault."""
+    """Raises `DiskFull` for a node without room: that programs broke on it is not their fault."""
     free = shutil.disk_usage(folder).free
     if free < _ROOM:
         msg = f"the disk of {folder} was full when the agent ended ({free >> 20} MB free)"

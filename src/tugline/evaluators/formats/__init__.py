@@ -26,5 +26,5 @@ FORMATS = {
     "go": Format(go.read, as_given, ("go",)),
     "cargo": Format(cargo.read, as_given, ("rust",)),
     "jest": Format(jest.read, as_given, ("node",)),
-    "tap": Format(tap.read, as_given, ("node",)),
+    "tap": Format(tap.read, as_given, ("node", "tap")),
 }
