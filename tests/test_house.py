@@ -68,8 +68,8 @@ def test_everything_is_within_its_budget() -> None:
         # six engine formats (9,400 lines), a room each that shows, verifies, exports and replays
         # what was recorded (5,400), a durable server on two databases with its API, its nodes,
         # clients, metrics and traces (13,000), and four kinds of sandbox with their networks,
-        # images and workspaces, a toolbox of agents, seven evaluators, three task sets (11,700).
-        ("lines in all", 53_500, [("tugline", sum(map(_lines, SOURCES)))]),
+        # images and workspaces, a toolbox of agents, seven evaluators, three task sets (12,800).
+        ("lines in all", 54_600, [("tugline", sum(map(_lines, SOURCES)))]),
     ]
     over = [
         f"{name}: {size} {what}, the budget is {budget}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from cli.conftest import Shell
 from house import task
 from served import TOKENS
@@ -37,3 +39,11 @@ async def test_a_server_that_does_not_answer_is_one_line(shell: Shell) -> None:
     assert gone.code == 1
     assert found["what"] == "server"
     assert shell.house.url in found["detail"]
+
+
+@pytest.mark.parametrize("engine", ["", "notaurl", "http://", "http://[::1", "http://a:b"])
+async def test_an_engine_has_an_address(shell: Shell, engine: str) -> None:
+    """What cannot be one is the person's mistake, not the engine's."""
+    told = await shell.run("doctor", "--engine", engine)
+    assert told.code == 2
+    assert f"--engine is {engine!r}, must be http://HOST:PORT" in told.err

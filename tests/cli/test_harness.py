@@ -44,6 +44,7 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         await once(toolbox() / f"pi-{version}", fill)
     (toolbox() / "pi-0.90.0" / "program").write_text("wrong")
     done = tugline("list", "--json", cache=tmp_path)
+    assert done.returncode == 1
     told = [one for one in json.loads(done.stdout)["harnesses"] if one["name"] == "pi"]
     assert [(one["version"], one["pinned"], one["sound"]) for one in told] == [
         ("0.87.1", True, True),
@@ -51,6 +52,9 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     assert told[0]["bytes"] == len("right")
     assert tugline("list", cache=tmp_path).returncode == 1
+    again = tugline("install", "pi", "--version", "0.90.0", cache=tmp_path)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "pi 0.90.0 is not as it was installed; remove" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,6 +73,7 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         (["check", "pi", "--version", "1"], "version is '1', must be exact"),
         (["install", "pie"], "unknown harness 'pie'; did you mean 'pi'?"),
         (["check", "pi", "--engine", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["check", "pi", "--engine", "notaurl"], "--engine is 'notaurl', must be http://HOST:PORT"),
         (["check", "pi", "--keep", "/dev/null/x"], "choose another --keep"),
     ],
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from tugline.errors import ConfigError, HarnessError
+from tugline.errors import ConfigError, DiskFull, HarnessError
 from tugline.harnesses.base import Launch, Seat
 from tugline.harnesses.installing import once
 from tugline.harnesses.npm import Npm
@@ -35,12 +38,12 @@ async def no_trial(_: Path) -> None:
     """Nothing is started."""
 
 
-def launch(name: str, **options: Any) -> Launch:
+def launch(name: str, instruction: str = SEAT.instruction, **options: Any) -> Launch:
     """As if the program were installed."""
     harness = find("harness", name)(**options)
     harness.package._node = Path("/node")
     harness.package._installed = True
-    made: Launch = harness.launch(SEAT)
+    made: Launch = harness.launch(msgspec.structs.replace(SEAT, instruction=instruction))
     return made
 
 
@@ -56,6 +59,37 @@ def test_every_preset_is_told_all_and_keeps_to_its_home(name: str) -> None:
         find("harness", name)(version="latest")
     with pytest.raises(HarnessError, match=f"harness '{name}' is not installed yet"):
         find("harness", name)().launch(SEAT)
+
+
+def asked(made: Launch) -> str:
+    """The instruction that a program is started with: on stdin, or its last argument."""
+    if made.argv[3:4] == ("/h/instruction.txt",):
+        return made.files["instruction.txt"]
+    return made.argv[-1].removeprefix("--prompt=")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_instruction_is_no_command_of_the_program(name: str) -> None:
+    """Three take a slash in front for theirs, and pi an @ for a file: not after a space."""
+    slash = " /init it" if name in {"claude_code", "gemini_cli", "qwen_code"} else "/init it"
+    assert asked(launch(name, "/init it")) == slash
+    assert asked(launch(name, "@a it")) == (" @a it" if name == "pi" else "@a it")
+    assert asked(launch(name, "see /a and @b")) == "see /a and @b"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) -> None:
+    """Linux has a limit in bytes; who can take it in no other way says so."""
+    short, long = "é" * 65_500, "é" * 65_501
+    assert asked(launch(name, short)) == short
+    if name == "mini_swe_agent":
+        with pytest.raises(ConfigError, match="is 131002 bytes long, must be at most 131000"):
+            launch(name, long)
+        return
+    made = launch(name, long)
+    assert made.argv[0] == "sh"
+    assert asked(made) == long
+    assert all(len(word) < 1000 for word in made.argv)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +145,16 @@ def test_codex_keeps_to_itself() -> None:
     assert [name for name, on in teams["features"].items() if on] == ["multi_agent"]
 
 
+def test_any_text_is_a_text_in_the_settings_of_codex() -> None:
+    """Beyond the BMP, and DEL, which JSON writes otherwise than TOML or not at all."""
+    odd = '\U0001f680 \x7f \t" \\ é'
+    for server in ({"command": odd, "args": [odd], "env": {odd: odd}}, {"url": odd}):
+        files = launch("codex", mcp={"a": server}).files
+        assert tomllib.loads(files[".codex/config.toml"])["mcp_servers"]["a"].items() >= (
+            server.items()
+        )
+
+
 def test_claude_code_is_lean_unless_told_otherwise() -> None:
     """Lean: four tools and no moving cache markers; the window is told either way."""
     lean, full = launch("claude_code"), launch("claude_code", lean=False)
@@ -134,6 +178,38 @@ async def test_an_installation_that_fails_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(HarnessError, match="no network"):
         await once(tmp_path / "x-1", broken)
     assert os.listdir(tmp_path) == ["x-1.lock"]  # noqa: PTH208 - quick, in a test
+
+
+async def test_what_a_killed_installation_left_is_removed(tmp_path: Path) -> None:
+    """Its half-made folders, by the next one; nothing else that lies there."""
+    for name in ("x-1.ab12", "x-1.cd34", "x-10.ab12", "y-1"):
+        (tmp_path / name / "new").mkdir(parents=True)
+
+    async def fill(fresh: Path) -> None:
+        assert fresh.parent.name not in {"x-1.ab12", "x-1.cd34"}
+
+    await once(tmp_path / "x-1", fill)
+    there = os.listdir(tmp_path)  # noqa: PTH208 - quick, in a test
+    assert set(there) == {"x-1", "x-1.lock", "x-10.ab12", "y-1"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/usr/bin/python"),
+        shutil.Error([("/a", "/b", "[Errno 28] No space left on device: '/b'")]),
+        HarnessError("npm could not install x (exit 228): npm error code ENOSPC: no space left"),
+    ],
+    ids=["one file", "a tree", "npm"],
+)
+async def test_a_full_disk_is_that_of_the_toolbox(tmp_path: Path, error: Exception) -> None:
+    """Not that of the file which was to be copied."""
+
+    async def full(_: Path) -> None:
+        raise error
+
+    with pytest.raises(DiskFull, match=rf"cannot install x-1: no room is left in {tmp_path};"):
+        await once(tmp_path / "x-1", full)
 
 
 async def test_a_package_without_its_program_is_named(

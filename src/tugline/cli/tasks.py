@@ -240,7 +240,7 @@ def _judged(task: Task, digest: str, solved: Proof | None, empty: Proof) -> Prov
 def _key(task: Task, chosen: Chosen | None) -> tuple[str, str]:
     try:
         return task.id, fingerprint(task, chosen.solution(task) if chosen else None)
-    except (UsageError, OSError):  # said when it is tried
+    except (UsageError, OSError, TypeError):  # said when it is tried
         return task.id, ""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from tugline.errors import ConfigError, EvaluatorError, RuntimeFault
 from tugline.evaluators import base
 from tugline.evaluators.base import Evaluator, Outcome, Verdict
 from tugline.evaluators.together import all_of
-from tugline.plugins import find
+from tugline.plugins import find, make
 from tugline.runtimes.base import Mount
 from tugline.types import Part, Reward, Task
 
@@ -167,8 +166,8 @@ def _part(name: str, spec: object) -> _Part:
         msg = f"{where}.evaluator: {part.name!r} is no evaluator: it must have evaluate"
         raise ConfigError(msg)
     try:
-        return _Part(made(**part.options), float(weight), required)
-    except TypeError as error:
-        known = ", ".join(inspect.signature(made).parameters) or "none"
-        msg = f"{where}: evaluator {part.name!r}: {error} (its options: {known})"
+        judge = make("evaluator", part.name, made, part.options)
+    except ConfigError as error:
+        msg = f"{where}: {error}"
         raise ConfigError(msg) from error
+    return _Part(judge, float(weight), required)

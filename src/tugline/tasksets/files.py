@@ -6,7 +6,6 @@ read strictly, and what is wrong is told by file, key, value and what would be r
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 
 from tugline.client.taskfiles import converted, read_tasks, read_value, task_files
 from tugline.errors import ConfigError, UnknownPlugin
-from tugline.plugins import find
+from tugline.plugins import find, make
 from tugline.tasksets.base import INSTANCE, TASKSET, Solution, TaskSet, Template
 from tugline.tasksets.selection import Selection
 from tugline.types import Part, Task
@@ -133,12 +132,7 @@ def made(part: Part, folder: Path) -> TaskSet:
     if not all(callable(getattr(target, verb, None)) for verb in ("tasks", "solution")):
         msg = f"{part.name!r} is no taskset: it must have tasks and solution"
         raise UnknownPlugin(msg)
-    try:
-        taskset: TaskSet = target(**options)
-    except TypeError as error:
-        known = ", ".join(inspect.signature(target).parameters) or "none"
-        msg = f"taskset {part.name!r}: {error} (its options: {known})"
-        raise ConfigError(msg) from error
+    taskset: TaskSet = make("taskset", part.name, target, options)
     return taskset
 
 

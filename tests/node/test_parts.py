@@ -1,0 +1,110 @@
+"""Options of parts are compared with their types where a task comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.errors import ConfigError, Invalid
+from tugline.harnesses.shell import Shell
+from tugline.node.parts import Parts
+from tugline.server.checks import check_task
+from tugline.types import Part, Task
+
+
+class Loose(Shell):
+    """Somebody's own: hints that say nothing of a task file's values, a default of its own."""
+
+    def __init__(
+        self,
+        *,
+        at: Path,
+        way: Path | str = "",
+        call: Callable[[], int] | None = None,
+        seen: NotThere = 1,  # type: ignore[name-defined]  # noqa: F821
+    ) -> None:
+        super().__init__(command=["true"])
+        self.given = (at, way, call, seen)
+
+
+class Typed(Shell):
+    """The same with hints that can be read."""
+
+    def __init__(
+        self,
+        *,
+        at: Path,
+        way: Path | str = "",
+        call: Callable[[], int] | None = None,
+        limit: float = None,  # type: ignore[assignment]  # noqa: RUF013 - as people write it
+        **more: int,
+    ) -> None:
+        super().__init__(command=["true"])
+        self.given = (at, way, call, limit, more)
+
+
+MINE = f"{__name__}:Typed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "line"),
+    [
+        ("harness", "claude_code", {"tools": "Bash"}, "tools is 'Bash', must be a list or null"),
+        ("harness", "pi", {"args": "--x"}, "args is '--x', must be a list"),
+        ("harness", "codex", {"args": 5}, "args is 5, must be a list"),
+        ("harness", "codex", {"context_window": "lots"}, "is 'lots', must be a whole number"),
+        ("harness", "codex", {"context_window": 0}, "is 0, must be a whole number >= 1"),
+        ("harness", "codex", {"sub_agents": "no"}, "is 'no', must be true or false"),
+        ("harness", "codex", {"version": 1.2}, "version is 1.2, must be a text"),
+        ("harness", "codex", {"mcp": [1]}, "mcp is [1], must be a table or null"),
+        ("harness", "codex", {"skills": ["a"]}, "skills is ['a'], must be a table or null"),
+        ("harness", "codex", {"mcp": {5: {}}}, "options['mcp'] has the key 5, must be a text"),
+        ("harness", "shell", {"command": ["a", 5]}, "is ['a', 5], must be a text at [1]"),
+        ("harness", "shell", {"command": "a", "env": {"A": 5}}, "env is {'A': 5}, must be a text"),
+        ("harness", MINE, {"at": "/", "limit": "x"}, "limit is 'x', must be a number"),
+        ("harness", MINE, {"at": "/", "other": "x"}, "other is 'x', must be a whole number"),
+        ("harness", "codex", {"context_window": 2**70}, "options cannot be kept: "),
+        ("runtime", "bubblewrap", {"allow": "a:1"}, "allow is 'a:1', must be a list"),
+        ("runtime", "local", {"grace_s": "x"}, "grace_s is 'x', must be a number"),
+        ("evaluator", "tests", {"paths": "a.py"}, "paths is 'a.py', must be a list or null"),
+        ("evaluator", "function", {"target": 5}, "target is 5, must be a text"),
+    ],
+)
+def test_a_wrong_option_names_its_value_and_what_is_right(
+    kind: str, name: str, options: dict[str, Any], line: str
+) -> None:
+    """Before the part is made, so that no text becomes a list of letters."""
+    with pytest.raises(ConfigError) as told:
+        getattr(Parts(), kind)(Part(name, options))
+    said = str(told.value)
+    assert said.startswith(f"{kind} {name!r}: ")
+    assert line in said
+
+
+@pytest.mark.parametrize("kind", ["Loose", "Typed"])
+def test_hints_that_say_nothing_of_plain_values_are_no_bar(kind: str) -> None:
+    """A class of one's own, a choice with one, a callable, a name that cannot be looked up."""
+    options = {"at": "/a", "way": "b", "call": "c"}
+    made: Any = Parts().harness(Part(f"{__name__}:{kind}", options))
+    assert made.given[:3] == ("/a", "b", "c")
+
+
+def test_a_number_may_be_whole_and_a_default_may_be_given() -> None:
+    """YAML writes 2 for 2.0, and null for what is None without being said to be."""
+    Parts().runtime(Part("local", {"grace_s": 2}))
+    made: Any = Parts().harness(Part(MINE, {"at": "/", "limit": None, "other": 3}))
+    assert made.given == ("/", "", None, None, {"other": 3})
+
+
+def test_a_key_that_is_no_text_is_refused_with_the_task() -> None:
+    """However deep it lies."""
+    harness = Part("codex", {"mcp": {"a": [{"b": {5: 1}}]}})
+    task = Task(id="t", instruction="i", harness=harness, evaluator=Part("tests"))
+    with pytest.raises(Invalid) as told:
+        check_task(task)
+    assert told.value.field == "harness.options"
+    where = "harness.options['mcp']['a'][0]['b']"
+    assert str(told.value) == f"{where} has the key 5, must be a text (in quotes)"
