@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import socket
@@ -250,6 +251,24 @@ async def test_what_was_used_least_recently_makes_room(tmp_path: Path) -> None:
     assert made == ["a", "b", "c", "d", "b"]
     with pytest.raises(ConfigError, match="bases_gb is 0, must be a number of gigabytes above 0"):
         Bases(most_gb=0)
+
+
+def test_what_killed_processes_left_is_swept_up(tmp_path: Path) -> None:
+    """Half-made and half-removed ones; not those that somebody is at."""
+    bases = Bases(tmp_path)
+    mine, its = tmp_path / "git-1.make", tmp_path / "git-2.0a1b2c3d.part"
+    left = ("git-1.part", its.name, "git-3.part", "git-4.0a1b2c3d.part")
+    for name in left:
+        (tmp_path / name / "below").mkdir(parents=True)
+    handles = [os.open(mine, os.O_CREAT | os.O_RDWR), os.open(its, os.O_RDONLY)]
+    for handle in handles:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    assert bases.evict() == 0
+    assert {path.name for path in tmp_path.glob("*.part")} == set(left[:2])
+    for handle in handles:
+        os.close(handle)
+    assert bases.evict() == 0
+    assert not list(tmp_path.glob("*.part"))
 
 
 async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> None:

@@ -188,6 +188,24 @@ async def test_daemons_end_with_their_program_and_before_the_changes(box: Box) -
     assert patch.files == {"new": Change(b"1\n"), "c": None}
 
 
+async def test_a_sandbox_that_cannot_be_ended_leaves_no_files(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the box had of the disk is given back all the same, and the fault is told."""
+    ended = box.aclose  # type: ignore[attr-defined]
+
+    async def hangs() -> None:
+        msg = "hangs in the kernel"
+        raise RuntimeFault(msg)
+
+    (box.logs.parent / "tmp" / "x").write_text("x")
+    with monkeypatch.context() as patched:
+        patched.setattr(box, "_down", hangs)
+        with pytest.raises(RuntimeFault, match="hangs"):
+            await ended()
+    assert not (box.logs.parent / "tmp").exists()
+
+
 async def test_a_box_is_not_used_twice(runtime: Bubblewrap, tmp_path: Path) -> None:
     """What an earlier attempt left cannot help the next one."""
     async with runtime.open(tmp_path, Place(files={"x": "1"})):
@@ -513,7 +531,7 @@ AS_USER = """
 import asyncio, pathlib, sys
 from tugline.runtimes.base import Place
 from tugline.runtimes.bubblewrap.runtime import Bubblewrap
-from tugline.types import Workspace
+from tugline.types import Cause, Workspace
 
 async def main(here):
     runtime = Bubblewrap(processes=60)
@@ -547,6 +565,10 @@ async def main(here):
     plain = here / "plain"
     async with runtime.open(plain, Place(files={"f": "1"})) as box:
         assert (await box.run(("cat", "f"), env={}, timeout_s=5)).code == 0
+    async with Bubblewrap(disk_mb=8).open(here / "hidden") as box:
+        hide = "mkdir -p d/e; head -c 20000000 /dev/zero >d/e/x; chmod 0 d/e d; sleep 20"
+        done = await box.run(("sh", "-c", hide), env={}, timeout_s=30)
+        assert done.cause is Cause.AGENT_DISK, done
     print("all of it")
 
 asyncio.run(main(pathlib.Path(sys.argv[1])))
@@ -561,6 +583,8 @@ async def test_what_it_cannot_give_is_refused(runtime: Bubblewrap, tmp_path: Pat
         (Workspace(build="."), UsageError, "workspace.build"),
         (Workspace(path="here"), UsageError, "workspace.path is 'here'"),
         (Workspace(path="/usr/src"), UsageError, "workspace.path is '/usr/src'"),
+        (Workspace(path="/home"), UsageError, "an absolute folder other than /home/agent"),
+        (Workspace(path="/home/agent"), UsageError, "an absolute folder other than /home/agent"),
         (Workspace(folder="/no/such"), WorkspaceFault, "'/no/such'"),
     ]
     for workspace, error, said in wrong:

@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from tugline.errors import ConfigError, NetworkFault
-from tugline.runtimes.network import inside
+from tugline.runtimes.network import inside, proxy
 from tugline.runtimes.network.doors import PORT, PROXY_PORT, Doors
 from tugline.runtimes.network.proxy import AllowList
 from tugline.runtimes.network.relay import CONNECTIONS, Relay, join
@@ -252,6 +253,40 @@ async def test_rude_ends_leave_nothing() -> None:
                 await asyncio.sleep(0.02)
         await relay.aclose()
     assert problems == []
+
+
+async def test_names_without_an_answer_hold_up_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have threads and a deadline of their own; programs are told."""
+    release, real = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *given: Any, **options: Any) -> list[Any]:
+        if not host.endswith(".test"):
+            return real(host, *given, **options)
+        release.wait(10)
+        raise socket.gaierror(-3, "temporary failure")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(proxy, "_NAMES_S", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0))
+    relay = await Relay(proxy.Proxy(proxy.AllowList(["*.test:80"])).dial).serve(listener)
+    asked = []
+    for number in range(40):
+        made = socket.create_connection(listener.getsockname())
+        reader, writer = await asyncio.open_connection(sock=made)
+        writer.write(b"GET http://h%d.test/ HTTP/1.1\r\n\r\n" % number)
+        asked.append((reader, writer))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await asyncio.to_thread(int)
+    assert time.monotonic() - began < 0.3
+    for reader, writer in asked:
+        said = await asyncio.wait_for(reader.read(), 5)
+        assert b"no answer within" in said
+        writer.close()
+    release.set()
+    await relay.aclose()
 
 
 async def test_doors_move_to_a_sandbox_that_was_started_again(place: int) -> None:

@@ -26,6 +26,16 @@ def test_what_matches_is_kept_under_the_same_path(tmp_path: Path) -> None:
     assert keep(home, (), logs) == keep(tmp_path / "none", ("*",), logs) == ()
 
 
+def test_strange_names_are_left(tmp_path: Path) -> None:
+    """They would be no text in a report, or no path for `put`."""
+    home, logs = tmp_path / "home", tmp_path / "logs"
+    home.mkdir()
+    logs.mkdir()
+    for name in ("x\\y.log", "a\nb.log", os.fsdecode(b"\xff.log"), "good.log"):
+        (home / name).write_text("x")
+    assert keep(home, ("*.log",), logs) == ("good.log",)
+
+
 def test_no_link_is_followed_and_no_pipe_opened(tmp_path: Path) -> None:
     """A home is what its agent made of it."""
     home, logs, secret = tmp_path / "home", tmp_path / "logs", tmp_path / "secret"

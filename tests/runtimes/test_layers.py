@@ -245,6 +245,29 @@ def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path
     layer.clear()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_an_initial_file_can_be_run_where_the_bases_can(
+    base: Path, tmp_path: Path, way: object
+) -> None:
+    """As a box that it is put into later would have it; that it is so is no change by itself."""
+    layer = Layer(tmp_path / "box", base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"})
+    layer.make()
+    way(layer, "./run.sh; test ! -x a.py; echo y > new")  # type: ignore[operator]
+    assert layer.changes() == Patch({"new": Change(b"y\n")})
+    layer.clear()
+
+
+def test_a_copy_tells_changes_that_keep_size_and_time(layer: Layer) -> None:
+    """Both can be set to what they were; when a file was last touched cannot."""
+    by_copy(
+        layer,
+        "touch -r a.py t; printf 'x = 2\\n' > a.py; touch -r t a.py; chmod 755 run.sh\n"
+        "ln -s x u; touch -hr link u; ln -sfn b.py link; touch -hr u link; rm t u",
+    )
+    changed = {"a.py": Change(b"x = 2\n"), "link": Change(b"b.py", link=True)}
+    assert layer.changes() == Patch(changed)
+
+
 @pytest.mark.parametrize("way", [by_kernel, in_private])
 def test_a_snapshot_is_a_box_begun_where_another_stood(
     base: Path, tmp_path: Path, way: object

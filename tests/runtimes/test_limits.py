@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 from tugline.errors import ConfigError, RuntimeFault
 from tugline.runtimes.base import Exit
 from tugline.runtimes.bubblewrap.seccomp import seccomp
+from tugline.runtimes.programs import share as share_module
 from tugline.runtimes.programs.limits import (
     RECORD,
     Group,
@@ -28,6 +30,7 @@ from tugline.runtimes.programs.limits import (
     unenforced,
 )
 from tugline.runtimes.programs.share import Share, used
+from tugline.types import Cause
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -204,6 +207,70 @@ async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
     os.close(here)
     assert used([tmp_path], None, 1 << 40) > 1 << 40
     await asyncio.to_thread(subprocess.run, ["rm", "-rf", str(tmp_path / ("d" * 200))], check=True)
+
+
+async def looked_at(share: Share, seconds: float) -> Exit:
+    """The end of a program that sleeps, in no box."""
+
+    async def sleeps() -> Exit:
+        await asyncio.sleep(seconds)
+        return Exit(0, timed_out=False, seconds=seconds)
+
+    return await share.run(sleeps(), 1 << 30)
+
+
+async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: Path) -> None:
+    """A copy of a large workspace is not the agent's doing; what comes later is."""
+    (tmp_path / "copied").write_bytes(b"x" * (3 << 20))
+    share = Share(2, lambda: [tmp_path], Kills, _nothing)
+    assert (await looked_at(share, 0)).cause is None
+    await asyncio.sleep(0.2)
+    (tmp_path / "new").write_bytes(b"x" * (3 << 20))
+    assert (await looked_at(share, 0)).cause is Cause.AGENT_DISK
+
+
+async def test_a_box_that_could_not_be_ended_is_ended_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine did not answer once."""
+    monkeypatch.setattr(share_module, "_WATCH_S", 0.1)
+    tried = []
+
+    async def kill() -> None:
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            msg = "not ended within 60 s"
+            raise RuntimeFault(msg)
+
+    share = Share(1, lambda: [tmp_path / "w"], Kills, kill)
+    assert (await looked_at(share, 0)).cause is None
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "x").write_bytes(b"x" * (3 << 20))
+    assert (await looked_at(share, 1)).cause is Cause.AGENT_DISK
+    assert len(tried) == 2
+
+
+async def test_very_many_files_are_looked_at_seldom_but_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look that takes long is not repeated after each quick program; the rest has a bound."""
+    monkeypatch.setattr(share_module, "_REST_S", 1.0)
+    monkeypatch.setattr(share_module, "_WATCH_S", 0.1)
+    looks = []
+
+    def slow(*_: object) -> int:
+        looks.append(time.monotonic())
+        time.sleep(0.3)
+        return 0
+
+    share = Share(1, list, Kills, _nothing)
+    monkeypatch.setattr(share_module, "used", slow)
+    for _ in range(5):
+        await looked_at(share, 0)
+    assert len(looks) == 2  # what was there at first, and after the first one
+    await looked_at(share, 3)
+    assert len(looks) in {5, 6}
+    assert max(after - before for before, after in pairwise(looks)) < 1.8
 
 
 def test_deleted_files_that_are_still_open_count(tmp_path: Path) -> None:

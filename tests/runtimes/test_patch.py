@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import RuntimeFault
-from tugline.runtimes.patch import Caps, Change, Patch, compare, compare_archives
+from tugline.runtimes.files import put
+from tugline.runtimes.patch import Caps, Change, Gatherer, Patch, compare, compare_archives
 
 BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
 
@@ -103,6 +104,35 @@ def test_strange_names_are_noted(workdir: Path) -> None:
     assert patch.files == {}
     assert len(patch.notes) == 2
     assert all(note.isprintable() for note in patch.notes)
+
+
+def test_a_name_that_no_box_can_be_given_is_noted(tmp_path: Path) -> None:
+    """A backslash, too; and that something of such a name is gone."""
+    (tmp_path / "x\\y").write_text("x")
+    (tmp_path / "good").write_text("x")
+    patch = compare({}, tmp_path)
+    assert patch == Patch({"good": Change(b"x")}, ("x\\y: a name with a backslash",))
+    put(tmp_path, patch.files)
+    gatherer = Gatherer(Caps(), lambda _path: None)
+    for path in ("a\tb", "a\\b", "ab"):
+        gatherer.gone(path)
+    patch = gatherer.patch()
+    assert patch.files == {"ab": None}
+    assert [note.split(": ")[1] for note in patch.notes] == [
+        "a name with control or undecodable characters, its removal left out",
+        "a name with a backslash, its removal left out",
+    ]
+
+
+def test_a_patch_can_be_applied_in_order(tmp_path: Path) -> None:
+    """What is gone comes first, so that it takes nothing away that came in its place."""
+    now, then = tmp_path / "now", tmp_path / "then"
+    (now / "a").mkdir(parents=True)
+    (now / "a" / "b").write_text("new")
+    then.mkdir()
+    put(then, {"a": "x"})
+    put(then, compare({"a": "x"}, now).files)
+    assert (then / "a" / "b").read_text() == "new"
 
 
 def archive(workdir: Path, *options: str) -> io.BytesIO:

@@ -25,7 +25,8 @@ def keep(home: Path, patterns: Sequence[str], logs: Path) -> tuple[str, ...]:
     """Copy regular files below `home` that match into ``<logs>/home``; returns their paths.
 
     A pattern is a relative POSIX path with ``*`` within a name and ``**`` for any folders. Files
-    over 64 MiB, those beyond 256 MiB in all and those with strange names are left. Blocks. Raises as `files.put` does.
+    over 64 MiB, those beyond 256 MiB in all and those with strange names are left. Blocks. Raises
+    as `files.put` does.
     """
     wanted = re.compile("|".join(map(_regex, patterns)) or r"(?!)")
     kept: list[str] = []

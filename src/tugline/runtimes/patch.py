@@ -129,7 +129,7 @@ class Gatherer:
             raise _FloodError
 
     def entries(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """What is in a folder, with paths, in order of name; names that are not taken along are noted."""
+        """What is in a folder, with paths, in order of name; names that are strange are noted."""
         try:
             with os.scandir(folder) as listing:
                 found = sorted(listing, key=lambda entry: entry.name)
@@ -164,7 +164,9 @@ class Gatherer:
 
     def patch(self) -> Patch:
         """All of it, what is gone first: applied in order it takes away nothing that is new."""
-        gone = {path: change for path, change in self._changed.items() if change is None}
+        gone: dict[str, Change | None] = {
+            path: None for path, change in self._changed.items() if change is None
+        }
         notes, rest = list(self._notes), len(self._notes) - _MAX_NOTES
         more = (f"and {rest} more notes",) if rest > 0 else ()
         return Patch(gone | self._changed, (*notes[:_MAX_NOTES], *more))

@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+import msgspec
 import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
 from tugline.errors import ConfigError, ImageFault, RuntimeFault, UsageError
 from tugline.runtimes.base import Mount, Place
+from tugline.runtimes.container.box import Record
+from tugline.runtimes.container.engine import Engine
 from tugline.runtimes.container.images import name_of
 from tugline.runtimes.container.runtime import Container
 from tugline.runtimes.patch import Change
+from tugline.runtimes.workspaces import layers, mounts
 from tugline.types import Cause, Workspace
 
 pytestmark = pytest.mark.podman
@@ -284,6 +291,77 @@ async def test_reached_url_is_all_that_answers(container: Container, tmp_path: P
         assert (await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)).code == 1
 
 
+@pytest.mark.parametrize("look", ["changes", "snapshot"])
+async def test_all_is_dead_when_work_is_looked_at(
+    container: Container, tmp_path: Path, look: str
+) -> None:
+    """Also what outlived its run, by whatever means; the next program starts it again."""
+    async with container.open(tmp_path / "box") as box:
+        inside = ("nsenter", f"--target={box._pid}", "--pid", "--mount", "sleep", "300")
+        left_over = await asyncio.create_subprocess_exec(*inside)
+        await asyncio.sleep(0.1)
+        assert left_over.returncode is None
+        await (box.changes() if look == "changes" else box.snapshot(tmp_path / "snapshot"))
+        await asyncio.wait_for(left_over.wait(), 5)
+        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+
+
+async def test_two_at_once_in_a_killed_container(container: Container, tmp_path: Path) -> None:
+    """It is started again once, for whoever comes, also for a door."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server, container.open(tmp_path / "box") as box:
+        assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
+        asked = (
+            box.run(["sh", "-c", f"exit {n}"], env={}, timeout_s=20, log_name=f"{n}")
+            for n in range(2)
+        )
+        port = server.sockets[0].getsockname()[1]
+        *ends, url = await asyncio.gather(*asked, box.reach(f"http://127.0.0.1:{port}"))
+        assert [getattr(end, "code", None) for end in ends] == [0, 1]
+        assert url == "http://127.0.0.1:10040"
+        assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
+        assert await box.reach(f"http://127.0.0.1:{port}") == url
+
+
+async def test_memory_that_a_program_left_behind(podman: str, tmp_path: Path) -> None:
+    """What lies in /dev/shm goes with the program that took too much, or it would end all next."""
+    runtime = Container(engine=podman, image=DEBIAN, memory_mb=70)
+    async with runtime.open(tmp_path / "box") as box:
+        fill = "head -c 64000000 /dev/zero >/dev/shm/x; python3 -c 'bytearray(30 << 20)'"
+        end = await box.run(["sh", "-c", fill], env={}, timeout_s=20)
+        assert end.cause is Cause.AGENT_MEMORY
+        end = await box.run(["python3", "-c", "bytearray(8 << 20)"], env={}, timeout_s=20)
+        assert (end.code, end.cause) == (0, None)
+
+
+async def test_cancelled_while_mounting(
+    container: Container, podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that comes after its session was given up is undone."""
+    real, mounting = mounts.overlay, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        mounting.set()
+        time.sleep(0.3)
+        return real(*given)
+
+    monkeypatch.setattr(layers, "overlay", slow)
+    (tmp_path / "base").mkdir()
+    place = Place(workspace=Workspace(folder=str(tmp_path / "base")))
+
+    async def session() -> None:
+        async with container.open(tmp_path / "box", place):
+            pass
+
+    task = asyncio.create_task(session())
+    assert await asyncio.to_thread(mounting.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.5)
+    assert left(podman, tmp_path) == []
+
+
 async def test_mounts_are_read_only_or_its_own(container: Container, tmp_path: Path) -> None:
     """A folder of the node can be read only; one without source is empty and can be read back."""
     tools = tmp_path / "tools"
@@ -407,6 +485,9 @@ async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None
     facts = await asyncio.to_thread(container.facts)
     lines = await asyncio.to_thread(container.weaknesses)
     assert facts.seccomp
+    assert facts.guard is not None
+    unguarded = msgspec.structs.replace(facts, guard=None).weaknesses()
+    assert any("take over the shell" in line for line in {*unguarded} - {*lines})
     assert facts.rootless is (os.geteuid() != 0)
     assert any("memory has no bound" in line for line in lines) is not facts.memory
 
@@ -425,3 +506,36 @@ async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
     with serving(folder):
         assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 1
         assert left(engine, tmp_path) == []
+
+
+def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes a connection and says nothing does not hold up a node's start."""
+    monkeypatch.setattr(Engine.blocking, "__defaults__", (0.5,))
+    hello = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
+    held = []
+
+    def answer(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                asked, _ = server.accept()
+                if b"_ping" in asked.recv(4096):
+                    with asked:
+                        asked.sendall(hello)
+                else:
+                    held.append(asked)
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "hung"))
+        server.listen()
+        thread = threading.Thread(target=answer, args=(server,), daemon=True)
+        thread.start()
+        record = msgspec.json.encode(Record("x", str(tmp_path / "hung")))
+        (tmp_path / "container.json").write_bytes(record)
+        began = time.monotonic()
+        assert Container().reap(tmp_path) == 0
+        assert time.monotonic() - began < 5
+        assert held
+        assert (tmp_path / "container.json").exists()
+        server.shutdown(socket.SHUT_RDWR)
+    for asked in held:
+        asked.close()

@@ -6,12 +6,15 @@ import asyncio
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiodocker.containers import DockerContainer, DockerContainers
 
 from containers import BUSYBOX, DEBIAN, exists, unbuilt
 from tugline.errors import ImageFault
 from tugline.runtimes.base import Place
+from tugline.runtimes.container.engine import Engine
 from tugline.runtimes.container.images import BUILT, name_of
 from tugline.runtimes.container.runtime import Container
 from tugline.runtimes.patch import Change
@@ -161,6 +164,41 @@ async def test_session_that_gives_up_does_not_stop_the_build(podman: str, tmp_pa
         assert time.monotonic() - began < 15
     finally:
         unbuilt(podman, *names(workspace))
+
+
+async def test_cancelled_look_into_an_image_leaves_no_container(
+    podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while its container is made nor while it is removed."""
+    runtime = Container(engine=podman, image=BUSYBOX)
+    await asyncio.to_thread(runtime.facts)
+    reached = asyncio.Event()
+
+    def slowly(real: Any) -> Any:
+        async def call(*given: Any, **named: Any) -> Any:
+            reached.set()
+            await asyncio.sleep(0.2)
+            return await real(*given, **named)
+
+        return call
+
+    async def session() -> None:
+        async with runtime.open(tmp_path / "box"):
+            pass
+
+    for holder, name in ((DockerContainers, "create"), (DockerContainer, "delete")):
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, slowly(getattr(holder, name)))
+            reached.clear()
+            task = asyncio.create_task(session())
+            await asyncio.wait_for(reached.wait(), 20)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    async with Engine(podman).client() as docker:
+        named = {"label": ["tugline=peek"]}
+        assert not await docker.containers.list(all=True, filters=named)
 
 
 async def test_least_used_image_of_ours_goes_first(podman: str, tmp_path: Path) -> None:

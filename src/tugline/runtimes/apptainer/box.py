@@ -94,13 +94,14 @@ class Contained:
         most = self._limits.output_mb << 20
         runner = self._runner = Runner(self._directory / "control", self._kill, most=most)
         await asyncio.to_thread(runner.prepare)
-        child = self._child = Child(await asyncio.to_thread(self.command))
+        command = await asyncio.to_thread(self.command)
+        child = self._child = Child(command)
         try:
             await runner.ready(child.ended)
         except RuntimeFault as error:
             said = child.said()
             await self._down()
-            if self._guard.refused(said):
+            if "--security" in command and self._guard.refused(said):
                 return await self.up()
             msg = f"apptainer made no container of {self._image}: {said[-300:] or error}"
             raise RuntimeFault(msg) from error

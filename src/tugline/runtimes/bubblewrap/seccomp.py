@@ -1,10 +1,10 @@
 """System calls that a sandboxed program has no use for but to get at its keeper, as a filter.
 
 The shell that runs programs (`programs.runner`) is process 1 of the sandbox and of the same user as
-they are, so the calls that look into, take over, bound or slow another process are refused when they
-name it, or a group of processes that it may be in.
-New user namespaces, kernel keyrings (which belong to the user, not to the sandbox), BPF and the
-like are doors into the kernel that bugs come through. Debuggers work on every other process.
+they are, so the calls that look into, take over, bound or slow another process are refused when
+they name it, or a group of processes that it may be in. New user namespaces, kernel keyrings (which
+belong to the user, not to the sandbox), BPF and the like are doors into the kernel that bugs come
+through. Debuggers work on every other process.
 """
 
 from __future__ import annotations

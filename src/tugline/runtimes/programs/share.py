@@ -98,7 +98,7 @@ class Share:
                     _log.warning("box over its disk not ended", error=str(error))
                 else:
                     return
-            await asyncio.sleep(_WATCH_S + max(0.0, self._rested - time.monotonic()))
+            await asyncio.sleep(max(_WATCH_S, self._rested - time.monotonic()))
 
     async def _look(self, root: Path | None) -> bool:
         """Whether it has ever taken more than it may."""
@@ -143,7 +143,8 @@ def used(folders: Iterable[Path], root: Path | None, most: int) -> int:
     `root` is the box's file system as seen from here, with its ``proc``.
     """
     total = 0
-    for size in _sizes(map(os.fspath, folders), set()):
+    tops = [os.path.realpath(folder) for folder in folders]
+    for size in _sizes(tops, set(), tuple(f"{top}/" for top in tops)):
         total += size
         if total > most:
             return total
@@ -151,11 +152,11 @@ def used(folders: Iterable[Path], root: Path | None, most: int) -> int:
 
 
 def _sizes(
-    folders: Iterable[str], links: set[int], forced: tuple[str, ...] = ()
+    folders: Iterable[str], links: set[int], within: tuple[str, ...], forced: tuple[str, ...] = ()
 ) -> Iterator[int]:
-    """Of all that is in the folders; with each hard link that is seen added to `links`.
+    """Of all that is in the folders; each hard link that was seen is added to `links`.
 
-    Folders that forbid to be listed are opened for that; `forced` are those that it is in.
+    Those `within` the box that forbid to be listed are opened for that; these here are in `forced`.
     """
     stack = list(folders)
     while stack:
@@ -166,8 +167,8 @@ def _sizes(
             if len(forced) > _MOST_FORCED:  # nobody nests so deep but to hide something
                 yield _TOO_DEEP
             elif folder not in forced:
-                with contextlib.suppress(OSError), _opened(folder):
-                    yield from _sizes([folder], links, (*forced, folder))
+                with contextlib.suppress(OSError), _opened(folder, within):
+                    yield from _sizes([folder], links, within, (*forced, folder))
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:  # the same
                 yield _TOO_DEEP
@@ -176,7 +177,10 @@ def _sizes(
 def _listed(folder: str, stack: list[str], links: set[int]) -> Iterator[int]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            found = entry.stat(follow_symlinks=False)
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # gone meanwhile; the rest is not
+                continue
             if stat.S_ISDIR(found.st_mode):
                 stack.append(entry.path)
             if found.st_nlink == 1 or found.st_ino not in links:
@@ -185,11 +189,13 @@ def _listed(folder: str, stack: list[str], links: set[int]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _opened(folder: str) -> Iterator[None]:
+def _opened(folder: str, within: tuple[str, ...]) -> Iterator[None]:
     """A folder of ours that may be listed for as long as this takes, whatever its mode."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         place = Path(f"/proc/self/fd/{handle}")
+        if not f"{place.readlink()}/".startswith(within):  # a link led out
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
         mode = stat.S_IMODE(os.fstat(handle).st_mode)
         place.chmod(mode | stat.S_IRWXU)
         try:

@@ -1,0 +1,58 @@
+"""The disk of the node: room that a program takes where nobody finds it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from attacked import Arena, python, shell
+from tugline.types import Cause
+
+MAPPED = """
+import ctypes, os, time
+libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+for _ in range(3):
+    file = os.open("f", os.O_CREAT | os.O_RDWR); os.posix_fallocate(file, 0, 20 << 20)
+    libc.mmap(None, 4096, 1, 1, file, 0); os.unlink("f"); os.close(file)
+time.sleep(20)
+"""
+RENAMED = """
+import os, time
+path, folders = ".", []
+for _ in range(8):
+    folders.append(os.open(path, os.O_RDONLY)); path += "/a"; os.mkdir(path)
+files = [os.open(f"{path}/{n}", os.O_CREAT | os.O_WRONLY) for n in range(3)]
+if os.fork() == 0:
+    while True:
+        for old, new in ("ab", "ba"):
+            for one in folders: os.rename(old, new, src_dir_fd=one, dst_dir_fd=one)
+for file in files: os.posix_fallocate(file, 0, 20 << 20)
+time.sleep(20)
+"""
+THREAD = """
+import ctypes, os, threading, time
+def hold():
+    ctypes.CDLL(None).unshare(0x400)  # files of its own
+    for n in range(3):
+        os.posix_fallocate(os.open("f", os.O_CREAT | os.O_RDWR), 0, 20 << 20); os.unlink("f")
+    time.sleep(20)
+threading.Thread(target=hold).start()
+"""
+
+
+@pytest.mark.parametrize("how", [MAPPED, RENAMED, THREAD], ids=["mapped", "renamed", "thread"])
+async def test_hide_what_is_on_the_disk(tmp_path: Path, how: str) -> None:
+    """Whoever holds a file has it on the disk, whether or not anybody can find it by its name."""
+    arena = Arena("bubblewrap", tmp_path)
+    if why := await asyncio.to_thread(arena.runtime().unavailable):
+        pytest.skip(why)
+    if how == MAPPED and os.geteuid() != 0:
+        pytest.skip("only root may look at what is mapped")
+    async with arena.box(options={"disk_mb": 32}) as box:
+        got = await python(box, how)
+        assert got.exit.cause is Cause.AGENT_DISK, got
+        assert (await shell(box, "echo well")).text == "well\n"
