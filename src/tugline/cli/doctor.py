@@ -119,7 +119,7 @@ def _examine(server: str | None, token: str | None, folder: Path | None, *, as_j
         table = Table("part", "", "what was seen", box=None)
         for one in found:
             sign = "[green]sound[/]" if one.sound else "[red]wrong[/]"
-            table.add_row(one.what, sign, one.detail)
+            table.add_row(one.what, sign, escape(one.detail))
         Console(highlight=False).print(table)
     if not all(one.sound for one in found):
         raise typer.Exit(1)
@@ -127,15 +127,16 @@ def _examine(server: str | None, token: str | None, folder: Path | None, *, as_j
 
 def _show(report: Report, refusal: str) -> None:
     console = Console(highlight=False)
-    console.print(f"[bold]{report.engine} {report.version}[/] at {report.url}: {report.model}")
+    engine = escape(f"{report.engine} {report.version}")
+    console.print(f"[bold]{engine}[/] at {report.url}: {escape(str(report.model))}")
     table = Table("check", "", "what was seen")
     for check in report.checks:
         colour = _COLOUR[check.outcome]
-        table.add_row(check.name, f"[{colour}]{check.outcome}[/]", check.detail)
+        table.add_row(check.name, f"[{colour}]{check.outcome}[/]", escape(check.detail))
     console.print(table)
     for advice in report.advice:
-        console.print(f"[yellow]change[/] {advice}")
+        console.print(f"[yellow]change[/] {escape(advice)}")
     for name, found in report.routes.items():
         console.print(f"[green]sound[/]  {found} mode, by {name}")
     if refusal:
-        console.print(f"[red]refused[/] {refusal}")
+        console.print(f"[red]refused[/] {escape(refusal)}")

@@ -217,7 +217,12 @@ class Crew:
         await self._commit(entry)
 
     async def _offer(self, session: str, epoch: int) -> None:
-        await self._commit(await self.journal.read(session, epoch))
+        try:
+            entry = await self.journal.read(session, epoch)
+        except OSError as error:  # it stays there, for the next start of this node
+            _log.error("result not read", session=session, error=str(error))
+            return
+        await self._commit(entry)
 
     async def _commit(self, entry: Entry) -> None:
         """Offer a result until the server has it or does not want it."""
