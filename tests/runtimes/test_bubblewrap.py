@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -605,3 +606,16 @@ def test_wrong_options_are_named() -> None:
         Bubblewrap(readable="x")
     with pytest.raises(ConfigError):
         Bubblewrap(allow=["no port"])
+
+
+@pytest.mark.usefixtures("runtime")
+async def test_what_is_shown_may_lie_below_folders_for_passing_files(tmp_path: Path) -> None:
+    """A checkout in /var/tmp, say; otherwise that is the box's own /tmp by another name."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        await asyncio.to_thread(Path(folder, "x").write_text, "shown\n")
+        async with Bubblewrap(readable=[folder]).open(tmp_path / "a") as box:
+            done = await sh(box, f"cat {folder}/x; ls /var/tmp; echo > /var/tmp/own && exit 4")
+            assert (done.code, log(box)) == (4, f"shown\n{Path(folder).name}\n")
+    async with Bubblewrap().open(tmp_path / "b") as box:
+        done = await sh(box, "echo > /var/tmp/own && test -e /tmp/own && exit 4")
+        assert done.code == 4

@@ -173,7 +173,7 @@ async def test_a_node_out_of_memory_is_not_the_boxs_doing(where: Places, tmp_pat
                 return Exit(eater.returncode, timed_out=False, seconds=1.0)
 
             with pytest.raises(RuntimeFault, match="the node is out of memory"):
-                await share.run(run(), eater.pid)
+                await share.run(run, eater.pid)
         assert group.kills() == Kills(others=1)
         group.remove()
     finally:
@@ -216,7 +216,7 @@ async def looked_at(share: Share, seconds: float) -> Exit:
         await asyncio.sleep(seconds)
         return Exit(0, timed_out=False, seconds=seconds)
 
-    return await share.run(sleeps(), 1 << 30)
+    return await share.run(sleeps, 1 << 30)
 
 
 async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: Path) -> None:

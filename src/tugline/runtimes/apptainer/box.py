@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
@@ -172,7 +173,8 @@ class Contained:
     ) -> Exit:
         """Run a program by the container's shell."""
         runner = await self.up()
-        program = runner.run(
+        program = partial(
+            runner.run,
             argv,
             env={**self._doors.env, **env},
             cwd=self.workdir,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
@@ -128,7 +129,8 @@ class BubblewrapBox:
             sandbox = await self._up()
             if self._settled is not None:
                 await asyncio.shield(self._settled)
-            program = sandbox.runner.run(
+            program = partial(
+                sandbox.runner.run,
                 argv,
                 env={**self._doors.env, **env},
                 cwd=self.workdir,

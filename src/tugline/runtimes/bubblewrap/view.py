@@ -60,13 +60,17 @@ def arguments(etc: Path) -> list[str]:
 
 
 def shown(readable: Sequence[str]) -> list[str]:
-    """Further arguments: folders at their own paths, which may be below ``/tmp``."""
-    return [word for one in (*pythons(), *readable) for word in ("--ro-bind", one, one)]
+    """Further arguments: folders at their own paths, also below ``/tmp`` or ``/var/tmp``."""
+    seen = (*pythons(), *readable)
+    other = ["--symlink", "/tmp", "/var/tmp"]  # noqa: S108
+    if any(Path(one).is_relative_to("/var/tmp") for one in seen):  # noqa: S108
+        other = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
+    return [*other, *(word for one in seen for word in ("--ro-bind", one, one))]
 
 
 def closing() -> list[str]:
-    """The last arguments: links that programs expect, and the root as it is from now on."""
-    return ["--symlink", "/tmp", "/var/tmp", "--chdir", "/", "--remount-ro", "/"]  # noqa: S108
+    """The last arguments: the root as it is from now on."""
+    return ["--chdir", "/", "--remount-ro", "/"]
 
 
 def copied_etc(folder: Path) -> Path:

@@ -16,6 +16,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -321,7 +322,8 @@ class ContainerBox:
         """Run a program by the container's shell, one at a time."""
         async with self._runs:
             await self._up()
-            program = self._runner.run(
+            program = partial(
+                self._runner.run,
                 argv,
                 env={**self._doors.env, **env},
                 cwd=self.workdir,

@@ -63,8 +63,8 @@ class Share:
         self.over = False
         """Whether it took more of the disk than it may; so it stays."""
 
-    async def run(self, program: Awaitable[Exit], pid: int) -> Exit:
-        """Wait for a program of the box whose process 1 is `pid`, with the cause of its end.
+    async def run(self, program: Callable[[], Awaitable[Exit]], pid: int) -> Exit:
+        """Run a program of the box whose process 1 is `pid`, with the cause of its end.
 
         Raises `Gone` when the box ended for another reason than its share, and `RuntimeFault` when
         the node had no memory left.
@@ -76,7 +76,7 @@ class Share:
         watch = asyncio.create_task(self._watch(pid))
         gone = None
         try:
-            end = await program
+            end = await program()
         except Gone as error:
             gone, end = error, Exit(KILLED, timed_out=False, seconds=time.monotonic() - began)
         finally:
