@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -182,6 +183,11 @@ async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
     await asyncio.to_thread(tracer.close)
     assert told - started < 2.0
     assert time.monotonic() - told < 4.0
+    # Nothing goes on trying.
+    for thread in threading.enumerate():
+        if thread.name.startswith("Otel"):
+            await asyncio.to_thread(thread.join, 5.0)
+            assert not thread.is_alive()
 
 
 def test_a_failure_is_told_where_it_happened() -> None:

@@ -15,7 +15,7 @@ from tugline.types import Part, Task
 def _task(**changes: Any) -> Task:
     shell = Part("shell", {"command": "true"})
     return Task(
-        **{"id": "t", "instruction": "", "harness": shell, "evaluator": Part("tests"), **changes}
+        **{"id": "t", "instruction": "x", "harness": shell, "evaluator": Part("tests"), **changes}
     )
 
 

@@ -148,7 +148,7 @@ async def test_an_agent_that_never_calls_the_model_is_named(tmp_path: Path) -> N
 
 async def test_an_unknown_part_is_refused_at_the_door(tmp_path: Path) -> None:
     """Nothing is submitted when a task names a harness that does not exist."""
-    wrong = Task(id="a", instruction="", harness=Part("pie"), evaluator=Part("tests"))
+    wrong = Task(id="a", instruction="x", harness=Part("pie"), evaluator=Part("tests"))
     async with local(tmp_path) as cluster:
         with pytest.raises(Invalid, match="did you mean 'pi'"):
             await cluster.run([task("b"), wrong])

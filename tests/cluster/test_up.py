@@ -64,7 +64,7 @@ def _cancel_what_is_followed(world: World) -> None:
     until(lambda: _calls(world, "late-0") == 1, "its call", lambda: world.said("up"))
     world.ask("cancel", "late")
     assert logs.wait(20) == 0
-    world.ask("submit", "late.jsonl", "--wait")
+    world.ask("submit", "late.jsonl", "--wait", code=1)  # its one sample has no result
     (view,) = world.ask("results", "--task", "late")
     assert (view["status"], view["trained"] == view["sampled"] > 0) == ("cancelled", True)
 

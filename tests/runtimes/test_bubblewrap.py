@@ -115,7 +115,7 @@ async def test_a_program_sees_only_what_it_is_given(
     assert seen == {"PATH", "LANG", "HOME", "TMPDIR", "GIVEN"}
     hidden = "/home/* /var/* /run/* /tmp/* /mnt /media /srv /boot /sys /etc/shadow"
     await sh(box, f"echo ===; ls -d {hidden} 2>/dev/null")
-    ours = {str(Path("/", *Path(one).parts[1:3])) for one in pythons()}  # wherever it lies
+    ours = {str(up) for one in pythons() for up in (Path(one), *Path(one).parents)}  # anywhere
     there = [one for one in log(box).rpartition("===")[2].split() if one not in ours]
     assert there == ["/home/agent", "/run/tugline", "/var/tmp"]  # noqa: S108
     done = await sh(box, "touch /x /usr/x /etc/x /dev/x /run/tugline/x 2>&1 | grep -c Read-only")

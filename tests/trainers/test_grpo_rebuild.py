@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from tiny import rendering
@@ -52,11 +53,14 @@ class Grader:
         return Verdict(Reward(value, {"length": value}, (value / 3, 0.1)), {"seen": True})
 
 
-def counted(_prompt: Ids, request_id: str) -> Reply:
+TURNS = itertools.count()
+
+
+def counted(_prompt: Ids, _request_id: str) -> Reply:
     """Another answer, and other log probabilities, for each session and turn."""
-    seed = sum(request_id.encode())
-    ids = RENDERING.tokenizer.encode("many " * (seed % 5 + 1) + "<|im_end|>")
-    return Reply(ids, logprobs=[-(seed % 97 + i) / 31 for i in range(len(ids))])
+    turn = next(TURNS)
+    ids = RENDERING.tokenizer.encode("many " * (turn % 17 + 1) + "<|im_end|>")
+    return Reply(ids, logprobs=[-(turn % 97 + i) / 31 for i in range(len(ids))])
 
 
 async def rolled_out(folder: Path) -> list[Trajectory]:

@@ -51,8 +51,9 @@ class Otlp:
         self._provider = TracerProvider(
             resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
+        self._exporter = OTLPSpanExporter(endpoint=url)
         self._provider.add_span_processor(
-            BatchSpanProcessor(OTLPSpanExporter(endpoint=url), max_queue_size=_QUEUED)
+            BatchSpanProcessor(self._exporter, max_queue_size=_QUEUED)
         )
         self._tracer = self._provider.get_tracer("tugline", release)
 
@@ -65,10 +66,12 @@ class Otlp:
             self._send(rollout_span(rollout), None, links)
 
     def close(self) -> None:
-        """Send what is queued, for three seconds at most."""
+        """Send what is queued, for three seconds at most; the rest is given up."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_CLOSE_S)
+        if ending.is_alive():
+            self._exporter.shutdown()  # or it would go on trying
 
     def _send(self, span: Span, parent: trace.Span | None, links: list[trace.Link]) -> None:
         context = None if parent is None else trace.set_span_in_context(parent)
