@@ -71,7 +71,8 @@ class Otlp:
         ending.start()
         ending.join(_CLOSE_S)
         if ending.is_alive():
-            self._exporter.shutdown()  # or it would go on trying
+            # Or it would go on trying.
+            self._exporter.shutdown()  # type: ignore[no-untyped-call] # has no hints
 
     def _send(self, span: Span, parent: trace.Span | None, links: list[trace.Link]) -> None:
         context = None if parent is None else trace.set_span_in_context(parent)
