@@ -47,7 +47,8 @@ def submit(
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait", help="Wait until all are over, and tell how they went; 1 if samples miss."
+            "--wait",
+            help="Wait until all are over, and tell how they went; exit code 1 if any sample is missing.",
         ),
     ] = False,
     server: Server = None,

@@ -153,7 +153,11 @@ def validate(
     proved = _kept(out) if out else {}
     keys = [_key(task, chosen) for task, chosen in found]
     done = [proved[key] for key in keys if key in proved]
-    left = [one for one, key in zip(found, keys, strict=True) if key not in proved]
+    left = [
+        (task, chosen, digest)
+        for (task, chosen), (name, digest) in zip(found, keys, strict=True)
+        if (name, digest) not in proved
+    ]
     if done:
         console.print(f"tried before: {len(done)}, see {out}", markup=False)
     done += asyncio.run(_try_all(left, parts, jobs, out, console))
@@ -176,7 +180,7 @@ def _check_runtimes(parts: Parts, found: Sequence[Task]) -> None:
 
 
 async def _try_all(
-    found: Sequence[tuple[Task, Chosen | None]],
+    found: Sequence[tuple[Task, Chosen | None, str]],
     parts: Parts,
     jobs: int,
     out: Path | None,
@@ -186,9 +190,9 @@ async def _try_all(
     with tempfile.TemporaryDirectory(prefix="tugline-") as folder, _bar(console) as bar:
         line = bar.add_task("tasks", total=len(found))
 
-        async def one(number: int, task: Task, chosen: Chosen | None) -> Proved:
+        async def one(number: int, task: Task, chosen: Chosen | None, digest: str) -> Proved:
             async with places:
-                proved = await _try(task, chosen, Path(folder) / str(number), parts)
+                proved = await _try(task, chosen, digest, Path(folder) / str(number), parts)
             if out is not None:
                 await asyncio.to_thread(_keep, out, proved)
             bar.advance(line)
@@ -201,9 +205,10 @@ async def _try_all(
     return [task.result() for task in running]
 
 
-async def _try(task: Task, chosen: Chosen | None, folder: Path, parts: Parts) -> Proved:
+async def _try(
+    task: Task, chosen: Chosen | None, digest: str, folder: Path, parts: Parts
+) -> Proved:
     """Both solutions, one after the other."""
-    _, digest = await asyncio.to_thread(_key, task, chosen)
     try:
         solution = await asyncio.to_thread(chosen.solution, task) if chosen else None
         solved = await prove(task, solution, folder / "solved", parts) if solution else None
@@ -259,7 +264,7 @@ def _kept(out: Path) -> dict[tuple[str, str], Proved]:
         except msgspec.DecodeError as error:
             msg = f"{out}, line {number} is none of this command's: {error}"
             raise ConfigError(msg) from error
-        if one.state in _GOOD:
+        if one.state in _GOOD and one.digest:  # without one, nobody knows what was tried
             kept[one.task, one.digest] = one
     return kept
 

@@ -13,17 +13,15 @@ from typing import Any
 import msgspec
 
 from tugline import log
+from tugline.runtimes.bubblewrap.seccomp import NAMED
 from tugline.runtimes.files import faults
 
 _ARCHES = {
     "x86_64": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"],
     "aarch64": ["SCMP_ARCH_AARCH64", "SCMP_ARCH_ARM"],
 }
-_NAMED = {"ptrace": 1, "process_vm_readv": 0, "process_vm_writev": 0, "prlimit64": 0}
-_NAMED |= {"sched_setaffinity": 0, "sched_setattr": 0, "sched_setparam": 0, "sched_setscheduler": 0}
-_NAMED |= {"ioprio_set": 1, "setpriority": 1}
-"""Calls that name a process, and in which argument; the kernel looks at 32 bits of it."""
 _ONE = {"value": 0xFFFFFFFF, "valueTwo": 1, "op": "SCMP_CMP_MASKED_EQ"}
+"""The kernel looks at 32 bits of a process's number."""
 _log = log.get("runtimes")
 
 
@@ -63,7 +61,7 @@ class Guard:
 
 def _profile(machine: str) -> dict[str, Any]:
     refused: list[dict[str, Any]] = [{"names": ["pidfd_getfd"], "action": "SCMP_ACT_ERRNO"}]
-    for name, number in _NAMED.items():
+    for name, number in NAMED.items():
         args = [{"index": number, **_ONE}]
         refused.append({"names": [name], "action": "SCMP_ACT_ERRNO", "args": args})
     allowed = {"defaultAction": "SCMP_ACT_ALLOW", "architectures": _ARCHES[machine]}

@@ -55,6 +55,11 @@ _REFUSED_WITH: Mapping[str, tuple[tuple[int, int], int, int, int]] = {
 }
 """Numbers, which argument, how it is compared, with what."""
 
+NAMED: Mapping[str, int] = {
+    name: argument for name, (_, argument, how, _) in _REFUSED_WITH.items() if how == _EQUAL
+}
+"""Calls that name a process and are refused for the keeper, and in which argument they name it."""
+
 
 def seccomp(machine: str | None = None) -> bytes:
     """The filter as bubblewrap reads it; empty for a machine whose numbers are not known here."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from tugline.runtimes.bubblewrap.seccomp import NAMED
 from tugline.runtimes.cache import cache_folder
 from tugline.runtimes.files import faults
 
@@ -27,10 +28,6 @@ _USUAL += ["timer_list", "timer_stats"]
 """What Docker masks by itself, unless it is told what to mask."""
 _DEVICES = ("/sys/firmware", "/sys/devices/virtual/powercap")
 _PROFILES = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
-_NAMED = {"ptrace": 1, "process_vm_readv": 0, "process_vm_writev": 0, "prlimit64": 0}
-_NAMED |= {"sched_setaffinity": 0, "sched_setattr": 0, "sched_setparam": 0, "sched_setscheduler": 0}
-_NAMED |= {"ioprio_set": 1, "setpriority": 1}
-"""Calls that name a process, and in which argument."""
 _MANY = {"ioprio_set": 2, "setpriority": 3}
 """Bits of the first argument that say: not of a process but of a group's or a user's."""
 _BITS = 22
@@ -101,7 +98,7 @@ def narrowed(profile: dict[str, Any]) -> dict[str, Any]:
 def _rules(rules: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for rule in rules:
         names = [name for name in rule["names"] if name not in _REFUSED]
-        narrow = {name for name in names if name in _NAMED or name in _FLAGGED}
+        narrow = {name for name in names if name in NAMED or name in _FLAGGED}
         if rule["action"] != "SCMP_ACT_ALLOW" or rule.get("args"):
             narrow = set()
         if kept := [name for name in names if name not in narrow]:
@@ -117,7 +114,7 @@ def _conditions(name: str) -> list[dict[str, Any]]:
     if name in _FLAGGED:
         return [_bits(_FLAGGED[name], _NEWUSER, 0)]
     # Not 1: its lowest bit is not set, or another one is. To be unequal is to differ in 64 bits.
-    number = _NAMED[name]
+    number = NAMED[name]
     return [_bits(number, 1, 0), *(_bits(number, 1 << n, 1 << n) for n in range(1, _BITS))]
 
 
