@@ -48,7 +48,7 @@ def submit(
         bool,
         typer.Option(
             "--wait",
-            help="Wait until all are over, and tell how they went; exit code 1 if any sample is missing.",
+            help="Wait until all are over, and tell how they went; exit code 1 if samples miss.",
         ),
     ] = False,
     server: Server = None,
