@@ -23,11 +23,11 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
-from tugline.errors import RuntimeFault, UsageError
-from tugline.runtimes.base import MOST, Content, Exit, Place
-from tugline.runtimes.clock import Clock, limit
-from tugline.runtimes.files import packed
-from tugline.runtimes.patch import Caps, Patch, compare_archives
+from tugline.errors import SandboxError, UsageError
+from tugline.sandbox.base import MOST, Content, Exit, SandboxSpec
+from tugline.sandbox.files import packed
+from tugline.sandbox.patch import Caps, Patch, compare_archives
+from tugline.sandbox.pausable_timeout import PausableTimeout, limit
 from tugline.types import Workspace
 
 KILL = "test ! -e {0}/pid || kill -s KILL -- -$(cat {0}/pid) 2>/dev/null || true"
@@ -40,9 +40,11 @@ class Remote:
         self.connect, self.folder = tuple(connect), folder
 
     @contextlib.asynccontextmanager
-    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[RemoteBox]:
+    async def open(
+        self, directory: Path, place: SandboxSpec | None = None
+    ) -> AsyncIterator[RemoteBox]:
         """Folders there; only logs and a note are here."""
-        place = place or Place()
+        place = place or SandboxSpec()
         if place.mounts or place.snapshot or place.workspace != Workspace():
             msg = "runtime 'remote' takes files only: no workspace, mounts or snapshot"
             raise UsageError(msg)
@@ -78,7 +80,7 @@ class Remote:
 
 
 class RemoteBox:
-    """See `tugline.runtimes.base.Box`."""
+    """See `tugline.sandbox.base.Box`."""
 
     def __init__(self, connect: Sequence[str], root: str, logs: Path) -> None:
         self.connect, self.root, self.logs, self.before = connect, root, logs, b""
@@ -90,7 +92,7 @@ class RemoteBox:
         done = await asyncio.to_thread(subprocess.run, argv, input=data, capture_output=True)
         if done.returncode:
             msg = f"{self.connect[0]}: {done.stderr.decode(errors='replace')[-300:]}"
-            raise RuntimeFault(msg)
+            raise SandboxError(msg)
         return done.stdout
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
@@ -120,7 +122,7 @@ class RemoteBox:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | Clock,
+        timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
         """In a session of its own, which is ended whatever happens."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tugline.plugins import find
-from tugline.runtimes.base import Box, Exit, Place, Runtime
+from tugline.sandbox.base import Exit, Runtime, Sandbox, SandboxSpec
 from tugline.types import Workspace
 
 WITHIN = 20.0
@@ -68,25 +68,25 @@ class Arena:
     @contextlib.asynccontextmanager
     async def box(
         self, name: str = "attacker", options: dict[str, Any] | None = None, **place: Any
-    ) -> AsyncIterator[Box]:
-        """A box, with `options` of its runtime and whatever of a `Place` is given."""
+    ) -> AsyncIterator[Sandbox]:
+        """A box, with `options` of its runtime and whatever of a `SandboxSpec` is given."""
         runtime = self.runtime(**(options or {}))
-        given = Place(**{"workspace": self.workspace, **place})
+        given = SandboxSpec(**{"workspace": self.workspace, **place})
         async with runtime.open(self.folder / name, given) as box:
             yield box
 
 
-async def python(box: Box, code: str, *given: object, timeout_s: float = WITHIN) -> Said:
+async def python(box: Sandbox, code: str, *given: object, timeout_s: float = WITHIN) -> Said:
     """What a script says."""
     return await said(box, "python3", "-I", "-c", code, *map(str, given), timeout_s=timeout_s)
 
 
-async def shell(box: Box, script: str, *given: object, timeout_s: float = WITHIN) -> Said:
+async def shell(box: Sandbox, script: str, *given: object, timeout_s: float = WITHIN) -> Said:
     """What a shell script says."""
     return await said(box, "sh", "-c", script, "sh", *map(str, given), timeout_s=timeout_s)
 
 
-async def said(box: Box, *argv: str, timeout_s: float = WITHIN) -> Said:
+async def said(box: Sandbox, *argv: str, timeout_s: float = WITHIN) -> Said:
     """What a program says."""
     name = f"said-{secrets.token_hex(4)}"
     end = await box.run(argv, env={}, timeout_s=timeout_s, log_name=name)

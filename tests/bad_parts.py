@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tugline.builders.base import Built
-from tugline.builders.prefix_merging import PrefixMerging
 from tugline.errors import HarnessError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, Seat
-from tugline.runtimes.base import Box, Place
-from tugline.runtimes.local import Local
+from tugline.harnesses.base import Launch, LaunchContext
+from tugline.sandbox.base import Sandbox, SandboxSpec
+from tugline.sandbox.local import Local
+from tugline.traces.base import Built
+from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Reward
 
 
@@ -29,7 +29,7 @@ class Uninstallable:
         msg = "uninstallable 1 cannot be installed: no such version"
         raise HarnessError(msg)
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """Never called."""
         raise NotImplementedError
 
@@ -69,7 +69,9 @@ class Slow(Local):
     """A runtime that takes its time to start."""
 
     @contextlib.asynccontextmanager
-    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:  # type: ignore[override]
+    async def open(
+        self, directory: Path, place: SandboxSpec | None = None
+    ) -> AsyncIterator[Sandbox]:  # type: ignore[override]
         """Waits first."""
         await asyncio.sleep(30)
         async with super().open(directory, place) as box:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tugline.runtimes.container.box import DIRECTORY
-from tugline.runtimes.container.engine import Docker, Engine, service
-from tugline.runtimes.container.images import find
-from tugline.runtimes.container.runtime import Container
+from tugline.sandbox.container.engine import Docker, Engine, service
+from tugline.sandbox.container.images import find
+from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.container.sandbox import DIRECTORY
 
 __all__ = ["BUSYBOX", "DEBIAN", "container", "exists", "left", "podman", "serving", "unbuilt"]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from served import TOKENS, result
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
-from tugline.protocol import Ask, Held, Hello, Work
+from tugline.protocol import Held, LeaseRequest, NodeRegistration, Work
 from tugline.server.app import Api, create_app, serve_api
 from tugline.server.blobs import open_blobs
 from tugline.server.checks import check_task
 from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
-from tugline.types import Part, Status, Task
+from tugline.server.store.database import open_database
+from tugline.types import PluginSpec, Status, Task
 
 
 class House:
@@ -52,8 +52,8 @@ class House:
     async def finish(self, *, limit: int = 100, wait_s: float = 5.0, **rewards: float) -> list[str]:
         """Play a node that runs what is queued; `rewards` by session, with ``_`` for ``-``."""
         async with NodeClient(self.url, TOKENS.join) as node:
-            welcome = await node.register(Hello(name="played", slots=limit, room=limit))
-            ask = Ask(room=limit, applied=welcome.control.generation, wait_s=wait_s)
+            welcome = await node.register(NodeRegistration(name="played", slots=limit, room=limit))
+            ask = LeaseRequest(room=limit, applied=welcome.control.generation, wait_s=wait_s)
             work = (await node.lease(welcome.node, ask)).work
             for one in work:
                 await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
@@ -73,5 +73,5 @@ def held(*work: Work) -> tuple[Held, ...]:
 
 def task(name: str = "t", **changes: object) -> Task:
     """A task of one sample."""
-    part = Part("tests")
-    return Task(id=name, instruction="do", harness=Part("shell"), evaluator=part, **changes)
+    part = PluginSpec("tests")
+    return Task(id=name, instruction="do", harness=PluginSpec("shell"), evaluator=part, **changes)

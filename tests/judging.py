@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from tugline.evaluators.base import Evaluator, Outcome, Verdict
-from tugline.runtimes.base import Box, Content, Exit
-from tugline.runtimes.local import Local
-from tugline.runtimes.patch import Change, Patch
+from tugline.sandbox.base import Content, Exit, Sandbox
+from tugline.sandbox.local import Local
+from tugline.sandbox.patch import Change, Patch
 from tugline.types import (
     Call,
     Finish,
     Message,
-    Part,
+    PluginSpec,
     Role,
     Sampling,
     Span,
@@ -35,8 +35,8 @@ def task(files: Mapping[str, str] | None = None, workspace: Workspace | None = N
     return Task(
         id="t",
         instruction="Mend the bill.",
-        harness=Part("shell"),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
         files=dict(files or {}),
         workspace=workspace or Workspace(),
     )
@@ -69,7 +69,7 @@ class Judge:
         self.boxes = 0
 
     @contextlib.asynccontextmanager
-    async def open_box(self, files: Mapping[str, Content]) -> AsyncIterator[Box]:
+    async def open_box(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         """A numbered box."""
         self.boxes += 1
         async with Local(grace_s=0.1).open(self.folder / str(self.boxes)) as box:

@@ -8,7 +8,15 @@ from typing import Any
 
 import zstandard
 
-from tugline.protocol import Ask, Commit, Held, Hello, Orders, Renewal, Work
+from tugline.protocol import (
+    Commit,
+    Held,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistration,
+    Renewal,
+    Work,
+)
 from tugline.server.control import ControlPlane
 from tugline.types import (
     HANDLING,
@@ -16,7 +24,7 @@ from tugline.types import (
     Cause,
     Failure,
     Ledger,
-    Part,
+    PluginSpec,
     Reward,
     Session,
     Status,
@@ -31,7 +39,7 @@ Open = Callable[..., AbstractAsyncContextManager[ControlPlane]]
 
 def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
     """A task that nobody runs."""
-    parts = {"harness": Part("shell"), "evaluator": Part("tests")}
+    parts = {"harness": PluginSpec("shell"), "evaluator": PluginSpec("tests")}
     return Task(id=name, instruction="Mend it", samples=samples, **parts, **fields)
 
 
@@ -64,18 +72,18 @@ class Idler:
     @classmethod
     async def join(cls, control: ControlPlane, name: str = "node", *, room: int = 8) -> Idler:
         """A new node."""
-        welcome = await control.register(Hello(name=name, slots=room, room=room))
+        welcome = await control.register(NodeRegistration(name=name, slots=room, room=room))
         return cls(control, welcome.node, room)
 
-    async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> Orders:
+    async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> LeaseResponse:
         """One question; the work of its answer is held from then on."""
         left = self.room - len(self.held) if room is None else room
-        ask = Ask(room=left, held=self._holding(), applied=self.applied, wait_s=wait_s)
+        ask = LeaseRequest(room=left, held=self._holding(), applied=self.applied, wait_s=wait_s)
         orders = await self.control.lease(self.node, ask)
         self.held |= {work.session.id: work.session for work in orders.work}
         return orders
 
-    async def renew(self) -> Orders:
+    async def renew(self) -> LeaseResponse:
         """Tell what is held."""
         return await self.control.renew(
             self.node, Renewal(held=self._holding(), applied=self.applied)

@@ -11,23 +11,23 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from rig import RENDERING, Play, says
+from tugline.chat.engines.embedded import Embedded
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.replicas import Upstream
 from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.node.app import Node
 from tugline.node.metrics import Engines, NodeMetrics
-from tugline.node.parts import Parts
 from tugline.node.settings import NodeSettings
-from tugline.node.watch import Watch
+from tugline.node.telemetry import Telemetry
+from tugline.rollout.parts import Parts
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
 from tugline.server.metrics import ServerMetrics
-from tugline.serving import serve
+from tugline.server.store.database import open_database
 from tugline.tracing.tracer import Tracer
-from tugline.types import Part, Task
+from tugline.types import PluginSpec, Task
+from tugline.web.serve import serve
 
 CALL = (
     "import json, os, urllib.request as r\n"
@@ -44,8 +44,8 @@ def task(name: str, script: str = CALL, *, samples: int = 1, tenant: str = "defa
     return Task(
         id=name,
         instruction="",
-        harness=Part("shell", {"command": ["python3", "-I", "-c", script]}),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell", {"command": ["python3", "-I", "-c", script]}),
+        evaluator=PluginSpec("tests"),
         files={"test_it.py": "def test_it():\n    pass\n"},
         samples=samples,
         tenant=tenant,
@@ -80,7 +80,7 @@ class Observed:
     control: ControlPlane
     node: Node
     gateway: Gateway
-    watch: Watch
+    watch: Telemetry
     metrics: NodeMetrics
     engines: Engines
     pages: ServerMetrics
@@ -113,7 +113,7 @@ async def observed(
             ControlPlane(database, open_blobs(str(folder / "blobs")), folder=folder)
         )
         gateway = await enter(Gateway(Upstream([url], Embedded()), RENDERING, folder / "segments"))
-        watch = Watch(node="here", model="scripted", calls=gateway.calls, tracer=tracer)
+        watch = Telemetry(node="here", model="scripted", calls=gateway.calls, tracer=tracer)
         stack.push_async_callback(watch.close)
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)
         node = Node(control, gateway, Parts(), folder / "node", settings, observer=watch)

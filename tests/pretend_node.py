@@ -10,32 +10,32 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from stub_model import StubGateway
-from tugline.capture.trajectories import unpack
 from tugline.errors import FencedError, ServerError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.node.app import Node
-from tugline.node.parts import Parts
 from tugline.node.settings import NodeSettings
 from tugline.protocol import (
-    Ask,
     Commit,
+    CommitOutcome,
     Control,
     HandBack,
-    Hello,
-    Kept,
-    Orders,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistered,
+    NodeRegistration,
     Renewal,
     Stop,
     StopWhy,
-    Welcome,
     Work,
 )
-from tugline.runtimes.base import MOST, Box, Content, Exit, Place
-from tugline.runtimes.clock import Clock, limit
-from tugline.runtimes.files import put
-from tugline.runtimes.patch import Caps, Patch
-from tugline.types import Limits, Part, Reward, Session, Task, Trajectory
+from tugline.recording.trajectories import unpack
+from tugline.rollout.parts import Parts
+from tugline.sandbox.base import MOST, Content, Exit, Sandbox, SandboxSpec
+from tugline.sandbox.files import put
+from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.pausable_timeout import PausableTimeout, limit
+from tugline.types import Limits, PluginSpec, Reward, Session, Task, Trajectory
 
 LEASE_S = 0.6
 
@@ -54,7 +54,7 @@ class Server:
         self.control = Control()
         self.applied = 0
         self.node = ""
-        self.hellos: list[Hello] = []
+        self.hellos: list[NodeRegistration] = []
         self.rooms: list[int] = []
         self.said: list[str] = []
         """What was asked, in order."""
@@ -104,15 +104,15 @@ class Server:
                 await asyncio.sleep(0.005)
 
     # ------------------------------------------------------------------ Dispatcher
-    async def register(self, hello: Hello) -> Welcome:
+    async def register(self, hello: NodeRegistration) -> NodeRegistered:
         """A new node takes the place of the one before."""
         self._heard("register")
         self.hellos.append(hello)
         self._requeue()
         self.node = f"n{next(self._numbers)}"
-        return Welcome(node=self.node, token="t", lease_s=LEASE_S, control=self.control)
+        return NodeRegistered(node=self.node, token="t", lease_s=LEASE_S, control=self.control)
 
-    async def lease(self, node: str, ask: Ask) -> Orders:
+    async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
         """As `ControlPlane.lease`, for one node."""
         self._heard("lease")
         self.rooms.append(ask.room)
@@ -126,7 +126,7 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
 
-    async def renew(self, node: str, renewal: Renewal) -> Orders:
+    async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
         """As `ControlPlane.renew`."""
         self._heard("renew")
         return self._orders(node, renewal, 0)
@@ -140,7 +140,7 @@ class Server:
             del self.leased[session]
             self.stops = [stop for stop in self.stops if stop.session != session]
             self.results[session] = unpack(trajectory)
-            return Commit(Kept.COMMITTED)
+            return Commit(CommitOutcome.COMMITTED)
 
     async def hand_back(self, session: str, back: HandBack) -> None:
         """Note it; the session is not queued again."""
@@ -169,7 +169,7 @@ class Server:
             msg = "connection refused"
             raise ServerError(msg)
 
-    def _orders(self, node: str, said: Ask | Renewal, room: int) -> Orders:
+    def _orders(self, node: str, said: LeaseRequest | Renewal, room: int) -> LeaseResponse:
         if node != self.node:
             msg = "this node was lost"
             raise FencedError(msg)
@@ -185,7 +185,7 @@ class Server:
         fresh, self.queue = self.queue[:room], self.queue[room:]
         self.leased |= {work.session.id: work for work in fresh}
         stops = [stop for stop in self.stops if stop.session in held]
-        return Orders(
+        return LeaseResponse(
             work=(*again, *fresh),
             stop=(*fenced, *stops),
             control=self.control,
@@ -263,12 +263,14 @@ class Script:
     async def install(self) -> None:
         """Nothing."""
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """The instruction, and whose it is."""
         return Launch(argv=(seat.instruction, seat.base_url.rpartition("/")[-1]))
 
     @contextlib.asynccontextmanager
-    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:
+    async def open(
+        self, directory: Path, place: SandboxSpec | None = None
+    ) -> AsyncIterator[Sandbox]:
         """A box in a folder, after the time of INIT if it is for an agent."""
         for name in ("work", "home", "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
@@ -328,7 +330,7 @@ class PretendBox:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | Clock,
+        timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
         """Wait for as long as RUN takes; ``hang`` waits for ever."""
@@ -358,7 +360,7 @@ class Given(Parts):
         super().__init__()
         self.part = part
 
-    def _make(self, kind: str, part: Part) -> Any:
+    def _make(self, kind: str, part: PluginSpec) -> Any:
         return super()._make(kind, part) if kind == "builder" else self.part
 
 
@@ -367,8 +369,8 @@ def task(name: str = "t", *, what: str = "work", samples: int = 1, **limits: flo
     return Task(
         id=name,
         instruction=what,
-        harness=Part("pretend"),
-        evaluator=Part("pretend"),
+        harness=PluginSpec("pretend"),
+        evaluator=PluginSpec("pretend"),
         samples=samples,
         limits=Limits(**limits),
     )

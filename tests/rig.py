@@ -13,15 +13,15 @@ import aiohttp
 from msgspec.structs import replace
 
 from tiny import rendering
+from tugline.chat.dialects.base import Constraint
+from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
+from tugline.chat.engines.embedded import Embedded
 from tugline.gateway.app import Gateway, StreamMode
-from tugline.gateway.dialects.base import Constraint
-from tugline.gateway.engines.base import Ask, EngineFormat, Feature, Post
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.replicas import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import serve
-from tugline.types import Call, Ids, Limits, Part, Policy, Sampling, Session, Task
+from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
+from tugline.web.serve import serve
 
 RENDERING = rendering()
 TOOLS = [{"name": "read", "description": "Read", "input_schema": {"type": "object"}}]
@@ -75,7 +75,7 @@ class Constrained(Embedded):
         self.features = frozenset({Feature.STRUCTURED})
         self.asked: list[Constraint | None] = []
 
-    def post(self, ask: Ask) -> Post:
+    def post(self, ask: EngineRequest) -> Post:
         """The request without its constraint, which the scripted engine would refuse."""
         self.asked.append(ask.constraint)
         return super().post(replace(ask, constraint=None))
@@ -146,8 +146,8 @@ async def rig(
     task = Task(
         id="t",
         instruction="",
-        harness=Part("shell"),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
         limits=limits or Limits(),
         sampling=sampling or Sampling(),
         sampling_policy=policy,

@@ -12,13 +12,13 @@ import aiohttp
 import msgspec
 import zstandard
 
-from tugline.protocol import Hello, Orders, Problem, Welcome
+from tugline.protocol import LeaseResponse, NodeRegistered, NodeRegistration, Problem
 from tugline.server.app import Api, Tokens, create_app, serve_api
 from tugline.server.blobs import open_blobs
 from tugline.server.checks import check_task
 from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
 from tugline.server.metrics import ServerMetrics
+from tugline.server.store.database import open_database
 from tugline.types import Ledger, Reward, Status, Trajectory, encode
 
 TOKENS = Tokens(client="client-token", join="join-token", read="read-token")
@@ -78,21 +78,23 @@ class Served:
         assert told.status in {200, 201}, told
         return told.json
 
-    async def join(self, name: str = "n") -> Welcome:
+    async def join(self, name: str = "n") -> NodeRegistered:
         """A new node."""
-        hello = msgspec.to_builtins(Hello(name=name, slots=8, room=8))
+        hello = msgspec.to_builtins(NodeRegistration(name=name, slots=8, room=8))
         told = await self.ask("POST", "/v1/nodes", "join", json=hello)
         assert told.status == 201, told
-        return msgspec.json.decode(told.body, type=Welcome)
+        return msgspec.json.decode(told.body, type=NodeRegistered)
 
-    async def lease(self, node: Welcome, room: int = 8, wait_s: float = 10.0) -> Orders:
+    async def lease(
+        self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0
+    ) -> LeaseResponse:
         """Work for a node, once there is some."""
         how = {"room": room, "wait_s": wait_s}
         told = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
         assert told.status == 200, told
-        return msgspec.json.decode(told.body, type=Orders)
+        return msgspec.json.decode(told.body, type=LeaseResponse)
 
-    async def commit(self, node: Welcome, session: str, epoch: int, data: bytes) -> Answer:
+    async def commit(self, node: NodeRegistered, session: str, epoch: int, data: bytes) -> Answer:
         """Hand in a result."""
         path = f"/v1/sessions/{session}/result?epoch={epoch}"
         return await self.ask("POST", path, node.token, data=data)

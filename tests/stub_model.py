@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tugline.capture.records import Result
-from tugline.serving import serve
+from tugline.recording.records import Result
 from tugline.types import (
     Call,
     Failure,
@@ -25,6 +24,7 @@ from tugline.types import (
     Timings,
     VersionSpan,
 )
+from tugline.web.serve import serve
 
 Step = tuple[str, dict[str, object]] | str
 """A tool call, or the text of the last answer."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from tugline.runtimes.base import Content
-from tugline.tasksets.base import Template
-from tugline.tasksets.swe import Swe
+from tugline.datasets.base import Template
+from tugline.datasets.swe import Swe
+from tugline.sandbox.base import Content
 from tugline.types import Task
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "swe_gym"

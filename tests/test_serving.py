@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tugline import serving
+from tugline.web import serve
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -53,8 +53,8 @@ async def test_what_a_connection_gets(
     monkeypatch: pytest.MonkeyPatch, request_bytes: bytes, reply: bytes
 ) -> None:
     """Headers have a deadline and a bound; an upgrade is an ordinary request to the app."""
-    monkeypatch.setattr(serving, "HEADERS_S", 0.3)
-    async with serving.serve(app) as url:
+    monkeypatch.setattr(serve, "HEADERS_S", 0.3)
+    async with serve.serve(app) as url:
         got = await talk(url, request_bytes)
     assert got.startswith(reply)
     assert bool(got) is bool(reply)

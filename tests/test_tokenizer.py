@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from tugline.tokenizer import Tokenizer
+from tugline.chat.tokenizer import Tokenizer
 
 TEXTS = ["a b", " a  b\n", "é界🙂 <tool>", "\t\n<0x41>"]
 

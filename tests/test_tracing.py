@@ -21,19 +21,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rig import RENDERING, says
+from tugline.chat.engines.embedded import Embedded
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.replicas import Upstream
 from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
-from tugline.serving import serve
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
 from tugline.tracing.spans import Rollout, linked, rollout_span
 from tugline.tracing.tracer import ENDPOINTS, Tracer, open_tracer
-from tugline.types import Boundary, Failure, Ledger, Part, Session, Task, Trajectory
+from tugline.types import Boundary, Failure, Ledger, PluginSpec, Session, Task, Trajectory
 from tugline.types import Status as Stage
+from tugline.web.serve import serve
 
 TWICE = (
     "import json, os, urllib.request as r\n"
@@ -47,8 +47,8 @@ PARENT = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 TASK = Task(
     id="t",
     instruction="",
-    harness=Part("shell", {"command": ["python3", "-I", "-c", TWICE]}),
-    evaluator=Part("tests"),
+    harness=PluginSpec("shell", {"command": ["python3", "-I", "-c", TWICE]}),
+    evaluator=PluginSpec("tests"),
     files={"test_it.py": "def test_it():\n    pass\n"},
     tags={"traceparent": PARENT},
 )

@@ -20,7 +20,7 @@ from tugline.types import (
     Ledger,
     Limits,
     Message,
-    Part,
+    PluginSpec,
     Reason,
     Role,
     Sampling,
@@ -130,7 +130,7 @@ def test_decoded_arrays_cannot_be_changed() -> None:
 
 def test_nouns_are_frozen() -> None:
     """A task that was accepted cannot be edited afterwards."""
-    task = Task(id="t", instruction="x", harness=Part("pi"), evaluator=Part("tests"))
+    task = Task(id="t", instruction="x", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
     with pytest.raises(AttributeError):
         task.instruction = "y"  # type: ignore[misc]
     assert decode(encode(task), Task) == task

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from tugline.gateway.words.rendering import Rendering
-from tugline.gateway.words.templates import CONFIGS
-from tugline.tokenizer import Tokenizer
+from tugline.chat.templates.base import CONFIGS
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 
 _CHATML = (
     "<|endoftext|> <|im_start|> <|im_end|> <think> </think>"

@@ -26,11 +26,11 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from tugline.builders.tree import grow
-from tugline.capture import segments
-from tugline.capture.folder import segments_in
 from tugline.errors import TuglineError, UsageError
 from tugline.plugins import find
+from tugline.recording import file as recordings
+from tugline.recording.folder import segments_in
+from tugline.traces.tree import grow
 from tugline.types import (
     Branch,
     Call,
@@ -147,7 +147,7 @@ def recorded(folder: Path) -> list[Recorded]:
     """Every session below `folder` that made calls and says something about building."""
     found = []
     for path in segments_in(folder):
-        segment = segments.read(path)
+        segment = recordings.read(path)
         if segment.header is None or not segment.calls:
             continue
         header, stage = segment.header, path.parent.parent.name

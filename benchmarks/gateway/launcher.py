@@ -18,21 +18,21 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tugline.chat.engines.base import EngineFormat
+from tugline.chat.engines.chat import Chat
+from tugline.chat.engines.generate import Generate
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.base import EngineFormat
-from tugline.gateway.engines.chat import Chat
-from tugline.gateway.engines.generate import Generate
-from tugline.gateway.upstream import Upstream
-from tugline.gateway.words.rendering import Rendering
-from tugline.serving import run, settle
-from tugline.tokenizer import Tokenizer
-from tugline.types import Part, Sampling, Session, Task
+from tugline.gateway.replicas import Upstream
+from tugline.types import PluginSpec, Sampling, Session, Task
+from tugline.web.serve import run, settle
 
 TASK = Task(
     id="bench",
     instruction="",
-    harness=Part("shell"),
-    evaluator=Part("session_completed"),
+    harness=PluginSpec("shell"),
+    evaluator=PluginSpec("session_completed"),
     sampling=Sampling(temperature=1.0, top_p=1.0),
 )
 

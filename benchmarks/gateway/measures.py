@@ -17,7 +17,7 @@ from load import Seat, closed_loop, open_loop
 from script import TURNS
 
 from rig import Mode, Rig, fail, note
-from tugline.capture import segments
+from tugline.recording import file as recordings
 
 SLICES = 5
 PACED_STREAMS = 16
@@ -154,7 +154,7 @@ def _fetch(url: str) -> Any:
 
 def check(rig: Rig, mode: Mode, begun: Sequence[Path]) -> float:
     """Bytes kept a call; fails unless the longest session is continued exactly at every call."""
-    sessions = [(segments.read(path).calls, path.stat().st_size) for path in begun]
+    sessions = [(recordings.read(path).calls, path.stat().st_size) for path in begun]
     calls, size = max(sessions, key=lambda session: len(session[0]))
     if len(calls) != TURNS and not mode.paced:
         fail(f"{mode.name}: a session of {TURNS} calls recorded {len(calls)}")

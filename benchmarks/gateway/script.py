@@ -26,8 +26,8 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tugline.gateway.words.rendering import Rendering
-from tugline.tokenizer import Tokenizer
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.types import Ids, Logprobs, Message, Role, Tool
 
 TURNS = 40

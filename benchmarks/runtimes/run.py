@@ -31,8 +31,8 @@ from rich.table import Table
 
 from tugline import log
 from tugline.plugins import find
-from tugline.runtimes.base import Box, Place, Runtime
-from tugline.runtimes.workspaces.layers import Layer
+from tugline.sandbox.base import Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.workspace.overlay import OverlayWorkspace
 from tugline.types import Workspace
 
 RUNTIMES = ("local", "bubblewrap", "container", "apptainer")
@@ -45,7 +45,7 @@ _console = Console(stderr=True, highlight=False)
 
 
 # --------------------------------------------------------------------------- one session
-async def timed(runtime: Runtime, folder: Path, place: Place, execs: int) -> dict[str, Any]:
+async def timed(runtime: Runtime, folder: Path, place: SandboxSpec, execs: int) -> dict[str, Any]:
     """Milliseconds of each part of one session."""
     began = time.perf_counter()
     async with runtime.open(folder, place) as box:
@@ -62,7 +62,7 @@ async def timed(runtime: Runtime, folder: Path, place: Place, execs: int) -> dic
     }
 
 
-async def _command(box: Box) -> float:
+async def _command(box: Sandbox) -> float:
     began = time.perf_counter()
     end = await box.run(COMMAND, env={}, timeout_s=60.0)
     if end.code != 0:
@@ -73,7 +73,7 @@ async def _command(box: Box) -> float:
 
 
 async def measured(
-    name: str, runtime: Runtime, place: Place, root: Path, sizes: Sizes
+    name: str, runtime: Runtime, place: SandboxSpec, root: Path, sizes: Sizes
 ) -> dict[str, Any]:
     """The figures of one runtime."""
     await timed(runtime, root / f"{name}-warm", place, 1)  # probes the machine, loads the image
@@ -96,7 +96,9 @@ async def measured(
     }
 
 
-async def rate(runtime: Runtime, place: Place, root: Path, at_once: int, sessions: int) -> float:
+async def rate(
+    runtime: Runtime, place: SandboxSpec, root: Path, at_once: int, sessions: int
+) -> float:
     """Sessions a minute, so many at once."""
     numbers = iter(range(sessions))
 
@@ -145,7 +147,7 @@ def workspaces(base: Path, root: Path, count: int) -> dict[str, float]:
     """Milliseconds to make a copy-on-write view, as a host mount, and to take it away again."""
     made, left = [], []
     for number in range(count):
-        layer = Layer(root / f"layer-{number}", base, {})
+        layer = OverlayWorkspace(root / f"layer-{number}", base, {})
         began = time.perf_counter()
         layer.make()
         where = layer.mount()
@@ -209,14 +211,14 @@ def there(root: Path, engine: Sequence[str] | None) -> dict[str, set[str]]:
 
 
 async def leaks(
-    usable: dict[str, tuple[Runtime, Place]], base: Path, root: Path, sessions: int
+    usable: dict[str, tuple[Runtime, SandboxSpec]], base: Path, root: Path, sessions: int
 ) -> dict[str, Any]:
     """How many things are left of so many sessions, half of them with a large workspace."""
     engine = ("podman",) if "container" in usable and shutil.which("podman") else None
     before = await asyncio.to_thread(there, root, engine)
     folder = root / "many"
     for name, (runtime, place) in usable.items():
-        large = Place(workspace=msgspec.structs.replace(place.workspace, folder=str(base)))
+        large = SandboxSpec(workspace=msgspec.structs.replace(place.workspace, folder=str(base)))
         await rate(runtime, place, folder / name, 4, sessions - sessions // 2)
         await rate(runtime, large, folder / f"{name}-large", 4, sessions // 2)
     await asyncio.sleep(2.0)  # what ends by itself may do so
@@ -256,7 +258,7 @@ async def measure(root: Path, *, quick: bool) -> dict[str, Any]:
     sizes = Sizes(quick=quick)
     load = os.getloadavg()[0]
     told: dict[str, Any] = {}
-    usable: dict[str, tuple[Runtime, Place]] = {}
+    usable: dict[str, tuple[Runtime, SandboxSpec]] = {}
     for name in RUNTIMES:
         runtime: Runtime = find("runtime", name)()
         why = await asyncio.to_thread(unusable, name, runtime)
@@ -264,7 +266,7 @@ async def measure(root: Path, *, quick: bool) -> dict[str, Any]:
             told[name] = {"unavailable": why}
             continue
         _console.print(f"{name} ...")
-        place = Place(workspace=image(root / "image") if name == "container" else Workspace())
+        place = SandboxSpec(workspace=image(root / "image") if name == "container" else Workspace())
         told[name] = await measured(name, runtime, place, root, sizes)
         if name != "local":
             usable[name] = (runtime, place)

@@ -22,7 +22,7 @@ import aiohttp
 from measures import task
 
 from rig import Api, Server, note
-from tugline.protocol import Ask, Hello
+from tugline.protocol import LeaseRequest, NodeRegistration
 
 _WAIT_S = 60
 
@@ -33,14 +33,16 @@ async def long_polls(
     """Share of one core that `polls` open questions take; `http` must not bound connections."""
     api = server.api(http)
     before_mb = server.rss_mb()
-    joined = await server.api(http, "join").post("/v1/nodes", Hello(name="idle", slots=1, room=1))
+    joined = await server.api(http, "join").post(
+        "/v1/nodes", NodeRegistration(name="idle", slots=1, room=1)
+    )
     node = Api(http, api.url, joined["token"])
     lease = f"/v1/nodes/{joined['node']}/lease"
     asking = [
         asyncio.create_task(
             api.get(f"/v1/results?wait_s={_WAIT_S}")
             if number % 2
-            else node.post(lease, Ask(room=0, wait_s=_WAIT_S))
+            else node.post(lease, LeaseRequest(room=0, wait_s=_WAIT_S))
         )
         for number in range(polls)
     ]

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 
 from rig import Api, Program, Server, engine, fail, note
-from tugline.capture.trajectories import pack
-from tugline.protocol import Ask, Hello
-from tugline.types import Group, Ledger, Part, Reward, Status, Task, Trajectory
+from tugline.protocol import LeaseRequest, NodeRegistration
+from tugline.recording.trajectories import pack
+from tugline.types import Group, Ledger, PluginSpec, Reward, Status, Task, Trajectory
 
 SLOTS = 16
 BATCH = 1000
@@ -44,9 +44,9 @@ def task(name: str, *, samples: int = 1, priority: int = 0) -> Task:
     return Task(
         id=name,
         instruction="nothing",
-        harness=Part("noop:Agent"),
-        runtime=Part("noop:Memory"),
-        evaluator=Part("noop:Verdicts"),
+        harness=PluginSpec("noop:Agent"),
+        runtime=PluginSpec("noop:Memory"),
+        evaluator=PluginSpec("noop:Verdicts"),
         samples=samples,
         priority=priority,
         group=Group(),
@@ -124,14 +124,14 @@ class Worker:
     @classmethod
     async def join(cls, server: Server, http: aiohttp.ClientSession, name: str) -> Worker:
         """Register."""
-        hello = Hello(name=name, slots=4, room=4)
+        hello = NodeRegistration(name=name, slots=4, room=4)
         told = await server.api(http, "join").post("/v1/nodes", hello)
         return cls(Api(http, server.api(http).url, told["token"]), told["node"])
 
     async def lease(self) -> dict[str, Any]:
         """The next session, however long it takes."""
         while True:
-            orders = await self._api.post(f"/v1/nodes/{self.node}/lease", Ask(room=1))
+            orders = await self._api.post(f"/v1/nodes/{self.node}/lease", LeaseRequest(room=1))
             if orders["work"]:
                 session: dict[str, Any] = orders["work"][0]["session"]
                 return session

@@ -13,11 +13,11 @@ from pathlib import Path, PurePath
 
 import aiohttp
 
-from tugline.errors import RuntimeFault
+from tugline.errors import SandboxError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, Seat
-from tugline.runtimes.base import MOST, Content, Exit, Place
-from tugline.runtimes.patch import Caps, Patch
+from tugline.harnesses.base import Launch, LaunchContext
+from tugline.sandbox.base import MOST, Content, Exit, SandboxSpec
+from tugline.sandbox.patch import Caps, Patch
 from tugline.types import Reward
 
 
@@ -30,7 +30,7 @@ class Agent:
     async def install(self) -> None:
         """Nothing."""
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """Where the model is and the key to it, as the words of a command."""
         return Launch(argv=(f"{seat.base_url}/v1/chat/completions", seat.key, seat.model))
 
@@ -50,7 +50,9 @@ class Memory:
         self._client: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
-    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[MemoryBox]:
+    async def open(
+        self, directory: Path, place: SandboxSpec | None = None
+    ) -> AsyncIterator[MemoryBox]:
         """Three empty folders: what is told of an agent is read from there."""
         if self._client is None:
             self._client = aiohttp.ClientSession()  # as long as the process
@@ -74,7 +76,7 @@ class Memory:
 
 
 class MemoryBox:
-    """See `tugline.runtimes.base.Box`."""
+    """See `tugline.sandbox.base.Box`."""
 
     def __init__(self, directory: Path, client: aiohttp.ClientSession) -> None:
         self.workdir, self.home = directory / "work", directory / "home"
@@ -105,6 +107,6 @@ class MemoryBox:
         async with self._client.post(url, json=body, headers=headers) as answer:
             if answer.status != 200:
                 msg = f"the model call was answered with {answer.status}: {await answer.text()}"
-                raise RuntimeFault(msg)
+                raise SandboxError(msg)
             await answer.read()
         return Exit(0, timed_out=False, seconds=0.0)

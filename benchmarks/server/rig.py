@@ -21,7 +21,7 @@ import msgspec
 from tugline.conformance.script import END, tokenizer
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import serve
+from tugline.web.serve import serve
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 START_S = 60.0

@@ -29,11 +29,11 @@ import numpy as np
 import zstandard
 from session import BASE, RESULT, SAMPLED, Words, calls
 
-from tugline.builders.prefix_merging import PrefixMerging
-from tugline.capture import segments
-from tugline.capture.codec import Record
-from tugline.capture.records import Header
-from tugline.types import Part, Session, Task, decode
+from tugline.recording import file as recordings
+from tugline.recording.codec import Record
+from tugline.recording.records import Header
+from tugline.traces.prefix_merging import PrefixMerging
+from tugline.types import PluginSpec, Session, Task, decode
 
 TURNS = (10, 100, 400)
 REPEATS = {"full": 41, "quick": 9, "smoke": 3}
@@ -75,12 +75,15 @@ def peak(work: Callable[[], object]) -> int:
 def record(words: Words, path: Path, turns: int, *, raw: bool = True) -> list[float]:
     """Write a session; returns the CPU milliseconds of each call."""
     task = Task(
-        id="bench", instruction="Mend the tests.", harness=Part("pi"), evaluator=Part("tests")
+        id="bench",
+        instruction="Mend the tests.",
+        harness=PluginSpec("pi"),
+        evaluator=PluginSpec("tests"),
     )
     session = Session(id="bench-0-0", task="bench", sample=0)
     header = Header(session=session, task=task, created=0.0, tugline="bench", engine="vllm")
     spent = []
-    with segments.Writer(path, header, sync=False) as writer:
+    with recordings.Writer(path, header, sync=False) as writer:
         for call in calls(words, turns, raw=raw):
             began = time.thread_time()
             writer.append(call)
@@ -94,7 +97,7 @@ def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, f
     path, bare = folder / f"{turns}.seg", folder / f"{turns}.bare.seg"
     appended = record(words, path, turns)
     record(words, bare, turns, raw=False)
-    recorded = segments.read(path, bodies=False).calls
+    recorded = recordings.read(path, bodies=False).calls
     builder = PrefixMerging()
     built = builder.build(recorded)
     last = recorded[-1]
@@ -109,8 +112,8 @@ def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, f
         "unique_ids": len(last.prompt_ids) + len(last.sampled_ids),
         "sampled": turns * SAMPLED,
         "append_cpu_ms": statistics.median(appended),
-        "read_ms": statistics.median(timed(lambda: segments.read(path, bodies=False), repeats)),
-        "read_peak_bytes": peak(lambda: segments.read(path, bodies=False)),
+        "read_ms": statistics.median(timed(lambda: recordings.read(path, bodies=False), repeats)),
+        "read_peak_bytes": peak(lambda: recordings.read(path, bodies=False)),
         "build_ms": middle,
         "build_noise": (high - low) / middle,
         "peak_bytes": peak(lambda: builder.build(recorded)),
@@ -125,7 +128,7 @@ def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
     data = path.read_bytes()
 
     def frames() -> list[bytes]:
-        return [one.packed for one in segments.frames(path, data) if one.packed]
+        return [one.packed for one in recordings.frames(path, data) if one.packed]
 
     def inflate() -> list[bytes]:
         stream = zstandard.ZstdDecompressor().decompressobj()
@@ -138,7 +141,7 @@ def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
     inflated = inflate()
     whole, framing, zstd, msgpack = (
         statistics.median(timed(work, repeats))
-        for work in (lambda: segments.read(path), frames, inflate, parse)
+        for work in (lambda: recordings.read(path), frames, inflate, parse)
     )
     return {
         "whole": whole,

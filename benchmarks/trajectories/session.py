@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 
 from script import TAIL, compact, tokenizer_of
 
-from tugline.tokenizer import Tokenizer
+from tugline.chat.tokenizer import Tokenizer
 from tugline.types import (
     Call,
     Finish,

@@ -32,14 +32,14 @@ from workload import SCALE, Engine, Gateway, Marks, Parts, Rollouts, draw
 from tugline import log
 from tugline.node.admission import LOOK_S, Admission
 from tugline.node.app import Node
-from tugline.node.session import roll_out
 from tugline.node.settings import NodeSettings
 from tugline.protocol import TaskState
+from tugline.rollout.rollout import roll_out
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
-from tugline.serving import run
-from tugline.types import Group, Limits, Part, Session, Task
+from tugline.server.store.database import open_database
+from tugline.types import Group, Limits, PluginSpec, Session, Task
+from tugline.web.serve import run
 
 ENGINE = 32
 """Slots of the engine."""
@@ -84,9 +84,9 @@ def a_task(name: str, case: Case, samples: int = SAMPLES) -> Task:
     return Task(
         id=name,
         instruction="",
-        harness=Part("simulated"),
-        runtime=Part("simulated"),
-        evaluator=Part("simulated"),
+        harness=PluginSpec("simulated"),
+        runtime=PluginSpec("simulated"),
+        evaluator=PluginSpec("simulated"),
         samples=samples,
         limits=LONG,
         group=Group(enough=case.enough),

@@ -21,19 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from tugline.capture.records import Result
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.node.admission import Pressure
-from tugline.node.parts import Parts as Made
-from tugline.runtimes.base import MOST, Box, Content, Exit, Place
-from tugline.runtimes.clock import Clock, limit
-from tugline.runtimes.patch import Caps, Patch
+from tugline.recording.records import Result
+from tugline.rollout.parts import Parts as Made
+from tugline.sandbox.base import MOST, Content, Exit, Sandbox, SandboxSpec
+from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.pausable_timeout import PausableTimeout, limit
 from tugline.types import (
     Call,
     Failure,
     Finish,
-    Part,
+    PluginSpec,
     Reward,
     Sampling,
     Session,
@@ -152,13 +152,15 @@ class Rollouts:
     async def install(self) -> None:
         """Nothing."""
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """The session is its own command."""
         return Launch(argv=(seat.base_url,))
 
     # ------------------------------------------------------------------ runtime
     @contextlib.asynccontextmanager
-    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:
+    async def open(
+        self, directory: Path, place: SandboxSpec | None = None
+    ) -> AsyncIterator[Sandbox]:
         """A box without folders of its own, after the time that it takes to open."""
         session = directory.parent.name.rpartition(".")[0]
         agent = directory.name == "agent"
@@ -206,7 +208,7 @@ class Parts(Made):
         super().__init__()
         self._rollouts = rollouts
 
-    def _make(self, kind: str, part: Part) -> Any:
+    def _make(self, kind: str, part: PluginSpec) -> Any:
         return super()._make(kind, part) if kind == "builder" else self._rollouts
 
 
@@ -245,7 +247,7 @@ class _Box:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | Clock,
+        timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
         """The agent's turns, one after the other."""

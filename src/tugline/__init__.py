@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is 
     from tugline.client.api import Client
     from tugline.client.results import GroupResults, Result
     from tugline.client.sync import SyncClient
-    from tugline.client.taskfiles import load_tasks
+    from tugline.client.task_files import load_tasks
     from tugline.errors import Conflict, Invalid, Missing, ServerError, TuglineError, UsageError
     from tugline.types import (
         Boundary,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is 
         Group,
         Ledger,
         Limits,
-        Part,
+        PluginSpec,
         Policy,
         Reward,
         Sampling,
@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is 
 
 __all__ = [
     "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
-    "Ledger", "Limits", "Missing", "Part", "Policy", "Result", "Reward", "Sampling", "ServerError",
-    "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError", "UsageError",
-    "load_tasks",
+    "Ledger", "Limits", "Missing", "PluginSpec", "Policy", "Result", "Reward", "Sampling",
+    "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
+    "UsageError", "load_tasks",
 ]  # fmt: skip
 _HOMES = ("types", "errors", "client.api", "client.results", "client.sync", "client.taskfiles")
 

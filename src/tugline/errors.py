@@ -142,23 +142,23 @@ class HarnessError(TuglineError):
     """The agent program cannot be installed, configured or started."""
 
 
-class RuntimeFault(TuglineError):
+class SandboxError(TuglineError):
     """The place where agents run is at fault."""
 
 
-class NetworkFault(RuntimeFault):
+class SandboxNetworkError(SandboxError):
     """The sandbox cannot be given its way to the gateway."""
 
 
-class ImageFault(RuntimeFault):
+class ImageError(SandboxError):
     """A container image cannot be pulled, built or used."""
 
 
-class WorkspaceFault(RuntimeFault):
+class WorkspaceError(SandboxError):
     """What a task begins with cannot be had."""
 
 
-class DiskFull(RuntimeFault):
+class DiskFull(SandboxError):
     """The node's disk has no room left."""
 
 

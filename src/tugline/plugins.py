@@ -32,11 +32,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "shell": "tugline.harnesses.shell:Shell",
     },
     "runtime": {
-        "apptainer": "tugline.runtimes.apptainer.runtime:Apptainer",
-        "auto": "tugline.runtimes.auto:Auto",
-        "bubblewrap": "tugline.runtimes.bubblewrap.runtime:Bubblewrap",
-        "container": "tugline.runtimes.container.runtime:Container",
-        "local": "tugline.runtimes.local:Local",
+        "apptainer": "tugline.sandbox.apptainer.runtime:Apptainer",
+        "auto": "tugline.sandbox.auto:Auto",
+        "bubblewrap": "tugline.sandbox.bubblewrap.runtime:Bubblewrap",
+        "container": "tugline.sandbox.container.runtime:Container",
+        "local": "tugline.sandbox.local:Local",
     },
     "evaluator": {
         "function": "tugline.evaluators.function:Function",
@@ -48,9 +48,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "weighted": "tugline.evaluators.weighted:Weighted",
     },
     "taskset": {
-        "harbor": "tugline.tasksets.harbor:Harbor",
-        "jsonl": "tugline.tasksets.jsonl:Jsonl",
-        "swe": "tugline.tasksets.swe:Swe",
+        "harbor": "tugline.datasets.harbor:Harbor",
+        "jsonl": "tugline.datasets.jsonl:Jsonl",
+        "swe": "tugline.datasets.swe:Swe",
     },
     "export": {
         "arrow": "tugline.exports.parquet:Arrow",
@@ -62,9 +62,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "verl": "tugline.exports.verl:Verl",
     },
     "builder": {
-        "per_request": "tugline.builders.per_request:PerRequest",
-        "prefix_merging": "tugline.builders.prefix_merging:PrefixMerging",
-        "tree": "tugline.builders.tree:PrefixTree",
+        "per_request": "tugline.traces.per_request:PerRequest",
+        "prefix_merging": "tugline.traces.prefix_merging:PrefixMerging",
+        "tree": "tugline.traces.tree:PrefixTree",
     },
 }
 """Kind to name to target; the same shape as the entry points ``tugline.<kind>``."""

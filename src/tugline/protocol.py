@@ -210,7 +210,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last try."""
 
 
-class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of a callback: a result, or a group when it is released."""
 
     id: str
@@ -240,7 +240,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class NodeRegistration(msgspec.Struct, frozen=True, kw_only=True):
     """A node introduces itself. One of the same name takes the place of its predecessor."""
 
     name: str
@@ -255,7 +255,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """Of Tugline, of the engine, of its harnesses."""
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True):
     """A node is taken in."""
 
     node: str
@@ -302,7 +302,7 @@ class Held(msgspec.Struct, frozen=True):
     status: Status
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Give me up to `room` sessions; it also renews, so `held` names all that the node has."""
 
     room: int
@@ -339,7 +339,7 @@ class Stop(msgspec.Struct, frozen=True):
     by: str = ""
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a lease (with work) and to a renewal (without)."""
 
     work: tuple[Work, ...] = ()
@@ -358,7 +358,7 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
     applied: int = 0
 
 
-class Kept(StrEnum):
+class CommitOutcome(StrEnum):
     """What became of a committed result."""
 
     COMMITTED = "committed"
@@ -370,7 +370,7 @@ class Kept(StrEnum):
 class Commit(msgspec.Struct, frozen=True):
     """The answer to a result."""
 
-    kept: Kept
+    kept: CommitOutcome
 
 
 class HandBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -430,15 +430,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Dispatcher(Protocol):
     """What a node needs of a server. All raise `ServerError` when it cannot be reached in time."""
 
-    async def register(self, hello: Hello) -> Welcome:
+    async def register(self, hello: NodeRegistration) -> NodeRegistered:
         """Join. What a node of the same name still held is given to others."""
         ...
 
-    async def lease(self, node: str, ask: Ask) -> Orders:
+    async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
         """Wait for work, for orders or for `ask.wait_s`. Raises `FencedError` for a lost node."""
         ...
 
-    async def renew(self, node: str, renewal: Renewal) -> Orders:
+    async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
         """Keep the lease. Raises `FencedError` for a lost node, which must register again."""
         ...
 

@@ -172,7 +172,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 # --------------------------------------------------------------------------- what is asked for
-class Part(msgspec.Struct, frozen=True):
+class PluginSpec(msgspec.Struct, frozen=True):
     """A named plug-in (harness, runtime, evaluator or builder) with its options."""
 
     name: str
@@ -287,15 +287,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Chosen by who submits; the same task submitted again is the same task."""
     instruction: str
     """What the agent is told to do."""
-    harness: Part
+    harness: PluginSpec
     """The agent program."""
-    evaluator: Part
+    evaluator: PluginSpec
     """Who judges what it did."""
-    runtime: Part = Part("auto")
+    runtime: PluginSpec = PluginSpec("auto")
     """The place where it runs."""
     workspace: Workspace = Workspace()
     """Repository, folder or image to begin with."""
-    builder: Part = Part("prefix_merging")
+    builder: PluginSpec = PluginSpec("prefix_merging")
     """How its model calls become traces."""
     files: dict[str, str] = {}
     """Initial workspace: relative POSIX path to text."""
@@ -466,7 +466,7 @@ class Branch(StrEnum):
     """Observed mode: the engine's prompt ids do not extend what was sampled."""
 
 
-class Heal(StrEnum):
+class EchoChange(StrEnum):
     """What a harness changed in the echo of an answer without changing its meaning."""
 
     ARGUMENTS = "arguments"
@@ -506,7 +506,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the call whose exact ids this prompt starts with, or nearest to it on a branch."""
     branch: Branch | None = None
     """Set when this call does not extend `parent` exactly; None for an exact continuation."""
-    healed: tuple[Heal, ...] = ()
+    healed: tuple[EchoChange, ...] = ()
     """What the echo of the parent's answer changed without changing its meaning."""
     kind: TraceKind = TraceKind.MAIN
     thread: str | None = None

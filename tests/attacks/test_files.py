@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attacked import Arena, python, shell
-from tugline.errors import RuntimeFault, UsageError
+from tugline.errors import SandboxError, UsageError
 
 DEADLINE = 15.0
 
@@ -52,7 +52,7 @@ async def test_write_through_planted_links(anywhere: Arena, outside: Path) -> No
         for root in (box.workdir, box.home):
             files = [f"{link}/{name}" for link in LINKS for name in ("secret", "new")]
             for path in (*files, "file", "dangling", "loop"):
-                with contextlib.suppress(RuntimeFault, UsageError):
+                with contextlib.suppress(SandboxError, UsageError):
                     async with asyncio.timeout(DEADLINE):
                         await box.put(root, {path: "put"})
                     assert await box.get(root / path) == b"put"
@@ -64,7 +64,7 @@ async def test_remove_through_planted_links(anywhere: Arena, outside: Path) -> N
     async with anywhere.box() as box:
         await python(box, PLANT, outside, box.workdir)
         for path in (*(f"{link}/secret" for link in LINKS), "file", "folder"):
-            with contextlib.suppress(RuntimeFault, UsageError):
+            with contextlib.suppress(SandboxError, UsageError):
                 await box.put(box.workdir, {path: None})
         untouched(outside)
 
@@ -75,7 +75,7 @@ async def test_read_through_planted_links(anywhere: Arena, outside: Path) -> Non
         await python(box, PLANT, outside, box.workdir, box.home)
         for root in (box.workdir, box.home):
             for path in (*(f"{link}/secret" for link in LINKS), "file", "loop", "../x"):
-                with contextlib.suppress(UsageError, RuntimeFault):
+                with contextlib.suppress(UsageError, SandboxError):
                     assert await box.get(root / path) is None
         patch = await box.changes()
     assert b"the node's own" not in b"".join(
@@ -113,7 +113,7 @@ async def test_swap_a_folder_for_a_link_meanwhile(anywhere: Arena, outside: Path
             tries = 0
             while asyncio.get_running_loop().time() < end:
                 tries += 1
-                with contextlib.suppress(RuntimeFault, UsageError):
+                with contextlib.suppress(SandboxError, UsageError):
                     await box.put(box.workdir, {"at/new": "put", "at/secret": "put"})
                 found = await box.get(box.workdir / "at" / "secret")
                 assert found in {None, b"put"}

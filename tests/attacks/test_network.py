@@ -14,7 +14,7 @@ import pytest
 import served
 from attacked import Arena, python, shell, token
 from rig import Rig, rig, says
-from tugline.types import Part, Session, Task
+from tugline.types import PluginSpec, Session, Task
 
 CONNECT = """
 import socket, sys
@@ -151,7 +151,7 @@ async def test_reach_sockets_of_the_host(anywhere: Arena, folder: str) -> None:
 
 async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) -> None:
     """A secret opens its own session's calls and nothing else; a guessed one opens nothing."""
-    task = Task(id="t2", instruction="", harness=Part("shell"), evaluator=Part("tests"))
+    task = Task(id="t2", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
     other = Session(id="s2", task="t2", sample=0)
     async with gateway.gateway.open(other, task) as theirs:
         guesses = ["", "x", "tl-", theirs.key[:-1], theirs.key[:-1] + "x", theirs.key.upper()]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attacked import Arena, python, running, shell, token
-from tugline.runtimes.base import Box
+from tugline.sandbox.base import Sandbox
 
 READ = """
 import os, pathlib, sys
@@ -33,7 +33,7 @@ print("found" if found() else "nothing")
 
 
 @contextlib.asynccontextmanager
-async def victim(arena: Arena, secret: str) -> AsyncIterator[tuple[Box, Path]]:
+async def victim(arena: Arena, secret: str) -> AsyncIterator[tuple[Sandbox, Path]]:
     """Another session with a secret in its files, its environment and its command line."""
     folder = arena.folder / "victim"
     async with arena.box("victim", files={"answer.txt": secret}) as box:

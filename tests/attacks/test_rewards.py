@@ -15,10 +15,10 @@ from rig import rig, says
 from tugline.evaluators.base import Evaluator, Outcome, mounts
 from tugline.evaluators.harbor import Harbor
 from tugline.evaluators.tests import Tests
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
-from tugline.runtimes.base import Box, Content
-from tugline.types import Limits, Part, Session, Status, Task
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.sandbox.base import Content, Sandbox
+from tugline.types import Limits, PluginSpec, Session, Status, Task
 
 FILES = {
     "bill.py": "def total(a, b):\n    return a - b\n",
@@ -133,12 +133,12 @@ JUDGE_OF_WORK, JUDGE_OF_NONE = Tests(timeout_s=10.0), Tests(timeout_s=3.0)
 
 def a_task(arena: Arena, script: str, **changes: Any) -> Task:
     """A task with a bug, for an agent that is a shell script."""
-    given: dict[str, Any] = {"evaluator": Part("tests"), "files": FILES}
-    given["harness"] = Part("shell", {"command": ["sh", "-c", script]})
+    given: dict[str, Any] = {"evaluator": PluginSpec("tests"), "files": FILES}
+    given["harness"] = PluginSpec("shell", {"command": ["sh", "-c", script]})
     return Task(
         id="t",
         instruction="Mend it.",
-        runtime=Part(arena.part, arena.fixed),
+        runtime=PluginSpec(arena.part, arena.fixed),
         workspace=arena.workspace,
         limits=Limits(agent_s=20.0, eval_s=20.0),
         **{**given, **changes},
@@ -152,7 +152,7 @@ async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
     judges = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Box]:
+    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         given = {"mounts": mounts(evaluator, task)}
         async with arena.box(f"judge-{turn}-{next(judges)}", **given) as box:
             await box.put(box.workdir, files)
@@ -244,7 +244,7 @@ for path in (f"/v1/sessions/{session}/result?epoch=0", f"/s/{session}/v1/session
 
 async def test_post_a_result(sandbox: Arena, tmp_path: Path) -> None:
     """With the session's own secret: the gateway takes model calls, and nothing else is there."""
-    agent = Part("shell", {"command": ["python3", "-I", "-c", CALL]})
+    agent = PluginSpec("shell", {"command": ["python3", "-I", "-c", CALL]})
     async with rig(tmp_path / "gateway", says("Done.")) as model:
         trajectory = await roll_out(
             a_task(sandbox, "", harness=agent),

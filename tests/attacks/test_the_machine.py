@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from attacked import Arena, python, running, shell, token
-from tugline.runtimes.base import Box, Mount
+from tugline.sandbox.base import Mount, Sandbox
 from tugline.types import Cause, Workspace
 
 LOOP = "import os, sys; sys.argv[1]\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 
 
-async def still_works(box: Box) -> None:
+async def still_works(box: Sandbox) -> None:
     """The next program of the same box runs as if nothing had been."""
     assert (await shell(box, "echo well")).text == "well\n"
 

@@ -8,13 +8,13 @@ import pytest
 
 from attacked import Arena
 from tugline import log
-from tugline.node.parts import Parts
-from tugline.types import Part
+from tugline.rollout.parts import Parts
+from tugline.types import PluginSpec
 
 
 async def test_what_local_does_not_contain_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each, once, when its first session comes."""
-    parts, local = Parts(), Part("local")
+    parts, local = Parts(), PluginSpec("local")
     log.configure()
     await asyncio.gather(*(parts.introduce(local) for _ in range(3)))
     said = capsys.readouterr().err

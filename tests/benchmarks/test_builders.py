@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tugline.capture.records import Header
-from tugline.capture.segments import Writer
+from tugline.recording.file import Writer
+from tugline.recording.records import Header
 from tugline.types import (
     Branch,
     Call,
+    EchoChange,
     Finish,
-    Heal,
-    Part,
+    PluginSpec,
     Sampling,
     Session,
     Task,
@@ -54,7 +54,7 @@ def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: 
 
 def write(path: Path, task: str, calls: Sequence[Call]) -> None:
     """A segment as the gateway writes it."""
-    asked = Task(id=task, instruction="", harness=Part("pi"), evaluator=Part("tests"))
+    asked = Task(id=task, instruction="", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
     session = Session(id=path.stem.partition(".")[0], task=task, sample=0)
     with Writer(path, Header(session=session, task=asked, created=0.0, tugline="0")) as writer:
         for one in calls:
@@ -77,7 +77,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 TURNS = [
     call(0, [1, 2], [3, END]),
-    call(1, [1, 2, 3, END, 4], [5, END], healed=(Heal.REASONING,)),
+    call(1, [1, 2, 3, END, 4], [5, END], healed=(EchoChange.REASONING,)),
     call(2, [1, 2, 3, END, 4, 5, END, 6], [7, END]),
 ]
 """Prompts and answers of 4, 7 and 10 tokens, each beginning with the one before."""

@@ -12,8 +12,8 @@ SMALL = """
 import asyncio, json, subprocess, tempfile
 from pathlib import Path
 from run import leaks, rate, there, timed
-from tugline.runtimes.base import Place
-from tugline.runtimes.local import Local
+from tugline.sandbox.base import Place
+from tugline.sandbox.local import Local
 
 async def main(root):
     runtime, place = Local(), Place()

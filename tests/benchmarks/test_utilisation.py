@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "utilisation"
 SMALL = """
 import json
 from run import Case, ideal, on_node
-from tugline.serving import run
+from tugline.web.serve import run
 
 few, many = (ideal(Case(sessions=320, slots=slots)) for slots in (36, 52))
 seen = run(on_node(Case(sessions=64)))

@@ -14,11 +14,11 @@ import pytest
 
 from browser.chromium import Tab, chromium
 from inspector.synthetic import HOSTILE, LAST_WORD, long, small
-from tugline.capture.folder import tokenizer_of
-from tugline.capture.segments import read
-from tugline.inspector.document import document
-from tugline.inspector.telling import Told, tell
-from tugline.inspector.texts import Texts
+from tugline.recording.file import read
+from tugline.recording.folder import tokenizer_of
+from tugline.recording.view.document import document
+from tugline.recording.view.session_view import Told, tell
+from tugline.recording.view.texts import Texts
 
 pytestmark = pytest.mark.browser
 

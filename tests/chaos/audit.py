@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from chaos.fleet import Fleet
 from chaos.storm import Story, Strike
 from chaos.wire import Api, Book
-from tugline.capture import segments
-from tugline.capture.folder import segments_in
-from tugline.capture.trajectories import unpack
+from tugline.recording import file as recordings
+from tugline.recording.folder import segments_in
+from tugline.recording.trajectories import unpack
 from tugline.types import Status, Trajectory
 
 RECOVERY_S = 2.0
@@ -172,7 +172,7 @@ def _ledgers(fleet: Fleet, told: Evidence) -> Iterator[Row]:
     ]
     yield _none("sessions whose tokens do not add up", off)
     files = [file for node in fleet.nodes for file in segments_in(fleet.folder / node.name)]
-    recorded = {file.stem: segments.read(file) for file in files}
+    recorded = {file.stem: recordings.read(file) for file in files}
     calls = sum(len(one.calls) for one in recorded.values())
     yield Row("segments read, model calls in them", f"{len(files)}, {calls}", "> 0", calls > 0)
     epochs = {one["session"]: one["detail"]["epoch"] for one in told.events
@@ -185,7 +185,7 @@ def _ledgers(fleet: Fleet, told: Evidence) -> Iterator[Row]:
     yield _none("results that are not of their session's last lease", foreign)
 
 
-def _same(result: Trajectory, segment: segments.Segment | None) -> bool:
+def _same(result: Trajectory, segment: recordings.Recording | None) -> bool:
     """Whether a result is of the run that was recorded there: no two take the same time."""
     sampled = sum(len(call.sampled_ids) for call in segment.calls) if segment else -1
     run = segment.result if segment else None

@@ -11,11 +11,11 @@ import sys
 import zlib
 from pathlib import Path
 
+from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import run, serve
-from tugline.tokenizer import Tokenizer
 from tugline.types import Ids
+from tugline.web.serve import run, serve
 
 WINDOW = 16_384
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tugline.capture.trajectories import read_folder
+from tugline.recording.trajectories import read_folder
 from verification.recording import work
 
 TUGLINE = Path(sys.executable).with_name("tugline")

@@ -6,7 +6,7 @@ import json
 
 from cli.conftest import Shell
 from house import task
-from tugline.capture.trajectories import read_folder
+from tugline.recording.trajectories import read_folder
 
 
 async def test_a_consumer_goes_on_where_it_left_off(shell: Shell) -> None:

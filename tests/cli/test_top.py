@@ -22,7 +22,7 @@ from served import TOKENS
 from tugline.cli.top import Overview, Watcher, _is_shown, screen
 from tugline.client.api import Client
 from tugline.errors import ServerError
-from tugline.protocol import Hello, NodeState
+from tugline.protocol import NodeRegistration, NodeState
 from tugline.server.app import create_app, serve_api
 
 TUGLINE = Path(sys.executable).with_name("tugline")
@@ -107,8 +107,8 @@ async def test_once_and_as_json(tmp_path: Path) -> None:
 async def test_a_lost_node_is_shown_for_a_while(tmp_path: Path) -> None:
     """It is marked; those that were lost long ago are left out."""
     async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
-        await rig.control.register(Hello(name="old", slots=1, room=1))
-        await rig.control.register(Hello(name="old", slots=1, room=1))
+        await rig.control.register(NodeRegistration(name="old", slots=1, room=1))
+        await rig.control.register(NodeRegistration(name="old", slots=1, room=1))
         seen = await Watcher(client).look()
         states = sorted((one.node.name, one.node.state.value) for one in seen.nodes)
         assert states == [("here", "live"), ("old", "gone"), ("old", "live")]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import World, task, write
-from tugline.capture.trajectories import read_folder
+from launch.processes import World, task, write
 from tugline.cli.app import main
+from tugline.recording.trajectories import read_folder
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 

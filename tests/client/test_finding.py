@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tugline.client.finding import Found, find_server
+from tugline.client.discovery import Found, find_server
 from tugline.errors import UsageError
 
 

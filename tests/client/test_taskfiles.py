@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import yaml
 
-from tugline.client.taskfiles import load_tasks
-from tugline.client.taskforms import schema, sentences, template
+from tugline.client.task_files import load_tasks
+from tugline.client.task_schema import schema, sentences, template
 from tugline.errors import ConfigError, UsageError
-from tugline.types import Callback, Group, Limits, Part, Sampling, Stale, Task
+from tugline.types import Callback, Group, Limits, PluginSpec, Sampling, Stale, Task
 
 YAML = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\n"
-WANTED = Task(id="t", instruction="do", harness=Part("pi"), evaluator=Part("tests"))
+WANTED = Task(id="t", instruction="do", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -138,7 +138,7 @@ def test_the_template_says_every_field(tmp_path: Path) -> None:
     told = [line for line in kept if not line[0].isupper()]
     (full,) = load_tasks([written(tmp_path, "f.yaml", text + "\n".join(told))])
     assert full == task
-    for kind in (Task, Limits, Sampling, Group, Callback, Part):
+    for kind in (Task, Limits, Sampling, Group, Callback, PluginSpec):
         for name, sentence in sentences(kind).items():
             assert sentence in text, f"{kind.__name__}.{name}"
             assert f"{name}:" in text
@@ -147,7 +147,7 @@ def test_the_template_says_every_field(tmp_path: Path) -> None:
 def test_the_schema_knows_every_field_and_no_other() -> None:
     """Each with its sentence; closed, as the reader is."""
     told = schema()["$defs"]
-    for kind in (Task, Limits, Sampling, Group, Callback, Part):
+    for kind in (Task, Limits, Sampling, Group, Callback, PluginSpec):
         fields = set(kind.__struct_fields__)
         properties = told[kind.__name__]["properties"]
         assert set(properties) - {"instruction_file"} == fields

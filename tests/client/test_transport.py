@@ -16,7 +16,7 @@ from starlette.routing import Route
 from tugline.client.transport import Transport
 from tugline.errors import Conflict, FencedError, Invalid, Missing, ServerError, UsageError
 from tugline.protocol import Version
-from tugline.serving import serve
+from tugline.web.serve import serve
 
 
 def problem(name: str, status: int, **more: str) -> JSONResponse:

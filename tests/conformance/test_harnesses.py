@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tugline.conformance.cells import CELLS, Cell, cells_of
+from tugline.conformance.cells import CELLS, Case, cells_of
 from tugline.conformance.matrix import check
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
@@ -27,7 +27,7 @@ def told(verdicts: dict[str, str]) -> dict[str, str]:
     [cell for cell in CELLS if cell.harness != "pi"],
     ids=lambda cell: f"{cell.harness}-{cell.dialect}",
 )
-async def test_nothing_fails(cell: Cell) -> None:
+async def test_nothing_fails(cell: Case) -> None:
     """Whatever does not hold lies in the harness; every turn continues exactly."""
     result = await check(cell)
     bad = told(result.checks)

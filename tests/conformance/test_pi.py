@@ -11,12 +11,12 @@ import pytest
 from tugline.conformance.cells import cells_of
 from tugline.conformance.matrix import check, reached
 from tugline.conformance.models import WINDOW
-from tugline.conformance.script import END, Hitch, Player, tokenizer
+from tugline.conformance.script import END, Fault, Player, tokenizer
 from tugline.conformance.sessions import INSTRUCTION, script
 from tugline.conformance.worker import checks_of
 from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import serve
+from tugline.web.serve import serve
 
 
 def all_pass(verdicts: dict[str, str], names: Iterable[str]) -> None:
@@ -43,7 +43,7 @@ async def test_pi_works_in_every_dialect(dialect: str) -> None:
 async def test_an_engine_outside_answers_through_the_only_door() -> None:
     """The sandbox reaches the engine that it was given, and still nobody else."""
     words, cell = tokenizer(), cells_of("pi")[0]
-    player = Player(words, {INSTRUCTION: script(cell)}, {1: Hitch(token_s=0.02)})
+    player = Player(words, {INSTRUCTION: script(cell)}, {1: Fault(token_s=0.02)})
     scripted = ScriptedEngine(
         player.reply, vocab_size=words.size, max_model_len=WINDOW, eos_ids=[END]
     )

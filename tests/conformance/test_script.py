@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from tugline.chat.templates.rendering import Rendering
 from tugline.conformance import sandbox, sessions
 from tugline.conformance.cells import CELLS, REASONS, cells_of, judged
-from tugline.conformance.rehearsal import Rehearsal, Seen
-from tugline.conformance.script import Hitch, Player, Turn, tokenizer
+from tugline.conformance.rehearsal import Run, Seen
+from tugline.conformance.script import Fault, Player, Turn, tokenizer
 from tugline.conformance.worker import checks_of, parts_of
 from tugline.errors import UsageError
-from tugline.gateway.words.rendering import Rendering
-from tugline.runtimes.base import Exit
+from tugline.sandbox.base import Exit
 from tugline.types import (
     Branch,
     Call,
@@ -62,7 +62,7 @@ def test_turns_are_counted_in_the_prompt() -> None:
 
 def test_an_answer_that_was_cut_is_gone_on_with() -> None:
     """A prompt that ends inside an answer is answered by the rest of it, without the fault."""
-    player = Player(WORDS, {"Do it": SCRIPT}, {0: Hitch(cut_after=3)})
+    player = Player(WORDS, {"Do it": SCRIPT}, {0: Fault(cut_after=3)})
     first = prompt((Role.USER, "Do it"))
     whole = WORDS.encode(SCRIPT[0].written())
     assert player.reply(first, "").cut_after == 3
@@ -73,7 +73,7 @@ def test_an_answer_that_was_cut_is_gone_on_with() -> None:
 
 def test_a_fault_strikes_once() -> None:
     """The retry is answered."""
-    player = Player(WORDS, {"Do it": SCRIPT}, {0: Hitch(refuse=503)})
+    player = Player(WORDS, {"Do it": SCRIPT}, {0: Fault(refuse=503)})
     first = prompt((Role.USER, "Do it"))
     assert [player.reply(first, "").status for _ in range(2)] == [503, None]
 
@@ -117,7 +117,7 @@ def call(number: int, before: Call | None = None, **changes: Any) -> Call:
     return Call(**{**told, **changes})
 
 
-def session(**changes: Any) -> Rehearsal:
+def session(**changes: Any) -> Run:
     """Four turns in which everything went well."""
     calls = [call(0)]
     for number in range(1, 4):
@@ -135,10 +135,10 @@ def session(**changes: Any) -> Rehearsal:
         "owed": 12,
         "side_calls": 0,
     }
-    return Rehearsal(**{**told, **changes})
+    return Run(**{**told, **changes})
 
 
-def verdicts(ran: Rehearsal) -> dict[str, str | None]:
+def verdicts(ran: Run) -> dict[str, str | None]:
     """What every judge says about the same session."""
     parts = parts_of(CELL, slow=True).values()
     return {name: judge(CELL, ran) for part in parts for name, judge in part.judges.items()}
@@ -190,7 +190,7 @@ def edited(**changes: Any) -> tuple[Call, ...]:
         ("budget_stop_survived", session(seen=session().seen * 9), "36 requests"),
     ],
 )
-def test_what_is_wrong_is_named(check: str, ran: Rehearsal, why: str) -> None:
+def test_what_is_wrong_is_named(check: str, ran: Run, why: str) -> None:
     """Each check can fail, and says how."""
     found = verdicts(ran)[check]
     assert found is not None

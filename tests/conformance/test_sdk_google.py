@@ -17,7 +17,7 @@ from google.genai import errors, types
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
 from tugline.inference.scripted import Reply
-from tugline.types import Call, Heal, Outcome, Role
+from tugline.types import Call, EchoChange, Outcome, Role
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession")
 CALLS = "".join(
@@ -107,7 +107,7 @@ async def test_a_loop_of_parallel_tools_is_one_exact_sequence(tmp_path: Path, id
     assert [call.parent for call in calls] == [None, 0, 1, 2]
     assert exact(calls)
     assert [m.role for m in calls[1].messages] == [Role.TOOL, Role.TOOL]
-    assert Heal.REASONING in calls[1].healed
+    assert EchoChange.REASONING in calls[1].healed
 
 
 async def test_streamed_and_whole_answers_say_the_same(tmp_path: Path) -> None:

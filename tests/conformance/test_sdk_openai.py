@@ -18,7 +18,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
 from tugline.inference.scripted import Reply
-from tugline.types import Branch, Call, Heal, Outcome, Role, TraceKind
+from tugline.types import Branch, Call, EchoChange, Outcome, Role, TraceKind
 
 CALLS = "".join(
     f'<tool_call>\n{{"name": "read", "arguments": {{"path":  "{path}"}}}}\n</tool_call>\n'
@@ -115,7 +115,7 @@ async def test_a_chat_loop_of_parallel_tools_is_one_exact_sequence(
     assert [call.branch for call in calls] == [None] * 4
     assert [call.parent for call in calls] == [None, 0, 1, 2]
     assert exact(calls)
-    assert calls[1].healed == (() if echo == "verbatim" else (Heal.ARGUMENTS,))
+    assert calls[1].healed == (() if echo == "verbatim" else (EchoChange.ARGUMENTS,))
 
 
 @pytest.mark.parametrize("echo", ["verbatim", "without ids", "sealed"])

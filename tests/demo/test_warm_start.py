@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import FIXED, generate
 from tugline.demo.model import tiny_model
 from tugline.demo.tokenizer import END_OF_TURN, harness_phrases
@@ -22,8 +24,6 @@ from tugline.demo.warm_start import (
     recorded,
     rendered,
 )
-from tugline.gateway.words.rendering import Rendering
-from tugline.tokenizer import Tokenizer
 from tugline.types import Tool, Trace
 
 SYSTEM = (

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tugline.capture import segments
-from tugline.capture.folder import segments_in
-from tugline.cluster.server import STORE, control_plane
-from tugline.cluster.settings import ServerSettings
 from tugline.demo.metrics import Step
+from tugline.launch.server import STORE, control_plane
+from tugline.launch.settings import ServerSettings
 from tugline.protocol import ResultView
+from tugline.recording import file as recordings
+from tugline.recording.folder import segments_in
 from tugline.trainers.grpo import checkpoint
 from tugline.types import Reason, Status
 
@@ -91,7 +91,7 @@ def test_the_real_pi_is_trained_and_every_number_is_told(tmp_path: Path) -> None
     for name in ("learning.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
         assert (folder / name).stat().st_size > 0
     files = segments_in(folder / "segments")
-    calls = [call for file in files for call in segments.read(file).calls]
+    calls = [call for file in files for call in recordings.read(file).calls]
     turns = [call for call in calls if call.number > 0]
     assert turns
     assert [call.branch for call in turns if call.branch is not None] == []

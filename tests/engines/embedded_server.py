@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from tugline.inference.engine import Engine
 from tugline.inference.load import load
 from tugline.inference.server import create_app
-from tugline.serving import serve
+from tugline.web.serve import serve
 
 WINDOW = 8192
 

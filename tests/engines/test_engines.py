@@ -22,30 +22,30 @@ from engines.conftest import FURTHEST, Served
 from engines.embedded_server import WINDOW
 from engines.tool_model import RECITE, TOOLS
 from inference.tiny_model import truth
-from tugline.builders.prefix_merging import PrefixMerging
+from tugline.chat.engines.base import EngineFormat
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.doctor.diagnosis import ROUTES, Outcome
-from tugline.gateway.doctor.direct import Direct
-from tugline.gateway.engines.base import EngineFormat
-from tugline.gateway.upstream import Upstream
-from tugline.gateway.words.rendering import Rendering
-from tugline.tokenizer import Tokenizer
+from tugline.gateway.probe.diagnosis import ROUTES, Outcome
+from tugline.gateway.probe.direct import Direct
+from tugline.gateway.replicas import Upstream
+from tugline.recording.verify.findings import Verdict
+from tugline.recording.verify.scoring import scorer_at
+from tugline.recording.verify.sessions import judge, judge_logprobs
+from tugline.recording.verify.texts import Texts
+from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Branch,
     Call,
     LogprobMeaning,
     Logprobs,
     Mode,
-    Part,
+    PluginSpec,
     Sampling,
     Session,
     Task,
 )
 from tugline.types import Outcome as End
-from tugline.verification.findings import Verdict
-from tugline.verification.judge import judge, judge_logprobs
-from tugline.verification.scoring import scorer_at
-from tugline.verification.texts import Texts
 from verification.recording import read_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
@@ -124,8 +124,8 @@ async def bench(
     task = Task(
         id="t",
         instruction="",
-        harness=Part("shell"),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
         sampling=sampling,
     )
     session = Session(id=name, task="t", sample=0)

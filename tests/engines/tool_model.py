@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.tokenizer import END_OF_TURN, PAD, train_tokenizer
-from tugline.runtimes.cache import cache_folder
-from tugline.tokenizer import Tokenizer
+from tugline.sandbox.cache import cache_folder
 
 WINDOW = 8192
 STEPS = 300

@@ -11,7 +11,7 @@ import pytest
 from judging import Judge, task
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.tests import Tests
-from tugline.runtimes.patch import Change
+from tugline.sandbox.patch import Change
 from tugline.types import Workspace
 
 BILL = "def total(a, b):\n    return a - b\n"

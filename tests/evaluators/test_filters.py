@@ -6,8 +6,8 @@ import pytest
 
 from tugline.errors import ConfigError
 from tugline.evaluators.filters import PYTHON, TESTS, Rules, check_patterns, laid, matches, sift
-from tugline.runtimes.base import Mount
-from tugline.runtimes.patch import Change, Patch
+from tugline.sandbox.base import Mount
+from tugline.sandbox.patch import Change, Patch
 
 RULES = Rules(
     trusted=["tests/test_bill.py"],

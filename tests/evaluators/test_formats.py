@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tugline.evaluators.filters import TESTS
 from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.formats.base import Mark, Told
+from tugline.evaluators.formats.base import TestOutcome, TestReport
 
 GOLDEN = Path(__file__).parent / "golden"
-P, F, S, X = Mark.PASS, Mark.FAIL, Mark.SKIP, Mark.XFAIL
+P, F, S, X = TestOutcome.PASS, TestOutcome.FAIL, TestOutcome.SKIP, TestOutcome.XFAIL
 
 PYTEST = {
     "test_a.py::test_param[1]": P,
@@ -80,7 +80,7 @@ TAP = {
     "group > bad": F,
     "group": F,
 }
-REAL: dict[str, tuple[str, dict[str, Mark]]] = {
+REAL: dict[str, tuple[str, dict[str, TestOutcome]]] = {
     # -rA does not name skipped tests.
     "pytest_rA.txt": ("pytest", {k: v for k, v in PYTEST.items() if v is not S}),
     "pytest_v.txt": ("pytest", PYTEST),
@@ -111,7 +111,7 @@ TRYBUILD = """\
 test tests/ui/a.rs ... ok\ntest tests/ui/b.rs [should fail to compile] ... ok\n
 """
 LOG = "----- live log call -----\nINFO     root:test_log.py:4 hi\n"
-WAYS: dict[str, tuple[str, str, dict[str, Mark]]] = {
+WAYS: dict[str, tuple[str, str, dict[str, TestOutcome]]] = {
     "pytest 9 with subtests": (
         "pytest",
         START + "test_a.py::S::test_sub \ntest_a.py::S::test_sub PASSED       [100%]\n\n"
@@ -237,7 +237,7 @@ WAYS: dict[str, tuple[str, str, dict[str, Mark]]] = {
 }
 
 
-def read(format_name: str, text: str | bytes) -> Told:
+def read(format_name: str, text: str | bytes) -> TestReport:
     """What a format makes of it."""
     return FORMATS[format_name].read(text.encode() if isinstance(text, str) else text)
 
@@ -290,7 +290,7 @@ def test_reasons_are_kept() -> None:
 
 def test_a_test_passes_when_all_its_cases_do() -> None:
     """A name without brackets stands for all cases; one with them for itself."""
-    told = Told()
+    told = TestReport()
     told.add("t::a[1]", P)
     told.add("t::a[2]", F, "no\nmore")
     told.add("t::b[1]", P)

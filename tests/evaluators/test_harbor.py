@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from containers import DEBIAN, podman
+from tugline.datasets.base import Solution
 from tugline.errors import ConfigError
 from tugline.evaluators.harbor import Harbor, read_json, read_text
-from tugline.node.parts import Parts
-from tugline.node.proof import Proof, prove
 from tugline.plugins import find
-from tugline.tasksets.base import Solution
-from tugline.types import Cause, Limits, Part, Task, Workspace
+from tugline.rollout.parts import Parts
+from tugline.rollout.task_validation import TaskValidation, prove
+from tugline.types import Cause, Limits, PluginSpec, Task, Workspace
 
 RUNTIMES = [
     pytest.param("bubblewrap", id="bubblewrap"),
@@ -31,7 +31,7 @@ RIGHT = "if [ -f done ]; then echo 1; else echo 0; fi > /logs/verifier/reward.tx
 
 __all__ = ["podman"]
 
-Judge = Callable[..., Proof]
+Judge = Callable[..., TaskValidation]
 
 
 @pytest.fixture(params=RUNTIMES)
@@ -39,10 +39,10 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
     """What an agent's command earns by a script, as ``judge(command, script, **options)``."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "calendar.py").write_text("1\n")
-    runtime = Part("bubblewrap")
+    runtime = PluginSpec("bubblewrap")
     workspace = Workspace(path="/app", folder=str(tmp_path / "base"))
     if request.param == "container":
-        runtime = Part("container", {"engine": request.getfixturevalue("podman")})
+        runtime = PluginSpec("container", {"engine": request.getfixturevalue("podman")})
         workspace = msgspec.structs.replace(workspace, image=DEBIAN)
     else:
         why = find("runtime", "bubblewrap")().unavailable()
@@ -51,7 +51,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
 
     def judged(
         command: str, script: str = RIGHT, *, allow: Sequence[str] = (), **options: Any
-    ) -> Proof:
+    ) -> TaskValidation:
         tests = tmp_path / "tests"
         shutil.rmtree(tests, ignore_errors=True)
         tests.mkdir()
@@ -61,9 +61,9 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         task = Task(
             id="t",
             instruction="",
-            harness=Part("shell"),
-            evaluator=Part("harbor", {"tests": str(tests), "timeout_s": 20.0, **options}),
-            runtime=Part(runtime.name, {**runtime.options, "allow": list(allow)}),
+            harness=PluginSpec("shell"),
+            evaluator=PluginSpec("harbor", {"tests": str(tests), "timeout_s": 20.0, **options}),
+            runtime=PluginSpec(runtime.name, {**runtime.options, "allow": list(allow)}),
             workspace=workspace,
             files={"given.txt": "given"},
             limits=Limits(eval_s=60.0),
@@ -143,9 +143,9 @@ def test_tests_that_lie_in_an_image_are_not_the_agents(
     task = Task(
         id="t",
         instruction="",
-        harness=Part("shell"),
-        evaluator=Part("harbor", options),
-        runtime=Part("container", {"engine": podman}),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("harbor", options),
+        runtime=PluginSpec("container", {"engine": podman}),
         workspace=Workspace(build=str(tmp_path / "environment")),
     )
     looking = Solution(argv=("sh", "-c", "ls -A /tests; ! [ -e /tests/secret.txt ]"))

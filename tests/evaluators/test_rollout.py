@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stub_model import StubGateway
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
-from tugline.types import Cause, Part, Session, Status, Task, Trajectory
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.types import Cause, PluginSpec, Session, Status, Task, Trajectory
 
 AGENT = """
 sed -i 's/a - b/a + b/' bill.py; echo 'def test_total(): pass' > test_bill.py
@@ -23,13 +23,13 @@ FILES = {
 }
 
 
-async def rolled(folder: Path, evaluator: Part) -> Trajectory:
+async def rolled(folder: Path, evaluator: PluginSpec) -> Trajectory:
     """What an agent that mends the bill, and cheats besides, is given."""
     task = Task(
         id="t",
         instruction="Mend the bill.",
-        harness=Part("shell", {"command": AGENT}),
-        runtime=Part("local", {"grace_s": 0.1}),
+        harness=PluginSpec("shell", {"command": AGENT}),
+        runtime=PluginSpec("local", {"grace_s": 0.1}),
         evaluator=evaluator,
         files=FILES,
     )
@@ -48,7 +48,7 @@ async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
             "weight": 4,
         },
     }
-    trajectory = await rolled(tmp_path, Part("weighted", {"parts": part}))
+    trajectory = await rolled(tmp_path, PluginSpec("weighted", {"parts": part}))
     assert trajectory.status is Status.COMPLETED
     assert trajectory.reward is not None
     assert trajectory.reward.value == 0.5, trajectory.report
@@ -60,17 +60,20 @@ async def test_several_evaluators_judge_one_session(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("evaluator", "says"),
     [
-        (Part("function", {"target": "json:loads"}), "json:loads raised"),
+        (PluginSpec("function", {"target": "json:loads"}), "json:loads raised"),
         (
-            Part("judge", {**NOBODY, "model": "m", "rubric": "r", "attempts": 1}),
+            PluginSpec("judge", {**NOBODY, "model": "m", "rubric": "r", "attempts": 1}),
             "no verdict in 1 attempts",
         ),
-        (Part("tests", {"command": "no-such-program", "format": "tap"}), "exit code 127 also"),
+        (
+            PluginSpec("tests", {"command": "no-such-program", "format": "tap"}),
+            "exit code 127 also",
+        ),
     ],
     ids=["function", "judge", "tests"],
 )
 async def test_no_verdict_is_a_failure_of_the_evaluator(
-    tmp_path: Path, evaluator: Part, says: str
+    tmp_path: Path, evaluator: PluginSpec, says: str
 ) -> None:
     """It has no reward at all, and its cause says that the policy is not charged."""
     trajectory = await rolled(tmp_path, evaluator)

@@ -15,9 +15,9 @@ from judging import DONE, task
 from tugline.evaluators.base import Evaluator, Outcome, Verdict
 from tugline.evaluators.tests import Tests
 from tugline.evaluators.weighted import Weighted
-from tugline.runtimes.base import Box, Content, Place, Runtime
-from tugline.runtimes.bubblewrap.runtime import Bubblewrap
-from tugline.runtimes.container.runtime import Container
+from tugline.sandbox.base import Content, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.container.runtime import Container
 from tugline.types import Workspace
 
 RUNTIMES = [
@@ -66,12 +66,12 @@ def judged(
     given = task({}, Workspace(repo=str(repo), commit="HEAD", image=image))
     boxes: list[str] = []
 
-    def opened() -> contextlib.AbstractAsyncContextManager[Box]:
+    def opened() -> contextlib.AbstractAsyncContextManager[Sandbox]:
         boxes.append(str(len(boxes)))
-        return runtime.open(tmp_path / boxes[-1], Place(workspace=given.workspace))
+        return runtime.open(tmp_path / boxes[-1], SandboxSpec(workspace=given.workspace))
 
     @contextlib.asynccontextmanager
-    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Box]:
+    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         async with opened() as box:
             await box.put(box.workdir, files)
             yield box

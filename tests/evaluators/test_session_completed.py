@@ -8,7 +8,7 @@ import pytest
 from judging import DONE, Judge, call, task
 from tugline.evaluators.base import Outcome
 from tugline.evaluators.session_completed import SessionCompleted
-from tugline.runtimes.base import Exit
+from tugline.sandbox.base import Exit
 from tugline.types import Cause, Limits, Message, Role, ToolCall
 
 ASKS = Message(Role.ASSISTANT, "", (ToolCall("1", "bash", "{}"),))

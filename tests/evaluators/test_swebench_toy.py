@@ -14,12 +14,12 @@ import pytest
 
 from containers import DEBIAN, podman
 from swe_toy import WRONG, make, tasks, written
-from tugline.node.parts import Parts
-from tugline.node.proof import prove
-from tugline.runtimes.base import Place
-from tugline.tasksets.base import Solution
-from tugline.tasksets.swe import Swe
-from tugline.types import Part, Task
+from tugline.datasets.base import Solution
+from tugline.datasets.swe import Swe
+from tugline.rollout.parts import Parts
+from tugline.rollout.task_validation import prove
+from tugline.sandbox.base import SandboxSpec
+from tugline.types import PluginSpec, Task
 
 __all__ = ["podman"]
 pytestmark = pytest.mark.timeout(300)
@@ -29,7 +29,7 @@ TUGLINE = Path(sys.executable).with_name("tugline")
 class Toy:
     """The repository, its rows as tasks, and where to try them."""
 
-    def __init__(self, folder: Path, parts: Parts, runtime: Part, **options: Any) -> None:
+    def __init__(self, folder: Path, parts: Parts, runtime: PluginSpec, **options: Any) -> None:
         self.folder, self.parts, self.runtime, self.tried = folder, parts, runtime, 0
         self.rows = make(folder)
         self.options = {"path": str(folder / "rows.jsonl"), **options}
@@ -61,7 +61,7 @@ class Toy:
         """What a program prints where the agent would be."""
         self.tried += 1
         runtime = self.parts.runtime(self.runtime)
-        place = Place(workspace=task.workspace)
+        place = SandboxSpec(workspace=task.workspace)
         async with runtime.open(self.folder / str(self.tried), place) as box:
             await box.run(("sh", "-c", command), env={}, timeout_s=30, log_name="said")
             return (box.logs / "said.log").read_text()
@@ -94,7 +94,7 @@ def parts() -> Parts:
 
 async def test_in_a_sandbox(tmp_path: Path, parts: Parts) -> None:
     """Without images: files from the repository, programs of this machine."""
-    runtime = Part("bubblewrap")
+    runtime = PluginSpec("bubblewrap")
     if why := parts.runtime(runtime).unavailable():
         pytest.skip(why)
     await Toy(tmp_path, parts, runtime, repos="{repo}").check(first=0)
@@ -124,7 +124,7 @@ def images(tmp_path: Path, podman: str) -> Iterator[str]:  # noqa: ARG001 - it h
 @pytest.mark.podman
 async def test_in_containers(tmp_path: Path, parts: Parts, images: str, podman: str) -> None:
     """With images as the public data sets have them: the repository lies in the image."""
-    runtime = Part("container", {"engine": podman, "memory_mb": 512})
+    runtime = PluginSpec("container", {"engine": podman, "memory_mb": 512})
     await Toy(tmp_path, parts, runtime, images=images).check()
 
 
@@ -155,7 +155,7 @@ async def test_tests_in_an_image_are_not_the_agents_to_see(
     tmp_path: Path, parts: Parts, r2e: dict[str, str], podman: str
 ) -> None:
     """A row of R2E: the agent's box has their folder empty, and the evaluator's has not."""
-    runtime = Part("container", {"engine": podman, "memory_mb": 512})
+    runtime = PluginSpec("container", {"engine": podman, "memory_mb": 512})
     toy = Toy(tmp_path, parts, runtime)
     taskset = Swe(path=written(tmp_path / "r2e.jsonl", r2e))
     (task,) = tasks(taskset, runtime=msgspec.to_builtins(runtime))

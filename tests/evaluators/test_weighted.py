@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from judging import Judge, task
-from tugline.errors import ConfigError, EvaluatorError, RuntimeFault, UnknownPlugin
+from tugline.errors import ConfigError, EvaluatorError, SandboxError, UnknownPlugin
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.weighted import Weighted
-from tugline.runtimes.base import Mount
+from tugline.sandbox.base import Mount
 from tugline.types import Reward, Task
 
 HERE = "my_judges:Says"
@@ -53,7 +53,7 @@ class Says:
         RUNNING.append("-")
         if self.fails:
             msg = "broken"
-            raise {"evaluator": EvaluatorError, "runtime": RuntimeFault}[self.fails](msg)
+            raise {"evaluator": EvaluatorError, "runtime": SandboxError}[self.fails](msg)
         return Verdict(Reward(self.value, {"part": 2.0}, tuple(self.per_trace)), {"said": True})
 
 
@@ -103,7 +103,7 @@ async def test_traces_keep_what_was_said_of_each(judge: Judge) -> None:
 async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) -> None:
     """It keeps its kind, which says who is to blame; the others are ended, not left behind."""
     weighted = Weighted(parts={"slow": says(takes_s=30.0), "a": says(fails=fault)})
-    with pytest.raises((EvaluatorError, RuntimeFault), match="broken") as error:
+    with pytest.raises((EvaluatorError, SandboxError), match="broken") as error:
         await asyncio.wait_for(judge(weighted), 20)
     assert isinstance(error.value, EvaluatorError) == (fault == "evaluator")
     assert len(asyncio.all_tasks()) == 1

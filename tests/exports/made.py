@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from tugline.capture.records import Header, Result
-from tugline.capture.segments import Writer
 from tugline.exports.pipeline import Export, Summary, run
 from tugline.plugins import find
+from tugline.recording.file import Writer
+from tugline.recording.records import Header, Result
 from tugline.types import (
     Call,
     Finish,
     Ledger,
     Message,
-    Part,
+    PluginSpec,
     Reward,
     Role,
     Sampling,
@@ -86,8 +86,8 @@ def record(
     what = Task(
         id=task,
         instruction="Mend it.",
-        harness=Part("shell"),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
         tags=dict(tags or {}),
     )
     who = Session(id=session, task=task, sample=sample, epoch=epoch)

@@ -17,10 +17,10 @@ from renderers import create_renderer
 
 from exports.made import call, export, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
-from tugline.builders.prefix_merging import PrefixMerging
+from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import Left, Wanted
-from tugline.gateway.words.templates import CONFIGS
+from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Branch,
     Call,

@@ -12,7 +12,7 @@ from exports.made import call, export, record
 from tugline.errors import UnknownPlugin, UsageError
 from tugline.exports.base import Left
 from tugline.exports.select import Split
-from tugline.types import Part
+from tugline.types import PluginSpec
 
 FORMS = ["parquet", "arrow", "calls", "sft", "trl", "verl", "slime"]
 
@@ -89,14 +89,14 @@ def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
 def test_traces_are_those_of_the_builder_asked_for(tmp_path: Path) -> None:
     """Without one, a session is built as its task says."""
     record(tmp_path, "a")
-    builder = Part("per_request", {"max_length": 5})
+    builder = PluginSpec("per_request", {"max_length": 5})
     export("parquet", tmp_path, tmp_path / "out", builder=builder)
     rows = pq.read_table(tmp_path / "out").to_pylist()
     assert [row["ids"] for row in rows] == [[10, 11, 12, 13], [10, 11, 12, 13, 14]]
     assert {row["builder"] for row in rows} == {"per_request"}
     assert rows[0]["ledger"]["dropped"] == [{"key": "over_length", "value": 1}]
     with pytest.raises(UnknownPlugin, match="unknown builder 'per_reqest'; did you mean"):
-        export("parquet", tmp_path, tmp_path / "new", builder=Part("per_reqest"))
+        export("parquet", tmp_path, tmp_path / "new", builder=PluginSpec("per_reqest"))
 
 
 def test_ids_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:

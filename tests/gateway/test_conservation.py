@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rig import Rig, ids, rig, says, text_of
-from tugline.builders.prefix_merging import PrefixMerging
 from tugline.gateway.sessions import LiveSession
 from tugline.inference.scripted import Reply
+from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Call, Ids, Outcome
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1).map(
@@ -51,8 +51,8 @@ async def test_an_answer_is_whole_wherever_it_is_cut(
     monkeypatch: pytest.MonkeyPatch, text: str, cuts: list[int], leave_after: int | None
 ) -> None:
     """Lost engines and a client that leaves and comes back: the same text, each id sampled once."""
-    monkeypatch.setattr("tugline.gateway.drawing._BACKOFF_S", 0.001)
-    monkeypatch.setattr("tugline.gateway.upstream._BACKOFF_S", 0.001)
+    monkeypatch.setattr("tugline.gateway.completion._BACKOFF_S", 0.001)
+    monkeypatch.setattr("tugline.gateway.replicas._BACKOFF_S", 0.001)
     monkeypatch.setattr("tugline.gateway.proxy.GRACE_S", 0.0)
     with tempfile.TemporaryDirectory() as folder:
         async with rig(Path(folder), cut_at(text, cuts), cut_at(text, [])) as it:

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import rendering
+from tugline.chat.tokens import Tokens
 from tugline.errors import Unsupported
 from tugline.gateway.conversation import Conversation
-from tugline.gateway.tokens import Tokens
-from tugline.gateway.turns import Plan
-from tugline.types import Branch, Heal, Ids, Message, Role, Tool, ToolCall
+from tugline.gateway.turns import PromptPlan
+from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)
 START = (Message(Role.SYSTEM, "You help."), Message(Role.USER, "Mend it."))
@@ -27,7 +27,7 @@ def sampled(text: str) -> Ids:
     return np.asarray(RENDERING.tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
-def answered(arguments: str = ARGUMENTS) -> tuple[Conversation, Plan, Ids]:
+def answered(arguments: str = ARGUMENTS) -> tuple[Conversation, PromptPlan, Ids]:
     """A conversation after one turn that called `read`."""
     conversation = Conversation(RENDERING)
     plan = conversation.plan(START, TOOLS)
@@ -167,12 +167,12 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
     ("echoed", "heals"),
     [
         (Message(Role.ASSISTANT, "Hi.", reasoning="Hm."), ()),
-        (Message(Role.ASSISTANT, "Hi."), (Heal.REASONING,)),
-        (Message(Role.ASSISTANT, "Hi.\n", reasoning="Hm."), (Heal.TEXT,)),
+        (Message(Role.ASSISTANT, "Hi."), (EchoChange.REASONING,)),
+        (Message(Role.ASSISTANT, "Hi.\n", reasoning="Hm."), (EchoChange.TEXT,)),
     ],
     ids=["verbatim", "thoughts dropped", "blank space"],
 )
-def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[Heal, ...]) -> None:
+def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
     """A harmless change continues exactly, and is told."""
     conversation = Conversation(RENDERING)
     plan = conversation.plan(START, TOOLS)

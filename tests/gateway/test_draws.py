@@ -13,7 +13,7 @@ import pytest
 
 from rig import ASK, Rig, cut_once, ids, rig, says, text_of
 from tugline.errors import EngineError
-from tugline.gateway import drawing
+from tugline.gateway import completion
 from tugline.inference.scripted import Reply
 from tugline.types import Branch, Finish, Limits, Outcome, Policy, Sampling, VersionSpan
 
@@ -61,7 +61,7 @@ async def test_without_a_replica_left_the_answer_ends_as_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was told is a whole answer in the dialect's terms; what was sampled is trained."""
-    monkeypatch.setattr(drawing, "_CONTINUATIONS", 1)
+    monkeypatch.setattr(completion, "_CONTINUATIONS", 1)
     told = " ".join(f"w{i}" for i in range(40))
 
     def cut(prompt: Any, request: str) -> Any:

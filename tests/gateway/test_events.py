@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rig import cut_once, rig, says
-from tugline.capture.records import Event, EventKind
-from tugline.capture.segments import Segment, read
+from tugline.recording.file import Recording, read
+from tugline.recording.records import Event, EventKind
 
 
-def segment(folder: Path) -> Segment:
+def segment(folder: Path) -> Recording:
     """The only one."""
     (path,) = folder.glob("*.seg")
     return read(path)

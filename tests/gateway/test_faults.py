@@ -24,13 +24,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rig import RENDERING, ids
-from tugline.builders.prefix_merging import PrefixMerging
+from tugline.chat.engines.embedded import Embedded
 from tugline.gateway import asgi
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
-from tugline.serving import serve
-from tugline.types import Limits, Outcome, Part, Reason, Session, Task
+from tugline.gateway.replicas import Upstream
+from tugline.traces.prefix_merging import PrefixMerging
+from tugline.types import Limits, Outcome, PluginSpec, Reason, Session, Task
+from tugline.web.serve import serve
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ async def door(
     task = Task(
         id="t",
         instruction="",
-        harness=Part("shell"),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
         limits=limits or Limits(),
     )
     async with (
@@ -458,7 +458,7 @@ async def test_an_engine_that_only_fails_is_told_in_the_dialects_words(
     codes: set[int],
 ) -> None:
     """After a bounded number of tries; nothing is in the ledger, and the engine is to blame."""
-    monkeypatch.setattr("tugline.gateway.upstream._BACKOFF_S", 0.01)
+    monkeypatch.setattr("tugline.gateway.replicas._BACKOFF_S", 0.01)
     async with door(tmp_path, answer) as it:
         code, headers, reply = await it.send(dialect)
         assert code in codes
@@ -478,7 +478,7 @@ async def test_an_engine_that_is_down_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
 ) -> None:
     """The address is named; the harness's own retry may find it up again."""
-    monkeypatch.setattr("tugline.gateway.upstream._BACKOFF_S", 0.01)
+    monkeypatch.setattr("tugline.gateway.replicas._BACKOFF_S", 0.01)
     async with door(tmp_path) as it:
         replica = it.gateway._upstream.replicas[0]
         right, replica.url = replica.url, "http://127.0.0.1:9"
@@ -508,7 +508,7 @@ async def test_a_stream_that_loses_its_engine_ends_properly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
 ) -> None:
     """The answer ends as truncated; what was sampled is trained, and says what happened."""
-    monkeypatch.setattr("tugline.gateway.drawing._CONTINUATIONS", 0)
+    monkeypatch.setattr("tugline.gateway.completion._CONTINUATIONS", 0)
     async with door(tmp_path, cut) as it:
         code, text = await it.stream(dialect)
         call = it.gateway.calls("s1")[0]
@@ -524,8 +524,8 @@ async def test_an_engine_slower_than_its_deadline_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
 ) -> None:
     """A reply that stalls is given up, tried again, and then told."""
-    monkeypatch.setattr("tugline.gateway.upstream._BACKOFF_S", 0.01)
-    monkeypatch.setattr("tugline.gateway.upstream._TRIES", 2)
+    monkeypatch.setattr("tugline.gateway.replicas._BACKOFF_S", 0.01)
+    monkeypatch.setattr("tugline.gateway.replicas._TRIES", 2)
 
     async def stall(_: Request) -> Response:
         await asyncio.sleep(1.0)

@@ -6,7 +6,7 @@ import pytest
 
 from rig import rig, says
 from tugline.gateway import app
-from tugline.types import Part, Session, Task
+from tugline.types import PluginSpec, Session, Task
 
 
 async def test_sessions_that_are_over_are_forgotten_in_time(
@@ -14,7 +14,7 @@ async def test_sessions_that_are_over_are_forgotten_in_time(
 ) -> None:
     """A gateway that runs for weeks keeps the last ones in mind, and those that are live."""
     monkeypatch.setattr(app, "_KEPT", 3)
-    task = Task(id="t", instruction="", harness=Part("shell"), evaluator=Part("tests"))
+    task = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
     async with rig(tmp_path, says("Hello.")) as it:
         await it.ask()
         for number in range(9):

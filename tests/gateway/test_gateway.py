@@ -17,14 +17,14 @@ import openai
 import pytest
 
 from tiny import rendering
+from tugline.chat.engines.embedded import Embedded
 from tugline.errors import EngineError
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.replicas import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import serve
-from tugline.types import Call, Finish, Ids, Limits, Outcome, Part, Sampling, Session, Task
+from tugline.types import Call, Finish, Ids, Limits, Outcome, PluginSpec, Sampling, Session, Task
+from tugline.web.serve import serve
 
 RENDERING = rendering()
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -85,8 +85,8 @@ async def bench(
     task = Task(
         id="t",
         instruction="",
-        harness=Part("shell"),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
         limits=limits,
         sampling=sampling,
     )
@@ -359,7 +359,7 @@ async def test_an_engine_lost_mid_answer_ends_it_as_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets a whole answer that was cut short, and the record says who is to blame."""
-    monkeypatch.setattr("tugline.gateway.drawing._CONTINUATIONS", 0)
+    monkeypatch.setattr("tugline.gateway.completion._CONTINUATIONS", 0)
     async with bench(tmp_path, says("word " * 9, cut_after=6)) as it:
         finish = [c.choices[0].finish_reason async for c in await it.ask(stream=True) if c.choices]
         assert finish[-1] == "length"

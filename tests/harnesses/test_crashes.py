@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tugline.conformance.cells import CELLS
-from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
+from tugline.conformance.rehearsal import Run, Stage, rehearse
 from tugline.conformance.script import Turn
 from tugline.errors import HarnessError
-from tugline.harnesses.base import Harness, Launch, Seat
+from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.harnesses.trial import start_once
 from tugline.plugins import find
-from tugline.runtimes.base import Exit
-from tugline.runtimes.local import Local
+from tugline.sandbox.base import Exit
+from tugline.sandbox.local import Local
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 ONE_EACH = {cell.harness: cell for cell in reversed(CELLS)}
@@ -37,7 +37,7 @@ def harness(name: str) -> Any:
     return find("harness", name)(**ONE_EACH[name].options)
 
 
-async def told(name: str, command: str, folder: Path, max_turns: int | None = None) -> Rehearsal:
+async def told(name: str, command: str, folder: Path, max_turns: int | None = None) -> Run:
     """A session whose model has one command run."""
     cell = ONE_EACH[name]
     call = (cell.tool, {cell.argument: command, **cell.arguments})
@@ -77,7 +77,7 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
             """The preset's."""
             await preset.install()
 
-        def launch(self, seat: Seat) -> Launch:
+        def launch(self, seat: LaunchContext) -> Launch:
             """The preset's, with a file that is nonsense."""
             made = preset.launch(seat)
             return Launch(argv=made.argv, env=made.env, files={**made.files, SETTINGS[name]: "{["})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tugline.conformance.cells import CELLS
-from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
+from tugline.conformance.rehearsal import Run, Stage, rehearse
 from tugline.conformance.script import Turn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
@@ -58,7 +58,7 @@ Count them twice.
 
 async def rehearsed(
     name: str, folder: Path, *turns: Turn, options: dict[str, Any] | None = None
-) -> Rehearsal:
+) -> Run:
     """One session of the real program with a script in its folder."""
     script = {INSTRUCTION: (*turns, Turn("Hello."))}
     return await rehearse(

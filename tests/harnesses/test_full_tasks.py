@@ -11,17 +11,17 @@ from typing import NamedTuple
 import pytest
 
 from containers import BUSYBOX, DEBIAN, podman  # noqa: F401 - a fixture
-from tugline.conformance.cells import CELLS, Cell
+from tugline.conformance.cells import CELLS, Case
 from tugline.conformance.models import scripted
-from tugline.conformance.script import Hitch, Player, Turn
+from tugline.conformance.script import Fault, Player, Turn
 from tugline.gateway.app import Gateway
 from tugline.harnesses.trial import start_once
-from tugline.node.course import Course
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
 from tugline.plugins import find
-from tugline.runtimes.container.runtime import Container
-from tugline.types import Cause, Limits, Part, Session, Status, Task, Trajectory
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.rollout.timeouts import Course
+from tugline.sandbox.container.runtime import Container
+from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 INSTRUCTION = "Fix the bug in bill.py: the total of 2 and 3 is 5."
@@ -41,7 +41,7 @@ class Done(NamedTuple):
     box: Path
 
 
-def script(cell: Cell, operator: str) -> tuple[Turn, ...]:
+def script(cell: Case, operator: str) -> tuple[Turn, ...]:
     """Look at the file, change it, say so."""
 
     def run(command: str) -> tuple[str, dict[str, object]]:
@@ -59,12 +59,12 @@ def script(cell: Cell, operator: str) -> tuple[Turn, ...]:
 @pytest.fixture(
     params=["bubblewrap", pytest.param("container", marks=[pytest.mark.podman])], scope="module"
 )
-def place(request: pytest.FixtureRequest) -> Part:
+def place(request: pytest.FixtureRequest) -> PluginSpec:
     """A runtime that keeps agents in."""
     options = {}
     if request.param == "container":
         options = {"engine": request.getfixturevalue("podman"), "image": DEBIAN}
-    part = Part(request.param, options)
+    part = PluginSpec(request.param, options)
     reason = PARTS.runtime(part).unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -72,19 +72,19 @@ def place(request: pytest.FixtureRequest) -> Part:
 
 
 @pytest.fixture(params=sorted(ONE_EACH))
-def cell(request: pytest.FixtureRequest) -> Cell:
+def cell(request: pytest.FixtureRequest) -> Case:
     """Each preset, in its first dialect."""
     return ONE_EACH[request.param]
 
 
-def a_task(cell: Cell, place: Part, limits: Limits) -> Task:
+def a_task(cell: Case, place: PluginSpec, limits: Limits) -> Task:
     """One bug."""
     return Task(
         id="t",
         instruction=INSTRUCTION,
-        harness=Part(cell.harness, cell.options),
+        harness=PluginSpec(cell.harness, cell.options),
         runtime=place,
-        evaluator=Part("tests"),
+        evaluator=PluginSpec("tests"),
         files=FILES,
         limits=limits,
     )
@@ -107,10 +107,10 @@ async def released(course: Course, player: Player, turns: int) -> AsyncIterator[
         releasing.cancel()
 
 
-async def rolled(cell: Cell, place: Part, folder: Path, operator: str = "+") -> Done:
+async def rolled(cell: Case, place: PluginSpec, folder: Path, operator: str = "+") -> Done:
     """The whole way, with a model that never answers its second turn if `operator` is empty."""
     stalls = not operator
-    hitches = {1: Hitch(first_s=600.0)} if stalls else {}
+    hitches = {1: Fault(first_s=600.0)} if stalls else {}
     limits = Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0)
     async with scripted({INSTRUCTION: script(cell, operator)}, hitches) as model:
         assert model.player is not None
@@ -129,14 +129,16 @@ async def rolled(cell: Cell, place: Part, folder: Path, operator: str = "+") -> 
     return Done(trajectory, folder / "session" / "agent")
 
 
-def kept(done: Done, cell: Cell) -> list[str]:
+def kept(done: Done, cell: Case) -> list[str]:
     """What was kept of the program's own log."""
     logs = done.box / "logs" / "home"
     patterns = find("harness", cell.harness)(**cell.options).keeps
     return [path.read_text(errors="replace") for one in patterns for path in logs.glob(one)]
 
 
-async def test_the_right_patch_earns_its_reward(cell: Cell, place: Part, tmp_path: Path) -> None:
+async def test_the_right_patch_earns_its_reward(
+    cell: Case, place: PluginSpec, tmp_path: Path
+) -> None:
     """The program edits in its sandbox, its patch passes in another, its own log is kept."""
     done = await rolled(cell, place, tmp_path)
     assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
@@ -148,7 +150,7 @@ async def test_the_right_patch_earns_its_reward(cell: Cell, place: Part, tmp_pat
     assert any(LAST_WORDS in text for text in kept(done, cell))
 
 
-async def test_the_wrong_patch_earns_none(cell: Cell, place: Part, tmp_path: Path) -> None:
+async def test_the_wrong_patch_earns_none(cell: Case, place: PluginSpec, tmp_path: Path) -> None:
     """The same way, with a change that does not help."""
     done = await rolled(cell, place, tmp_path, operator="*")
     assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
@@ -156,7 +158,9 @@ async def test_the_wrong_patch_earns_none(cell: Cell, place: Part, tmp_path: Pat
     assert done.trajectory.reward.value == 0.0, done.trajectory.report
 
 
-async def test_out_of_time_keeps_what_there_is(cell: Cell, place: Part, tmp_path: Path) -> None:
+async def test_out_of_time_keeps_what_there_is(
+    cell: Case, place: PluginSpec, tmp_path: Path
+) -> None:
     """The model stalls in the second turn: what was said before is traced, judged and typed."""
     done = await rolled(cell, place, tmp_path, operator="")
     assert done.trajectory.status is Status.TIMED_OUT, done.trajectory.failure
@@ -169,8 +173,8 @@ async def test_out_of_time_keeps_what_there_is(cell: Cell, place: Part, tmp_path
 
 
 @pytest.mark.podman
-async def test_an_image_needs_nothing_of_its_own(cell: Cell, podman: str) -> None:  # noqa: F811
+async def test_an_image_needs_nothing_of_its_own(cell: Case, podman: str) -> None:  # noqa: F811
     """An image that holds busybox alone, without a C library, runs the program all the same."""
-    harness = PARTS.harness(Part(cell.harness, cell.options))
+    harness = PARTS.harness(PluginSpec(cell.harness, cell.options))
     await harness.install()
     await start_once(harness, Container(engine=podman, image=BUSYBOX))

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from tugline.errors import ConfigError, HarnessError, UsageError
-from tugline.harnesses.base import Seat, one_at_a_time
+from tugline.harnesses.base import LaunchContext, one_at_a_time
 from tugline.harnesses.installing import measure, once, sealed, toolbox
 from tugline.harnesses.pi import Pi
 from tugline.harnesses.shell import Shell
-from tugline.runtimes.base import Mount
-from tugline.runtimes.cache import cache_folder
+from tugline.sandbox.base import Mount
+from tugline.sandbox.cache import cache_folder
 
-SEAT = Seat(
+SEAT = LaunchContext(
     instruction="Fix it",
     workdir="/w",
     home="/h",

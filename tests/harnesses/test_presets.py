@@ -14,16 +14,16 @@ import msgspec
 import pytest
 
 from tugline.errors import ConfigError, DiskFull, HarnessError
-from tugline.harnesses.base import Launch, Seat
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.harnesses.installing import once
 from tugline.harnesses.npm import Npm
 from tugline.harnesses.python import Python
-from tugline.node.parts import Parts
 from tugline.plugins import find
-from tugline.runtimes.base import Exit
-from tugline.types import Part
+from tugline.rollout.parts import Parts
+from tugline.sandbox.base import Exit
+from tugline.types import PluginSpec
 
-SEAT = Seat(
+SEAT = LaunchContext(
     instruction='-n "a" @b',
     workdir="/w",
     home="/h",
@@ -304,7 +304,7 @@ def test_wrong_extensions_are_named(options: dict[str, Any], line: str) -> None:
 def test_what_a_program_does_not_know_is_no_option_of_its_preset() -> None:
     """Pi has no MCP servers: the error lists what it has."""
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'mcp' \(its options: .*"):
-        Parts().harness(Part("pi", {"mcp": MCP}))
+        Parts().harness(PluginSpec("pi", {"mcp": MCP}))
 
 
 def test_a_status_in_an_exit_code_is_no_crash() -> None:

@@ -18,7 +18,7 @@ from tugline.inference.chat import Chat, Deltas
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.inference.wire import ChatBody, ids_array, parse
-from tugline.serving import serve
+from tugline.web.serve import serve
 
 TOKENIZER = tokenizer()
 TOOL = {

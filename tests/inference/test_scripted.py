@@ -14,8 +14,8 @@ import pytest
 
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import serve
 from tugline.types import Ids
+from tugline.web.serve import serve
 
 GENERATE = "/inference/v1/generate"
 BODY = {"token_ids": [7, 8, 9], "sampling_params": {"logprobs": 0}, "request_id": "r1"}

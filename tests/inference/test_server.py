@@ -19,7 +19,7 @@ from tiny import tokenizer
 from tugline.inference.base import Stats
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
-from tugline.serving import serve
+from tugline.web.serve import serve
 
 WINDOW = 256
 TOLERANCE = 1e-4

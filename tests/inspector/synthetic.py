@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tugline.capture.folder import keep_tokenizer
-from tugline.capture.records import Event, EventKind, Header, Result
-from tugline.capture.segments import Writer
+from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
-from tugline.tokenizer import Tokenizer
+from tugline.recording.file import Writer
+from tugline.recording.folder import keep_tokenizer
+from tugline.recording.records import Event, EventKind, Header, Result
 from tugline.types import (
     Branch,
     Call,
@@ -20,7 +20,7 @@ from tugline.types import (
     Ledger,
     Message,
     Outcome,
-    Part,
+    PluginSpec,
     Reward,
     Role,
     Sampling,
@@ -63,8 +63,8 @@ class Script:
         task = Task(
             id="t-1",
             instruction="Mend it.",
-            harness=Part("pi"),
-            evaluator=Part("tests"),
+            harness=PluginSpec("pi"),
+            evaluator=PluginSpec("tests"),
             files={"a.py": "pass\n"},
         )
         header = Header(

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from inspector.synthetic import Script, encode, long, small, tokenizer
-from tugline.capture.segments import read
-from tugline.inspector.document import document
-from tugline.inspector.telling import tell
-from tugline.inspector.texts import Texts
+from tugline.recording.file import read
+from tugline.recording.view.document import document
+from tugline.recording.view.session_view import tell
+from tugline.recording.view.texts import Texts
 from tugline.types import Image, Message, Role
 
 

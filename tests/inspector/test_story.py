@@ -9,12 +9,20 @@ import numpy as np
 import pytest
 
 from inspector.synthetic import START, Script, encode, small, whole
-from tugline.builders.ledger import total
-from tugline.capture.segments import read
 from tugline.errors import ConfigError, UsageError
-from tugline.inspector.story import Detail, Happening, How, Story, Tokens, TraceView, Turn
-from tugline.inspector.telling import Told, as_json, tell
-from tugline.types import Branch, Heal, Mode, Outcome, Reason, TraceKind
+from tugline.recording.file import read
+from tugline.recording.view.session_view import Told, as_json, tell
+from tugline.recording.view.story import (
+    Detail,
+    How,
+    SessionView,
+    TimelineEvent,
+    Tokens,
+    TraceView,
+    Turn,
+)
+from tugline.traces.ledger import total
+from tugline.types import Branch, EchoChange, Mode, Outcome, Reason, TraceKind
 
 
 def told_of(path: Path, builder: str | None = None) -> Told:
@@ -45,7 +53,7 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     """Healed is said of ids that go on; a turn that leaves its parent is a fork in any case."""
     script = Script(tmp_path)
     first = script.call(encode("one two"), "three")
-    script.call([*whole(first), *encode("four")], "five", healed=(Heal.ARGUMENTS,))
+    script.call([*whole(first), *encode("four")], "five", healed=(EchoChange.ARGUMENTS,))
     script.call(encode("one other"), "six", parent=0)
     gone = script.call(encode("one two"), "a b c", parent=None, outcome=Outcome.CLIENT_GONE)
     script.call(whole(gone)[:-1], "d", parent=3)
@@ -152,6 +160,6 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
 def test_every_field_of_the_json_is_documented() -> None:
     """Whoever reads the object finds each of its keys in docs/trace.md."""
     page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
-    shapes = (Story, Turn, Detail, Happening, TraceView, Tokens)
+    shapes = (SessionView, Turn, Detail, TimelineEvent, TraceView, Tokens)
     names = [name for shape in shapes for name in shape.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from inspector.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
-from tugline.capture.segments import read
-from tugline.inspector.telling import Told, tell
-from tugline.inspector.terminal import By, Terminal
-from tugline.inspector.texts import Texts, visible
-from tugline.tokenizer import Tokenizer
+from tugline.chat.tokenizer import Tokenizer
+from tugline.recording.file import read
+from tugline.recording.view.session_view import Told, tell
+from tugline.recording.view.terminal import By, Terminal
+from tugline.recording.view.texts import Texts, visible
 
 
 def shown(told: Told, *, texts: Texts | None = None, turn: int | None = None, **how: object) -> str:

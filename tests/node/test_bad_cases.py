@@ -16,16 +16,16 @@ import pytest
 from attacked import IMAGE, running, token
 from rig import Play, Reply, rig, says
 from tugline.gateway.app import Opened
-from tugline.node import session as rollouts
-from tugline.node.course import Course
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
-from tugline.runtimes.bubblewrap.runtime import Bubblewrap
+from tugline.rollout import rollout as rollouts
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.rollout.timeouts import Course
+from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.types import (
     HANDLING,
     Cause,
     Limits,
-    Part,
+    PluginSpec,
     Session,
     Status,
     Task,
@@ -53,7 +53,7 @@ FILES = {
 MEND = "sed -i s/-/+/ bill.py"
 
 
-SANDBOXED = Part("bubblewrap")
+SANDBOXED = PluginSpec("bubblewrap")
 LIMITS = Limits(init_s=20.0, agent_s=20.0, eval_s=10.0)
 PLAY = says("Done.")
 
@@ -68,7 +68,7 @@ class Case:
     """Part of the failure's message, with ``{folder}`` for the test's folder."""
     status: Status = Status.FAILED
     script: str = f"{MEND}; {ASK}"
-    runtime: Part = SANDBOXED
+    runtime: PluginSpec = SANDBOXED
     change: dict[str, Any] = field(default_factory=dict)
     """Fields of the task."""
     limits: Limits = LIMITS
@@ -83,9 +83,9 @@ class Case:
     marks: tuple[Any, ...] = ()
 
 
-def podman(**options: Any) -> Part:
+def podman(**options: Any) -> PluginSpec:
     """Containers of Podman."""
-    return Part("container", {"engine": "podman", "pull": "never", **options})
+    return PluginSpec("container", {"engine": "podman", "pull": "never", **options})
 
 
 def _repository(folder: Path) -> None:
@@ -244,7 +244,7 @@ CASES = [
         "a container engine that is not there",
         Cause.SANDBOX,
         "/nonesuch.sock",
-        runtime=Part("container", {"engine": "unix:///nonesuch.sock", "image": "x"}),
+        runtime=PluginSpec("container", {"engine": "unix:///nonesuch.sock", "image": "x"}),
     ),
     Case(
         "a program that is missing",
@@ -257,13 +257,13 @@ CASES = [
         "a harness that cannot be installed",
         Cause.INSTALL,
         "no such version",
-        change={"harness": Part("bad_parts:Uninstallable")},
+        change={"harness": PluginSpec("bad_parts:Uninstallable")},
     ),
     Case(
         "a start that takes too long",
         Cause.INIT_TIMEOUT,
         "init was out of time",
-        runtime=Part("bad_parts:Slow"),
+        runtime=PluginSpec("bad_parts:Slow"),
         limits=Limits(init_s=0.3),
         within_s=10.0,
     ),
@@ -292,7 +292,7 @@ CASES = [
         Cause.AGENT_MEMORY,
         "agent_memory",
         status=Status.COMPLETED,
-        runtime=Part("bubblewrap", {"memory_mb": 200}),
+        runtime=PluginSpec("bubblewrap", {"memory_mb": 200}),
         script=f"{ASK}; exec python3 -I -c 'b = []\nwhile True: b.append(b\"x\" * (1 << 22))'",
         reward=0.0,
         check=_partial,
@@ -302,7 +302,7 @@ CASES = [
         Cause.AGENT_DISK,
         "agent_disk",
         status=Status.COMPLETED,
-        runtime=Part("bubblewrap", {"disk_mb": 32}),
+        runtime=PluginSpec("bubblewrap", {"disk_mb": 32}),
         script=f"{ASK}; for n in $(seq 300); do head -c 10M /dev/zero > big$n; sleep 0.1; done",
         reward=0.0,
         check=_partial,
@@ -311,7 +311,7 @@ CASES = [
         "a gigabyte of output",
         None,
         status=Status.COMPLETED,
-        runtime=Part("bubblewrap", {"output_mb": 1}),
+        runtime=PluginSpec("bubblewrap", {"output_mb": 1}),
         script=f"{MEND}; {ASK}; head -c 1G /dev/zero",
         reward=1.0,
         check=_bounded,
@@ -321,7 +321,7 @@ CASES = [
         None,
         status=Status.COMPLETED,
         script=f"{MEND}; {ASK}; printf '\\377\\376'; touch \"$(printf 'a\\377')\"; printf '\\303'",
-        change={"evaluator": Part("bad_parts:Noting")},
+        change={"evaluator": PluginSpec("bad_parts:Noting")},
         reward=1.0,
         check=_odd_bytes,
     ),
@@ -329,14 +329,14 @@ CASES = [
         "a builder that breaks",
         Cause.NODE,
         "ZeroDivisionError",
-        change={"builder": Part("bad_parts:Broken")},
+        change={"builder": PluginSpec("bad_parts:Broken")},
     ),
     Case(
         "a session whose time is over while traces are built",
         Cause.WAIT_TIMEOUT,
         "total_s was over in build",
         status=Status.TIMED_OUT,
-        change={"builder": Part("bad_parts:Sleepy")},
+        change={"builder": PluginSpec("bad_parts:Sleepy")},
         total_s=4.0,
         script=ASK,
     ),
@@ -353,14 +353,14 @@ CASES = [
         "an evaluator that hangs",
         Cause.EVAL_TIMEOUT,
         "eval was out of time",
-        change={"evaluator": Part("bad_parts:Hanging")},
+        change={"evaluator": PluginSpec("bad_parts:Hanging")},
         limits=Limits(eval_s=0.3),
     ),
     Case(
         "an evaluator that crashes",
         Cause.EVALUATOR,
         "KeyError: 'score'",
-        change={"evaluator": Part("bad_parts:Crashing")},
+        change={"evaluator": PluginSpec("bad_parts:Crashing")},
     ),
     Case(
         "tests that nobody can run",
@@ -397,8 +397,8 @@ def filled(value: Any, folder: Path) -> Any:
 
 def a_task(case: Case, folder: Path, mark: str) -> Task:
     """The case's task."""
-    agent = Part("shell", {"command": ["sh", "-c", f": {mark}; {case.script}"]})
-    given: dict[str, Any] = {"harness": agent, "evaluator": Part("tests"), "files": FILES}
+    agent = PluginSpec("shell", {"command": ["sh", "-c", f": {mark}; {case.script}"]})
+    given: dict[str, Any] = {"harness": agent, "evaluator": PluginSpec("tests"), "files": FILES}
     given |= {"workspace": Workspace(image=IMAGE)} if case.runtime.name == "container" else {}
     change = {name: filled(value, folder) for name, value in case.change.items()}
     fixed = {"runtime": case.runtime, "limits": case.limits}

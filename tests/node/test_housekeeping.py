@@ -11,11 +11,11 @@ import pytest
 from tugline.node import housekeeping as module
 from tugline.node.housekeeping import DONE, Housekeeping
 from tugline.node.journal import Journal
-from tugline.node.parts import Parts
 from tugline.node.settings import NodeSettings
 from tugline.node.stats import Stats
-from tugline.runtimes.local import Local
-from tugline.runtimes.programs.processes import start_time
+from tugline.rollout.parts import Parts
+from tugline.sandbox.exec.processes import start_time
+from tugline.sandbox.local import Local
 
 KB = 1 << 10
 

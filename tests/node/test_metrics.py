@@ -8,7 +8,7 @@ import pytest
 
 from observed import CALL, observed, read, task, until
 from tugline.node.metrics import Busy
-from tugline.serving import serve
+from tugline.web.serve import serve
 
 
 async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 
 from stub_model import StubGateway
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
 from tugline.plugins import BUILT_IN, find
-from tugline.types import Part, Session, Task
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.types import PluginSpec, Session, Task
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -45,9 +45,9 @@ async def test_parts_written_as_the_pages_say_work(
     task = Task(
         id="t",
         instruction="x",
-        harness=Part("page_harnesses:Aider"),
-        evaluator=Part("page_evaluators:Builds"),
-        runtime=Part("local"),  # where the programs of this test can be seen
+        harness=PluginSpec("page_harnesses:Aider"),
+        evaluator=PluginSpec("page_evaluators:Builds"),
+        runtime=PluginSpec("local"),  # where the programs of this test can be seen
         files={"a.txt": ""},
     )
     async with StubGateway(["Done."]).listening() as gateway:

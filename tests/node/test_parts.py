@@ -10,9 +10,9 @@ import pytest
 
 from tugline.errors import ConfigError, Invalid
 from tugline.harnesses.shell import Shell
-from tugline.node.parts import Parts
+from tugline.rollout.parts import Parts
 from tugline.server.checks import check_task
-from tugline.types import Part, Task
+from tugline.types import PluginSpec, Task
 
 
 class Loose(Shell):
@@ -78,7 +78,7 @@ def test_a_wrong_option_names_its_value_and_what_is_right(
 ) -> None:
     """Before the part is made, so that no text becomes a list of letters."""
     with pytest.raises(ConfigError) as told:
-        getattr(Parts(), kind)(Part(name, options))
+        getattr(Parts(), kind)(PluginSpec(name, options))
     said = str(told.value)
     assert said.startswith(f"{kind} {name!r}: ")
     assert line in said
@@ -88,21 +88,21 @@ def test_a_wrong_option_names_its_value_and_what_is_right(
 def test_hints_that_say_nothing_of_plain_values_are_no_bar(kind: str) -> None:
     """A class of one's own, a choice with one, a callable, a name that cannot be looked up."""
     options = {"at": "/a", "way": "b", "call": "c"}
-    made: Any = Parts().harness(Part(f"{__name__}:{kind}", options))
+    made: Any = Parts().harness(PluginSpec(f"{__name__}:{kind}", options))
     assert made.given[:3] == ("/a", "b", "c")
 
 
 def test_a_number_may_be_whole_and_a_default_may_be_given() -> None:
     """YAML writes 2 for 2.0, and null for what is None without being said to be."""
-    Parts().runtime(Part("local", {"grace_s": 2}))
-    made: Any = Parts().harness(Part(MINE, {"at": "/", "limit": None, "other": 3}))
+    Parts().runtime(PluginSpec("local", {"grace_s": 2}))
+    made: Any = Parts().harness(PluginSpec(MINE, {"at": "/", "limit": None, "other": 3}))
     assert made.given == ("/", "", None, None, {"other": 3})
 
 
 def test_a_key_that_is_no_text_is_refused_with_the_task() -> None:
     """However deep it lies."""
-    harness = Part("codex", {"mcp": {"a": [{"b": {5: 1}}]}})
-    task = Task(id="t", instruction="i", harness=harness, evaluator=Part("tests"))
+    harness = PluginSpec("codex", {"mcp": {"a": [{"b": {5: 1}}]}})
+    task = Task(id="t", instruction="i", harness=harness, evaluator=PluginSpec("tests"))
     with pytest.raises(Invalid) as told:
         check_task(task)
     assert told.value.field == "harness.options"

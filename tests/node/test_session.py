@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 
 from stub_model import Step, StubGateway
-from tugline.builders.base import Built
-from tugline.errors import ConfigError, DiskFull, EngineError, EvaluatorError, RuntimeFault
+from tugline.errors import ConfigError, DiskFull, EngineError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.node.course import Course
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
-from tugline.runtimes.local import Local
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.rollout.timeouts import Course
+from tugline.sandbox.local import Local
+from tugline.traces.base import Built
 from tugline.types import (
     TRANSITIONS,
     Boundary,
     Cause,
     Failure,
     Limits,
-    Part,
+    PluginSpec,
     Reward,
     Session,
     Status,
@@ -46,13 +46,17 @@ FIX: list[Step] = [
     ("edit", {"path": "bill.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}),
     "Done.",
 ]
-PI = Part("pi")
-LOOP = Part("shell", {"command": ["python3", AGENT]})
+PI = PluginSpec("pi")
+LOOP = PluginSpec("shell", {"command": ["python3", AGENT]})
 
 
-def a_task(harness: Part, **changes: Any) -> Task:
+def a_task(harness: PluginSpec, **changes: Any) -> Task:
     """A task with one bug."""
-    given = {"evaluator": Part("tests"), "files": FILES, "instruction": "Fix the bug in bill.py."}
+    given = {
+        "evaluator": PluginSpec("tests"),
+        "files": FILES,
+        "instruction": "Fix the bug in bill.py.",
+    }
     return Task(id="t", harness=harness, **{**given, **changes})
 
 
@@ -64,12 +68,12 @@ CALL = (
     "r.urlopen(r.Request(url, body, head)).read()"
 )
 """A program that calls the model once."""
-ONCE = Part("shell", {"command": ["python3", "-I", "-c", CALL]})
+ONCE = PluginSpec("shell", {"command": ["python3", "-I", "-c", CALL]})
 
 
-def shell(script: str) -> Part:
+def shell(script: str) -> PluginSpec:
     """An agent that is a shell script."""
-    return Part("shell", {"command": ["sh", "-c", script]})
+    return PluginSpec("shell", {"command": ["sh", "-c", script]})
 
 
 @pytest.fixture
@@ -105,7 +109,7 @@ def legal(stages: Sequence[Status], end: Status) -> bool:
     "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP], ids=["pi", "loop"]
 )
 async def test_a_rollout_ends_with_traces_and_a_reward(
-    harness: Part, gateway: StubGateway, tmp_path: Path
+    harness: PluginSpec, gateway: StubGateway, tmp_path: Path
 ) -> None:
     """A real agent reads, edits and is judged; each stage is timed; the ledger is balanced."""
     trajectory, stages = await rolled(a_task(harness), gateway, tmp_path)
@@ -271,7 +275,7 @@ class Given(Parts):
         super().__init__()
         self.given = given
 
-    def _make(self, kind: str, part: Part) -> Any:
+    def _make(self, kind: str, part: PluginSpec) -> Any:
         return self.given[kind] if kind in self.given else super()._make(kind, part)
 
 
@@ -279,7 +283,7 @@ class Given(Parts):
     ("failures", "reward"),
     [
         ([EvaluatorError("x")], 0.5),
-        ([RuntimeFault("x")], 0.5),
+        ([SandboxError("x")], 0.5),
         ([EvaluatorError("x"), EvaluatorError("y")], None),
     ],
 )
@@ -299,7 +303,7 @@ async def test_an_evaluation_is_tried_twice(
     ("kind", "error", "boundary"),
     [
         ("harness", ConfigError("no node"), Boundary.HARNESS),
-        ("runtime", RuntimeFault("no namespaces"), Boundary.RUNTIME),
+        ("runtime", SandboxError("no namespaces"), Boundary.RUNTIME),
         ("runtime", DiskFull("no room"), Boundary.INFRASTRUCTURE),
         ("runtime", OSError("weird"), Boundary.INFRASTRUCTURE),
         ("builder", EngineError("no ids"), Boundary.ENGINE),
@@ -331,7 +335,7 @@ class Dying(Local):
             async def lost(*args: Any, **how: Any) -> None:
                 await run(*args, **how)
                 msg = "the machine is gone"
-                raise RuntimeFault(msg)
+                raise SandboxError(msg)
 
             yield SimpleNamespace(
                 home=box.home,
@@ -352,12 +356,12 @@ class Unclosed(Local):
         async with super().open(*args) as box:
             yield box
         msg = "cannot clear the box"
-        raise RuntimeFault(msg)
+        raise SandboxError(msg)
 
 
 @pytest.mark.parametrize("agent", [LOOP, shell("exit 3")], ids=["good", "crash"])
 async def test_a_box_that_is_not_closed_well_costs_nothing(
-    agent: Part, gateway: StubGateway, tmp_path: Path
+    agent: PluginSpec, gateway: StubGateway, tmp_path: Path
 ) -> None:
     """What was captured and judged stays, and so does the failure that there was before."""
     trajectory, _ = await rolled(a_task(agent), gateway, tmp_path, Given(runtime=Unclosed()))
@@ -420,7 +424,7 @@ async def test_waiting_for_a_judge_is_nobodys_failure(gateway: StubGateway, tmp_
 
 async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
     """What is told of it is for people: a full disk meanwhile fails no session, and passes."""
-    looks = [RuntimeFault("cannot write to the cache"), None]
+    looks = [SandboxError("cannot write to the cache"), None]
 
     def weaknesses() -> tuple[str, ...]:
         if (error := looks.pop(0)) is not None:
@@ -429,7 +433,7 @@ async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
 
     parts = Given(runtime=SimpleNamespace(weaknesses=weaknesses))
     for _ in range(3):
-        await parts.introduce(Part("odd"))
+        await parts.introduce(PluginSpec("odd"))
     assert looks == []
 
 
@@ -461,4 +465,4 @@ async def test_cancelling_ends_the_agent(
 def test_a_wrong_part_is_an_error_at_the_door() -> None:
     """An option that a part does not have is named with those it has."""
     with pytest.raises(ConfigError, match=r"runtime 'local'.*cpus.*its options: cpu_s"):
-        Parts().check(a_task(LOOP, runtime=Part("local", {"cpus": 3})))
+        Parts().check(a_task(LOOP, runtime=PluginSpec("local", {"cpus": 3})))

@@ -15,7 +15,7 @@ from tugline.node.app import Node
 from tugline.protocol import Pause, PauseMode
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
+from tugline.server.store.database import open_database
 from tugline.types import Group, Status
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tugline.errors import RuntimeFault
-from tugline.node.warm import Warm
-from tugline.runtimes.local import Local, LocalBox
+from tugline.errors import SandboxError
+from tugline.rollout.prewarm import PrewarmedSandbox
+from tugline.sandbox.local import Local, LocalSandbox
 
 
 class Boxes:
@@ -17,15 +17,15 @@ class Boxes:
 
     def __init__(self, folder: Path, *, broken: bool = False) -> None:
         self.folder, self.broken = folder, broken
-        self.opened: list[LocalBox] = []
+        self.opened: list[LocalSandbox] = []
         self.closed = 0
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[LocalBox]:
+    async def open(self) -> AsyncIterator[LocalSandbox]:
         """One more."""
         if self.broken:
             msg = "no image"
-            raise RuntimeFault(msg)
+            raise SandboxError(msg)
         async with Local().open(self.folder / str(len(self.opened))) as box:
             self.opened.append(box)
             try:
@@ -34,9 +34,9 @@ class Boxes:
                 self.closed += 1
 
 
-async def prepared(boxes: Boxes, places: asyncio.Semaphore | None = None) -> Warm:
+async def prepared(boxes: Boxes, places: asyncio.Semaphore | None = None) -> PrewarmedSandbox:
     """A box ahead, opened."""
-    warm = Warm(boxes.open)
+    warm = PrewarmedSandbox(boxes.open)
     warm.prepare(places)
     async with asyncio.timeout(5):
         while not (boxes.opened or boxes.broken):  # noqa: ASYNC110 - a file's doing
@@ -99,7 +99,7 @@ async def test_a_box_that_nobody_wants_is_closed(tmp_path: Path) -> None:
     await other.aclose()
     await warm.aclose()
     assert (len(boxes.opened), boxes.closed, places.locked()) == (1, 1, False)
-    early = Warm(boxes.open)
+    early = PrewarmedSandbox(boxes.open)
     early.prepare(None)
     await early.aclose()
     assert len(boxes.opened) - boxes.closed == 0

@@ -9,23 +9,23 @@ from typing import Any
 
 import msgspec
 
-from tugline.capture.folder import keep_tokenizer
-from tugline.capture.segments import Segment, Writer, read
+from tugline.chat.engines.embedded import EmbeddedChat
 from tugline.conformance.models import Model, scripted
-from tugline.conformance.script import Hitch, Turn, tokenizer
+from tugline.conformance.script import Fault, Turn, tokenizer
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import EmbeddedChat
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
-from tugline.serving import serve
-from tugline.types import Call, Part, Reward, Session, Task
+from tugline.recording.file import Recording, Writer, read
+from tugline.recording.folder import keep_tokenizer
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.types import Call, PluginSpec, Reward, Session, Task
+from tugline.web.serve import serve
 
 ROOT = Path(__file__).parents[2]
-AGENT = Part("shell", {"command": ["python3", str(Path(__file__).with_name("agent.py"))]})
-LOOP = Part("shell", {"command": ["python3", str(ROOT / "examples/agents/openai_loop.py")]})
+AGENT = PluginSpec("shell", {"command": ["python3", str(Path(__file__).with_name("agent.py"))]})
+LOOP = PluginSpec("shell", {"command": ["python3", str(ROOT / "examples/agents/openai_loop.py")]})
 INSTRUCTION = "Copy one.txt to second.txt."
 FILES = {"one.txt": "walrus\n"}
 
@@ -52,10 +52,14 @@ class Copied:
         return Verdict(Reward(float(done)), {})
 
 
-def task(harness: Part = AGENT, **changes: Any) -> Task:
+def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
     """A task that its own test judges."""
-    given = {"evaluator": Part("replay.played:Copied"), "files": FILES, "instruction": INSTRUCTION}
-    given |= {"runtime": Part("local")}  # where a session's folder has a name of its own
+    given = {
+        "evaluator": PluginSpec("replay.played:Copied"),
+        "files": FILES,
+        "instruction": INSTRUCTION,
+    }
+    given |= {"runtime": PluginSpec("local")}  # where a session's folder has a name of its own
     return Task(id="t", harness=harness, **{**given, **changes})
 
 
@@ -72,7 +76,7 @@ async def record(
     folder: Path,
     what: Task | None = None,
     turns: Sequence[Turn] = TURNS,
-    hitches: dict[int, Hitch] | None = None,
+    hitches: dict[int, Fault] | None = None,
     model: Model | None = None,
 ) -> Path:
     """Run one session to its end and give its segment."""
@@ -89,7 +93,7 @@ async def record(
 
 def tampered(segment: Path, folder: Path, change: Callable[[Sequence[Call]], list[Call]]) -> Path:
     """A copy of a recording with other calls in it."""
-    found: Segment = read(segment)
+    found: Recording = read(segment)
     assert found.header is not None
     path = folder / segment.name
     keep_tokenizer(tokenizer(), folder)

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from replay.played import saying, tampered
-from tugline.capture.segments import read
 from tugline.conformance import sessions
-from tugline.conformance.cells import Cell, cells_of
+from tugline.conformance.cells import Case, cells_of
 from tugline.conformance.models import scripted
 from tugline.conformance.rehearsal import Stage, rehearse
 from tugline.conformance.script import Turn
+from tugline.recording.file import read
 from tugline.replay.recorded import Live
 from tugline.replay.run import Recording, fork, replay
 from tugline.types import Role
@@ -30,7 +30,7 @@ HARNESSES = (
 )
 
 
-def unhurried(cell: Cell) -> Stage:
+def unhurried(cell: Case) -> Stage:
     """The plain session with commands that take a moment: Qwen Code loses output of quick ones."""
 
     def slow(turn: Turn) -> Turn:
@@ -44,7 +44,7 @@ def unhurried(cell: Cell) -> Stage:
     return Stage({sessions.INSTRUCTION: (*map(slow, turns), last)}, sessions.FILES)
 
 
-async def recorded(name: str, stage: Callable[[Cell], Stage], folder: Path) -> Path:
+async def recorded(name: str, stage: Callable[[Case], Stage], folder: Path) -> Path:
     """The segment of one session of the real program."""
     cell = cells_of(name)[0]
     await rehearse(cell, stage(cell), folder)
@@ -106,7 +106,7 @@ async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
     ids=["sub-agent", "title", "faults", "budget"],
 )
 async def test_sub_agents_titles_faults_and_budgets_are_replayed(
-    name: str, stage: Callable[[Cell], Stage], answers: int, tmp_path: Path
+    name: str, stage: Callable[[Case], Stage], answers: int, tmp_path: Path
 ) -> None:
     """An agent is waited for by its new id; what broke off is whole; refusals come again."""
     recording = Recording.load(await recorded(name, stage, tmp_path / "first"))

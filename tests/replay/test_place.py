@@ -6,8 +6,8 @@ import pytest
 
 from tugline.replay import place
 from tugline.replay.place import SamePlace, mountable
-from tugline.runtimes.base import Place
-from tugline.runtimes.local import Local
+from tugline.sandbox.base import SandboxSpec
+from tugline.sandbox.local import Local
 
 
 @pytest.mark.parametrize("start", [place._AS_ROOT, place._AS_USER], ids=["root", "user"])
@@ -21,7 +21,7 @@ async def test_programs_find_their_folder_at_another_place(
     if not place._works(start, old):
         pytest.skip("this machine or user may not make such a name space")
     async with SamePlace(Local(), old, start).open(
-        tmp_path / "new", Place(files={"a.txt": "a"})
+        tmp_path / "new", SandboxSpec(files={"a.txt": "a"})
     ) as box:
         await box.put(box.home, {"settings": f"at {box.workdir}"})
         script = 'pwd; echo "$HOME $TMPDIR $WHERE"; ls; cat "$HOME/settings"; echo b > b.txt'

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from replay.played import INSTRUCTION, LOOP, TURNS, observed, record, run, saying, tampered, task
-from tugline.capture.segments import read
 from tugline.conformance.models import scripted
 from tugline.conformance.script import Turn
 from tugline.errors import CaptureError, UsageError
-from tugline.replay.masks import Masks, places
+from tugline.recording.file import read
+from tugline.recording.verify.sessions import judge
+from tugline.recording.verify.texts import Texts
+from tugline.replay.masks import Normalizers, places
 from tugline.replay.recorded import Live
 from tugline.replay.run import Options, Recording, fork, replay
 from tugline.replay.takes import ordered
-from tugline.runtimes.local import Local
-from tugline.types import Limits, Message, Part, Reason, Role, ToolCall
-from tugline.verification.judge import judge
-from tugline.verification.texts import Texts
+from tugline.sandbox.local import Local
+from tugline.types import Limits, Message, PluginSpec, Reason, Role, ToolCall
 
-PI = Part("pi")
+PI = PluginSpec("pi")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def segment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "harness", [pytest.param(PI, marks=pytest.mark.pi), LOOP], ids=["pi", "loop"]
 )
-async def test_the_same_program_asks_the_same(harness: Part, tmp_path: Path) -> None:
+async def test_the_same_program_asks_the_same(harness: PluginSpec, tmp_path: Path) -> None:
     """Every request of a real agent is as recorded, in the recorded folder, with its verdict."""
     recording = Recording.load(await record(tmp_path / "first", task(harness)))
     report = await replay(recording, tmp_path / "again")
@@ -354,7 +354,7 @@ def test_results_of_parallel_calls_may_come_in_any_order() -> None:
 )
 def test_what_two_runs_may_differ_in_is_masked(one: str, other: str) -> None:
     """Dates, durations, ids, folders, processes and addresses; and no more than that."""
-    old, new = Masks(places("/w/one", "/w/home")), Masks(places("/v/two", "/v/home"))
+    old, new = Normalizers(places("/w/one", "/w/home")), Normalizers(places("/v/two", "/v/home"))
     assert one != other
     assert old.text(one) == new.text(other) != one
     assert old.text(f"walrus {one}") != new.text(f"heron {other}")
@@ -365,4 +365,4 @@ def test_what_two_runs_may_differ_in_is_masked(one: str, other: str) -> None:
 def test_a_mask_that_is_no_pattern_is_refused() -> None:
     """The error names the flag, the text and what is wrong with it."""
     with pytest.raises(UsageError, match=r"--mask '\(' is no regular expression: missing \)"):
-        Masks({}, ("(",))
+        Normalizers({}, ("(",))

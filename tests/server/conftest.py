@@ -16,7 +16,7 @@ import pytest
 from leased import Open
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
-from tugline.server.database.database import Database, open_database
+from tugline.server.store.database import Database, open_database
 
 with warnings.catch_warnings():
     # Where nobody is logged in it says so when it is imported.

@@ -7,7 +7,7 @@ import pytest
 
 from leased import Idler, Open, a_task, result
 from tugline.errors import Conflict, FencedError, Invalid, Missing, UsageError
-from tugline.protocol import EventKind, Hello, Kept, TaskState
+from tugline.protocol import CommitOutcome, EventKind, NodeRegistration, TaskState
 from tugline.server.control import ControlPlane
 from tugline.types import Boundary, Session, Status, Task
 
@@ -156,14 +156,14 @@ async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, 
     await node.ask()
     with pytest.raises(Invalid, match=match):
         await control.commit("t-0", 1, data)
-    assert (await node.commit("t-0")).kept is Kept.COMMITTED
+    assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
 
 
 async def test_a_token_opens_its_node_until_it_is_gone(control: ControlPlane) -> None:
     """Also where it was looked up before."""
-    first = await control.register(Hello(name="a", slots=1, room=1))
+    first = await control.register(NodeRegistration(name="a", slots=1, room=1))
     assert await control.node_of(first.token) == first.node
-    second = await control.register(Hello(name="a", slots=1, room=1))
+    second = await control.register(NodeRegistration(name="a", slots=1, room=1))
     assert await control.node_of(first.token) is None
     assert await control.node_of(second.token) == second.node
     assert await control.node_of("x") is None
@@ -172,13 +172,15 @@ async def test_a_token_opens_its_node_until_it_is_gone(control: ControlPlane) ->
 @pytest.mark.parametrize(
     ("hello", "field"),
     [
-        (Hello(name="a b", slots=1, room=1), "name"),
-        (Hello(name="", slots=1, room=1), "name"),
-        (Hello(name="a", slots=0, room=1), "slots"),
-        (Hello(name="a", slots=1, room=-1), "room"),
+        (NodeRegistration(name="a b", slots=1, room=1), "name"),
+        (NodeRegistration(name="", slots=1, room=1), "name"),
+        (NodeRegistration(name="a", slots=0, room=1), "slots"),
+        (NodeRegistration(name="a", slots=1, room=-1), "room"),
     ],
 )
-async def test_a_node_must_make_sense(control: ControlPlane, hello: Hello, field: str) -> None:
+async def test_a_node_must_make_sense(
+    control: ControlPlane, hello: NodeRegistration, field: str
+) -> None:
     """The field is named."""
     with pytest.raises(Invalid) as caught:
         await control.register(hello)

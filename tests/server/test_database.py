@@ -15,9 +15,9 @@ import psycopg
 import pytest
 
 from tugline.errors import Missing, StoreError, UsageError
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database, open_database
-from tugline.server.database.schema import STEPS
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database, open_database
+from tugline.server.store.schema import STEPS
 
 
 def _add(name: str, *, fail: bool = False) -> Any:
@@ -234,7 +234,7 @@ async def test_a_connection_lost_in_the_middle_repeats_the_operation(postgres_ur
 _FULL = """
 import asyncio, resource, signal, sys
 from tugline.errors import StoreError
-from tugline.server.database.database import open_database
+from tugline.server.store.database import open_database
 
 def put(tx, n):
     tx.run("INSERT INTO consumers VALUES (:name, 0, 0)", name=f"{n}" + "x" * 100_000)

@@ -17,17 +17,17 @@ import pytest
 from aiohttp import web
 
 from tugline.errors import Invalid, Missing
-from tugline.protocol import Delivery, DeliveryState, EventKind, Notice
-from tugline.server.database import events, groups, outbox, sessions, tasks
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database, open_database
-from tugline.server.database.groups import End
-from tugline.server.deliveries import Deliveries, Patience, may_send
+from tugline.protocol import Delivery, DeliveryState, EventKind, WebhookBody
+from tugline.server.store import events, groups, outbox, sessions, tasks
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database, open_database
+from tugline.server.store.groups import End
+from tugline.server.webhooks import Deliveries, WebhookRetries, may_send
 from tugline.signing import key_of, new_secret, verify
-from tugline.types import Callback, Part, Status, Task
+from tugline.types import Callback, PluginSpec, Status, Task
 
 SECRET = new_secret()
-SOON = Patience(tries=4, first_s=0.02, longest_s=0.1, timeout_s=0.5, at_once=2)
+SOON = WebhookRetries(tries=4, first_s=0.02, longest_s=0.1, timeout_s=0.5, at_once=2)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "callback_receiver.py"
 
 
@@ -79,7 +79,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 
 def _task(name: str, url: str, samples: int) -> Task:
-    parts = {"harness": Part("shell"), "evaluator": Part("tests")}
+    parts = {"harness": PluginSpec("shell"), "evaluator": PluginSpec("tests")}
     return Task(id=name, instruction="Mend it", samples=samples, callback=Callback(url), **parts)
 
 
@@ -109,7 +109,7 @@ async def _until(database: Database, state: DeliveryState, count: int) -> list[D
     return found
 
 
-def _deliveries(database: Database, patience: Patience = SOON) -> Deliveries:
+def _deliveries(database: Database, patience: WebhookRetries = SOON) -> Deliveries:
     return Deliveries(database, key_of(SECRET), patience=patience)
 
 
@@ -121,7 +121,7 @@ async def test_results_and_releases_are_told(database: Database, receiver: Recei
         sent = await _until(database, DeliveryState.DELIVERED, 3)
     notices = {}
     for headers, body in receiver.got:
-        notice = msgspec.json.decode(body, type=Notice)
+        notice = msgspec.json.decode(body, type=WebhookBody)
         assert verify(SECRET, headers, body) == notice.id
         assert headers["Content-Type"] == "application/json"
         notices[notice.delivery] = notice

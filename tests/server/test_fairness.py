@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from leased import a_task
-from tugline.protocol import Hello
-from tugline.server.database import leases, nodes, tasks, tenants
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database
+from tugline.protocol import NodeRegistration
+from tugline.server.store import leases, nodes, tasks, tenants
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
 from tugline.types import Task
 
 NOW = 1_000_000.0
@@ -27,7 +27,7 @@ async def _lease(database: Database, n: int) -> list[str]:
 
     def op(tx: Tx) -> list[str]:
         if not nodes.live(tx):
-            hello = Hello(name="n", slots=1, room=1)
+            hello = NodeRegistration(name="n", slots=1, room=1)
             nodes.add(tx, "n", hello, "token", now=time.time(), lease_s=1e6)
         given = leases.give(tx, {"n": n}, NOW)
         return [session.task for session in given.get("n", [])]

@@ -8,7 +8,7 @@ import pytest
 from leased import Idler, a_task
 from tugline.errors import Missing
 from tugline.server.control import ControlPlane
-from tugline.server.database.forgetting import forget
+from tugline.server.store.retention import forget
 
 
 async def finished(control: ControlPlane, *names: str) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from leased import Idler, Open, a_task, names
 from tugline.errors import Missing
-from tugline.protocol import Cancelled, EventKind, HandBack, Kept, StopWhy, TaskState
+from tugline.protocol import Cancelled, CommitOutcome, EventKind, HandBack, StopWhy, TaskState
 from tugline.server.control import ControlPlane
 from tugline.types import Boundary, Callback, Group, Status
 
@@ -114,7 +114,7 @@ async def test_what_is_cancelled_does_not_start_again(control: ControlPlane, how
         await control.hand_back("t-0", HandBack(epoch=1, why="draining"))
     elif how == "failed":
         kept = await node.commit("t-0", failure=Boundary.INFRASTRUCTURE)
-        assert kept.kept is Kept.COMMITTED
+        assert kept.kept is CommitOutcome.COMMITTED
     else:
         await node.commit("t-0")
     found = await control.result("t-0")

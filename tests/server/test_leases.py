@@ -8,10 +8,18 @@ import pytest
 
 from leased import Idler, Open, a_task, names, result
 from tugline.errors import FencedError
-from tugline.protocol import Ask, EventKind, HandBack, Kept, Pause, PauseMode, StopWhy
+from tugline.protocol import (
+    CommitOutcome,
+    EventKind,
+    HandBack,
+    LeaseRequest,
+    Pause,
+    PauseMode,
+    StopWhy,
+)
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
-from tugline.server.database.database import open_database
+from tugline.server.store.database import open_database
 from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
 
@@ -60,7 +68,7 @@ async def test_an_answer_that_got_lost_is_given_again(control: ControlPlane) -> 
     again = await node.ask()
     assert sorted(names(again.work)) == sorted(names(lost.work)) == ["t-0", "t-1"]
     assert {work.session.epoch for work in again.work} == {1}
-    assert (await node.commit("t-0")).kept is Kept.COMMITTED
+    assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
 
 
 async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane) -> None:
@@ -86,8 +94,8 @@ async def test_a_result_is_kept_once(control: ControlPlane) -> None:
     await control.submit([a_task("t")])
     [work] = (await node.ask()).work
     data = result(work.session)
-    assert (await control.commit("t-0", 1, data)).kept is Kept.COMMITTED
-    assert (await control.commit("t-0", 1, data)).kept is Kept.ALREADY
+    assert (await control.commit("t-0", 1, data)).kept is CommitOutcome.COMMITTED
+    assert (await control.commit("t-0", 1, data)).kept is CommitOutcome.ALREADY
     with pytest.raises(FencedError):
         await control.commit("t-0", 1, result(work.session, reward=0.5))
     found = await control.results()
@@ -112,7 +120,7 @@ async def test_a_lost_nodes_sessions_go_to_others_in_time(open_control: Open) ->
         for says in (dead.ask, dead.renew):
             with pytest.raises(FencedError, match="register again"):
                 await says()
-        assert (await alive.commit("t-0")).kept is Kept.COMMITTED
+        assert (await alive.commit("t-0")).kept is CommitOutcome.COMMITTED
         kinds = [event.kind for event in await control.events(after=0)]
         assert kinds.index(EventKind.LOST) < kinds.index(EventKind.REQUEUED)
 
@@ -126,7 +134,7 @@ async def test_a_node_that_renews_keeps_what_it_has(open_control: Open) -> None:
         for _ in range(8):
             await asyncio.sleep(0.15)
             assert (await node.renew()).stop == ()
-        assert (await node.commit("t-0")).kept is Kept.COMMITTED
+        assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
 
 
 async def test_a_node_that_starts_again_gives_up_what_it_had(control: ControlPlane) -> None:
@@ -151,7 +159,7 @@ async def test_leases_outlive_a_restart_of_the_server(open_control: Open) -> Non
     async with open_control(lease_s=1.0) as control:
         node.control = control
         await asyncio.sleep(0.5)
-        assert (await node.commit("t-0")).kept is Kept.COMMITTED
+        assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
         assert (await node.renew()).stop == ()
         assert (await control.counts()).sessions == {"completed": 1, "run": 1}
 
@@ -225,7 +233,7 @@ async def test_whose_failure_it_is_decides_who_tries_again(
         [work] = (await node.ask()).work
         assert work.session.attempt == attempt
         kept = (await node.commit("t-0", failure=boundary)).kept
-        assert kept is (Kept.REQUEUED if attempt < tries - 1 else Kept.COMMITTED)
+        assert kept is (CommitOutcome.REQUEUED if attempt < tries - 1 else CommitOutcome.COMMITTED)
     found = await control.result("t-0")
     assert (found.status, found.attempt) == (Status.FAILED, tries - 1)
     assert found.failure == Failure(boundary, "it broke")
@@ -238,9 +246,9 @@ async def test_a_harness_that_failed_leaves_the_other_attempts(control: ControlP
     await control.submit([a_task("t", group=Group(attempts=2))])
     for failure in (Boundary.HARNESS, Boundary.RUNTIME):
         await node.ask()
-        assert (await node.commit("t-0", failure=failure)).kept is Kept.REQUEUED
+        assert (await node.commit("t-0", failure=failure)).kept is CommitOutcome.REQUEUED
     await node.ask()
-    assert (await node.commit("t-0", failure=Boundary.RUNTIME)).kept is Kept.COMMITTED
+    assert (await node.commit("t-0", failure=Boundary.RUNTIME)).kept is CommitOutcome.COMMITTED
 
 
 async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) -> None:
@@ -365,7 +373,7 @@ async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -
         await one.submit([a_task("t", 2)])
         assert len((await asking).work) == 2
         assert time.monotonic() - began < 1
-        assert (await node.commit("t-0")).kept is Kept.COMMITTED
+        assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
         assert await one.node_of("nonsense") is None
         waiting = asyncio.ensure_future(one.results(after=(await one.results()).cursor, wait_s=10))
         await node.commit("t-1")
@@ -377,7 +385,7 @@ async def test_idle_questions_end_in_time(control: ControlPlane) -> None:
     asks = []
     for n in range(100):
         node = await Idler.join(control, f"n{n}")
-        asks.append(control.lease(node.node, Ask(room=1, wait_s=0.5)))
+        asks.append(control.lease(node.node, LeaseRequest(room=1, wait_s=0.5)))
     began = time.monotonic()
     orders = await asyncio.gather(*asks)
     assert all(one.work == () for one in orders)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import psycopg
 
 from tugline.errors import FencedError
-from tugline.protocol import HandBack, Hello, Kept, StopWhy, TaskState
+from tugline.protocol import CommitOutcome, HandBack, NodeRegistration, StopWhy, TaskState
 from tugline.protocol import Held as Holding
-from tugline.server.database import groups, leases, nodes, results, sessions, tasks
-from tugline.server.database.base import Connection, Store, Tx
-from tugline.server.database.groups import End
-from tugline.server.database.postgres import Postgres
-from tugline.server.database.sqlite import Sqlite
+from tugline.server.store import groups, leases, nodes, results, sessions, tasks
+from tugline.server.store.base import Connection, Store, Tx
+from tugline.server.store.groups import End
+from tugline.server.store.postgres import Postgres
+from tugline.server.store.sqlite import Sqlite
 from tugline.server.timers import expire
 from tugline.types import (
     TERMINAL,
@@ -26,7 +26,7 @@ from tugline.types import (
     Boundary,
     Failure,
     Group,
-    Part,
+    PluginSpec,
     Session,
     Stale,
     Status,
@@ -93,8 +93,8 @@ class Lifecycle:
         task = Task(
             id=f"t{next(self.numbers)}",
             instruction="",
-            harness=Part("shell"),
-            evaluator=Part("tests"),
+            harness=PluginSpec("shell"),
+            evaluator=PluginSpec("tests"),
             samples=draw([1, 2, 4, 6]),
             tenant=draw(["a", "b"]),
             priority=draw([-1, 0, 1]),
@@ -116,7 +116,7 @@ class Lifecycle:
         def op(tx: Tx) -> None:
             for before in nodes.named(tx, name):
                 leases.lose(tx, before, "another came", self.now)
-            hello = Hello(name=name, slots=2, room=4)
+            hello = NodeRegistration(name=name, slots=2, room=4)
             nodes.add(tx, node, hello, node, now=self.now, lease_s=LEASE_S)
 
         self._do(op)
@@ -180,7 +180,7 @@ class Lifecycle:
             return
         session = self.random.choice(sorted(self.kept))
         again = partial(leases.commit, session=session, epoch=0, end=self.kept[session])
-        assert self._do(partial(again, now=self.now)) is Kept.ALREADY
+        assert self._do(partial(again, now=self.now)) is CommitOutcome.ALREADY
 
     def _hand_back(self) -> None:
         """A node gives something back that it has, or had."""
@@ -284,8 +284,8 @@ class Lifecycle:
             assert not holds
         else:
             assert holds
-            assert kept is Kept.COMMITTED or current.stop != StopWhy.CANCELLED
-            if kept is Kept.COMMITTED:
+            assert kept is CommitOutcome.COMMITTED or current.stop != StopWhy.CANCELLED
+            if kept is CommitOutcome.COMMITTED:
                 assert lease.session not in self.kept
                 self.kept[lease.session] = end
         self.known.get(lease.node, set()).discard(lease)

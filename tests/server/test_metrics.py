@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from observed import observed, read, task, until
 from served import TOKENS
-from tugline.capture.trajectories import pack
-from tugline.protocol import Ask, HandBack, Hello, Orders
+from tugline.protocol import HandBack, LeaseRequest, LeaseResponse, NodeRegistration
+from tugline.recording.trajectories import pack
 from tugline.server.app import create_app, serve_api
 from tugline.server.control import ControlPlane
-from tugline.server.database import events
 from tugline.server.metrics import ServerMetrics
+from tugline.server.store import events
 from tugline.types import Boundary, Callback, Failure, Ledger, Reward, Status, Trajectory
 
 Served = Callable[[], AbstractAsyncContextManager[tuple[ControlPlane, ServerMetrics]]]
@@ -37,10 +37,10 @@ def server(
     return opened
 
 
-async def leased(control: ControlPlane, room: int) -> tuple[str, Orders]:
+async def leased(control: ControlPlane, room: int) -> tuple[str, LeaseResponse]:
     """A node that has taken so much work."""
-    welcome = await control.register(Hello(name="n", slots=3, room=9))
-    ask = Ask(room=room, wait_s=5, applied=welcome.control.generation)
+    welcome = await control.register(NodeRegistration(name="n", slots=3, room=9))
+    ask = LeaseRequest(room=room, wait_s=5, applied=welcome.control.generation)
     return welcome.node, await control.lease(welcome.node, ask)
 
 

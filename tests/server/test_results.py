@@ -11,16 +11,16 @@ from tugline.errors import Invalid
 from tugline.protocol import Event, EventKind, Results
 from tugline.server.blobs import LocalBlobs, sweep
 from tugline.server.control import ControlPlane
-from tugline.server.database import consumers, events, groups, results, sessions, tasks
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database, open_database
-from tugline.server.database.groups import End
-from tugline.types import Boundary, Failure, Part, Status, Task
+from tugline.server.store import consumers, events, groups, results, sessions, tasks
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database, open_database
+from tugline.server.store.groups import End
+from tugline.types import Boundary, Failure, PluginSpec, Status, Task
 
 
 def a_task(name: str, samples: int = 2) -> Task:
     """A task of which nothing matters but its name and its size."""
-    parts = {"harness": Part("shell"), "evaluator": Part("tests")}
+    parts = {"harness": PluginSpec("shell"), "evaluator": PluginSpec("tests")}
     return Task(id=name, instruction="Mend it", samples=samples, **parts)
 
 

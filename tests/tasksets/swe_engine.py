@@ -11,8 +11,8 @@ from pathlib import Path
 from tiny import tokenizer
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import run, serve
 from tugline.types import Ids
+from tugline.web.serve import run, serve
 
 DONE = "Done."
 IDLE = "I look at it first.\n```sh\nls\n```"

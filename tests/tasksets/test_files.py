@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from tugline.datasets.base import Solution
+from tugline.datasets.files import gather, load, read_set
 from tugline.errors import ConfigError
-from tugline.tasksets.base import Solution
-from tugline.tasksets.files import gather, load, read_set
-from tugline.types import Part
+from tugline.types import PluginSpec
 
 ROWS = [
     {"name": "a/1", "q": "1 + 1", "meta": {"answer": "2", "level": 3}, "start": {"x.py": "pass"}},
@@ -53,7 +53,7 @@ def test_rows_become_tasks_by_the_template(tmp_path: Path) -> None:
     (one, chosen), (two, _) = gather([written(tmp_path)])
     assert (one.id, two.id) == ("x-a-1", "x-a-2")
     assert one.instruction == "Say 1 + 1, level 3. Be brief."
-    assert one.evaluator == Part("function", {"target": "m:f", "expected": "2"})
+    assert one.evaluator == PluginSpec("function", {"target": "m:f", "expected": "2"})
     assert one.files == {"x.py": "pass"}
     assert one.tags == {"taskset": "jsonl", "meta.level": "3", "run": "one", "instance": "a/1"}
     assert (one.samples, one.limits.agent_s, one.limits.init_s) == (4, 9, 60)

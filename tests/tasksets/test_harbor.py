@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import structlog
 
+from tugline.datasets.base import Template
+from tugline.datasets.files import gather
+from tugline.datasets.harbor import Harbor
 from tugline.errors import ConfigError
-from tugline.tasksets.base import Template
-from tugline.tasksets.files import gather
-from tugline.tasksets.harbor import Harbor
-from tugline.types import Part, Task, Workspace
+from tugline.types import PluginSpec, Task, Workspace
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
 TOML = """
@@ -60,8 +60,8 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert task.workspace == Workspace(build=str(folder / "environment"), path="/srv")
     wanted = {"tests": str(folder / "tests"), "timeout_s": 30.0, "in_place": False}
     env = {"env": {"MODE": "quick"}, "pass_env": []}
-    assert task.evaluator == Part("harbor", wanted | env)
-    assert task.runtime == Part("container", {"cpus": 2, "memory_mb": 1024, "disk_mb": 512})
+    assert task.evaluator == PluginSpec("harbor", wanted | env)
+    assert task.runtime == PluginSpec("container", {"cpus": 2, "memory_mb": 1024, "disk_mb": 512})
     assert (task.limits.agent_s, task.limits.eval_s, task.limits.init_s) == (90, 120, 600)
     assert task.tags == {"difficulty": "hard", "instance": "one"}
 
@@ -73,7 +73,7 @@ def test_the_template_is_stricter_than_the_folder(tmp_path: Path) -> None:
     told = {"limits": {"agent_s": 5}, "runtime": {"name": "local"}, "evaluator": judge}
     task = read(folder, told)
     assert (task.limits.agent_s, task.limits.eval_s) == (5, 120)
-    assert task.runtime == Part("local")
+    assert task.runtime == PluginSpec("local")
     placed = task.evaluator.options["parts"]["a"]["evaluator"]
     assert placed["options"]["tests"] == str(folder / "tests")
 

@@ -11,11 +11,11 @@ from containers import podman
 from tugline.conformance.cells import CELLS
 from tugline.conformance.models import scripted
 from tugline.conformance.script import Turn
+from tugline.datasets.files import gather
 from tugline.gateway.app import Gateway
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
-from tugline.tasksets.files import gather
-from tugline.types import Part, Session, Status, Trajectory
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.types import PluginSpec, Session, Status, Trajectory
 
 __all__ = ["podman"]
 
@@ -28,8 +28,8 @@ FORGED = "echo 1 > /logs/verifier/reward.txt; echo true > /tests/test.sh; ls /so
 async def rolled(name: str, command: str, engine: str, folder: Path) -> Trajectory:
     """A session of the example's task in which the model says one command."""
     found = {task.id: task for task, _ in gather([EXAMPLES / "tasks.yaml"])}[name]
-    runtime = Part("container", {**found.runtime.options, "engine": engine})
-    task = msgspec.structs.replace(found, runtime=runtime, harness=Part("pi", PI.options))
+    runtime = PluginSpec("container", {**found.runtime.options, "engine": engine})
+    task = msgspec.structs.replace(found, runtime=runtime, harness=PluginSpec("pi", PI.options))
     first = Turn("I do it.", calls=((PI.tool, {PI.argument: command, **PI.arguments}),))
     turns = (first, Turn("That is it."))
     async with scripted({task.instruction.strip(): turns}, {}) as model:

@@ -8,17 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tugline.datasets.selection import Difficulty, Selection
 from tugline.errors import ConfigError
 from tugline.protocol import ResultView
-from tugline.tasksets.selection import Difficulty, Selection
-from tugline.types import Part, Status, Task
+from tugline.types import PluginSpec, Status, Task
 
 NAMES = [f"case-{number}" for number in range(400)]
 
 
 def tasks(names: Sequence[str] = NAMES, prefix: str = "") -> list[Task]:
     """One for each name."""
-    part = Part("x")
+    part = PluginSpec("x")
     return [
         Task(
             id=prefix + name,

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from swe_toy import make, tasks, template, written
+from tugline.datasets.swe import Swe
+from tugline.datasets.swe_script import END, START, touched
 from tugline.errors import ConfigError
 from tugline.evaluators.swebench import SweBench
-from tugline.tasksets.swe import Swe
-from tugline.tasksets.swe_script import END, START, touched
-from tugline.types import Part
+from tugline.types import PluginSpec
 
 TEST_PATCH = """\
 diff --git a/tests/test_a.py b/tests/test_a.py
@@ -100,7 +100,7 @@ def test_a_row_of_swe_gym(tmp_path: Path) -> None:
     image = "docker.io/xingyaoww/sweb.eval.x86_64.getmoto_s_moto-5752:latest"
     assert (task.workspace.image, task.workspace.path) == (image, "/testbed")
     assert task.workspace.commit == GYM["base_commit"]
-    assert task.runtime == Part("container")
+    assert task.runtime == PluginSpec("container")
     assert (task.limits.init_s, task.limits.eval_s) == (1200, 3660)
     assert "describe_parameters breaks" in task.instruction
     assert "/testbed" in task.instruction
@@ -210,7 +210,7 @@ def test_files_may_come_from_a_repository(tmp_path: Path) -> None:
     space = task.workspace
     assert (space.image, space.repo) == (None, f"{tmp_path}/getmoto/moto.git")
     assert (space.commit, space.path) == (GYM["base_commit"], "/code")
-    assert task.runtime == Part("auto")
+    assert task.runtime == PluginSpec("auto")
     url = one(tmp_path, GYM, repos="https://example.org/{repo}", images="i").workspace
     assert (url.image, url.repo) == ("i", "https://example.org/getmoto/moto")
 
@@ -219,7 +219,7 @@ def test_the_template_wins(tmp_path: Path) -> None:
     """What a run says about limits and runtime is not changed by the task set."""
     path = written(tmp_path / "rows.jsonl", GYM)
     (task,) = tasks(Swe(path=path), runtime={"name": "local"}, limits={"eval_s": 5})
-    assert task.runtime == Part("local")
+    assert task.runtime == PluginSpec("local")
     assert (task.limits.eval_s, task.limits.init_s) == (5, 1200)
 
 

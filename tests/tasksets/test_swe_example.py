@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import World, until
+from launch.processes import World, until
 from swe_toy import EXAMPLE, make, written
 from tasksets.test_swe import GYM
-from tugline.client.taskfiles import read_value
-from tugline.cluster.settings import settings
+from tugline.client.task_files import read_value
 from tugline.config import load
-from tugline.node.parts import Parts
-from tugline.runtimes.bubblewrap.runtime import Bubblewrap
-from tugline.tasksets.base import Template
-from tugline.tasksets.files import read_set
-from tugline.tasksets.swe import Swe
+from tugline.datasets.base import Template
+from tugline.datasets.files import read_set
+from tugline.datasets.swe import Swe
+from tugline.launch.settings import settings
+from tugline.rollout.parts import Parts
+from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.trainers.grpo.config import GrpoConfig
 
 SIZES = ("paper", "toy")

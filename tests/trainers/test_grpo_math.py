@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from tugline.config import from_mapping
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.advantage import Graded, baselines, turn_shares
+from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.config import Estimator, GrpoConfig
 from tugline.trainers.grpo.loss import Terms, token_terms, token_weights
 from tugline.trainers.grpo.train import StepReport
@@ -29,7 +29,7 @@ REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
 def group_advantages(rewards: npt.ArrayLike, estimator: Estimator, eps: float) -> np.ndarray:
     """Advantage of each session of a group where a session earned one reward."""
     each = [float(one) for one in np.asarray(rewards, np.float64)]
-    group = [Graded.of([one], [7], otherwise=9.0) for one in each]
+    group = [SessionReward.of([one], [7], otherwise=9.0) for one in each]
     against = baselines(group, estimator, eps)
     return np.array([b.advantage(one) for b, one in zip(against, each, strict=True)])
 
@@ -70,8 +70,8 @@ def test_a_session_of_several_rewards_counts_by_its_tokens() -> None:
     The centre is 3/8; the variance of a token's reward is the mean of (1/4 (5/8)^2 + 3/4 (3/8)^2)
     and (1/8)^2, which is 7/64.
     """
-    several = Graded.of([1.0, 0.0, 1.0], [1, 3, 0], otherwise=9.0)
-    group = [several, Graded.of([0.5], [2], otherwise=9.0)]
+    several = SessionReward.of([1.0, 0.0, 1.0], [1, 3, 0], otherwise=9.0)
+    group = [several, SessionReward.of([0.5], [2], otherwise=9.0)]
     assert [one.mean for one in group] == [0.25, 0.5]
     centred = baselines(group, "dr_grpo", 0.0)
     assert [b.advantage(1.0) for b in centred] == [0.625, 0.625]
@@ -83,8 +83,8 @@ def test_a_session_of_several_rewards_counts_by_its_tokens() -> None:
 
 def test_a_session_that_trains_nothing_counts_with_its_outcome() -> None:
     """Its traces' rewards say nothing about tokens that are not there."""
-    assert Graded.of([5.0], [0], otherwise=2.0).mean == 2.0
-    assert Graded.of([], [], otherwise=2.0).mean == 2.0
+    assert SessionReward.of([5.0], [0], otherwise=2.0).mean == 2.0
+    assert SessionReward.of([], [], otherwise=2.0).mean == 2.0
 
 
 @given(
@@ -102,7 +102,7 @@ def test_cutting_traces_changes_nothing(
         first = cut.draw(st.integers(0, tokens))
         pieces += [(reward, first), (reward, tokens - first)]
     whole, apart = (
-        Graded.of([r for r, _ in one], [n for _, n in one], otherwise=0.0)
+        SessionReward.of([r for r, _ in one], [n for _, n in one], otherwise=0.0)
         for one in (traces, cut.draw(st.permutations(pieces)))
     )
     assert whole.rewards.tobytes() == apart.rewards.tobytes()

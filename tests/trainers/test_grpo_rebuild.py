@@ -6,21 +6,21 @@ import itertools
 from pathlib import Path
 
 from tiny import rendering
-from tugline.capture.trajectories import read_folder
-from tugline.cluster.engine import Reached
-from tugline.cluster.local import local
-from tugline.cluster.settings import Settings
+from tugline.chat.engines.embedded import Embedded
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.replicas import Upstream
 from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.launch.engine import EngineConnection
+from tugline.launch.local import local
+from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
-from tugline.serving import serve
+from tugline.recording.rebuild import rebuild_all
+from tugline.recording.trajectories import read_folder
 from tugline.trainers.grpo.batch import Prepared, prepare
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.types import Ids, Limits, Part, Reward, Task, Trajectory, encode
-from tugline.verification.rebuild import rebuild_all
+from tugline.types import Ids, Limits, PluginSpec, Reward, Task, Trajectory, encode
+from tugline.web.serve import serve
 
 RENDERING = rendering()
 AGENT = """
@@ -71,9 +71,9 @@ async def rolled_out(folder: Path) -> list[Trajectory]:
         Task(
             id=name,
             instruction="Count.",
-            harness=Part("shell", {"command": ["python3", "-I", str(folder / "agent.py")]}),
-            evaluator=Part(f"{__name__}:Grader"),
-            builder=Part(name),
+            harness=PluginSpec("shell", {"command": ["python3", "-I", str(folder / "agent.py")]}),
+            evaluator=PluginSpec(f"{__name__}:Grader"),
+            builder=PluginSpec(name),
             samples=3,
             limits=Limits(agent_s=30),
         )
@@ -81,12 +81,12 @@ async def rolled_out(folder: Path) -> list[Trajectory]:
     ]
     told = Settings(node=NodeSettings(slots=2))
     async with serve(create_app(engine, model_name="m")) as url:
-        reached = Reached((url,), Upstream(url, Embedded()), RENDERING)
+        reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
         async with local(told, folder, reached) as cluster:
             return await cluster.run(tasks)
 
 
-def rebuilt(folder: Path, out: Path, part: Part | None) -> list[Trajectory]:
+def rebuilt(folder: Path, out: Path, part: PluginSpec | None) -> list[Trajectory]:
     """The trajectories of all segments, from files."""
     segments = folder / "segments"
     rebuild_all(sorted(segments.glob("*.seg")), segments, out, part)
@@ -110,7 +110,7 @@ async def test_segments_are_enough_to_train_from(tmp_path: Path) -> None:
         ours, theirs = (prepare(one, config, version=0) for one in (live, again))
         assert len(ours.samples) == 12
         assert to_bytes(ours) == to_bytes(theirs)
-    single = rebuilt(tmp_path, tmp_path / "single", Part("per_request"))
+    single = rebuilt(tmp_path, tmp_path / "single", PluginSpec("per_request"))
     assert [len(one.traces) for one in single] == [3] * 6
     assert (
         prepare(single, CHOICES[0], version=0).ledger == prepare(live, CHOICES[0], version=0).ledger

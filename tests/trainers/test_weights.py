@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tugline.errors import EngineError
-from tugline.serving import serve
 from tugline.trainers.weights import EmbeddedWeights, Running, SglangWeights, VllmWeights
+from tugline.web.serve import serve
 
 FOLDER = Path("model")
 

@@ -13,30 +13,30 @@ from msgspec.structs import replace
 
 from inference.tiny_model import tiny
 from rig import ASK, RENDERING, TOOLS, in_turn, rig
-from tugline.capture import segments
-from tugline.capture.segments import Segment, Writer
+from tugline.chat.engines.embedded import Embedded
 from tugline.gateway.app import Gateway
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
+from tugline.gateway.replicas import Upstream
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
-from tugline.serving import serve
-from tugline.types import Call, Part, Sampling, Session, Task
-from tugline.verification.findings import Judged
-from tugline.verification.judge import judge
-from tugline.verification.texts import Texts
+from tugline.recording import file as recordings
+from tugline.recording.file import Recording, Writer
+from tugline.recording.verify.findings import SessionReport
+from tugline.recording.verify.sessions import judge
+from tugline.recording.verify.texts import Texts
+from tugline.types import Call, PluginSpec, Sampling, Session, Task
+from tugline.web.serve import serve
 
 LOOK = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py", "n": 1}}\n</tool_call>'
 WINDOW = 700
 
 
-def read_in(folder: Path) -> tuple[Path, Segment]:
+def read_in(folder: Path) -> tuple[Path, Recording]:
     """The one segment below a folder."""
     (path,) = folder.rglob("*.seg")
-    return path, segments.read(path)
+    return path, recordings.read(path)
 
 
-def judged(folder: Path, tokenizer: Path | None = None) -> Judged:
+def judged(folder: Path, tokenizer: Path | None = None) -> SessionReport:
     """What is found out about it."""
     return judge(*read_in(folder), Texts(tokenizer))
 
@@ -63,7 +63,7 @@ async def work(folder: Path) -> None:
         await it.ask([{"role": "user", "content": "Mend it, please."}, *told[1:], *more])
 
 
-def rewritten(path: Path, segment: Segment, change: Callable[[Call], Call]) -> None:
+def rewritten(path: Path, segment: Recording, change: Callable[[Call], Call]) -> None:
     """Write the segment anew with changed calls."""
     path.unlink()
     with Writer(path, segment.header, sync=False) as writer:
@@ -112,8 +112,8 @@ async def modelled(
     task = Task(
         id="t",
         instruction="",
-        harness=Part("shell"),
-        evaluator=Part("tests"),
+        harness=PluginSpec("shell"),
+        evaluator=PluginSpec("tests"),
         sampling=sampling or Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=1),
     )
     stops = RENDERING.stop_ids

@@ -14,19 +14,22 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rig import RENDERING, ids, rig, says
-from tugline.builders.base import Built
-from tugline.builders.prefix_merging import PrefixMerging
-from tugline.capture.records import Header, Result
-from tugline.capture.segments import Segment, Writer, conclude
-from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
-from tugline.gateway.words.decoder import Decoder
+from tugline.chat.dialects.base import Piece, ReasoningDelta, TextDelta
+from tugline.chat.stream_parser import Decoder
+from tugline.recording.file import Recording, Writer, conclude
+from tugline.recording.records import Header, Result
+from tugline.recording.verify.findings import Seam, Verdict, total
+from tugline.recording.verify.sessions import judge
+from tugline.recording.verify.texts import Texts
+from tugline.traces.base import Built
+from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Call,
     Finish,
     Message,
     Mode,
     Outcome,
-    Part,
+    PluginSpec,
     Role,
     Sampling,
     Session,
@@ -36,9 +39,6 @@ from tugline.types import (
     ToolCall,
     VersionSpan,
 )
-from tugline.verification.findings import Seam, Verdict, total
-from tugline.verification.judge import judge
-from tugline.verification.texts import Texts
 from verification.recording import LOOK, changed, judged, read_in, rewritten, work
 
 LONG = " ".join(f"word{i}" for i in range(20))
@@ -173,7 +173,7 @@ async def test_a_builder_is_held_to_what_was_sampled(
     path, segment = read_in(tmp_path)
     assert segment.header is not None
     segment.header = replace(
-        segment.header, task=replace(segment.header.task, builder=Part(builder))
+        segment.header, task=replace(segment.header.task, builder=PluginSpec(builder))
     )
     found = judge(path, segment, Texts())
     assert (found.checks["ledger"].verdict, found.checks["traces"].verdict) == (ledger, traces)
@@ -261,7 +261,7 @@ def _call(sampled: list[int], answer: Message | None, outcome: Outcome, stop: st
 
 HEADER = Header(
     session=Session(id="s", task="t", sample=0),
-    task=Task(id="t", instruction="", harness=Part("shell"), evaluator=Part("tests")),
+    task=Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests")),
     created=0.0,
     tugline="0",
     template="qwen3",
@@ -301,7 +301,7 @@ def test_whatever_is_sampled_reads_the_same_again(
 
 
 # --------------------------------------------------------------------------- other modes
-def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, Segment]:
+def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, Recording]:
     path = tmp_path / "s.0.seg"
     call = replace(
         _call(ids("Hi. "), Message(Role.ASSISTANT, content), Outcome.COMPLETE, ""), mode=mode

@@ -11,19 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.test_local import local, task
-from tugline.capture import segments
-from tugline.capture.records import Result
-from tugline.capture.segments import Writer, conclude
-from tugline.capture.trajectories import INDEX, pack, read, read_folder, read_index
+from launch.test_local import local, task
 from tugline.errors import CaptureError, UnknownPlugin, UsageError
-from tugline.types import Boundary, Ledger, Part, Reward, Status
-from tugline.verification.rebuild import rebuild, rebuild_all
+from tugline.recording import file as recordings
+from tugline.recording.file import Writer, conclude
+from tugline.recording.rebuild import rebuild, rebuild_all
+from tugline.recording.records import Result
+from tugline.recording.trajectories import INDEX, pack, read, read_folder, read_index
+from tugline.types import Boundary, Ledger, PluginSpec, Reward, Status
 from verification.recording import work
 
 REBUILD = (
     "import sys; from pathlib import Path; from tugline.types import Part;"
-    "from tugline.verification.rebuild import rebuild_all as r; a, b = map(Path, sys.argv[1:]);"
+    "from tugline.recording.rebuild import rebuild_all as r; a, b = map(Path, sys.argv[1:]);"
     "r(sorted(a.rglob('*.seg')), a, b, Part('per_request'))"
 )
 
@@ -55,9 +55,11 @@ async def test_rewards_per_trace_stay_with_the_traces_they_are_for(tmp_path: Pat
         status=Status.COMPLETED, builder="prefix_merging", ledger=Ledger(), reward=reward
     )
     conclude(path, result)
-    segment = segments.read(path)
-    assert rebuild(segment).reward == rebuild(segment, Part("prefix_merging")).reward == reward
-    assert rebuild(segment, Part("per_request")).reward == Reward(1.0, {"tests": 1.0})
+    segment = recordings.read(path)
+    assert (
+        rebuild(segment).reward == rebuild(segment, PluginSpec("prefix_merging")).reward == reward
+    )
+    assert rebuild(segment, PluginSpec("per_request")).reward == Reward(1.0, {"tests": 1.0})
 
 
 def segments_of(folder: Path) -> list[Path]:
@@ -95,7 +97,7 @@ async def test_of_several_attempts_the_last_one_counts(tmp_path: Path) -> None:
     await work(tmp_path / "segments")
     (path,) = segments_of(tmp_path / "segments")
     later = path.with_name("s1.10.seg")
-    segment = segments.read(path)
+    segment = recordings.read(path)
     with Writer(later, segment.header) as writer:
         writer.append(segment.calls[0])
     index = rebuild_all([path, later], path.parent, tmp_path / "out", None)
@@ -141,7 +143,7 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path) -> None:
     """A builder that nobody knows, and a folder that holds something."""
     out = tmp_path / "out"
     with pytest.raises(UnknownPlugin, match="did you mean 'per_request'"):
-        rebuild_all([], tmp_path, out, Part("per_requests"))
+        rebuild_all([], tmp_path, out, PluginSpec("per_requests"))
     assert not out.exists()
     out.mkdir()
     (out / "x").touch()
@@ -151,6 +153,6 @@ def test_mistakes_are_found_before_anything_is_written(tmp_path: Path) -> None:
 
 def test_an_index_reads_as_it_was_written(tmp_path: Path) -> None:
     """Every field is there, by name, for whoever has no Python of ours."""
-    rebuild_all([], tmp_path, tmp_path / "out", Part("per_request", {"max_length": 5}))
+    rebuild_all([], tmp_path, tmp_path / "out", PluginSpec("per_request", {"max_length": 5}))
     told = msgspec.json.decode((tmp_path / "out" / INDEX).read_bytes())
     assert told == {"builder": {"name": "per_request", "options": {"max_length": 5}}, "entries": []}

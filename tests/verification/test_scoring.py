@@ -11,11 +11,11 @@ import torch
 from inference.tiny_model import tiny
 from rig import rig, says
 from tugline.errors import EngineError
+from tugline.recording.verify.findings import SessionReport, Verdict, total
+from tugline.recording.verify.scoring import scorer_at
+from tugline.recording.verify.sessions import judge, judge_logprobs
+from tugline.recording.verify.texts import Texts
 from tugline.types import LogprobMeaning, Sampling
-from tugline.verification.findings import Judged, Verdict, total
-from tugline.verification.judge import judge, judge_logprobs
-from tugline.verification.scoring import scorer_at
-from tugline.verification.texts import Texts
 from verification.recording import Modelled, changed, modelled, read_in, rewritten
 
 CLOSE = 1e-4
@@ -27,7 +27,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-async def scored(folder: Path, it: Modelled) -> Judged:
+async def scored(folder: Path, it: Modelled) -> SessionReport:
     """All checks of the session in `folder`, the engine's included."""
     path, segment = read_in(folder)
     found = judge(path, segment, Texts())

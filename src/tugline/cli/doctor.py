@@ -22,10 +22,10 @@ from rich.table import Table
 from tugline.cli.status import Folder, Server, Token, reach
 from tugline.client.health import Finding, examine
 from tugline.errors import UsageError
-from tugline.gateway.doctor.diagnosis import Outcome, Report
-from tugline.gateway.doctor.probe import probe
+from tugline.gateway.probe.diagnosis import Outcome, Report
+from tugline.gateway.probe.probe import probe
 from tugline.plugins import find, known
-from tugline.runtimes.base import Runtime
+from tugline.sandbox.base import Runtime
 from tugline.types import Mode
 
 _COLOUR = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNKNOWN: "yellow"}

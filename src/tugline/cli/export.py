@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tugline.capture.folder import locate, segments_in
 from tugline.errors import UsageError
 from tugline.exports.base import Wanted
 from tugline.exports.pipeline import Export, Summary, run
 from tugline.exports.select import Selection, Split
 from tugline.plugins import find
-from tugline.types import Part, Status, TraceKind
+from tugline.recording.folder import locate, segments_in
+from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
 _NONE = "-"
@@ -152,14 +152,14 @@ def _pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     return pairs
 
 
-def _part(builder: str | None, options: list[str] | None) -> Part | None:
+def _part(builder: str | None, options: list[str] | None) -> PluginSpec | None:
     if builder is None:
         if options:
             msg = f"--option {options[0]} is for a builder; name it with --builder"
             raise UsageError(msg)
         return None
     given = _pairs(options, "--option")
-    return Part(builder, {key: _value(text) for key, text in given.items()})
+    return PluginSpec(builder, {key: _value(text) for key, text in given.items()})
 
 
 def _value(text: str) -> Any:

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tugline.cli.doctor import engine_at
-from tugline.conformance.cells import Cell, cells_of
+from tugline.conformance.cells import Case, cells_of
 from tugline.conformance.matrix import check as check_cell
 from tugline.conformance.matrix import reached
 from tugline.conformance.worker import Result
 from tugline.errors import UsageError
-from tugline.harnesses import shelf
+from tugline.harnesses import inventory
+from tugline.harnesses.inventory import InventoryItem, items, preset, presets
 from tugline.harnesses.preset import Preset
-from tugline.harnesses.shelf import Item, items, preset, presets
 
 harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
 _SIGNS = {"pass": "[green]pass[/]", "cli:": "[yellow]cli[/]", "fail:": "[red]fail[/]", "-": ""}
@@ -55,7 +55,7 @@ def list_(
         raise typer.Exit(1)
 
 
-def _list(found: Sequence[Item]) -> None:
+def _list(found: Sequence[InventoryItem]) -> None:
     table = Table("name", "version", "installed", "checksum", "newest", box=None)
     table.add_column("checked in", overflow="fold")
     for item in found:
@@ -108,7 +108,7 @@ def upgrade(name: str, *, version: Version = None) -> None:
 
 def _install(program: Preset) -> None:
     with Console(stderr=True).status(f"installing {program.name} {program.version}"):
-        asyncio.run(shelf.install(program))
+        asyncio.run(inventory.install(program))
 
 
 @harness.command()
@@ -161,7 +161,7 @@ def _make(keep: Path) -> None:
 
 
 async def _check(
-    cells: Sequence[Cell], url: str | None, *, keep: Path | None, slow: bool
+    cells: Sequence[Case], url: str | None, *, keep: Path | None, slow: bool
 ) -> list[Result]:
     console = Console(stderr=True, highlight=False)
     results = []

@@ -26,8 +26,8 @@ from tugline.cli.up import (
     say,
     with_an_engine,
 )
-from tugline.cluster.settings import settings
-from tugline.cluster.up import work
+from tugline.launch.settings import settings
+from tugline.launch.up import work
 
 
 def node(  # noqa: PLR0913 - each is a flag

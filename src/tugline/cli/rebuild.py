@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from tugline.capture.folder import locate, segments_in
-from tugline.capture.trajectories import INDEX, Index
 from tugline.errors import UsageError
-from tugline.types import Part
-from tugline.verification.rebuild import rebuild_all
+from tugline.recording.folder import locate, segments_in
+from tugline.recording.rebuild import rebuild_all
+from tugline.recording.trajectories import INDEX, Index
+from tugline.types import PluginSpec
 
 _MANY = 20
 """Segments from which on progress is shown."""
@@ -65,13 +65,13 @@ def rebuild(
         raise typer.Exit(1)
 
 
-def _part(builder: str | None, options: list[str]) -> Part | None:
+def _part(builder: str | None, options: list[str]) -> PluginSpec | None:
     if builder is None:
         if options:
             msg = f"--option {options[0]} is for a builder; name it with --builder"
             raise UsageError(msg)
         return None
-    return Part(builder, dict(_option(text) for text in options))
+    return PluginSpec(builder, dict(_option(text) for text in options))
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 
 from tugline import log
-from tugline.capture.folder import RUNS, locate
 from tugline.errors import UsageError
-from tugline.gateway.doctor.connect import connect
+from tugline.gateway.probe.connect import connect
+from tugline.recording.folder import RUNS, locate
 from tugline.replay.difference import Difference
 from tugline.replay.recorded import Live
 from tugline.replay.run import Options, Recording, Report, fork

@@ -15,9 +15,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from tugline.capture.saved import LINES, Saved
 from tugline.cli.status import Folder, Json, Server, Token, reach
 from tugline.protocol import ResultView
+from tugline.recording.saved import LINES, ResultFolder
 
 
 def results(  # noqa: PLR0913 - each is a flag
@@ -40,7 +40,7 @@ def results(  # noqa: PLR0913 - each is a flag
     as_json: Json = False,
 ) -> None:
     """Read results in the order in which they came, and save them with their trajectories."""
-    saved = Saved(out) if out else None
+    saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     seen = 0
 

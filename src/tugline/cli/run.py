@@ -31,10 +31,10 @@ from tugline.cli.up import (
     keep_running,
     with_an_engine,
 )
-from tugline.cluster.run import run as run_all
-from tugline.cluster.settings import settings
+from tugline.datasets.files import load
+from tugline.launch.run import run as run_all
+from tugline.launch.settings import settings
 from tugline.protocol import ResultView
-from tugline.tasksets.files import load
 from tugline.types import Boundary
 
 _QUIET_S = 10.0

@@ -8,12 +8,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tugline.client.taskforms import schema as schema_of
-from tugline.client.taskforms import template
+from tugline.client.task_schema import schema as schema_of
+from tugline.client.task_schema import template
+from tugline.datasets.files import load
 from tugline.errors import Invalid, UsageError
-from tugline.node.parts import Parts
+from tugline.rollout.parts import Parts
 from tugline.server.checks import check_task
-from tugline.tasksets.files import load
 from tugline.types import Task
 
 task = typer.Typer(help="Task files.", no_args_is_help=True)

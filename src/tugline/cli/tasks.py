@@ -23,13 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tugline.cli.status import Json
+from tugline.datasets.base import INSTANCE
+from tugline.datasets.files import Chosen, gather
 from tugline.errors import ConfigError, UsageError
-from tugline.node.parts import Parts
-from tugline.node.proof import Proof, fingerprint, prove
-from tugline.runtimes import base
-from tugline.tasksets.base import INSTANCE
-from tugline.tasksets.files import Chosen, gather
-from tugline.types import Cause, Part, Task, Workspace
+from tugline.rollout.parts import Parts
+from tugline.rollout.task_validation import TaskValidation, fingerprint, prove
+from tugline.sandbox import base
+from tugline.types import Cause, PluginSpec, Task, Workspace
 
 tasks = typer.Typer(help="Task sets.", no_args_is_help=True)
 
@@ -102,7 +102,7 @@ def list_tasks(paths: Paths, *, as_json: Json = False) -> None:
 @tasks.command()
 def prefetch(paths: Paths, *, as_json: Json = False) -> None:
     """Have the images and repositories of tasks on this machine before sessions ask for them."""
-    wanted: dict[bytes, tuple[Part, list[Workspace]]] = {}
+    wanted: dict[bytes, tuple[PluginSpec, list[Workspace]]] = {}
     for task, _ in gather(paths, folders=True):
         key = msgspec.msgpack.encode(task.runtime, order="deterministic")
         wanted.setdefault(key, (task.runtime, []))[1].append(task.workspace)
@@ -118,7 +118,7 @@ def prefetch(paths: Paths, *, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-async def _prefetch(wanted: Sequence[tuple[Part, Sequence[Workspace]]]) -> list[str]:
+async def _prefetch(wanted: Sequence[tuple[PluginSpec, Sequence[Workspace]]]) -> list[str]:
     failed: list[str] = []
     with Console(stderr=True, highlight=False).status("prefetching") as status:
         for part, workspaces in wanted:
@@ -145,7 +145,7 @@ def validate(
     """Try reference solutions and empty ones, without a model; exit code 1 if any is not fine."""
     found = gather(paths, folders=True)
     if runtime is not None:
-        chosen = Part(runtime)
+        chosen = PluginSpec(runtime)
         found = [(msgspec.structs.replace(task, runtime=chosen), of) for task, of in found]
     parts = Parts()
     _check_runtimes(parts, [task for task, _ in found])
@@ -218,7 +218,9 @@ async def _try(
     return _judged(task, digest, solved, empty)
 
 
-def _judged(task: Task, digest: str, solved: Proof | None, empty: Proof) -> Proved:
+def _judged(
+    task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
+) -> Proved:
     state, why = State.FINE, ""
     failed = next((one for one in (solved, empty) if one and one.failure), None)
     if failed is not None:

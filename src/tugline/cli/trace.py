@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tugline.capture.folder import locate, tokenizer_of
-from tugline.capture.segments import read
 from tugline.errors import UsageError
-from tugline.inspector.document import document
-from tugline.inspector.telling import as_json, tell
-from tugline.inspector.terminal import By, Terminal
-from tugline.inspector.texts import Texts
+from tugline.recording.file import read
+from tugline.recording.folder import locate, tokenizer_of
+from tugline.recording.view.document import document
+from tugline.recording.view.session_view import as_json, tell
+from tugline.recording.view.terminal import By, Terminal
+from tugline.recording.view.texts import Texts
 
 
 def trace(  # noqa: PLR0913 - each is a flag

@@ -15,11 +15,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tugline import log, serving
+from tugline import log
 from tugline.cli.demo import INTERRUPTED
-from tugline.cluster.server import is_local, serve_alone
-from tugline.cluster.settings import Given, Settings, settings
 from tugline.errors import UsageError
+from tugline.launch.server import is_local, serve_alone
+from tugline.launch.settings import Given, Settings, settings
+from tugline.web import serve
 
 DATA = Path("tugline-data")
 _MODEL = "warm_start_model"
@@ -78,7 +79,7 @@ def up(  # noqa: PLR0913 - each is a flag
     if no_node:
         keep_running(serve_alone(told, folder, say), log_file)
         return
-    from tugline.cluster.up import serve_and_work  # noqa: PLC0415 - takes a second, see there
+    from tugline.launch.up import serve_and_work  # noqa: PLC0415 - takes a second, see there
 
     keep_running(serve_and_work(with_an_engine(told), folder, say), log_file)
 
@@ -118,6 +119,6 @@ def keep_running(main: Coroutine[Any, Any, None], log_file: Path | None) -> None
     """Run until it ends by itself, exit code 0, or at once by a second signal, exit code 130."""
     log.configure(level="info" if log_file else "warning", path=log_file)
     try:
-        serving.run(main)
+        serve.run(main)
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise typer.Exit(INTERRUPTED) from None

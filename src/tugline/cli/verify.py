@@ -17,13 +17,13 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Column, Table
 
-from tugline.capture import segments
-from tugline.capture.folder import locate, segments_in
 from tugline.errors import CaptureError
-from tugline.verification.findings import Judged, Seam, Total, Verdict, total
-from tugline.verification.judge import TOLERANCE, judge, judge_logprobs
-from tugline.verification.scoring import Scorer, scorer_at
-from tugline.verification.texts import Texts
+from tugline.recording import file as recordings
+from tugline.recording.folder import locate, segments_in
+from tugline.recording.verify.findings import Seam, SessionReport, Total, Verdict, total
+from tugline.recording.verify.scoring import Scorer, scorer_at
+from tugline.recording.verify.sessions import TOLERANCE, judge, judge_logprobs
+from tugline.recording.verify.texts import Texts
 
 _SEAMS = {
     Seam.EXACT: "green",
@@ -79,7 +79,7 @@ async def _all(
     *,
     salvage: bool,
     show: bool,
-) -> list[Judged]:
+) -> list[SessionReport]:
     judged = []
     async with AsyncExitStack() as stack:
         scorer = await stack.enter_async_context(scorer_at(url)) if url else None
@@ -93,11 +93,11 @@ async def _all(
 
 async def _one(
     path: Path, scorer: Scorer | None, tolerance: float, texts: Texts, *, salvage: bool
-) -> Judged:
+) -> SessionReport:
     try:
-        segment = segments.read(path, salvage=salvage, bodies=False)
+        segment = recordings.read(path, salvage=salvage, bodies=False)
     except CaptureError as error:
-        return Judged(session=path.stem, segment=str(path), error=str(error))
+        return SessionReport(session=path.stem, segment=str(path), error=str(error))
     judged = judge(path, segment, texts)
     if scorer is not None:
         await judge_logprobs(judged, segment, scorer, tolerance)
@@ -105,7 +105,7 @@ async def _one(
 
 
 # --------------------------------------------------------------------------- on the terminal
-def _show(judged: Judged) -> None:
+def _show(judged: SessionReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{escape(judged.session)}[/] {escape(judged.segment)}")
     if judged.error is not None:
@@ -122,7 +122,7 @@ def _show(judged: Judged) -> None:
         console.print(f"  note: {note}", markup=False)
 
 
-def _table(judged: Judged) -> Table:
+def _table(judged: SessionReport) -> Table:
     """A line per call; the KL is the less noisy of the two estimates."""
     names = ["prompt", "shared", "sampled"]
     if any(turn.scored for turn in judged.turns):

@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from tugline.client import streams
-from tugline.client.finding import find_server
+from tugline.client.discovery import find_server
 from tugline.client.results import GroupResults, Result, Wanted, stream, unpack
 from tugline.client.transport import Transport, quoted
 from tugline.errors import ServerError, UsageError

@@ -19,7 +19,15 @@ import msgspec
 
 from tugline.client.transport import Transport
 from tugline.errors import FencedError, ServerError
-from tugline.protocol import Ask, Commit, HandBack, Hello, Orders, Renewal, Welcome
+from tugline.protocol import (
+    Commit,
+    HandBack,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistered,
+    NodeRegistration,
+    Renewal,
+)
 
 DEADLINE_S = 10.0
 """Shorter than a lease. A node asks again by itself then, and says what it has by that time."""
@@ -62,31 +70,33 @@ class NodeClient:
     ) -> None:
         await self._http.__aexit__(kind, error, trace)
 
-    async def register(self, hello: Hello) -> Welcome:
+    async def register(self, hello: NodeRegistration) -> NodeRegistered:
         """Join. What a node of the same name still held is given to others."""
-        welcome = await self._http.ask("POST", "/v1/nodes", Welcome, body=hello)
+        welcome = await self._http.ask("POST", "/v1/nodes", NodeRegistered, body=hello)
         self._token = welcome.token
         if self._kept is not None:
             await asyncio.to_thread(_write, self._kept, welcome.token)
         return welcome
 
-    async def lease(self, node: str, ask: Ask) -> Orders:
+    async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
         """Wait for work, for orders or for `ask.wait_s`. Raises `FencedError` for a lost node."""
         with _lost():
             return await self._http.ask(
                 "POST",
                 f"/v1/nodes/{node}/lease",
-                Orders,
+                LeaseResponse,
                 body=ask,
                 wait_s=ask.wait_s,
                 token=self._token,
             )
 
-    async def renew(self, node: str, renewal: Renewal) -> Orders:
+    async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
         """Keep the lease. Raises `FencedError` for a lost node, which must register again."""
         path = f"/v1/nodes/{node}/renew"
         with _lost():
-            return await self._http.ask("POST", path, Orders, body=renewal, token=self._token)
+            return await self._http.ask(
+                "POST", path, LeaseResponse, body=renewal, token=self._token
+            )
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
         """Keep a result. Raises `FencedError` for a lost lease."""

@@ -51,7 +51,7 @@ BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, asyncio.Incomplete
 _log = log.get("client")
 
 
-class Patience:
+class RetryBudget:
     """Time that is left for something, and the pauses between its tries."""
 
     def __init__(self, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Attempts:
     def __init__(self, http: Transport, what: str) -> None:
         self.over = False
         self._http, self._what = http, what
-        self._patience = Patience(http.deadline_s)
+        self._patience = RetryBudget(http.deadline_s)
         self.renew = self._patience.renew
 
     async def __aenter__(self) -> Self:
@@ -165,7 +165,7 @@ class Transport:
             packed = msgspec.json.encode(body)
             headers["Content-Type"] = "application/json"
         sending_s = len(packed) / SLOWEST if isinstance(packed, bytes) else 0.0
-        patience = Patience(self.deadline_s + wait_s + sending_s)
+        patience = RetryBudget(self.deadline_s + wait_s + sending_s)
         while True:
             late = aiohttp.ClientTimeout(
                 total=max(0.01, patience.left),

@@ -15,7 +15,7 @@ import msgspec
 from tugline.errors import UsageError
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One harness in one dialect."""
 
     harness: str
@@ -35,28 +35,28 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 _FOUR = ("openai_chat", "openai_responses", "anthropic", "google")
 _PI = {"reasoning": True, "args": ["--no-context-files", "--mode", "json"]}
-CELLS: tuple[Cell, ...] = (
-    Cell(
+CELLS: tuple[Case, ...] = (
+    Case(
         harness="codex",
         dialect="openai_responses",
         tool="exec_command",
         argument="cmd",
     ),
-    Cell(
+    Case(
         harness="claude_code",
         dialect="anthropic",
         tool="Bash",
         arguments={"description": "As asked"},
     ),
-    Cell(
+    Case(
         harness="qwen_code",
         dialect="openai_chat",
         tool="run_shell_command",
         arguments={"is_background": False},
     ),
-    Cell(harness="gemini_cli", dialect="google", tool="run_shell_command"),
+    Case(harness="gemini_cli", dialect="google", tool="run_shell_command"),
     *(
-        Cell(
+        Case(
             harness="mini_swe_agent",
             dialect=dialect,
             tool="bash",
@@ -67,11 +67,11 @@ CELLS: tuple[Cell, ...] = (
         for dialect in _FOUR[:3]
     ),
     *(
-        Cell(harness="pi", dialect=dialect, tool="bash", options={"dialect": dialect, **_PI})
+        Case(harness="pi", dialect=dialect, tool="bash", options={"dialect": dialect, **_PI})
         for dialect in _FOUR
     ),
     *(
-        Cell(
+        Case(
             harness="opencode",
             dialect=dialect,
             tool="bash",
@@ -88,7 +88,7 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
 """Harness, check, pattern of the failure, and the reason in the harness."""
 
 
-def cells_of(name: str | None) -> tuple[Cell, ...]:
+def cells_of(name: str | None) -> tuple[Case, ...]:
     """The cells of one harness, all for None. Raises `UsageError` for one that has none."""
     found = tuple(cell for cell in CELLS if name in (None, cell.harness))
     if not found:
@@ -98,7 +98,7 @@ def cells_of(name: str | None) -> tuple[Cell, ...]:
     return found
 
 
-def judged(cell: Cell, check: str, failure: str | None) -> str:
+def judged(cell: Case, check: str, failure: str | None) -> str:
     """``pass``, ``fail: why``, or ``cli: why`` where the harness is known for it."""
     if failure is None:
         return "pass"

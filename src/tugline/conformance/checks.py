@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tugline.conformance.cells import Cell
-from tugline.conformance.rehearsal import Rehearsal
+from tugline.conformance.cells import Case
+from tugline.conformance.rehearsal import Run
 from tugline.conformance.sessions import BUDGET, CUT, FILES, LAST_WORDS, SLOW, script
 from tugline.types import Branch, Call, Outcome, TraceKind
 
@@ -33,7 +33,7 @@ def main_calls(calls: Sequence[Call]) -> list[Call]:
     ]
 
 
-def completes(cell: Cell, ran: Rehearsal) -> str | None:
+def completes(cell: Case, ran: Run) -> str | None:
     """Every turn was asked for and the program ended by itself."""
     turns = len(main_calls(ran.calls))
     if ran.exit.timed_out:
@@ -43,7 +43,7 @@ def completes(cell: Cell, ran: Rehearsal) -> str | None:
     return f"exit code {ran.exit.code}" if ran.exit.code else None
 
 
-def tool_call_executed(_: Cell, ran: Rehearsal) -> str | None:
+def tool_call_executed(_: Case, ran: Run) -> str | None:
     """Both parallel calls and the later ones ran, and their results came back."""
     if ran.files.get("both.txt") != "".join(FILES.values()):
         return f"both.txt holds {ran.files.get('both.txt')!r}"
@@ -52,14 +52,14 @@ def tool_call_executed(_: Cell, ran: Rehearsal) -> str | None:
     return f"the second request lacks the results {missing}" if missing else None
 
 
-def streaming(_: Cell, ran: Rehearsal) -> str | None:
+def streaming(_: Case, ran: Run) -> str | None:
     """The slow turn's answer went out while it was sampled, not only its headers."""
     if len(ran.calls) <= SLOW:
         return f"only {len(ran.calls)} turns"
     return _streamed(ran, ran.calls[SLOW])
 
 
-def _streamed(ran: Rehearsal, call: Call) -> str | None:
+def _streamed(ran: Run, call: Call) -> str | None:
     last = call.timings.last_token or 0.0
     parts = next((seen.chunks for seen in ran.seen if seen.request == call.request), [])
     if len(parts) == 1:
@@ -70,20 +70,20 @@ def _streamed(ran: Rehearsal, call: Call) -> str | None:
     return None
 
 
-def history_exact(_: Cell, ran: Rehearsal) -> str | None:
+def history_exact(_: Case, ran: Run) -> str | None:
     """Every turn but the first continues the one before."""
     calls = main_calls(ran.calls)
     return f"only {len(calls)} turns" if len(calls) < 3 else continues(_, ran)
 
 
-def continues(_: Cell, ran: Rehearsal) -> str | None:
+def continues(_: Case, ran: Run) -> str | None:
     """No turn forks, however many there are."""
     calls = main_calls(ran.calls)
     broken = [f"turn {call.number}: {call.branch}" for call in calls if call.branch is not None]
     return ", ".join(broken) or None
 
 
-def prefix_kept(_: Cell, ran: Rehearsal) -> str | None:
+def prefix_kept(_: Case, ran: Run) -> str | None:
     """Every prompt starts with the parent's prompt and answer, id for id."""
     calls = main_calls(ran.calls)
     for before, after in itertools.pairwise(calls):
@@ -93,7 +93,7 @@ def prefix_kept(_: Cell, ran: Rehearsal) -> str | None:
     return None if len(calls) > 1 else f"only {len(calls)} turns"
 
 
-def usage_seen(_: Cell, ran: Rehearsal) -> str | None:
+def usage_seen(_: Case, ran: Run) -> str | None:
     """A true count of prompt tokens, of one call or of all, stands in what the program wrote."""
     prompts = [len(call.prompt_ids) for call in ran.calls]
     wanted = {*prompts, *itertools.accumulate(prompts)}
@@ -102,7 +102,7 @@ def usage_seen(_: Cell, ran: Rehearsal) -> str | None:
     return f"none of {sorted(wanted)} in its output"
 
 
-def retry_safe(cell: Cell, ran: Rehearsal) -> str | None:
+def retry_safe(cell: Case, ran: Run) -> str | None:
     """The faults went unnoticed and cost no token twice."""
     turns = len(main_calls(ran.calls))
     if turns != len(script(cell)) or ran.exit.timed_out:
@@ -115,7 +115,7 @@ def retry_safe(cell: Cell, ran: Rehearsal) -> str | None:
     return None if counted == ran.owed else f"{counted} tokens counted of {ran.owed} sampled"
 
 
-def budget_stop_survived(_: Cell, ran: Rehearsal) -> str | None:
+def budget_stop_survived(_: Case, ran: Run) -> str | None:
     """The program gives up by itself, soon, and no call was made beyond the budget."""
     if ran.exit.timed_out:
         return f"still running {ran.exit.seconds:.0f} s after it began, {len(ran.seen)} requests"
@@ -125,18 +125,18 @@ def budget_stop_survived(_: Cell, ran: Rehearsal) -> str | None:
     return None if asked == BUDGET else f"{asked} calls with a budget of {BUDGET}"
 
 
-def _ending(ran: Rehearsal) -> str:
+def _ending(ran: Run) -> str:
     how = "out of time" if ran.exit.timed_out else f"exit code {ran.exit.code}"
     statuses = [seen.status for seen in ran.seen]
     return f"{how}; statuses {statuses}; {' '.join(ran.log.split())[-300:]!r}"
 
 
-def text_shown(_: Cell, ran: Rehearsal) -> str | None:
+def text_shown(_: Case, ran: Run) -> str | None:
     """What the model says in the end reaches whoever started the program."""
     return None if LAST_WORDS in ran.log else f"{LAST_WORDS!r} is not in its output"
 
 
-def sub_agents_linked(_: Cell, ran: Rehearsal) -> str | None:
+def sub_agents_linked(_: Case, ran: Run) -> str | None:
     """A sub-agent's calls have a thread of their own, and name the one that started it."""
     main = {call.thread for call in ran.calls if call.kind is TraceKind.MAIN}
     subs = [call for call in ran.calls if call.kind is TraceKind.SUBAGENT]
@@ -149,7 +149,7 @@ def sub_agents_linked(_: Cell, ran: Rehearsal) -> str | None:
     return f"calls {forked} do not continue their threads" if forked else None
 
 
-def title_is_side_call(cell: Cell, ran: Rehearsal) -> str | None:
+def title_is_side_call(cell: Case, ran: Run) -> str | None:
     """The request for a title is beside the task and does not fork the conversation."""
     sides = [call for call in ran.calls if call.kind is TraceKind.SIDE]
     if not ran.side_calls or len(sides) != ran.side_calls:
@@ -158,14 +158,14 @@ def title_is_side_call(cell: Cell, ran: Rehearsal) -> str | None:
 
 
 # --------------------------------------------------------------------------- any model
-def ends(_: Cell, ran: Rehearsal) -> str | None:
+def ends(_: Case, ran: Run) -> str | None:
     """Whatever the model said, the program talked to it and ended by itself."""
     if ran.exit.timed_out or not main_calls(ran.calls):
         return f"{len(main_calls(ran.calls))} answers, {_ending(ran)}"
     return None
 
 
-def any_streamed(_: Cell, ran: Rehearsal) -> str | None:
+def any_streamed(_: Case, ran: Run) -> str | None:
     """At least one answer went out while it was sampled; few words and tool calls cannot."""
     verdicts = [_streamed(ran, call) for call in ran.calls]
     return None if None in verdicts else "; ".join(filter(None, verdicts)) or "no answer"

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from tugline.conformance import sandbox
-from tugline.conformance.cells import Cell
+from tugline.conformance.cells import Case
 from tugline.conformance.models import Engine, outside
 from tugline.conformance.worker import Job, Result, checks_of
 from tugline.errors import HarnessError, UsageError
-from tugline.gateway.doctor.probe import probe
+from tugline.gateway.probe.probe import probe
 from tugline.harnesses.base import Harness
 from tugline.plugins import find
 from tugline.types import Mode
@@ -41,7 +41,7 @@ async def reached(url: str | None) -> AsyncIterator[Engine | None]:
 
 
 async def check(
-    cell: Cell, *, keep: Path | None = None, slow: bool = False, engine: Engine | None = None
+    cell: Case, *, keep: Path | None = None, slow: bool = False, engine: Engine | None = None
 ) -> Result:
     """Install the harness, run its sessions and judge them; a failure is a verdict, no exception.
 

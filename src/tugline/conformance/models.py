@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tugline.conformance.script import END, Hitch, Player, Script, tokenizer
-from tugline.gateway.doctor.diagnosis import Report
-from tugline.gateway.engines.embedded import Embedded
-from tugline.gateway.upstream import Upstream
-from tugline.gateway.words.rendering import Rendering
+from tugline.chat.engines.embedded import Embedded
+from tugline.chat.templates.rendering import Rendering
+from tugline.conformance.script import END, Fault, Player, Script, tokenizer
+from tugline.gateway.probe.diagnosis import Report
+from tugline.gateway.replicas import Upstream
 from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
-from tugline.serving import serve
 from tugline.types import Mode
+from tugline.web.serve import serve
 
 WINDOW = 131_072
 
@@ -48,7 +48,7 @@ class Model:
 
 @contextlib.asynccontextmanager
 async def scripted(
-    scripts: Mapping[str, Script], hitches: Mapping[int, Hitch]
+    scripts: Mapping[str, Script], hitches: Mapping[int, Fault]
 ) -> AsyncIterator[Model]:
     """The scripted model, in exact mode."""
     words = tokenizer()

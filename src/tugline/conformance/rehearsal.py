@@ -1,6 +1,6 @@
 """One session of the real program: harness, gateway and engine on one machine.
 
-Nothing here judges. A `Rehearsal` holds what is needed to do so: how the program ended, the calls
+Nothing here judges. A `Run` holds what is needed to do so: how the program ended, the calls
 that the gateway recorded, what went over the wire and when, what the program wrote.
 """
 
@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tugline.capture import segments
-from tugline.conformance.cells import Cell
+from tugline.chat.templates.rendering import Rendering
+from tugline.conformance.cells import Case
 from tugline.conformance.models import Engine, scripted, served
-from tugline.conformance.script import Hitch, Script
+from tugline.conformance.script import Fault, Script
 from tugline.gateway.app import Gateway
 from tugline.gateway.asgi import Message, Receive, Send
-from tugline.gateway.upstream import Upstream
-from tugline.gateway.words.rendering import Rendering
-from tugline.harnesses.base import Harness, Seat, offers_tools, spent_status
+from tugline.gateway.replicas import Upstream
+from tugline.harnesses.base import Harness, LaunchContext, offers_tools, spent_status
 from tugline.plugins import find
-from tugline.runtimes.base import Box, Exit, Place
-from tugline.runtimes.local import Local
-from tugline.types import Call, Limits, Part, Session, Task
+from tugline.recording import file as recordings
+from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
+from tugline.sandbox.local import Local
+from tugline.types import Call, Limits, PluginSpec, Session, Task
 
 _MODEL = "tugline-policy"
 _SESSION = Session(id="check-0", task="check", sample=0)
@@ -49,7 +49,7 @@ class Seen:
         return b"".join(data for _, data in self.chunks)
 
 
-class Tapped(Gateway):
+class RecordingGateway(Gateway):
     """A gateway that notes what passes, and loses the clients of the requests in `broken`."""
 
     def __init__(self, upstream: Upstream, rendering: Rendering | None, folder: Path) -> None:
@@ -102,7 +102,7 @@ class Tapped(Gateway):
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Run:
     """What one session left."""
 
     exit: Exit
@@ -128,26 +128,24 @@ class Stage:
     scripts: Mapping[str, Script]
     """The instruction is the first marker."""
     files: Mapping[str, str] = field(default_factory=dict)
-    hitches: Mapping[int, Hitch] = field(default_factory=dict)
+    hitches: Mapping[int, Fault] = field(default_factory=dict)
     broken: frozenset[int] = frozenset()
     max_turns: int | None = None
     timeout_s: float = 120.0
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-async def rehearse(
-    cell: Cell, stage: Stage, folder: Path, engine: Engine | None = None
-) -> Rehearsal:
+async def rehearse(cell: Case, stage: Stage, folder: Path, engine: Engine | None = None) -> Run:
     """Run the program once in `folder`, which must be empty and stays."""
     answering = served(engine) if engine else scripted(stage.scripts, stage.hitches)
-    async with answering as model, Local().open(folder, Place(files=stage.files)) as box:
-        gateway = Tapped(model.upstream, model.rendering, folder / "segments")
+    async with answering as model, Local().open(folder, SandboxSpec(files=stage.files)) as box:
+        gateway = RecordingGateway(model.upstream, model.rendering, folder / "segments")
         gateway.broken = stage.broken
         async with gateway:
             end = await _session(cell, stage, gateway, box)
-        return Rehearsal(
+        return Run(
             exit=end,
-            calls=segments.read(gateway.segment(_SESSION)).calls,
+            calls=recordings.read(gateway.segment(_SESSION)).calls,
             seen=tuple(gateway.seen),
             files=_texts(box.workdir),
             log="\n".join(_texts(box.logs).values()),
@@ -158,16 +156,16 @@ async def rehearse(
         )
 
 
-async def _session(cell: Cell, stage: Stage, gateway: Gateway, box: Box) -> Exit:
+async def _session(cell: Case, stage: Stage, gateway: Gateway, box: Sandbox) -> Exit:
     options = {**cell.options, **stage.options}
     harness: Harness = find("harness", cell.harness)(**options)
     await harness.install()
     task = Task(
         id=_SESSION.task,
         instruction=next(iter(stage.scripts)),
-        harness=Part(cell.harness, options),
-        evaluator=Part("tests"),
-        runtime=Part("local"),
+        harness=PluginSpec(cell.harness, options),
+        evaluator=PluginSpec("tests"),
+        runtime=PluginSpec("local"),
         files=dict(stage.files),
         limits=Limits(max_turns=stage.max_turns),
     )
@@ -179,7 +177,7 @@ async def _session(cell: Cell, stage: Stage, gateway: Gateway, box: Box) -> Exit
         workdir=str(box.workdir),
         home=str(box.home),
     ) as opened:
-        seat = Seat(
+        seat = LaunchContext(
             instruction=task.instruction,
             workdir=str(box.workdir),
             home=str(box.home),

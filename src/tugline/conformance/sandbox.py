@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
-from tugline.errors import RuntimeFault
+from tugline.errors import SandboxError
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 _RESOLVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
@@ -71,7 +71,7 @@ def _mount(resolver: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
         msg = f"cannot put a name server in place: {' '.join(done.stderr.split())}"
-        raise RuntimeFault(msg)
+        raise SandboxError(msg)
 
 
 class _Recorder(asyncio.DatagramProtocol):

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import tugline
+from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.scripted import Reply
-from tugline.tokenizer import Tokenizer
 from tugline.types import Ids
 
 _SPECIAL = (
@@ -49,7 +49,7 @@ class Turn(msgspec.Struct, frozen=True):
         return thought + "\n".join([*([self.text] if self.text else []), *calls]) + "<|im_end|>"
 
 
-class Hitch(msgspec.Struct, frozen=True):
+class Fault(msgspec.Struct, frozen=True):
     """What goes wrong, or slowly, when a turn is asked for; faults strike the first time only."""
 
     refuse: int | None = None
@@ -76,7 +76,7 @@ class Player:
         self,
         tokenizer: Tokenizer,
         scripts: Mapping[str, Script],
-        hitches: Mapping[int, Hitch] | None = None,
+        hitches: Mapping[int, Fault] | None = None,
     ) -> None:
         self._tokenizer, self._scripts = tokenizer, scripts
         self._hitches = dict(hitches or {})
@@ -102,9 +102,9 @@ class Player:
         if marker:
             self.played[marker, turn] = len(ids)
         first = bool(marker) and marker == next(iter(self._scripts))
-        hitch = self._hitches.get(turn, Hitch()) if first else Hitch()
+        hitch = self._hitches.get(turn, Fault()) if first else Fault()
         if done == 0 and turn in self._struck:
-            hitch = Hitch(token_s=hitch.token_s)
+            hitch = Fault(token_s=hitch.token_s)
         self._struck.add(turn)
         return Reply(
             ids[done:],

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from tugline.conformance.cells import Cell
+from tugline.conformance.cells import Case
 from tugline.conformance.rehearsal import Stage
-from tugline.conformance.script import Hitch, Turn
+from tugline.conformance.script import Fault, Turn
 
 INSTRUCTION = "Read one.txt and two.txt, then write both into both.txt."
 FILES = {"one.txt": "walrus\n", "two.txt": "heron\n"}
@@ -27,7 +27,7 @@ _TEAM = "Have one agent of yours look at one.txt, then say what it found."
 _SUB_TASK = "Agent: look at one.txt."
 
 
-def script(cell: Cell) -> tuple[Turn, ...]:
+def script(cell: Case) -> tuple[Turn, ...]:
     """Four turns, in the words of this harness's shell tool."""
 
     def run(command: str) -> tuple[str, dict[str, object]]:
@@ -51,29 +51,29 @@ def script(cell: Cell) -> tuple[Turn, ...]:
     )
 
 
-def plain(cell: Cell) -> Stage:
+def plain(cell: Case) -> Stage:
     """Everything goes well; one turn is slow."""
-    return Stage({INSTRUCTION: script(cell)}, FILES, {SLOW: Hitch(token_s=_TOKEN_S)})
+    return Stage({INSTRUCTION: script(cell)}, FILES, {SLOW: Fault(token_s=_TOKEN_S)})
 
 
-def faulty(cell: Cell) -> Stage:
+def faulty(cell: Case) -> Stage:
     """The engine refuses, then dies within an answer; then the line to the client breaks in one."""
-    hitches = {0: Hitch(refuse=503), 1: Hitch(cut_after=CUT), 2: Hitch(token_s=_TOKEN_S)}
+    hitches = {0: Fault(refuse=503), 1: Fault(cut_after=CUT), 2: Fault(token_s=_TOKEN_S)}
     return Stage({INSTRUCTION: script(cell)}, FILES, hitches, broken=frozenset({2}))
 
 
-def short(cell: Cell) -> Stage:
+def short(cell: Case) -> Stage:
     """The budget ends after two of four turns."""
     return Stage({INSTRUCTION: script(cell)}, FILES, max_turns=BUDGET, timeout_s=_BUDGET_S)
 
 
-def patient(cell: Cell) -> Stage:
+def patient(cell: Case) -> Stage:
     """The first token comes after 70 s, which is longer than some wait; then 30 s of answer."""
-    hitches = {0: Hitch(first_s=70.0), 1: Hitch(token_s=0.5)}
+    hitches = {0: Fault(first_s=70.0), 1: Fault(token_s=0.5)}
     return Stage({INSTRUCTION: script(cell)}, FILES, hitches, timeout_s=240.0)
 
 
-def team(cell: Cell) -> Stage:
+def team(cell: Case) -> Stage:
     """Codex starts an agent of its own and waits for it."""
 
     def wait(prompt: str) -> Turn:
@@ -86,11 +86,11 @@ def team(cell: Cell) -> Stage:
     return Stage(scripts, FILES, options={"sub_agents": True})
 
 
-def titled(cell: Cell) -> Stage:
+def titled(cell: Case) -> Stage:
     """The harness asks for a title, too."""
     return Stage({INSTRUCTION: script(cell)}, FILES, options={"title": True})
 
 
-def free(_: Cell) -> Stage:
+def free(_: Case) -> Stage:
     """For a model of its own mind: it may take a dozen turns."""
     return Stage({INSTRUCTION: ()}, FILES, max_turns=12, timeout_s=400.0)

@@ -16,9 +16,9 @@ import msgspec
 
 from tugline import log
 from tugline.conformance import checks, sandbox, sessions
-from tugline.conformance.cells import Cell, judged
+from tugline.conformance.cells import Case, judged
 from tugline.conformance.models import Engine
-from tugline.conformance.rehearsal import Rehearsal, Stage, rehearse
+from tugline.conformance.rehearsal import Run, Stage, rehearse
 from tugline.errors import TuglineError
 from tugline.plugins import find
 from tugline.types import Call
@@ -27,7 +27,7 @@ from tugline.types import Call
 class Job(msgspec.Struct, frozen=True):
     """One cell, and where to work."""
 
-    cell: Cell
+    cell: Case
     folder: str
     no_sandbox: str | None = None
     """Why this process has the machine's own network; None in a sandbox."""
@@ -51,8 +51,8 @@ class Result(msgspec.Struct, frozen=True):
 class Part(NamedTuple):
     """A session and what it shows; `harnesses` are those that have it, all if empty."""
 
-    stage: Callable[[Cell], Stage]
-    judges: Mapping[str, Callable[[Cell, Rehearsal], str | None]]
+    stage: Callable[[Case], Stage]
+    judges: Mapping[str, Callable[[Case, Run], str | None]]
     harnesses: tuple[str, ...] = ()
     slow: bool = False
 
@@ -95,7 +95,7 @@ _ANY_MODEL: dict[str, Part] = {
 """What can be said whatever the model answers."""
 
 
-def parts_of(cell: Cell, *, slow: bool) -> dict[str, Part]:
+def parts_of(cell: Case, *, slow: bool) -> dict[str, Part]:
     """The sessions of a cell by name; with `slow` also the one that takes minutes."""
     return {
         name: part
@@ -104,7 +104,7 @@ def parts_of(cell: Cell, *, slow: bool) -> dict[str, Part]:
     }
 
 
-def checks_of(cell: Cell, *, slow: bool) -> list[str]:
+def checks_of(cell: Case, *, slow: bool) -> list[str]:
     """The names of what is checked."""
     names = [name for part in parts_of(cell, slow=slow).values() for name in part.judges]
     return [*names, "no_foreign_host"]
@@ -138,7 +138,7 @@ def _parts(job: Job) -> dict[str, Part]:
     return _ANY_MODEL if job.engine else parts_of(job.cell, slow=job.slow)
 
 
-async def _rehearsed(job: Job, stage: Stage, folder: Path) -> Rehearsal | str:
+async def _rehearsed(job: Job, stage: Stage, folder: Path) -> Run | str:
     try:
         ran = await rehearse(job.cell, stage, folder, job.engine)
     except TuglineError as error:
@@ -147,7 +147,7 @@ async def _rehearsed(job: Job, stage: Stage, folder: Path) -> Rehearsal | str:
     return ran
 
 
-def _keep(ran: Rehearsal, folder: Path) -> None:
+def _keep(ran: Run, folder: Path) -> None:
     """For whoever wants to know why: each request and its answer, and a line per call."""
     wire = folder / "wire"
     wire.mkdir()

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from tugline.chat.tokenizer import Tokenizer
 from tugline.inference.load import load
-from tugline.tokenizer import Tokenizer
 
 WARM_START = Path(__file__).parent / "warm_start_model"
 

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from transformers import Qwen3ForCausalLM
 
+from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start as ws
 from tugline.demo.family import NOT_FOUND, Problem, Turn, generate
 from tugline.demo.live import Live
@@ -31,7 +32,6 @@ from tugline.demo.rig import rendering
 from tugline.demo.settings import DemoSettings
 from tugline.demo.tokenizer import harness_phrases, train_tokenizer
 from tugline.errors import UsageError
-from tugline.tokenizer import Tokenizer
 from tugline.types import Role, Tool, Trace
 
 SEED = 0

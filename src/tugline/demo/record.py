@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import Problem, Turn
 from tugline.demo.live import Live
 from tugline.demo.rig import rig
@@ -18,7 +19,6 @@ from tugline.demo.tasks import as_task
 from tugline.demo.tokenizer import END_OF_TURN
 from tugline.demo.warm_start import sampled as said_ids
 from tugline.inference.scripted import Reply, ScriptedEngine
-from tugline.tokenizer import Tokenizer
 from tugline.types import Call, Ids, Trajectory
 
 

@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tugline.capture import segments
-from tugline.cluster.engine import served
-from tugline.cluster.local import Local, OnDone, local
-from tugline.cluster.settings import GatewaySettings, ServerSettings, Settings
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import EngineError
-from tugline.gateway.words.rendering import Rendering
 from tugline.inference.base import GenerationEngine
+from tugline.launch.engine import served
+from tugline.launch.local import Local, OnDone, local
+from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
 from tugline.node.settings import NodeSettings
-from tugline.serving import settle
-from tugline.tokenizer import Tokenizer
+from tugline.recording import file as recordings
 from tugline.types import Call, Status, Task, Trajectory
+from tugline.web.serve import settle
 
 MODEL = "tugline-demo"
 LEASE_S = 120.0
@@ -49,7 +49,7 @@ class Rig:
     async def recorded(self, task_ids: list[str]) -> dict[str, tuple[Call, ...]]:
         """The calls of every session of these tasks that made any, from its segment."""
         paths = await self.cluster.segments(task_ids)
-        return {one: segments.read(path).calls for one, path in paths.items()}
+        return {one: recordings.read(path).calls for one, path in paths.items()}
 
 
 def rendering(tokenizer: Tokenizer) -> Rendering:

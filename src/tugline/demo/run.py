@@ -21,8 +21,6 @@ import torch
 import yaml
 
 from tugline import log
-from tugline.builders.ledger import total
-from tugline.cluster.folder import only_one
 from tugline.config import load
 from tugline.demo import tasks
 from tugline.demo.compare import compare
@@ -35,7 +33,9 @@ from tugline.demo.settings import DemoSettings
 from tugline.errors import UsageError
 from tugline.harnesses.base import Harness
 from tugline.inference.engine import Engine
-from tugline.node.parts import Parts
+from tugline.launch.folder import only_one
+from tugline.rollout.parts import Parts
+from tugline.traces.ledger import total
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo, StepReport

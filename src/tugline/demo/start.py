@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tugline import log, serving
+from tugline import log
 from tugline.config import from_mapping, load
 from tugline.demo.live import Live
 from tugline.demo.metrics import Summary
@@ -19,6 +19,7 @@ from tugline.demo.report import closing
 from tugline.demo.run import METRICS, PICTURE, SETTINGS, SUMMARY, Demo
 from tugline.demo.settings import DemoSettings
 from tugline.errors import UsageError
+from tugline.web import serve
 
 RUNS = Path("runs")
 
@@ -68,7 +69,7 @@ def start(folder: Path, settings: DemoSettings) -> Summary | None:
             return await Demo(settings, folder, live).run()
 
     try:
-        summary = serving.run(run())
+        summary = serve.run(run())
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"stopped; go on with: tugline demo --resume --out {folder}")
         return None

@@ -8,7 +8,7 @@ from itertools import islice
 from tugline.demo.family import Problem, generate
 from tugline.demo.settings import DemoSettings
 from tugline.errors import ConfigError
-from tugline.types import Group, Limits, Part, Sampling, Task
+from tugline.types import Group, Limits, PluginSpec, Sampling, Task
 
 ATTEMPTS = 20
 """A session that was cut off by a killed run is tried again; each kill costs it one attempt."""
@@ -16,17 +16,17 @@ HELD_OUT_SEED = 1_000_003
 """The same held-out problems for every seed of a run, so that runs can be compared."""
 
 
-def harness_part(settings: DemoSettings) -> Part:
+def harness_part(settings: DemoSettings) -> PluginSpec:
     """The harness with its options. Raises `ConfigError` if the command is missing or idle."""
     if settings.harness == "shell":
         if not settings.command:
             msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
             raise ConfigError(msg)
-        return Part("shell", {"command": settings.command})
+        return PluginSpec("shell", {"command": settings.command})
     if settings.command:
         msg = f"command is for the harness 'shell' only, not for {settings.harness!r}"
         raise ConfigError(msg)
-    return Part(settings.harness)
+    return PluginSpec(settings.harness)
 
 
 def training(settings: DemoSettings, step: int) -> list[Task]:
@@ -55,10 +55,10 @@ def as_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int
         id=name,
         instruction=problem.instruction,
         harness=harness_part(settings),
-        evaluator=Part("tests", {"cache": True}),
+        evaluator=PluginSpec("tests", {"cache": True}),
         # Its model, which was warmed up on these paths, can do no more than its tools can.
-        runtime=Part("local"),
-        builder=Part(settings.builder),
+        runtime=PluginSpec("local"),
+        builder=PluginSpec(settings.builder),
         files=problem.files,
         samples=samples,
         limits=Limits(agent_s=settings.agent_s, max_turns=settings.max_turns),

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import Problem, ToolTurn, Turn, generate
 from tugline.demo.tokenizer import PAD, train_tokenizer
-from tugline.gateway.words.rendering import Rendering
-from tugline.tokenizer import Tokenizer
 from tugline.types import Ids, Mask, Message, Role, Tool, Trace
 
 

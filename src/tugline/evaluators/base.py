@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tugline.runtimes.base import Box, Content, Exit, Mount
-from tugline.runtimes.patch import Patch
+from tugline.sandbox.base import Content, Exit, Mount, Sandbox
+from tugline.sandbox.patch import Patch
 from tugline.types import Call, Reward, Task, Trace
 
 
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     task: Task
     patch: Patch
     """What it did to the files of the task and of its workspace."""
-    open_box: Callable[[Mapping[str, Content]], AbstractAsyncContextManager[Box]]
+    open_box: Callable[[Mapping[str, Content]], AbstractAsyncContextManager[Sandbox]]
     """A new box with the task's workspace and, over it, the given files; `Task.files` are not in
     it unless given. Each call makes another one, with the evaluator's `mounts`."""
     timeout_s: float
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     """What was built of them."""
     exit: Exit | None = None
     """How its program ended."""
-    box: Box | None = None
+    box: Sandbox | None = None
     """Where the agent was, for evaluators that are `in_place`; its programs are dead."""
 
 

@@ -16,10 +16,10 @@ from pathlib import Path, PurePath
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.formats import FORMATS, Format
-from tugline.evaluators.formats.base import Told
+from tugline.evaluators.formats.base import TestReport
 from tugline.evaluators.fresh import tail
-from tugline.evaluators.scoring import Wanted, score
-from tugline.runtimes.base import Box, Content, Exit, check_path
+from tugline.evaluators.scoring import ExpectedTests, score
+from tugline.sandbox.base import Content, Exit, Sandbox, check_path
 from tugline.types import Task
 
 _MOST_OUTPUT, _MOST_REPORT = 100 << 20, 16 << 20
@@ -35,7 +35,7 @@ class CommandRun:
 
     def __init__(  # noqa: PLR0913 - the options of a task
         self,
-        asked: Wanted,
+        asked: ExpectedTests,
         *,
         command: Command,
         output: Format,
@@ -60,7 +60,7 @@ class CommandRun:
         """Hidden `files`; and a report that is there before the tests is none of theirs."""
         return {**files, **({self._report: None} if self._report else {})}
 
-    async def prepare(self, outcome: Outcome, box: Box) -> Verdict | None:
+    async def prepare(self, outcome: Outcome, box: Sandbox) -> Verdict | None:
         """Run `setup` on the agent's work; a verdict when that does not go well."""
         if self._setup is None:
             return None
@@ -68,12 +68,12 @@ class CommandRun:
         if end.code == 0 and not end.timed_out:
             return None
         await self._check(outcome, self._setup, "setup", end)
-        verdict = score(Told(), self._asked, end)
+        verdict = score(TestReport(), self._asked, end)
         how = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
         verdict.report.update(reason=f"setup {how}", output=await tail(box, "setup"))
         return verdict
 
-    async def run(self, outcome: Outcome, box: Box, trusted: Mapping[str, Content]) -> Verdict:
+    async def run(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Verdict:
         """Run the command in a box that has all files."""
         report = box.workdir / self._report if self._report else None
         if self._secret:
@@ -94,7 +94,7 @@ class CommandRun:
     async def _start(
         self,
         outcome: Outcome,
-        box: Box,
+        box: Sandbox,
         argv: Sequence[str],
         log_name: str,
         report: PurePath | None = None,

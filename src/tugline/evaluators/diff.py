@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from tugline.runtimes.patch import Caps, Patch
+from tugline.sandbox.patch import Caps, Patch
 
 _LONGEST = 1 << 20
 """Characters after which nothing more is shown."""

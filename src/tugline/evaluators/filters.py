@@ -22,8 +22,8 @@ from typing import NamedTuple
 import msgspec
 
 from tugline.errors import ConfigError
-from tugline.runtimes.base import Content, Mount
-from tugline.runtimes.patch import Change, Patch
+from tugline.sandbox.base import Content, Mount
+from tugline.sandbox.patch import Change, Patch
 
 LOADED_UNASKED = (
     "sitecustomize.*",
@@ -107,14 +107,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluator's own."""
 
 
-class Sifted(NamedTuple):
+class FilteredPatch(NamedTuple):
     """A patch that may be laid on, and the paths that were refused, each with the reason."""
 
     patch: Patch
     refused: dict[str, str]
 
 
-def sift(patch: Patch, rules: Rules) -> Sifted:
+def sift(patch: Patch, rules: Rules) -> FilteredPatch:
     """Divide a patch. Pure; the reasons are short sentences for people."""
     refused: dict[str, str] = {}
     for path, change in patch.files.items():
@@ -127,7 +127,7 @@ def sift(patch: Patch, rules: Rules) -> Sifted:
         sorted(stands - set(refused)), "stands in the way of what is protected"
     )
     kept = {path: change for path, change in patch.files.items() if path not in refused}
-    return Sifted(Patch(kept, patch.notes), refused)
+    return FilteredPatch(Patch(kept, patch.notes), refused)
 
 
 def shadowing(patch: Patch) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from tugline.runtimes.base import Box
-from tugline.runtimes.patch import Patch
+from tugline.sandbox.base import Sandbox
+from tugline.sandbox.patch import Patch
 from tugline.types import Workspace
 
 _TEXTS = 100
@@ -20,7 +20,7 @@ def has_base(workspace: Workspace) -> bool:
     return any((workspace.image, workspace.build, workspace.repo, workspace.folder))
 
 
-async def texts(box: Box, patch: Patch, given: Mapping[str, str]) -> dict[str, str]:
+async def texts(box: Sandbox, patch: Patch, given: Mapping[str, str]) -> dict[str, str]:
     """What changed files said before: the task's own text, else the workspace's."""
     found = dict(given)
     for path in [path for path in patch.files if path not in given][:_TEXTS]:
@@ -30,12 +30,12 @@ async def texts(box: Box, patch: Patch, given: Mapping[str, str]) -> dict[str, s
     return found
 
 
-async def tail(box: Box, log_name: str, most: int = _TAIL) -> str:
+async def tail(box: Sandbox, log_name: str, most: int = _TAIL) -> str:
     """The end of what a program wrote."""
     return await asyncio.to_thread(_tail, box, log_name, most)
 
 
-def _tail(box: Box, log_name: str, most: int) -> str:
+def _tail(box: Sandbox, log_name: str, most: int) -> str:
     with (box.logs / f"{log_name}.log").open("rb") as log:
         log.seek(0, 2)
         log.seek(max(0, log.tell() - most))

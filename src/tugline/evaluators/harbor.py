@@ -32,9 +32,9 @@ from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.filters import Rules, check_patterns, laid, matches, shadowing, sift
 from tugline.evaluators.fresh import tail
 from tugline.evaluators.network import open_doors
-from tugline.runtimes.base import Box, Content, Exit, Mount
-from tugline.runtimes.patch import Change
-from tugline.runtimes.variables import check_variables, filled
+from tugline.sandbox.base import Content, Exit, Mount, Sandbox
+from tugline.sandbox.patch import Change
+from tugline.sandbox.variables import check_variables, filled
 from tugline.types import Reward, Task
 
 TESTS = PurePosixPath("/tests")
@@ -126,7 +126,7 @@ class Harbor:
         return self._verdict(ran, outcome, refused)
 
     async def _sifted(
-        self, outcome: Outcome, box: Box
+        self, outcome: Outcome, box: Sandbox
     ) -> tuple[dict[str, Content], dict[str, str]]:
         """What is laid over the workspace, and what is not, with reasons."""
         tops = {PurePosixPath(path).parts[0] for path in outcome.patch.files}
@@ -143,7 +143,7 @@ class Harbor:
         patch, refused = sift(outcome.patch, rules)
         return laid(outcome.task.files, patch, {}), refused
 
-    async def _run(self, box: Box, most_s: float) -> _Ran:
+    async def _run(self, box: Sandbox, most_s: float) -> _Ran:
         """Run the script in a box that has the work, and read what it left."""
         if self.in_place:
             placed = await self._put_tests(box)
@@ -169,7 +169,7 @@ class Harbor:
             return _Ran(end, None, f"no reward was written (exit {end.code})", said)
         return _Ran(end, rewards, "", said)
 
-    async def _put_tests(self, box: Box) -> _Ran | None:
+    async def _put_tests(self, box: Sandbox) -> _Ran | None:
         """Put the tests where the agent was. None if that worked, and nothing else is there."""
         files = await asyncio.to_thread(_read_folder, self._tests)
         folder = f".tests-{secrets.token_hex(8)}"
@@ -222,7 +222,7 @@ class Harbor:
         return sum(parts.values()) / len(parts)
 
 
-async def _rewards(box: Box) -> Mapping[str, float] | None:
+async def _rewards(box: Sandbox) -> Mapping[str, float] | None:
     """What the script left; reward.json comes first. Raises `ValueError` for what is no reward."""
     for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
         data = await box.get(LOGS / name, most=_MOST)
@@ -259,7 +259,7 @@ def read_text(data: bytes) -> dict[str, float]:
     return {"reward": value}
 
 
-async def _rewards_there(box: Box) -> bool:
+async def _rewards_there(box: Sandbox) -> bool:
     found = [await box.get(LOGS / name, most=_MOST) for name in ("reward.json", "reward.txt")]
     return any(data is not None for data in found)
 

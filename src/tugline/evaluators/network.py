@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from tugline.runtimes.base import Box
+from tugline.sandbox.base import Sandbox
 
 
-async def open_doors(box: Box) -> None:
+async def open_doors(box: Sandbox) -> None:
     """A box has no doors until it reaches for something, and then also those to allowed hosts."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server:

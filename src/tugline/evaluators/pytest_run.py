@@ -16,10 +16,10 @@ from typing import TypeGuard
 from tugline.errors import EvaluatorError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.formats.base import Mark
+from tugline.evaluators.formats.base import TestOutcome
 from tugline.evaluators.fresh import has_base, tail
-from tugline.evaluators.scoring import Wanted, score
-from tugline.runtimes.base import Box, Content
+from tugline.evaluators.scoring import ExpectedTests, score
+from tugline.sandbox.base import Content, Sandbox
 from tugline.types import Task
 
 # File at the top of a task, and what makes it a configuration of pytest.
@@ -44,7 +44,9 @@ _TIME_S = 30.0
 class PytestRun:
     """Runs pytest on `paths` (None: every test file that can be trusted)."""
 
-    def __init__(self, asked: Wanted, paths: Sequence[str] | None, timeout_s: float | None) -> None:
+    def __init__(
+        self, asked: ExpectedTests, paths: Sequence[str] | None, timeout_s: float | None
+    ) -> None:
         self._asked, self._paths = asked, paths
         self._timeout_s = timeout_s or _TIME_S
         self._works = False
@@ -59,18 +61,18 @@ class PytestRun:
             trusted["pytest.ini"] = "[pytest]\n"
         return dict(trusted)
 
-    async def prepare(self, outcome: Outcome, box: Box) -> Verdict | None:
+    async def prepare(self, outcome: Outcome, box: Sandbox) -> Verdict | None:
         """Nothing has to be."""
 
-    async def run(self, outcome: Outcome, box: Box, trusted: Mapping[str, Content]) -> Verdict:
+    async def run(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Verdict:
         """Run them in a box that has all files."""
         sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
         paths = _under(self._paths, pick(sources))
         asked = self._asked
         codes: tuple[int, ...] = (0, 1)  # 1: some test failed; it may be one that is not asked for
         if asked.tests is None:
-            expected = dict.fromkeys(_expected(sources, paths), Mark.PASS)
-            asked, codes = Wanted(expected, asked.groups, asked.partial), (0,)
+            expected = dict.fromkeys(_expected(sources, paths), TestOutcome.PASS)
+            asked, codes = ExpectedTests(expected, asked.groups, asked.partial), (0,)
         report = box.home / f"{secrets.token_hex(16)}.xml"
         end = await box.run(
             ("python3", "-I", "-B", "-c", _START, *_OPTIONS, f"--junitxml={report}", *paths),

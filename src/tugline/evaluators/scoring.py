@@ -12,18 +12,18 @@ import msgspec
 
 from tugline.errors import ConfigError
 from tugline.evaluators.base import Verdict
-from tugline.evaluators.formats.base import Mark, Told
-from tugline.runtimes.base import Exit
+from tugline.evaluators.formats.base import TestOutcome, TestReport
+from tugline.sandbox.base import Exit
 from tugline.types import Reward
 
 _SHOWN = 50
 """Names of each kind in a report."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class ExpectedTests(msgspec.Struct, frozen=True):
     """What each test must become, by name; None: every test that is told of must pass."""
 
-    tests: dict[str, Mark] | None = None
+    tests: dict[str, TestOutcome] | None = None
     groups: dict[str, tuple[str, ...]] = {}
     """Names of lists whose shares are parts of the reward."""
     partial: bool = False
@@ -35,27 +35,27 @@ def wanted(
     groups: Mapping[str, Sequence[str] | None],
     *,
     partial: bool,
-) -> Wanted:
+) -> ExpectedTests:
     """From options as they were written. Raises `ConfigError` naming the option."""
     lists = {
         option: tuple(_names(option, names))
         for option, names in groups.items()
         if names is not None
     }
-    tests = {name: Mark.PASS for names in lists.values() for name in names}
+    tests = {name: TestOutcome.PASS for names in lists.values() for name in names}
     if isinstance(expected, Mapping):
         for name, mark in expected.items():
-            if mark not in set(Mark):
-                known = ", ".join(Mark)
+            if mark not in set(TestOutcome):
+                known = ", ".join(TestOutcome)
                 msg = f"evaluator 'tests': expected[{name!r}] is {mark!r}, must be one of {known}"
                 raise ConfigError(msg)
-            tests[name] = Mark(mark)
+            tests[name] = TestOutcome(mark)
     elif expected is not None:
-        tests |= dict.fromkeys(_names("expected", expected), Mark.PASS)
+        tests |= dict.fromkeys(_names("expected", expected), TestOutcome.PASS)
     if not tests and (lists or expected is not None):
         msg = "evaluator 'tests': no test is expected; leave `expected` out to ask for all"
         raise ConfigError(msg)
-    return Wanted(tests or None, lists, partial)
+    return ExpectedTests(tests or None, lists, partial)
 
 
 def _names(option: str, names: object) -> Sequence[str]:
@@ -66,8 +66,8 @@ def _names(option: str, names: object) -> Sequence[str]:
 
 
 def score(
-    told: Told,
-    asked: Wanted,
+    told: TestReport,
+    asked: ExpectedTests,
     end: Exit,
     name: Callable[[str], str] = lambda given: given,
     *,
@@ -77,7 +77,7 @@ def score(
 
     `codes` are the exit codes with which all may be well; none given: any.
     """
-    tests = asked.tests if asked.tests is not None else dict.fromkeys(told.marks, Mark.PASS)
+    tests = asked.tests if asked.tests is not None else dict.fromkeys(told.marks, TestOutcome.PASS)
     marks = {test: told.look(name(test)) for test in tests}
     met = {test for test, mark in marks.items() if mark is tests[test]}
     trouble = _trouble(told, end)
@@ -109,7 +109,7 @@ def _reason(lacking: int, total: int, end: Exit, *, good: bool) -> str:
     )
 
 
-def _trouble(told: Told, end: Exit) -> str:
+def _trouble(told: TestReport, end: Exit) -> str:
     if end.timed_out:
         return f"out of time after {end.seconds:.1f} s"
     if end.cause is not None:

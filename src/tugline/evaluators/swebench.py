@@ -28,8 +28,8 @@ from tugline.evaluators.base import Outcome, Verdict
 from tugline.evaluators.diff import unified
 from tugline.evaluators.filters import PYTHON, Rules, check_patterns, laid, shadowing, sift
 from tugline.evaluators.network import open_doors
-from tugline.runtimes.base import Box, Exit, check_path
-from tugline.runtimes.patch import Patch
+from tugline.sandbox.base import Exit, Sandbox, check_path
+from tugline.sandbox.patch import Patch
 from tugline.types import Reward, Task
 
 _SCRIPT = "eval.sh"
@@ -173,7 +173,7 @@ class SweBench:
             ran = await asyncio.to_thread(self._graded, spec, end, box.logs, seal)
             return ran._replace(refused=refused)
 
-    async def _rules(self, box: Box, work: Patch) -> Rules:
+    async def _rules(self, box: Sandbox, work: Patch) -> Rules:
         """What may not be laid on; a file that is there already is not new to shadow anything."""
         there = [path for path in shadowing(work) if await box.get(box.workdir / path) is not None]
         return Rules(

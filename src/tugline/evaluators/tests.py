@@ -44,7 +44,7 @@ from tugline.evaluators.formats import FORMATS
 from tugline.evaluators.fresh import has_base, texts
 from tugline.evaluators.pytest_run import PytestRun
 from tugline.evaluators.scoring import wanted
-from tugline.runtimes.base import Box, Content, check_path
+from tugline.sandbox.base import Content, Sandbox, check_path
 from tugline.types import Task
 
 _CACHED = 4096
@@ -57,11 +57,11 @@ class _Run(Protocol):
         """What lies over the agent's work in the end; None removes a file."""
         ...
 
-    async def prepare(self, outcome: Outcome, box: Box) -> Verdict | None:
+    async def prepare(self, outcome: Outcome, box: Sandbox) -> Verdict | None:
         """What has to be done before that; a verdict if it fails."""
         ...
 
-    async def run(self, outcome: Outcome, box: Box, trusted: Mapping[str, Content]) -> Verdict:
+    async def run(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Verdict:
         """What the tests say."""
         ...
 
@@ -182,7 +182,7 @@ class Tests:
         place = PurePosixPath(path)
         return bool(matches(place, self._protected) and not matches(place, self._editable))
 
-    async def _rules(self, outcome: Outcome, box: Box, trusted: Mapping[str, Content]) -> Rules:
+    async def _rules(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Rules:
         known = [PurePosixPath(path).parts[0] for path in outcome.task.files]
         if has_base(outcome.task.workspace):
             named = shadowing(outcome.patch)

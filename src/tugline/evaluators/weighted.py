@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tugline.errors import ConfigError, EvaluatorError, RuntimeFault
+from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators import base
 from tugline.evaluators.base import Evaluator, Outcome, Verdict
 from tugline.evaluators.together import all_of
 from tugline.plugins import find, make
-from tugline.runtimes.base import Mount
-from tugline.types import Part, Reward, Task
+from tugline.sandbox.base import Mount
+from tugline.types import PluginSpec, Reward, Task
 
 _MODES = ("mean", "product", "min")
 _NOTHING = contextlib.nullcontext()
@@ -99,7 +99,7 @@ class Weighted:
             async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NOTHING:
                 box = outcome.box if in_place else None
                 return await part.evaluator.evaluate(outcome._replace(box=box))
-        except (EvaluatorError, RuntimeFault, TimeoutError) as error:
+        except (EvaluatorError, SandboxError, TimeoutError) as error:
             why = str(error) or f"out of time after {outcome.timeout_s:g} s"
             if not part.required:
                 return why
@@ -157,7 +157,7 @@ def _part(name: str, spec: object) -> _Part:
         msg = f"{where}.required is {required!r}, must be true or false"
         raise ConfigError(msg)
     try:
-        part = msgspec.convert(spec["evaluator"], Part)
+        part = msgspec.convert(spec["evaluator"], PluginSpec)
     except msgspec.ValidationError as error:
         msg = f"{where}.evaluator must have a name and options: {error}"
         raise ConfigError(msg) from error

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from tugline.builders.base import Builder, Built
-from tugline.capture.records import Header
-from tugline.capture.segments import Segment
 from tugline.errors import ConfigError
+from tugline.recording.file import Recording
+from tugline.recording.records import Header
+from tugline.traces.base import Builder, Built
 from tugline.types import Trace, TraceKind
 
 
@@ -72,7 +72,7 @@ class Item:
     """One session on its way to a file."""
 
     header: Header
-    segment: Segment
+    segment: Recording
     builder_name: str
     builder: Builder
     wanted: Wanted

@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tugline.builders.base import Builder
-from tugline.capture.segments import read
 from tugline.errors import CaptureError, UsageError
 from tugline.exports.base import Exporter, Item, Left, Sink, Wanted
 from tugline.exports.select import Entry, Selection, Split, select, survey
 from tugline.plugins import find
-from tugline.types import Part
+from tugline.recording.file import read
+from tugline.traces.base import Builder
+from tugline.types import PluginSpec
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, and how many of how many are."""
@@ -37,7 +37,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     """A file; with a split, a folder of files."""
     selection: Selection = Selection()
     wanted: Wanted = Wanted()
-    builder: Part | None = None
+    builder: PluginSpec | None = None
     """None: each task's own."""
     split: Split | None = None
     force: bool = False
@@ -197,7 +197,7 @@ class _Writing:
             _partial(path).unlink(missing_ok=True)
 
 
-def _builder(part: Part) -> Builder:
+def _builder(part: PluginSpec) -> Builder:
     made: Builder = find("builder", part.name)(**part.options)
     return made
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from tugline.capture.segments import Segment, read
 from tugline.errors import UsageError
 from tugline.exports.base import Left
+from tugline.recording.file import Recording, read
 from tugline.types import Status
 
 
@@ -93,7 +93,7 @@ def survey(path: Path) -> Entry | None:
     )
 
 
-def _said(segment: Segment) -> bytes:
+def _said(segment: Recording) -> bytes:
     digest = hashlib.sha256()
     for call in segment.calls:
         said = call.sampled_ids.tobytes() or msgspec.json.encode(call.answer)

@@ -20,9 +20,9 @@ from typing import Literal, Self
 import msgspec
 
 from tugline import log
-from tugline.capture import segments
-from tugline.capture.records import EventKind, Result, capped
-from tugline.capture.segments import Writer, conclude
+from tugline.chat.dialects.base import Action, Dialect, Incoming, Request
+from tugline.chat.dialects.registry import DIALECTS, fallback
+from tugline.chat.templates.rendering import Rendering
 from tugline.errors import (
     ClientGone,
     ContextOverflow,
@@ -35,17 +35,17 @@ from tugline.errors import (
 )
 from tugline.gateway import policy
 from tugline.gateway.asgi import Http, Message, Receive, Send, lifespan
-from tugline.gateway.backend import Backend
+from tugline.gateway.backend import EngineContext
 from tugline.gateway.conversation import Conversation
-from tugline.gateway.dialects.base import Action, Dialect, Incoming, Request
-from tugline.gateway.dialects.registry import DIALECTS, fallback
-from tugline.gateway.proxy import Exchange, repeats
-from tugline.gateway.sessions import LiveSession, Sessions, Terms
-from tugline.gateway.upstream import ModelCard, Source
-from tugline.gateway.words.rendering import Rendering
+from tugline.gateway.proxy import ModelCall, repeats
+from tugline.gateway.replicas import ModelCard, Source
+from tugline.gateway.sessions import LiveSession, SessionPolicy, Sessions
 from tugline.protocol import PauseMode
-from tugline.serving import serve
+from tugline.recording import file as recordings
+from tugline.recording.file import Writer, conclude
+from tugline.recording.records import EventKind, Result, capped
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
+from tugline.web.serve import serve
 
 KEEP_ALIVE_S = 15.0
 HEADERS_BY_S = 2.0
@@ -103,12 +103,12 @@ class Gateway:
             raise UsageError(msg)
         self._upstream, self._folder, self._mode = upstream, segments_dir, stream
         self._flush_s, self._raw, self._raw_limit = flush_s, raw, raw_limit
-        self._backend = Backend(upstream, ModelCard("", 0), rendering)
+        self._backend = EngineContext(upstream, ModelCard("", 0), rendering)
         self._backend.gate.set()
         self.traffic = self._backend.traffic
         self._host, self._port = host, port
         self._sessions = Sessions()
-        self._recent: dict[str, deque[Exchange]] = {}
+        self._recent: dict[str, deque[ModelCall]] = {}
         self._segments: dict[str, Path] = {}
         self._overflow: dict[str, ContextOverflow] = {}
         self._faults: dict[str, TuglineError | None] = {}
@@ -163,7 +163,7 @@ class Gateway:
         contract = policy.contract_of(task.sampling, session.sample)
         live, secret = self._sessions.open(
             session.id,
-            terms=Terms(contract, task.sampling_policy, task.limits, spent_status),
+            terms=SessionPolicy(contract, task.sampling_policy, task.limits, spent_status),
             conversation=Conversation(self._backend.rendering),
             writer=Writer(
                 segment, self._backend.header(session, task, workdir, home), sync=not self._flush_s
@@ -194,7 +194,7 @@ class Gateway:
 
     def calls(self, session: str) -> tuple[Call, ...]:
         """What the session's last attempt recorded, read back without raw requests."""
-        return segments.read(self._segments[session], bodies=False).calls
+        return recordings.read(self._segments[session], bodies=False).calls
 
     async def conclude(self, session: str, result: Result) -> None:
         """Write down what became of a session that has been left. Raises `CaptureError`."""
@@ -313,11 +313,11 @@ class Gateway:
 
     async def _begin(
         self, http: Http, live: LiveSession, dialect: Dialect, request: Request, body: bytes
-    ) -> Exchange:
+    ) -> ModelCall:
         """A new exchange, or the one that this request repeats."""
         recent = self._recent[live.id]
         body = b"" if self._raw == "none" else capped(body, self._raw_limit)
-        fresh = Exchange(live, dialect, request, body, self._backend)
+        fresh = ModelCall(live, dialect, request, body, self._backend)
         retry = http.headers.get(_RETRY, "0") != "0"
         repeated = partial(repeats, new=fresh, retry=retry)
         old = next(filter(repeated, reversed(recent)), None)
@@ -337,7 +337,7 @@ class Gateway:
 
     # ----------------------------------------------------------------------- answering
     async def _answer(
-        self, http: Http, dialect: Dialect, request: Request, exchange: Exchange
+        self, http: Http, dialect: Dialect, request: Request, exchange: ModelCall
     ) -> None:
         """Tell the exchange to this client, for as long as it listens."""
         exchange.join()
@@ -357,7 +357,7 @@ class Gateway:
             exchange.leave(capped(b"".join(http.told or ()), self._raw_limit))
 
     async def _stream(
-        self, http: Http, dialect: Dialect, request: Request, exchange: Exchange
+        self, http: Http, dialect: Dialect, request: Request, exchange: ModelCall
     ) -> None:
         await exchange.wait_begun(HEADERS_BY_S)
         if exchange.error is not None:
@@ -384,7 +384,7 @@ class Gateway:
         await http.end(start + b"".join(held) + last)
 
     async def _whole(
-        self, http: Http, dialect: Dialect, request: Request, exchange: Exchange
+        self, http: Http, dialect: Dialect, request: Request, exchange: ModelCall
     ) -> None:
         await exchange.settled_answer()
         if exchange.error is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tugline.gateway.dialects.base import Piece, ReasoningDelta, TextDelta
-from tugline.gateway.engines.base import CallDelta, Delta
+from tugline.chat.dialects.base import Piece, ReasoningDelta, TextDelta
+from tugline.chat.engines.base import CallDelta, Delta
 from tugline.types import Message, Role, ToolCall
 
 

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-from tugline.capture.folder import keep_tokenizer
-from tugline.capture.records import Header
-from tugline.gateway.upstream import ModelCard, Source
-from tugline.gateway.words.rendering import Rendering
-from tugline.measures import MOMENTS, Distribution
+from tugline.chat.templates.rendering import Rendering
+from tugline.gateway.replicas import ModelCard, Source
+from tugline.histogram import MOMENTS, Distribution
+from tugline.recording.folder import keep_tokenizer
+from tugline.recording.records import Header
 from tugline.types import Call, Mode, Session, Task
 
 
@@ -58,7 +58,7 @@ class Traffic:
 
 
 @dataclass(slots=True)
-class Backend:
+class EngineContext:
     """What answers are made with, and whether they may be made now."""
 
     upstream: Source

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.types import Heal, Message, Role, Tool, ToolCall
+from tugline.types import EchoChange, Message, Role, Tool, ToolCall
 
 Mark = bytes
 """Digest of one message's meaning."""
@@ -48,18 +48,18 @@ def tools_digest(tools: Sequence[Tool]) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(list(tools)), digest_size=16).digest()
 
 
-def healed(told: Message, echoed: Message) -> tuple[Heal, ...]:
+def healed(told: Message, echoed: Message) -> tuple[EchoChange, ...]:
     """What an echo that means the same as `told` writes differently."""
-    found: list[Heal] = []
+    found: list[EchoChange] = []
     pairs = list(zip(told.tool_calls, echoed.tool_calls, strict=False))
     if any(a.arguments != b.arguments for a, b in pairs):
-        found.append(Heal.ARGUMENTS)
+        found.append(EchoChange.ARGUMENTS)
     if (told.reasoning or "").strip() != (echoed.reasoning or "").strip():
-        found.append(Heal.REASONING)
+        found.append(EchoChange.REASONING)
     if any(a.id != b.id for a, b in pairs):
-        found.append(Heal.IDS)
+        found.append(EchoChange.IDS)
     if told.content != echoed.content:
-        found.append(Heal.TEXT)
+        found.append(EchoChange.TEXT)
     return tuple(found)
 
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokens import Tokens
 from tugline.errors import Unsupported
 from tugline.gateway import branching
 from tugline.gateway.canonical import Mark, chained, healed, mark, places_of, tools_digest
-from tugline.gateway.tokens import Tokens
-from tugline.gateway.turns import Plan, Turn
-from tugline.gateway.words.rendering import Rendering
+from tugline.gateway.turns import PromptPlan, Turn
 from tugline.types import Branch, Ids, Message, Role, Tool
 
 _EMPTY = Tokens(np.empty(0, np.int32))
@@ -56,7 +56,7 @@ class Conversation:
 
     def plan(
         self, messages: Sequence[Message], tools: Sequence[Tool], thread: str | None = None
-    ) -> Plan:
+    ) -> PromptPlan:
         """Find the parent turn and, where we render, the exact prompt. Raises `RequestError`."""
         links = self._link(messages, self._digest(tools))
         found = self._deepest(links, messages)
@@ -71,7 +71,7 @@ class Conversation:
             return self._branch(links, messages, tools, thread, Branch.RENDERER_REFUSED)
         branch = branching.beside(self._children.get(turn.number, ()), turn, links.marks[depth:])
         start = depth if branch is None else 0
-        return Plan(
+        return PromptPlan(
             prompt=prompt,
             turn=turn,
             parent=turn.number,
@@ -85,7 +85,7 @@ class Conversation:
             thread=thread,
         )
 
-    def observed(self, plan: Plan, raw: bytes) -> Plan:
+    def observed(self, plan: PromptPlan, raw: bytes) -> PromptPlan:
         """The same plan with the prompt that the engine says it rendered.
 
         `raw` is its JSON array; digits that extend the parent's are compared as bytes, and only
@@ -110,7 +110,7 @@ class Conversation:
         return replace(plan, prompt=prompt, reused=shared)
 
     def record(
-        self, plan: Plan, number: int, sampled: Ids, answer: Message, *, complete: bool = True
+        self, plan: PromptPlan, number: int, sampled: Ids, answer: Message, *, complete: bool = True
     ) -> None:
         """Make an answered call a turn that later requests may extend."""
         turn = Turn(
@@ -193,7 +193,7 @@ class Conversation:
         tools: Sequence[Tool],
         thread: str | None,
         reason: Branch | None = None,
-    ) -> Plan:
+    ) -> PromptPlan:
         """Render everything anew; the nearest turn by shared ids is named as the parent."""
         if messages[-1].role is Role.ASSISTANT:
             msg = (
@@ -216,7 +216,7 @@ class Conversation:
                 if near is not None and shared:
                     prompt = near.tokens.cut(shared).extended(ids[shared:])
             near = near or suspect
-        return Plan(
+        return PromptPlan(
             prompt=prompt,
             turn=None,
             parent=near.number if near is not None and reason is not None else None,

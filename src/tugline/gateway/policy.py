@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tugline.chat.dialects.base import ChoiceMode, Request
+from tugline.chat.engines.base import Feature
 from tugline.errors import RequestError, Unsupported
-from tugline.gateway.dialects.base import ChoiceMode, Request
-from tugline.gateway.engines.base import Feature
 from tugline.types import Mode, Policy, Role, Sampling, TraceKind
 
 _CHOSEN = ("temperature", "top_p", "top_k")

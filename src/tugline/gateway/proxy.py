@@ -1,6 +1,6 @@
 """One model call, from request to reply: plan, draw, follow.
 
-An `Exchange` owns the draws of one call (one, or `n`). The client's connection only follows it: a
+An `ModelCall` owns the draws of one call (one, or `n`). The client's connection only follows it: a
 slow reader slows nobody else, and one that hangs up ends the engine's work a moment later, unless
 the same request comes again within that moment. A request that comes again after its answer broke
 off is not sampled anew: the new exchange goes on from the ids that there are.
@@ -16,15 +16,15 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from tugline.capture.records import EventKind
+from tugline.chat.dialects.base import Answer, ChoiceMode, Dialect, Piece, Request, Usage
+from tugline.chat.engines.base import Feature
 from tugline.errors import ContextOverflow, TuglineError, Unsupported
 from tugline.gateway import policy
-from tugline.gateway.backend import Backend
-from tugline.gateway.dialects.base import Answer, ChoiceMode, Dialect, Piece, Request, Usage
-from tugline.gateway.drawing import Draw
-from tugline.gateway.engines.base import Feature
+from tugline.gateway.backend import EngineContext
+from tugline.gateway.completion import Completion
 from tugline.gateway.sessions import LiveSession
-from tugline.gateway.turns import Plan
+from tugline.gateway.turns import PromptPlan
+from tugline.recording.records import EventKind
 
 SETTLE_S = 10.0
 GRACE_S = 0.6
@@ -34,11 +34,16 @@ Told = tuple[int, Piece]
 """Which answer a piece belongs to, and the piece."""
 
 
-class Exchange:
+class ModelCall:
     """One model call in progress: its pieces so far and, in the end, its answers or its error."""
 
     def __init__(
-        self, live: LiveSession, dialect: Dialect, request: Request, body: bytes, backend: Backend
+        self,
+        live: LiveSession,
+        dialect: Dialect,
+        request: Request,
+        body: bytes,
+        backend: EngineContext,
     ) -> None:
         """Plan the call. Raises `RequestError` before anything is sampled."""
         self.received = time.time()
@@ -48,13 +53,13 @@ class Exchange:
         policy.check(request, backend.mode, backend.upstream.wire.features)
         _check_choice(request, backend)
         live.saw_tools = live.saw_tools or bool(request.tools)
-        self.plan: Plan = live.conversation.plan(
+        self.plan: PromptPlan = live.conversation.plan(
             request.messages, request.tools, request.native.thread
         )
         self.key = _key(self.plan, request)
         self.delivered = False
         self.id = ""
-        self.draws: list[Draw] = []
+        self.draws: list[Completion] = []
         self._pieces: list[Told] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -63,7 +68,7 @@ class Exchange:
         self.ending = False
         """Whether it was given up, and is only recorded any more; nobody may follow it."""
 
-    def start(self, earlier: Exchange | None = None) -> None:
+    def start(self, earlier: ModelCall | None = None) -> None:
         """Begin sampling, going on from where `earlier` broke off. Raises `RequestError`."""
         room = self._room()
         live, terms = self._live, self._live.terms
@@ -71,7 +76,7 @@ class Exchange:
             sampling = policy.settle(
                 self.request.asked, terms.contract, terms.policy, (room, live.tokens_left), number
             )
-            draw = Draw(number, live, self._backend, self.request, self.plan, sampling)
+            draw = Completion(number, live, self._backend, self.request, self.plan, sampling)
             if earlier is not None and index == 0:
                 self._pieces += [(0, piece) for piece in draw.take_up(earlier.draws[0])]
             self.draws.append(draw)
@@ -230,7 +235,7 @@ class Exchange:
         return window - length
 
 
-def repeats(old: Exchange, new: Exchange, *, retry: bool) -> bool:
+def repeats(old: ModelCall, new: ModelCall, *, retry: bool) -> bool:
     """Whether `new` asks again for what `old` was asked, rather than for another sample.
 
     The same request is a retry if its client says so, if nobody received the first answer, or if
@@ -243,7 +248,7 @@ def repeats(old: Exchange, new: Exchange, *, retry: bool) -> bool:
     return retry or old.abandoned or unstreamed
 
 
-def _check_choice(request: Request, backend: Backend) -> None:
+def _check_choice(request: Request, backend: EngineContext) -> None:
     """Raises `Unsupported` if this template or engine cannot be held to the tool choice."""
     rendering, choice = backend.rendering, request.tool_choice
     if rendering is None or choice.mode is ChoiceMode.AUTO or not request.tools:
@@ -258,7 +263,7 @@ def _check_choice(request: Request, backend: Backend) -> None:
         raise Unsupported(msg, param="tool_choice")
 
 
-def _key(plan: Plan, request: Request) -> bytes:
+def _key(plan: PromptPlan, request: Request) -> bytes:
     """What a repeated request is recognised by: its meaning and settings, not its bytes."""
     settings = (request.asked, request.n, request.tool_choice, request.constraint, request.native)
     return hashlib.blake2b(

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tugline import log
-from tugline.capture.records import Event, EventKind
-from tugline.capture.segments import Writer
+from tugline.chat.dialects.base import Memory
 from tugline.errors import (
     BudgetExhausted,
     CaptureError,
@@ -28,7 +27,8 @@ from tugline.errors import (
     UsageError,
 )
 from tugline.gateway.conversation import Conversation
-from tugline.gateway.dialects.base import Memory
+from tugline.recording.file import Writer
+from tugline.recording.records import Event, EventKind
 from tugline.types import Call, Limits, Policy, Sampling
 
 _log = log.get("gateway.sessions")
@@ -47,7 +47,7 @@ class InFlight(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SessionPolicy:
     """Under what a session's calls are answered."""
 
     contract: Sampling
@@ -64,7 +64,7 @@ class LiveSession:
     id: str
     digest: bytes
     """SHA-256 of the secret."""
-    terms: Terms
+    terms: SessionPolicy
     conversation: Conversation
     writer: Writer
     memory: Memory = field(default_factory=Memory)
@@ -167,7 +167,7 @@ class Sessions:
         self,
         session_id: str,
         *,
-        terms: Terms,
+        terms: SessionPolicy,
         conversation: Conversation,
         writer: Writer,
     ) -> tuple[LiveSession, str]:

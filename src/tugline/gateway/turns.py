@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tugline.chat.tokens import Tokens
 from tugline.gateway.canonical import Mark
-from tugline.gateway.tokens import Tokens
-from tugline.types import Branch, Heal, Message
+from tugline.types import Branch, EchoChange, Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PromptPlan:
     """What a request will be answered from."""
 
     prompt: Tokens
@@ -40,7 +40,7 @@ class Plan:
     """Whose conversation it continues, in meaning; None on a branch."""
     parent: int | None
     branch: Branch | None
-    healed: tuple[Heal, ...]
+    healed: tuple[EchoChange, ...]
     added: tuple[Message, ...]
     """The messages that are new with respect to the parent; all of them on a branch."""
     marks: tuple[Mark, ...]

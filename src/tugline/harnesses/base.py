@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from tugline.errors import ConfigError, HarnessError
-from tugline.runtimes.base import Exit, Mount
+from tugline.sandbox.base import Exit, Mount
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ _FAULTS = frozenset(
 )
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchContext(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent finds in front of it."""
 
     instruction: str
@@ -63,7 +63,7 @@ class Harness(Protocol):
         """Make the program available; quick when it is already. Raises `HarnessError`."""
         ...
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """The command for one session. Pure; `install` has been called before."""
         ...
 

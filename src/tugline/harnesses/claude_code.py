@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat, plain, reading
+from tugline.harnesses.base import Launch, LaunchContext, plain, reading
 from tugline.harnesses.extensions import Server, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
@@ -78,7 +78,7 @@ class ClaudeCode(Preset):
             setup="install.cjs",
         )
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """``claude -p``, unattended, telling what it does as lines of JSON."""
         return Launch(
             argv=reading(

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat, reading
+from tugline.harnesses.base import Launch, LaunchContext, reading
 from tugline.harnesses.extensions import Server, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
@@ -52,7 +52,7 @@ class Codex(Preset):
         self._skills = skill_files("codex", skills, ".codex/skills")
         self.package = Npm("codex", "@openai/codex", version, "bin/codex.js")
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """``codex exec``, unattended, its own sandbox off: the runtime is the sandbox."""
         return Launch(
             argv=reading(
@@ -73,7 +73,7 @@ class Codex(Preset):
             },
         )
 
-    def _config(self, seat: Seat) -> str:
+    def _config(self, seat: LaunchContext) -> str:
         features = dict.fromkeys(_OFF, False) | {"multi_agent": self._sub_agents}
         switches = "\n".join(f"{name} = {_toml(on)}" for name, on in features.items())
         return f"""\

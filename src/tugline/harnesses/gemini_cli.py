@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat, plain, reading
+from tugline.harnesses.base import Launch, LaunchContext, plain, reading
 from tugline.harnesses.extensions import mcp_settings, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
@@ -47,7 +47,7 @@ class GeminiCli(Preset):
         self._skills = skill_files("gemini_cli", skills, ".gemini/skills")
         self.package = Npm("gemini_cli", "@google/gemini-cli", version, "bundle/gemini.js")
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """``gemini``, unattended: what it reads on stdin is its prompt as it is."""
         return Launch(
             argv=reading(

@@ -25,7 +25,7 @@ import msgspec
 
 from tugline.errors import ConfigError, DiskFull, HarnessError
 from tugline.harnesses.base import one_at_a_time
-from tugline.runtimes.cache import cache_folder
+from tugline.sandbox.cache import cache_folder
 
 _LIMIT_S = 900.0
 _SEAL = "tugline.json"
@@ -35,7 +35,7 @@ COMPILED = "compile-cache"
 Step = Callable[[Path], Awaitable[None]]
 
 
-class Seal(msgspec.Struct, frozen=True):
+class InstallManifest(msgspec.Struct, frozen=True):
     """What a folder held when it was complete."""
 
     files: int
@@ -57,10 +57,10 @@ def folder_of(harness: str, version: str) -> Path:
     return toolbox() / f"{harness}-{version}"
 
 
-def sealed(folder: Path) -> Seal | None:
+def sealed(folder: Path) -> InstallManifest | None:
     """What `folder` held when it was complete; None if it is not installed."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((folder / _SEAL).read_bytes(), type=Seal)
+        return msgspec.json.decode((folder / _SEAL).read_bytes(), type=InstallManifest)
     return None
 
 
@@ -113,7 +113,7 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
         raise DiskFull(msg) from error
 
 
-def measure(folder: Path) -> Seal:
+def measure(folder: Path) -> InstallManifest:
     """What `folder` holds now. Blocks for as long as it takes to read all of it."""
     digest, files, sizes = hashlib.sha256(), 0, {}
     for path in sorted(folder.rglob("*")):
@@ -130,7 +130,7 @@ def measure(folder: Path) -> Seal:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         files += 1
         sizes[info.st_ino] = info.st_size  # hard links are one file
-    return Seal(files, sum(sizes.values()), digest.hexdigest())
+    return InstallManifest(files, sum(sizes.values()), digest.hexdigest())
 
 
 async def succeed(what: str, *argv: str, cwd: Path, env: Mapping[str, str] | None = None) -> str:

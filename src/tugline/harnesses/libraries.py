@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tugline.harnesses.installing import once, output, succeed, toolbox
-from tugline.runtimes.base import Mount
+from tugline.sandbox.base import Mount
 
 _EVERYWHERE = (
     "ld-linux", "libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "libutil.so",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tugline.errors import ConfigError
-from tugline.harnesses.base import LONGEST_ARGUMENT, Launch, Seat, chosen, is_long
+from tugline.harnesses.base import LONGEST_ARGUMENT, Launch, LaunchContext, chosen, is_long
 from tugline.harnesses.preset import Preset
 from tugline.harnesses.python import Python
 
@@ -48,7 +48,7 @@ class MiniSweAgent(Preset):
             also=("litellm==1.106.2", "mcp==2.3.0"),
         )
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """``mini -y``, unattended, its trajectory in its home."""
         if is_long(seat.instruction):
             msg = (

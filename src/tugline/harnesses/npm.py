@@ -34,7 +34,7 @@ from tugline.harnesses.installing import (
     toolbox,
 )
 from tugline.harnesses.libraries import c_library, carry
-from tugline.runtimes.base import Mount
+from tugline.sandbox.base import Mount
 
 _LOCKED_ON = ("linux", "x86_64")
 """The lock files name the native packages of this system."""

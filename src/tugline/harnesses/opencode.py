@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat, chosen, reading
+from tugline.harnesses.base import Launch, LaunchContext, chosen, reading
 from tugline.harnesses.extensions import Server, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
@@ -67,7 +67,7 @@ class Opencode(Preset):
             "opencode", "opencode-ai", version, "bin/opencode.exe", setup="postinstall.mjs"
         )
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """``opencode run``, unattended, telling what it does as lines of JSON."""
         folders = {
             f"XDG_{kind}_HOME": f"{seat.home}/.{kind.lower()}"
@@ -95,7 +95,7 @@ class Opencode(Preset):
             },
         )
 
-    def _config(self, seat: Seat) -> str:
+    def _config(self, seat: LaunchContext) -> str:
         model = {
             "name": seat.model,
             "tool_call": True,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from tugline.harnesses.base import Launch, Seat, chosen, is_long, reading
+from tugline.harnesses.base import Launch, LaunchContext, chosen, is_long, reading
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
 from tugline.harnesses.preset import NODE_SAYS, Preset, Window
@@ -63,7 +63,7 @@ class Pi(Preset):
             oldest_node=(22, 19),
         )
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """``node cli.js -p``, with the gateway as its only provider."""
         # pi would take a message that starts with '@' for a file to include.
         prompt = f" {seat.instruction}" if seat.instruction.startswith("@") else seat.instruction
@@ -90,7 +90,7 @@ class Pi(Preset):
             },
         )
 
-    def _models(self, seat: Seat) -> str:
+    def _models(self, seat: LaunchContext) -> str:
         model = {
             "id": seat.model,
             "name": seat.model,

@@ -14,10 +14,10 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from tugline.harnesses.base import Launch, Seat, killed_by
+from tugline.harnesses.base import Launch, LaunchContext, killed_by
 from tugline.harnesses.installing import Step
 from tugline.harnesses.trial import start_once
-from tugline.runtimes.base import Exit, Mount
+from tugline.sandbox.base import Exit, Mount
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
 """An engine's context window, in tokens."""
@@ -79,7 +79,7 @@ class Preset:
 
         await self.package.install(trial)
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """The command for one session."""
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ from tugline import log
 from tugline.errors import HarnessError
 from tugline.harnesses.installing import Step, folder_of, once, succeed, toolbox
 from tugline.harnesses.libraries import c_library, carry
-from tugline.runtimes.base import Mount
+from tugline.sandbox.base import Mount
 
 _NOT_NEEDED = (
     "test", "site-packages", "dist-packages", "config-*", "idlelib", "tkinter", "_tkinter*",

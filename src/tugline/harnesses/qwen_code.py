@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tugline.harnesses.base import Launch, Seat, is_long, plain, reading
+from tugline.harnesses.base import Launch, LaunchContext, is_long, plain, reading
 from tugline.harnesses.extensions import mcp_settings, servers
 from tugline.harnesses.extensions import skills as skill_files
 from tugline.harnesses.npm import Npm
@@ -47,7 +47,7 @@ class QwenCode(Preset):
             "qwen_code", "@qwen-code/qwen-code", version, "cli-entry.js", oldest_node=(22, 0)
         )
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """``qwen -p``, unattended."""
         argv = (
             *(*self.package.command, "--yolo", "--auth-type", "openai"),

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tugline.errors import ConfigError
-from tugline.harnesses.base import Launch, Seat
-from tugline.runtimes.base import Mount
+from tugline.harnesses.base import Launch, LaunchContext
+from tugline.sandbox.base import Mount
 
 _LONGEST_VARIABLE = 100_000
 """Linux refuses to start a program with a longer variable (128 KiB with its name)."""
@@ -62,7 +62,7 @@ class Shell:
     async def install(self) -> None:
         """Nothing: the program is the user's."""
 
-    def launch(self, seat: Seat) -> Launch:
+    def launch(self, seat: LaunchContext) -> Launch:
         """The command, with base URL, key and model under the names that SDKs look for."""
         variables = {
             "HOME": seat.home,

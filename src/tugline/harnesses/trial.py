@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tugline.errors import HarnessError
-from tugline.harnesses.base import Harness, Seat, mounts, spent_status
-from tugline.runtimes.base import Place, Runtime
-from tugline.runtimes.local import Local
+from tugline.harnesses.base import Harness, LaunchContext, mounts, spent_status
+from tugline.sandbox.base import Runtime, SandboxSpec
+from tugline.sandbox.local import Local
 
 _LIMIT_S = 90.0
 _TAIL = 400
@@ -28,14 +28,14 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
 
     It runs in a box of `runtime`, `Local` unless another is given.
     """
-    runtime, place = runtime or Local(), Place(mounts=mounts(harness))
+    runtime, place = runtime or Local(), SandboxSpec(mounts=mounts(harness))
     asked = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="tugline-trial-") as folder:
         async with (
             _refusing(spent_status(harness), asked) as url,
             runtime.open(Path(folder), place) as box,
         ):
-            seat = Seat(
+            seat = LaunchContext(
                 instruction="Say hello.",
                 workdir=str(box.workdir),
                 home=str(box.home),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
-from tugline.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch

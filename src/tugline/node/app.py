@@ -17,23 +17,23 @@ from typing import Any
 
 from tugline import log
 from tugline.errors import FencedError, ServerError
+from tugline.node.active_sessions import StopReason
 from tugline.node.control import Controls, Pausable
-from tugline.node.crew import Crew
+from tugline.node.dispatcher import RetryingDispatcher
 from tugline.node.housekeeping import Housekeeping
-from tugline.node.link import Link
-from tugline.node.live import Fate
-from tugline.node.parts import Parts
+from tugline.node.session_runner import SessionRunner
 from tugline.node.settings import NodeSettings
 from tugline.node.stats import Observer, Stats
 from tugline.protocol import (
     LEASE_WAIT_S,
-    Ask,
     Dispatcher,
-    Hello,
-    Orders,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistered,
+    NodeRegistration,
     Renewal,
-    Welcome,
 )
+from tugline.rollout.parts import Parts
 
 _SETTLE_S = 0.25
 """How often the server is asked while a control is being put in place."""
@@ -61,8 +61,8 @@ class Node:
         self.settings = settings
         self._gateway, self._parts, self._server = gateway, parts, dispatcher
         self._changed = asyncio.Event()
-        self._link = Link(dispatcher, self.stats)
-        self.crew = Crew(
+        self._link = RetryingDispatcher(dispatcher, self.stats)
+        self.crew = SessionRunner(
             self._link,
             gateway,
             parts,
@@ -148,13 +148,13 @@ class Node:
             if not isinstance(error, FencedError) and error.status not in {401, 403}:
                 raise
             _log.warning("the node's lease is lost", node=self.id, error=str(error))
-            self.crew.call_off(Fate.DROP)
+            self.crew.call_off(StopReason.DROP)
             return False
         return True
 
-    def _hello(self) -> Hello:
+    def _hello(self) -> NodeRegistration:
         own = self.settings
-        return Hello(
+        return NodeRegistration(
             name=own.name,
             slots=own.slots,
             room=own.room,
@@ -167,9 +167,9 @@ class Node:
         """Once it is to end: what has not started goes back now, the rest when time is over."""
         await self._draining.wait()
         _log.info("draining", node=self.id, sessions=len(self.crew.live))
-        self.crew.call_off(Fate.DRAIN, started=False)
+        self.crew.call_off(StopReason.DRAIN, started=False)
         await self.crew.empty(self.settings.grace_s)
-        self.crew.call_off(Fate.DRAIN)
+        self.crew.call_off(StopReason.DRAIN)
         await self.crew.empty(_LEAVE_S)
         if self.id:  # a server that is away is not waited for
             await asyncio.sleep(_LEAVE_S)
@@ -187,16 +187,16 @@ class Node:
             if not self._controls.settled:
                 await self._controls.wait(_SETTLE_S)
 
-    async def _ask(self, node: str) -> Orders | None:
+    async def _ask(self, node: str) -> LeaseResponse | None:
         """The server's answer; None if the question was out of date before that came."""
         self._changed.clear()
         room = self._room()
         # While a control is being put in place the answer would come at once, again and again.
         wait_s = LEASE_WAIT_S if self._controls.settled else 0.0
 
-        def ask() -> Ask:
+        def ask() -> LeaseRequest:
             applied = self._controls.applied
-            return Ask(room=room, held=self.crew.held(), applied=applied, wait_s=wait_s)
+            return LeaseRequest(room=room, held=self.crew.held(), applied=applied, wait_s=wait_s)
 
         poll = asyncio.create_task(self._link.answer(lambda: self._server.lease(node, ask())))
         try:
@@ -207,7 +207,7 @@ class Node:
             poll.cancel()
             await asyncio.wait({poll})
 
-    async def _changed_or(self, poll: asyncio.Task[Orders]) -> None:
+    async def _changed_or(self, poll: asyncio.Task[LeaseResponse]) -> None:
         changed = asyncio.create_task(self._changed.wait())
         both: set[asyncio.Task[Any]] = {poll, changed}
         try:
@@ -226,7 +226,7 @@ class Node:
         closed = self.draining or self.stats.disk_low or not self._controls.settled
         return 0 if closed else self.crew.stages.room()
 
-    async def _renew(self, welcome: Welcome) -> None:
+    async def _renew(self, welcome: NodeRegistered) -> None:
         def renewal() -> Renewal:
             return Renewal(held=self.crew.held(), applied=self._controls.applied)
 
@@ -234,7 +234,7 @@ class Node:
             await asyncio.sleep(welcome.lease_s / 3)
             self._obey(await self._link.answer(lambda: self._server.renew(welcome.node, renewal())))
 
-    def _obey(self, orders: Orders) -> None:
+    def _obey(self, orders: LeaseResponse) -> None:
         for stop in orders.stop:
             self.crew.stop(stop)
         for work in orders.work:
@@ -244,4 +244,4 @@ class Node:
         if orders.draining and not self.draining:
             self.drain()
         if self.draining and orders.work:
-            self.crew.call_off(Fate.DRAIN, started=False)
+            self.crew.call_off(StopReason.DRAIN, started=False)

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from tugline import log
 from tugline.errors import UsageError
-from tugline.node.parts import Parts
 from tugline.node.settings import NodeSettings
 from tugline.node.stats import Stats
 from tugline.plugins import known
-from tugline.runtimes.files import remove
-from tugline.types import Part
+from tugline.rollout.parts import Parts
+from tugline.sandbox.files import remove
+from tugline.types import PluginSpec
 
 EVERY_S = 60.0
 LOW_EVERY_S = 5.0
@@ -123,7 +123,7 @@ class Housekeeping:
 
 def _reap(parts: Parts, runtime: str, folders: Sequence[Path]) -> int:
     try:
-        return sum(map(parts.runtime(Part(runtime)).reap, folders))
+        return sum(map(parts.runtime(PluginSpec(runtime)).reap, folders))
     except UsageError as error:  # not to be had on this machine
         _log.info("runtime not reaped", runtime=runtime, error=str(error))
         return 0

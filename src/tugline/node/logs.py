@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tugline import log
 from tugline.errors import ServerError, StoreError
-from tugline.node.live import Live
+from tugline.node.active_sessions import ActiveSession
 from tugline.protocol import Dispatcher
 
 CHUNK = 64 << 10
@@ -21,7 +21,7 @@ _log = log.get("node.logs")
 class LogSender:
     """Sends the logs of live sessions."""
 
-    def __init__(self, server: Dispatcher, live: Mapping[str, Live]) -> None:
+    def __init__(self, server: Dispatcher, live: Mapping[str, ActiveSession]) -> None:
         self._server, self._live = server, live
         self._followed: frozenset[str] = frozenset()
         self._wanted = asyncio.Event()
@@ -39,12 +39,12 @@ class LogSender:
                 await self._try(live)
             await asyncio.sleep(EVERY_S)
 
-    async def finish(self, live: Live) -> None:
+    async def finish(self, live: ActiveSession) -> None:
         """Send the end: all that is new of a log that was followed, else the last 64 KiB."""
         if live.course.log is not None:
             await self._try(live)
 
-    async def _try(self, live: Live) -> None:
+    async def _try(self, live: ActiveSession) -> None:
         try:
             async with asyncio.timeout(_END_S), live.logging:
                 await self._send(live)
@@ -52,7 +52,7 @@ class LogSender:
             # A result is never late for its log.
             _log.info("log not sent", session=live.id, error=str(error))
 
-    async def _send(self, live: Live) -> None:
+    async def _send(self, live: ActiveSession) -> None:
         path = live.course.log
         while path is not None:
             if not live.sent:

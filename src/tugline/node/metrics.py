@@ -23,9 +23,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tugline.gateway.backend import Traffic
-from tugline.measures import CONTENT_TYPE, Values, families, page
+from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.app import Node
-from tugline.node.watch import Watch
+from tugline.node.telemetry import Telemetry
 from tugline.types import Status
 
 LOOK_S = 2.0
@@ -123,7 +123,7 @@ class Engines:
 class NodeMetrics:
     """The page of one node."""
 
-    def __init__(self, node: Node, watch: Watch, traffic: Traffic, engines: Engines) -> None:
+    def __init__(self, node: Node, watch: Telemetry, traffic: Traffic, engines: Engines) -> None:
         """`traffic` is that of its gateway."""
         self._node, self._watch, self._traffic, self._engines = node, watch, traffic, engines
 

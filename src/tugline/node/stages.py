@@ -20,8 +20,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from tugline.node.admission import Admission
-from tugline.node.course import Course
 from tugline.node.settings import NodeSettings
+from tugline.rollout.timeouts import Course
 from tugline.types import Status
 
 Turn = tuple[int, int]
@@ -120,13 +120,13 @@ class Stages:
         """When it was looked at last, and whether there was enough."""
 
     @contextlib.contextmanager
-    def course(self, task: str, sample: int, total_s: float | None) -> Iterator[Led]:
+    def course(self, task: str, sample: int, total_s: float | None) -> Iterator[StageSlots]:
         """The way of one more session through these stages."""
         number, members = self._groups.get(task, (-1, 0))
         if not members:
             number = next(self._numbers)
         self._groups[task] = (number, members + 1)
-        led = Led(self, (number, sample), total_s)
+        led = StageSlots(self, (number, sample), total_s)
         self.held += 1
         self.early += 1
         self.cold += 1
@@ -181,7 +181,7 @@ class Stages:
         self._changed()
 
 
-class Led(Course):
+class StageSlots(Course):
     """The way of one session through a node's pools."""
 
     def __init__(self, stages: Stages, turn: Turn, total_s: float | None) -> None:

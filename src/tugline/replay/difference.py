@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tugline.chat.dialects.base import Request
 from tugline.gateway.canonical import Mark
-from tugline.gateway.dialects.base import Request
-from tugline.replay.masks import Masks
-from tugline.replay.takes import Take
+from tugline.replay.masks import Normalizers
+from tugline.replay.takes import RecordedResponse
 from tugline.types import Message, Sampling
 
 _BEFORE, _AFTER = 40, 80
@@ -33,7 +33,7 @@ class Difference(msgspec.Struct, frozen=True):
     """Position of the first prompt id that differs, where ids are compared."""
 
 
-def shared(take: Take, marks: Sequence[Mark]) -> int:
+def shared(take: RecordedResponse, marks: Sequence[Mark]) -> int:
     """How many leading messages mean the same."""
     pairs = zip(take.marks, marks, strict=False)
     same = (index for index, (old, new) in enumerate(pairs) if old != new)
@@ -41,7 +41,11 @@ def shared(take: Take, marks: Sequence[Mark]) -> int:
 
 
 def of_messages(
-    take: Take, old: Masks, request: Request, new: Masks, marks: Sequence[Mark]
+    take: RecordedResponse,
+    old: Normalizers,
+    request: Request,
+    new: Normalizers,
+    marks: Sequence[Mark],
 ) -> tuple[str, str, str]:
     """Where, recorded and replayed: the first tool or message that differs."""
     tools = new.tools(request.tools)
@@ -64,7 +68,7 @@ def of_messages(
     return where, *_around(_written(theirs, old), _written(ours, new))
 
 
-def of_sampling(take: Take, asked: Sampling) -> tuple[str, str, str] | None:
+def of_sampling(take: RecordedResponse, asked: Sampling) -> tuple[str, str, str] | None:
     """The first sampling field that the harness asked for otherwise; None if all is the same."""
     for field in Sampling.__struct_fields__:
         theirs, ours = getattr(take.call.asked, field), getattr(asked, field)
@@ -82,7 +86,7 @@ def _of_call(message: Message, before: Sequence[Message]) -> str:
     return f", the result of {found.name} {found.arguments[:_SHORT]}"
 
 
-def _written(message: Message | None, masks: Masks) -> str:
+def _written(message: Message | None, masks: Normalizers) -> str:
     if message is None:
         return ""
     masked = masks.message(message)

@@ -46,7 +46,7 @@ def places(workdir: str, home: str) -> dict[str, str]:
     return found
 
 
-class Masks:
+class Normalizers:
     """One side's patterns: those of `places` first, then the built-in ones, then `others`."""
 
     def __init__(self, places: Mapping[str, str], others: Sequence[str] = ()) -> None:

@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from tugline.errors import UsageError
-from tugline.runtimes.base import MOST, Box, Content, Exit, Place, Runtime
-from tugline.runtimes.clock import Clock
-from tugline.runtimes.patch import Caps, Patch
+from tugline.sandbox.base import MOST, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.pausable_timeout import PausableTimeout
 
 Start = tuple[tuple[str, ...], tuple[str, ...]]
 """What stands before the mounting, and before the program once it is done."""
@@ -63,7 +63,9 @@ class SamePlace:
         self._inner, self._old, self._start = inner, old, start
 
     @contextlib.asynccontextmanager
-    async def open(self, directory: Path, place: Place | None = None) -> AsyncIterator[Box]:
+    async def open(
+        self, directory: Path, place: SandboxSpec | None = None
+    ) -> AsyncIterator[Sandbox]:
         """A box in `directory`, which its programs know by the other name."""
         async with self._inner.open(directory, place) as box:
             yield _Box(box, self._old, self._start)
@@ -82,9 +84,9 @@ class SamePlace:
 
 
 class _Box:
-    """See `tugline.runtimes.base.Box`; paths are this machine's, programs are told the others."""
+    """See `tugline.sandbox.base.Box`; paths are this machine's, programs are told the others."""
 
-    def __init__(self, inner: Box, old: Path, start: Start) -> None:
+    def __init__(self, inner: Sandbox, old: Path, start: Start) -> None:
         self.workdir, self.home, self.logs = inner.workdir, inner.home, inner.logs
         self._inner, self._old, self._start = inner, old, start
         self._here = Path(inner.workdir).parent
@@ -119,7 +121,7 @@ class _Box:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        timeout_s: float | Clock,
+        timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
         """Run a program where it finds its folder at the old place."""

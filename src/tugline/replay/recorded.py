@@ -1,9 +1,9 @@
 """Answers from a recording where an engine would be: the gateway does not know the difference.
 
-`Recorded` is a `tugline.gateway.upstream.Source`. A request is recognised by what it says, with
-`Masks` over what may differ; among requests that say the same, by its prompt's ids, then by order,
-so parallel agents may arrive in any. It is answered by the recorded ids, log probabilities and
-versions. One that is not in the recording ends the session, or is sampled where there is an engine
+`Recorded` is a `tugline.gateway.replicas.Source`. A request is recognised by what it says, with
+`Normalizers` for what may differ; among requests that say the same, by its prompt's ids, then by
+order, so parallel agents may arrive in any. It is answered by the recorded ids, log probabilities
+and versions. One that is not in the recording ends the session, or is sampled where there is an engine
 and the fork is reached. What was replayed is marked (`Call.replayed`), so no token is trained
 twice (I2), and what is sampled is sampled in the context that this run really has (I1).
 """
@@ -20,18 +20,18 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tugline.capture.codec import shared_prefix
-from tugline.capture.records import Header
+from tugline.chat.dialects.base import Request
+from tugline.chat.engines.base import CallDelta, Delta, EngineFormat, EngineRequest, Feature
+from tugline.chat.engines.generate import Generate
+from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import BudgetExhausted
 from tugline.gateway.canonical import Mark
-from tugline.gateway.dialects.base import Request
-from tugline.gateway.engines.base import Ask, CallDelta, Delta, EngineFormat, Feature
-from tugline.gateway.engines.generate import Generate
-from tugline.gateway.upstream import ModelCard, Replica, Source
+from tugline.gateway.replicas import ModelCard, Replica, Source
+from tugline.recording.codec import shared_prefix
+from tugline.recording.records import Header
 from tugline.replay.difference import Difference, of_messages, of_sampling, shared
-from tugline.replay.masks import Masks
-from tugline.replay.takes import Take, order, ordered, takes
-from tugline.tokenizer import Tokenizer
+from tugline.replay.masks import Normalizers
+from tugline.replay.takes import RecordedResponse, order, ordered, takes
 from tugline.types import Call, Message, Mode
 
 _PIECE = 16
@@ -61,8 +61,8 @@ class Live:
 class Run:
     """One session that is answered from the recording: what it was told, and how it differed."""
 
-    masks: Masks
-    left: list[Take]
+    masks: Normalizers
+    left: list[RecordedResponse]
     """Recorded answers that were not asked for yet."""
     asked: int = 0
     replayed: int = 0
@@ -101,8 +101,8 @@ class Recorded:
         self,
         header: Header,
         calls: Sequence[Call],
-        masks: Masks,
-        masks_of: Callable[[str], Masks],
+        masks: Normalizers,
+        masks_of: Callable[[str], Normalizers],
         *,
         tokenizer: Tokenizer | None = None,
         spent_status: int = 400,
@@ -160,7 +160,7 @@ class Recorded:
         return self._runs[session]
 
     async def sample(
-        self, ask: Ask, session: str, used: list[str], avoid: Sequence[str] = ()
+        self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
         """The recorded answer, or the engine's. Raises `BudgetExhausted` where there is neither."""
         run = self.run(session)
@@ -178,7 +178,7 @@ class Recorded:
             raise BudgetExhausted(msg, status=self._status)
 
     # ----------------------------------------------------------------------- recognising
-    def _take(self, run: Run, ask: Ask) -> Take | None:
+    def _take(self, run: Run, ask: EngineRequest) -> RecordedResponse | None:
         """The answer to this request; None where there is none, or the engine is to give it."""
         if ask.request is None or run.ended:
             return None
@@ -208,8 +208,8 @@ class Recorded:
         return take
 
     def _differs(
-        self, run: Run, ask: Ask, request: Request, marks: tuple[Mark, ...], number: int
-    ) -> Take | None:
+        self, run: Run, ask: EngineRequest, request: Request, marks: tuple[Mark, ...], number: int
+    ) -> RecordedResponse | None:
         """Note how; the answer to give all the same, or None for the engine or nobody."""
         if self._live is not None and (
             run.live
@@ -276,7 +276,7 @@ class Recorded:
         return msgspec.structs.replace(call, sampled_ids=ids, logprobs=zeros, versions=(last,))
 
 
-def _first_other(take: Take, ask: Ask) -> int | None:
+def _first_other(take: RecordedResponse, ask: EngineRequest) -> int | None:
     """Position of the first prompt id that differs; None if none does, or none are known."""
     if ask.prompt is None:
         return None
@@ -291,7 +291,7 @@ def _note_order(run: Run, theirs: Sequence[str], ours: Sequence[str]) -> None:
     run.masked.setdefault("order", {})[", ".join(was)] = ", ".join(now)
 
 
-def _compare(run: Run, old: Masks, take: Take, request: Request) -> None:
+def _compare(run: Run, old: Normalizers, take: RecordedResponse, request: Request) -> None:
     """Learn what is masked and differs."""
     for theirs, ours in zip(take.messages, request.messages, strict=False):
         if theirs.content == ours.content:

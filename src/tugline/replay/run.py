@@ -16,22 +16,22 @@ from typing import Any
 
 import msgspec
 
-from tugline.capture.folder import tokenizer_of
-from tugline.capture.records import Header, Result
-from tugline.capture.segments import read
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway, Opened
-from tugline.gateway.words.rendering import Rendering
 from tugline.harnesses.base import spent_status
-from tugline.node.parts import Parts
-from tugline.node.session import roll_out
+from tugline.recording.file import read
+from tugline.recording.folder import tokenizer_of
+from tugline.recording.records import Header, Result
 from tugline.replay.difference import Difference
-from tugline.replay.masks import Masks, places
+from tugline.replay.masks import Normalizers, places
 from tugline.replay.place import SamePlace, Start, mountable
 from tugline.replay.recorded import Live, Recorded
-from tugline.runtimes.base import HOME, Runtime
-from tugline.tokenizer import Tokenizer
-from tugline.types import Boundary, Call, Failure, Mode, Part, Reward, Session, Status, Task
+from tugline.rollout.parts import Parts
+from tugline.rollout.rollout import roll_out
+from tugline.sandbox.base import HOME, Runtime
+from tugline.types import Boundary, Call, Failure, Mode, PluginSpec, Reward, Session, Status, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,8 @@ def _source(
     return Recorded(
         recording.header,
         recording.calls,
-        Masks(was, options.masks),
-        lambda session: Masks(here.get(session, was), options.masks),
+        Normalizers(was, options.masks),
+        lambda session: Normalizers(here.get(session, was), options.masks),
         tokenizer=recording.tokenizer,
         spent_status=status,
         go_on=options.go_on,
@@ -220,7 +220,7 @@ def _task(task: Task, version: str | None) -> Task:
     """The recorded task, with another version of its harness if one is named."""
     if version is None:
         return task
-    part = Part(task.harness.name, {**task.harness.options, "version": version})
+    part = PluginSpec(task.harness.name, {**task.harness.options, "version": version})
     return msgspec.structs.replace(task, harness=part)
 
 
@@ -259,9 +259,11 @@ class _Parts(Parts):
         self._old, self._start = Path(header.workdir).parent, start
         self._was_local = _was_local(header)
 
-    def runtime(self, part: Part) -> Runtime:
+    def runtime(self, part: PluginSpec) -> Runtime:
         """The place where it runs."""
-        inner = super().runtime(Part("local") if self._was_local and part.name == "auto" else part)
+        inner = super().runtime(
+            PluginSpec("local") if self._was_local and part.name == "auto" else part
+        )
         return inner if self._start is None else SamePlace(inner, self._old, self._start)
 
 

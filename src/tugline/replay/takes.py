@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tugline.gateway.canonical import Mark, places_of
-from tugline.replay.masks import Masks
+from tugline.replay.masks import Normalizers
 from tugline.types import Branch, Call, Message, Outcome, Role, VersionSpan
 
 _GOES_ON = frozenset({None, Branch.ENGINE_RERENDERED})
@@ -21,7 +21,7 @@ _GOES_ON = frozenset({None, Branch.ENGINE_RERENDERED})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Take:
+class RecordedResponse:
     """One recorded answer, and how its request is recognised."""
 
     call: Call
@@ -43,7 +43,7 @@ class Take:
         return self.call.outcome is not Outcome.CLIENT_GONE
 
 
-def takes(calls: Sequence[Call], masks: Masks) -> list[Take]:
+def takes(calls: Sequence[Call], masks: Normalizers) -> list[RecordedResponse]:
     """Every answer in the order in which it was asked for."""
     first: dict[int, int] = {}
     whole: dict[int, Call] = {}
@@ -86,9 +86,11 @@ def order(messages: Sequence[Message]) -> tuple[str, ...]:
     return tuple(message.tool_call_id for message in messages if message.tool_call_id)
 
 
-def _take(call: Call, said: tuple[Message, ...], masks: Masks) -> Take:
+def _take(call: Call, said: tuple[Message, ...], masks: Normalizers) -> RecordedResponse:
     messages = ordered(said)
-    return Take(call, messages, order(said), masks.marks(messages), masks.tools(call.tools))
+    return RecordedResponse(
+        call, messages, order(said), masks.marks(messages), masks.tools(call.tools)
+    )
 
 
 def _joined(call: Call, rest: Call) -> Call:

@@ -22,15 +22,15 @@ from starlette.types import Receive, Scope, Send
 
 from tugline import log
 from tugline.errors import Missing, TuglineError
-from tugline.server.api import openapi, problems
-from tugline.server.api.auth import Caller, Tokens, authorise, identify
-from tugline.server.api.decoding import from_json, from_query
-from tugline.server.api.problems import Refusal
-from tugline.server.api.route import JSON, Call, House, Metrics, Nothing, Route
-from tugline.server.api.table import ROUTES
-from tugline.server.api.waiting import Gone, Waits
 from tugline.server.control import ControlPlane
-from tugline.serving import serve
+from tugline.server.http import openapi, problems
+from tugline.server.http.auth import Caller, Tokens, authorise, identify
+from tugline.server.http.decoding import from_json, from_query
+from tugline.server.http.problems import Refusal
+from tugline.server.http.route import JSON, AppState, Call, Metrics, Nothing, Route
+from tugline.server.http.table import ROUTES
+from tugline.server.http.waiting import Gone, Waits
+from tugline.web.serve import serve
 
 BODY_S = 120.0
 """How long a body may take to arrive."""
@@ -48,7 +48,7 @@ class Api:
     """The application. `stop` ends its long answers; it is called before its sockets are closed."""
 
     def __init__(self, control: ControlPlane, tokens: Tokens, metrics: Metrics | None) -> None:
-        self._house = House(
+        self._house = AppState(
             control, Waits(), metrics, functools.cache(lambda: openapi.document(ROUTES))
         )
         self._tokens = tokens

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tugline.errors import Missing, StoreError
-from tugline.server.database import results
-from tugline.server.database.database import Database
+from tugline.server.store import results
+from tugline.server.store.database import Database
 
 ORPHAN_S = 3600.0
 """A blob may be that long without a row; it takes seconds."""

@@ -18,8 +18,16 @@ import msgspec
 
 from tugline.errors import ConfigError, Invalid
 from tugline.plugins import packed
-from tugline.protocol import LEASE_WAIT_S, Ask, HandBack, Held, Hello, Pause, Version
-from tugline.types import Part, Task, Workspace
+from tugline.protocol import (
+    LEASE_WAIT_S,
+    HandBack,
+    Held,
+    LeaseRequest,
+    NodeRegistration,
+    Pause,
+    Version,
+)
+from tugline.types import PluginSpec, Task, Workspace
 
 ID = r"[A-Za-z0-9._-]{1,128}"
 TENANT = r"[A-Za-z0-9._-]{1,64}"
@@ -113,7 +121,7 @@ def check_task(task: Task) -> None:
         _callback(task.callback.url)
 
 
-def _part(field: str, part: Part) -> None:
+def _part(field: str, part: PluginSpec) -> None:
     _sized(f"{field}.name", part.name, 1, 256)
     try:
         size = len(packed(f"{field}.options", part.options))
@@ -175,7 +183,7 @@ def _callback(url: str) -> None:
 
 
 # --------------------------------------------------------------------------- nodes and weights
-def check_hello(hello: Hello) -> None:
+def check_hello(hello: NodeRegistration) -> None:
     """Raises `Invalid` for a node that cannot be taken in as it describes itself."""
     _matches("name", hello.name, _NODE, "1 to 100 of A-Z a-z 0-9 . _ -")
     _within(Bound("slots", 1, 100_000), hello.slots)
@@ -189,7 +197,7 @@ def check_hello(hello: Hello) -> None:
             _sized(f"{field}.{name[:64]}", value, 0, 1024)
 
 
-def check_ask(ask: Ask) -> None:
+def check_ask(ask: LeaseRequest) -> None:
     """Raises `Invalid` for a question that cannot be answered."""
     _within(Bound("room", 0, 1_000_000), ask.room)
     _within(Bound("wait_s", 0, 2 * LEASE_WAIT_S), ask.wait_s)

@@ -21,10 +21,10 @@ from tugline import log
 from tugline.errors import FencedError, Invalid, Missing, StoreError
 from tugline.protocol import (
     Accepted,
-    Ask,
     Barrier,
     Cancelled,
     Commit,
+    CommitOutcome,
     Consumer,
     Control,
     Counts,
@@ -32,10 +32,11 @@ from tugline.protocol import (
     DeliveryState,
     Event,
     HandBack,
-    Hello,
-    Kept,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistered,
+    NodeRegistration,
     NodeView,
-    Orders,
     Page,
     Pause,
     Renewal,
@@ -44,11 +45,13 @@ from tugline.protocol import (
     SessionView,
     TaskState,
     TaskView,
-    Welcome,
 )
-from tugline.server import intake
+from tugline.server import validation
 from tugline.server.blobs import Blobs
-from tugline.server.database import (
+from tugline.server.dispatch import Dispatch
+from tugline.server.housekeeping import Housekeeping
+from tugline.server.logs import LogPart, Logs
+from tugline.server.store import (
     consumers,
     events,
     groups,
@@ -61,13 +64,10 @@ from tugline.server.database import (
     tasks,
     tenants,
 )
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database
-from tugline.server.deliveries import Deliveries
-from tugline.server.dispatch import Dispatch
-from tugline.server.housekeeping import Housekeeping
-from tugline.server.logs import LogPart, Logs
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
 from tugline.server.timers import Timers
+from tugline.server.webhooks import Deliveries
 from tugline.server.weights import Weights
 from tugline.types import Status, Task
 
@@ -137,7 +137,7 @@ class ControlPlane:
 
         Raises `Invalid` and `Conflict`, with a field such as ``3.limits.agent_s``.
         """
-        packed = await intake.packed(batch, self._checked)
+        packed = await validation.packed(batch, self._checked)
         return await self.database.write(partial(tasks.submit, batch=packed, now=time.time()))
 
     def _checked(self, task: Task) -> None:
@@ -252,17 +252,17 @@ class ControlPlane:
         return await self.database.read(consumers.all)
 
     # ------------------------------------------------------------------ nodes
-    async def register(self, hello: Hello) -> Welcome:
+    async def register(self, hello: NodeRegistration) -> NodeRegistered:
         """Take a node in; another of the same name is given up. Raises `Invalid`."""
-        intake.greet(hello)
+        validation.greet(hello)
         join = partial(leases.join, hello=hello, now=time.time(), lease_s=self._lease_s)
         return await self.database.write(join)
 
-    async def lease(self, node: str, ask: Ask) -> Orders:
+    async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
         """Wait for work, for orders or for `ask.wait_s`. Raises `FencedError` for a lost node."""
         return await self._dispatch.lease(node, ask)
 
-    async def renew(self, node: str, renewal: Renewal) -> Orders:
+    async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
         """Keep the lease. Raises `FencedError` for a lost node, which must register again."""
         return await self._dispatch.renew(node, renewal)
 
@@ -271,7 +271,7 @@ class ControlPlane:
 
         Raises `FencedError` for a lost lease, `Invalid` for bytes that are no result of it.
         """
-        end = await intake.ended(session, epoch, trajectory)
+        end = await validation.ended(session, epoch, trajectory)
         await self._blobs.put(end.blob, trajectory)
         try:
             commit = partial(leases.commit, session=session, epoch=epoch, end=end, now=time.time())
@@ -279,7 +279,7 @@ class ControlPlane:
         except (FencedError, Missing):
             await self._forget(end.blob)
             raise
-        if kept is Kept.REQUEUED:
+        if kept is CommitOutcome.REQUEUED:
             await self._forget(end.blob)
         self._logs.wake(session)
         return Commit(kept)

@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from tugline import log
 from tugline.errors import StoreError
-from tugline.protocol import Ask, Held, Orders, Renewal, Stop, Work
-from tugline.server.database import leases, nodes, tasks
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database
-from tugline.server.database.leases import Heard
-from tugline.server.hub import Bell
+from tugline.protocol import Held, LeaseRequest, LeaseResponse, Renewal, Stop, Work
+from tugline.server.hub import Subscription
+from tugline.server.store import leases, nodes, tasks
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
+from tugline.server.store.leases import Heard
 from tugline.types import Session, Task
 
 LONGEST_S = 60.0
@@ -41,7 +41,7 @@ class _Asker:
 
     node: str
     room: int
-    bell: Bell
+    bell: Subscription
     given: list[Session] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ class Dispatch:
         self._waiting: dict[str, _Asker] = {}
         self._told: dict[str, _Told] = {}
         self._bodies: OrderedDict[str, Task] = OrderedDict()
-        self._asked = Bell()
+        self._asked = Subscription()
 
     async def __aenter__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -76,7 +76,7 @@ class Dispatch:
         await asyncio.wait({self._rounds})
         self._stack.close()
 
-    async def lease(self, node: str, ask: Ask) -> Orders:
+    async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
         """Work, or anything else that this node must know, or nothing when its time is over."""
         until = asyncio.get_running_loop().time() + min(ask.wait_s, LONGEST_S)
         with self._database.hub.listen(f"node:{node}", "control") as bell:
@@ -92,7 +92,7 @@ class Dispatch:
                     heard = await self._database.read(hear)
         return await self._orders(node, heard, ask.held, (*heard.again, *asker.given))
 
-    async def renew(self, node: str, renewal: Renewal) -> Orders:
+    async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
         """Everything this node must know, but no work."""
         heard = await self._hear(node, renewal.held, renewal.applied)
         return await self._orders(node, heard, renewal.held, ())
@@ -119,7 +119,7 @@ class Dispatch:
             if self._waiting.get(asker.node) is asker:
                 del self._waiting[asker.node]
 
-    def _news(self, node: str, heard: Heard, ask: Ask) -> bool:
+    def _news(self, node: str, heard: Heard, ask: LeaseRequest) -> bool:
         if self._moved.take():  # nodes come and go: tell once more rather than keep all for ever
             self._told.clear()
         told, now = self._told.get(node, _Told()), self._telling(heard, ask.held)
@@ -138,10 +138,10 @@ class Dispatch:
 
     async def _orders(
         self, node: str, heard: Heard, held: Sequence[Held], given: Sequence[Session]
-    ) -> Orders:
+    ) -> LeaseResponse:
         bodies = await self._tasks({session.task for session in given})
         told = self._told[node] = self._telling(heard, held)
-        return Orders(
+        return LeaseResponse(
             work=tuple(
                 Work(session, bodies[session.task])
                 for session in {session.id: session for session in given}.values()

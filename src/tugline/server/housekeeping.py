@@ -10,9 +10,9 @@ from functools import partial
 from tugline import log
 from tugline.errors import StoreError
 from tugline.server.blobs import Blobs, sweep
-from tugline.server.database import events, nodes
-from tugline.server.database.database import Database
-from tugline.server.database.forgetting import forget
+from tugline.server.store import events, nodes
+from tugline.server.store.database import Database
+from tugline.server.store.retention import forget
 
 EVERY_S = 3600.0
 _GONE_S = 86_400.0

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
-class Bell:
+class Subscription:
     """What one waiter listens to; a ring that came while it was busy is kept."""
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class Hub:
     """Topics and who listens to them. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._bells: dict[str, set[Bell]] = {}
+        self._bells: dict[str, set[Subscription]] = {}
 
     @contextmanager
-    def listen(self, *topics: str) -> Iterator[Bell]:
+    def listen(self, *topics: str) -> Iterator[Subscription]:
         """A bell that rings for any of `topics`."""
-        bell = Bell()
+        bell = Subscription()
         for topic in topics:
             self._bells.setdefault(topic, set()).add(bell)
         try:

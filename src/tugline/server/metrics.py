@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client.core import Metric
 
-from tugline.measures import MOMENTS, SIZES, SPELLS, Distribution, Values, families, page
+from tugline.histogram import MOMENTS, SIZES, SPELLS, Distribution, Values, families, page
 from tugline.protocol import Event, EventKind, NodeState
-from tugline.server.database import events
-from tugline.server.database.database import Database
-from tugline.server.database.depths import MOST, Depths, before, look
+from tugline.server.store import events
+from tugline.server.store.database import Database
+from tugline.server.store.queue_stats import MOST, Depths, before, look
 from tugline.types import Boundary, Status
 
 _CHUNK = 1000

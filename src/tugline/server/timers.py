@@ -12,9 +12,9 @@ import time
 
 from tugline import log
 from tugline.errors import StoreError
-from tugline.server.database import groups, leases, nodes
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database
+from tugline.server.store import groups, leases, nodes
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
 
 _ASLEEP_S = 5.0
 """Waking that much later than intended means that this process did not run."""

@@ -14,9 +14,9 @@ import msgspec
 
 from tugline.errors import Invalid
 from tugline.protocol import Barrier, Control, EventKind, Pause, PauseMode
-from tugline.server.database import events, leases, nodes
-from tugline.server.database.base import Tx
-from tugline.server.database.database import Database
+from tugline.server.store import events, leases, nodes
+from tugline.server.store.base import Tx
+from tugline.server.store.database import Database
 
 WITHIN_S = 60.0
 """How long a barrier waits, unless the caller says."""

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tugline.evaluators.formats import cargo, go, jest, junit, pytest, tap, unittest
-from tugline.evaluators.formats.base import Told, as_given
+from tugline.evaluators.formats.base import TestReport, as_given
 
 
 class Format(NamedTuple):
     """How to read one."""
 
-    read: Callable[[bytes], Told]
+    read: Callable[[bytes], TestReport]
     name: Callable[[str], str]
     """A test's name, from the ways that people write it."""
     languages: tuple[str, ...]

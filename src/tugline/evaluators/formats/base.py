@@ -1,7 +1,7 @@
 """What a test runner said about each test, and how its output is read without trust.
 
-A reader is pure: bytes in, `Told` out, in time linear in the bytes; garbage is no test, never an
-exception. Output may have been written by the code under test, so a reader believes as little as
+A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garbage is no test,
+never an exception. Output may have been written by the code under test, so a reader believes as little as
 its format lets it: of two things told of one test the worse counts, what stands in captured output
 is passed over, and claims that the runner's own closing count contradicts are an `oddity`.
 """
@@ -21,7 +21,7 @@ _MOST = 100_000
 """Tests of one run that are kept."""
 
 
-class Mark(StrEnum):
+class TestOutcome(StrEnum):
     """What became of a test; the worse first."""
 
     FAIL = "fail"
@@ -31,23 +31,23 @@ class Mark(StrEnum):
     PASS = "pass"  # noqa: S105 - no secret
 
 
-_WORSE = list(Mark)
+_WORSE = list(TestOutcome)
 
 
-class Told:
+class TestReport:
     """Marks by name, as one run told them."""
 
     def __init__(self) -> None:
-        self.marks: dict[str, Mark] = {}
+        self.marks: dict[str, TestOutcome] = {}
         self.complete = False
         """Whether the runner came to its end and said so."""
         self.oddity = ""
         """How what is claimed contradicts itself; nothing of it counts then."""
-        self._cases: dict[str, Mark] = {}
+        self._cases: dict[str, TestOutcome] = {}
         """Marks of parametrized tests by the name that all their cases share."""
         self._why: dict[str, str] = {}
 
-    def add(self, name: str, mark: Mark, why: str = "") -> None:
+    def add(self, name: str, mark: TestOutcome, why: str = "") -> None:
         """Once more told of a test."""
         if len(self.marks) >= _MOST and name not in self.marks:
             self.oddity = f"more than {_MOST} tests are told of"
@@ -56,12 +56,12 @@ class Told:
         shared = name.partition("[")[0] if name.endswith("]") else name
         if shared != name:
             self._cases[shared] = _worse(self._cases.get(shared, mark), mark)
-        if why.strip() and mark is not Mark.PASS:
+        if why.strip() and mark is not TestOutcome.PASS:
             said = why.strip().partition("\n")[0][:_WHY]
             self._why.setdefault(name, said)
             self._why.setdefault(shared, said)
 
-    def look(self, name: str) -> Mark | None:
+    def look(self, name: str) -> TestOutcome | None:
         """Its mark; for a name that only cases of a parametrized test have, their worst."""
         return self.marks.get(name) or self._cases.get(name)
 
@@ -69,7 +69,7 @@ class Told:
         """Why it did not pass, in one line, as far as that was said."""
         return self._why.get(name, "")
 
-    def count(self, mark: Mark) -> int:
+    def count(self, mark: TestOutcome) -> int:
         """How many tests have this mark."""
         return sum(each is mark for each in self.marks.values())
 
@@ -86,5 +86,5 @@ def as_given(name: str) -> str:
     return name
 
 
-def _worse(one: Mark, other: Mark) -> Mark:
+def _worse(one: TestOutcome, other: TestOutcome) -> TestOutcome:
     return min(one, other, key=_WORSE.index)

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import re
 
-from tugline.evaluators.formats.base import Mark, Told, lines
+from tugline.evaluators.formats.base import TestOutcome, TestReport, lines
 
 _RUNNING = re.compile(r"running (\d+) tests?$")
 _RESULT = re.compile(r"test result: (ok|FAILED)\. (\d{1,9}) passed; (\d+) failed;")
 _NOTE = re.compile(r" - (should panic|compile fail|compile)$")
 _FILE = re.compile(r"\.rs( \[should [a-z ]+\])?$")
 """What trybuild says of its files, on which libtest has no hold; other runners have such tests."""
-_MARKS = {"ok": Mark.PASS, "FAILED": Mark.FAIL, "ignored": Mark.SKIP}
+_MARKS = {"ok": TestOutcome.PASS, "FAILED": TestOutcome.FAIL, "ignored": TestOutcome.SKIP}
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> TestReport:
     """What was said, line by line."""
-    told = Told()
+    told = TestReport()
     section, pending, passed, open_programs = "", "", 0, 0
-    files: list[tuple[str, Mark]] = []
+    files: list[tuple[str, TestOutcome]] = []
     for line in lines(data):
         result = _RESULT.match(line)
         if _RUNNING.match(line):
@@ -42,15 +42,17 @@ def read(data: bytes) -> Told:
             pending = test
             if mark is not None and pending:
                 told.add(pending, mark)
-                passed += mark is Mark.PASS
+                passed += mark is TestOutcome.PASS
                 pending = ""
     told.complete = told.complete and open_programs == 0
     return told
 
 
-def _close(told: Told, passed: int, files: list[tuple[str, Mark]], counted: int) -> None:
+def _close(
+    told: TestReport, passed: int, files: list[tuple[str, TestOutcome]], counted: int
+) -> None:
     """The end of a program of tests; tests that are files are its own if it counted them."""
-    passed_files = sum(mark is Mark.PASS for _, mark in files)
+    passed_files = sum(mark is TestOutcome.PASS for _, mark in files)
     if passed < counted or not passed_files:
         passed += passed_files
         for each in files:
@@ -59,7 +61,7 @@ def _close(told: Told, passed: int, files: list[tuple[str, Mark]], counted: int)
         told.oddity = f"{passed} tests are said to have passed, cargo counted {counted}"
 
 
-def _said(line: str, pending: str) -> tuple[str, Mark | None]:
+def _said(line: str, pending: str) -> tuple[str, TestOutcome | None]:
     """The test of this line or, where its end stands alone after its output, the one before."""
     if line.startswith("test ") and " ... " in line:
         test, _, end = line[5:].rpartition(" ... ")

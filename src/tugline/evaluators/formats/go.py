@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from tugline.evaluators.formats.base import Mark, Told, lines
+from tugline.evaluators.formats.base import TestOutcome, TestReport, lines
 
 _RUN = re.compile(r"=== RUN   (\S+)$")
 # A test that wrote without a newline has its end on the same line.
 _END = re.compile(r"--- (PASS|FAIL|SKIP): (\S+) \(\d[\d.]*s\)$")
 _PACKAGE = re.compile(r"(ok|FAIL)\s+(\S+)\s+(\d[\d.]*s|\(cached\)|\[[a-z ]+\])")
-_MARKS = {"pass": Mark.PASS, "fail": Mark.FAIL, "skip": Mark.SKIP}
+_MARKS = {"pass": TestOutcome.PASS, "fail": TestOutcome.FAIL, "skip": TestOutcome.SKIP}
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -26,7 +26,7 @@ class _Package:
 
     def __init__(self) -> None:
         self.ran: set[str] = set()
-        self.ends: list[tuple[str, Mark]] = []
+        self.ends: list[tuple[str, TestOutcome]] = []
 
     def hear(self, line: str) -> None:
         """A line of its output."""
@@ -37,7 +37,7 @@ class _Package:
         elif end := _END.search(line):
             self.ends.append((end[2], _MARKS[end[1].lower()]))
 
-    def close(self, told: Told, package: str) -> None:
+    def close(self, told: TestReport, package: str) -> None:
         """Write down what is known of it."""
         for test, mark in self.ends:
             if test in self.ran:
@@ -45,15 +45,15 @@ class _Package:
                 told.add(f"{package}::{test}", mark)
         ended = {test for test, _ in self.ends}
         for test in self.ran - ended:
-            told.add(test, Mark.FAIL, "it did not come to an end")
-            told.add(f"{package}::{test}", Mark.FAIL)
+            told.add(test, TestOutcome.FAIL, "it did not come to an end")
+            told.add(f"{package}::{test}", TestOutcome.FAIL)
         told.complete = True
         self.ran, self.ends = set(), []
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> TestReport:
     """Either form, told apart by its first line that is JSON."""
-    told = Told()
+    told = TestReport()
     events: dict[str, _Package] = {}
     text = _Package()
     for line in lines(data):
@@ -76,7 +76,7 @@ def _event(line: str) -> dict[str, Any] | None:
     return event if isinstance(event.get("Action"), str) and "Package" in event else None
 
 
-def _heard(told: Told, packages: dict[str, _Package], event: dict[str, Any]) -> None:
+def _heard(told: TestReport, packages: dict[str, _Package], event: dict[str, Any]) -> None:
     action, name, test = event["Action"], str(event["Package"]), event.get("Test")
     package = packages.setdefault(name, _Package())
     if action == "output":

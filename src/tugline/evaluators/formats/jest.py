@@ -9,18 +9,18 @@ import re
 
 import msgspec
 
-from tugline.evaluators.formats.base import Mark, Told, lines
+from tugline.evaluators.formats.base import TestOutcome, TestReport, lines
 
 _MARKS = {
-    "passed": Mark.PASS,
-    "failed": Mark.FAIL,
-    "pending": Mark.SKIP,
-    "skipped": Mark.SKIP,
-    "disabled": Mark.SKIP,
-    "todo": Mark.SKIP,
+    "passed": TestOutcome.PASS,
+    "failed": TestOutcome.FAIL,
+    "pending": TestOutcome.SKIP,
+    "skipped": TestOutcome.SKIP,
+    "disabled": TestOutcome.SKIP,
+    "todo": TestOutcome.SKIP,
 }
-_SIGNS = dict.fromkeys("✓✔√", Mark.PASS) | dict.fromkeys("✕✗×", Mark.FAIL)  # noqa: RUF001
-_SIGNS |= dict.fromkeys("○✎", Mark.SKIP)
+_SIGNS = dict.fromkeys("✓✔√", TestOutcome.PASS) | dict.fromkeys("✕✗×", TestOutcome.FAIL)  # noqa: RUF001
+_SIGNS |= dict.fromkeys("○✎", TestOutcome.SKIP)
 _FILE = re.compile(r" ?(PASS|FAIL)\s+\S+")
 _TOOK = re.compile(r" \(\d[\d.]* m?s\)$")
 _COUNT = re.compile(r"Tests: +(?:\d+ [a-z]+, )*?(?:(\d{1,9}) passed, )?\d+ total$")
@@ -41,24 +41,24 @@ class _Report(msgspec.Struct):
     files: list[_File] = msgspec.field(name="testResults")
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> TestReport:
     """The report where it is one, else the tree."""
     if data.lstrip()[:1] != b"{":
         return _tree(data)
-    told = Told()
+    told = TestReport()
     try:
         report = msgspec.json.decode(data, type=_Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return told
     for case in (case for file in report.files for case in file.cases):
-        mark = _MARKS.get(case.status, Mark.FAIL)
+        mark = _MARKS.get(case.status, TestOutcome.FAIL)
         told.add(case.full_name, mark, case.messages[0] if case.messages else "")
     told.complete = True
     return told
 
 
-def _tree(data: bytes) -> Told:
-    told = Told()
+def _tree(data: bytes) -> TestReport:
+    told = TestReport()
     titles: list[str] = []
     inside, passed = False, set[str]()
     for line in lines(data):
@@ -80,11 +80,11 @@ def _tree(data: bytes) -> Told:
                 titles.append(text)
             else:
                 title = _TOOK.sub("", text[1:].strip())
-                if mark is Mark.SKIP:
+                if mark is TestOutcome.SKIP:
                     title = title.removeprefix("skipped ").removeprefix("todo ")
                 name = " ".join([*titles, title])
                 told.add(name, mark)
-                passed |= {name} if mark is Mark.PASS else frozenset()
+                passed |= {name} if mark is TestOutcome.PASS else frozenset()
     if passed and told.complete:
         told.oddity = _contradicted(len(passed), 0)
     return told

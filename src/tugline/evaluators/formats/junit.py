@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from tugline.evaluators.formats.base import Mark, Told
+from tugline.evaluators.formats.base import TestOutcome, TestReport
 
 
 def name(given: str) -> str:
@@ -21,23 +21,23 @@ def name(given: str) -> str:
     return f"{'.'.join([path.replace('/', '.'), *classes])}::{function}{bracket}{case}"
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> TestReport:
     """What the report says of each case."""
-    told = Told()
+    told = TestReport()
     try:
         root = ET.fromstring(data)  # noqa: S314 - expat limits entity expansion
     except (ET.ParseError, ValueError, LookupError):
         return told
     for case in root.iter("testcase"):
         where, title = case.get("classname", ""), case.get("name", "")
-        mark, why = Mark.PASS, ""
+        mark, why = TestOutcome.PASS, ""
         for child in case:
             if child.tag in {"failure", "error", "skipped"}:
                 expected = child.get("type") == "pytest.xfail"
-                quiet = Mark.XFAIL if expected else Mark.SKIP
-                mark = quiet if child.tag == "skipped" else Mark.FAIL
+                quiet = TestOutcome.XFAIL if expected else TestOutcome.SKIP
+                mark = quiet if child.tag == "skipped" else TestOutcome.FAIL
                 why = child.get("message") or child.text or child.tag
-                if mark is Mark.FAIL:
+                if mark is TestOutcome.FAIL:
                     break
         told.add(f"{where}::{title}" if where else title, mark, why)
     told.complete = root.tag in {"testsuites", "testsuite"}

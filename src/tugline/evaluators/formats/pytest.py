@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 
-from tugline.evaluators.formats.base import Mark, Told, lines
+from tugline.evaluators.formats.base import TestOutcome, TestReport, lines
 
 _WORDS = {
-    "PASSED": Mark.PASS,
-    "XPASS": Mark.PASS,
-    "FAILED": Mark.FAIL,
-    "ERROR": Mark.FAIL,
-    "SKIPPED": Mark.SKIP,
-    "XFAIL": Mark.XFAIL,
+    "PASSED": TestOutcome.PASS,
+    "XPASS": TestOutcome.PASS,
+    "FAILED": TestOutcome.FAIL,
+    "ERROR": TestOutcome.FAIL,
+    "SKIPPED": TestOutcome.SKIP,
+    "XFAIL": TestOutcome.XFAIL,
 }
 _HEADING = re.compile(r"={3,} ([\w ()]+) ={3,}$")
 _COUNTED = re.compile(r"(\d{1,9}) (passed|failed|errors?|skipped|xfailed|xpassed|deselected)\b")
@@ -37,12 +37,12 @@ class _Session:
     """What one run of pytest said."""
 
     def __init__(self) -> None:
-        self.run, self.summary = Told(), Told()
+        self.run, self.summary = TestReport(), TestReport()
         self.passed = -1
         """By its own last line."""
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> TestReport:
     """What was said, line by line; several runs are one."""
     sessions, section, begun = [_Session()], "", ""
     for line in lines(data):
@@ -55,7 +55,7 @@ def read(data: bytes) -> Told:
         elif heading:
             section, begun = heading[1], ""
             if section == _SUMMARY:
-                now.summary = Told()
+                now.summary = TestReport()
             elif section == _START and now.passed >= 0:
                 sessions.append(_Session())
         elif section == _SUMMARY:
@@ -73,19 +73,19 @@ def read(data: bytes) -> Told:
     return _together(sessions)
 
 
-def _together(sessions: list[_Session]) -> Told:
-    told = Told()
+def _together(sessions: list[_Session]) -> TestReport:
+    told = TestReport()
     for part in (part for session in sessions for part in (session.run, session.summary)):
         for name, mark in part.marks.items():
             told.add(name, mark, part.reason(name))
     told.complete = all(session.passed >= 0 for session in sessions)
-    passed, claimed = told.count(Mark.PASS), sum(session.passed for session in sessions)
+    passed, claimed = told.count(TestOutcome.PASS), sum(session.passed for session in sessions)
     if told.complete and passed > claimed:
         told.oddity = f"{passed} tests are said to have passed, pytest counted {claimed}"
     return told
 
 
-def _add(told: Told, said: tuple[str, Mark, str] | None) -> None:
+def _add(told: TestReport, said: tuple[str, TestOutcome, str] | None) -> None:
     if said is not None:
         name, mark, why = said
         # Where an inherited test was written follows its name.
@@ -105,7 +105,7 @@ def _begun(line: str) -> str:
     return line[: line.find("] ") + 1] if "[" in first else first
 
 
-def _first(line: str) -> tuple[str, Mark, str] | None:
+def _first(line: str) -> tuple[str, TestOutcome, str] | None:
     """From ``FAILED path::name - why``."""
     if subtest := _SUBTEST.match(line):
         line = f"FAILED {subtest[1]}"
@@ -124,7 +124,7 @@ def _first(line: str) -> tuple[str, Mark, str] | None:
     return rest[:cut], _WORDS[word], rest[cut + 1 :].removeprefix("- ")
 
 
-def _last(line: str) -> tuple[str, Mark, str] | None:
+def _last(line: str) -> tuple[str, TestOutcome, str] | None:
     """From ``path::name PASSED  [ 10%]``."""
     text = _bare(line)
     colons = text.find("::")

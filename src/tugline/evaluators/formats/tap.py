@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tugline.evaluators.formats.base import Mark, Told, lines
+from tugline.evaluators.formats.base import TestOutcome, TestReport, lines
 
 _POINT = re.compile(r"((?: {4})*)(not )?ok\b(?: +(\d+))?(?: +- +| +|$)(.*)")
 _PLAN = re.compile(r"((?: {4})*)1\.\.(\d{1,9})\b")
@@ -22,7 +22,7 @@ class _Level:
     """Points of one depth that still wait for their parent."""
 
     def __init__(self) -> None:
-        self.points: list[tuple[str, Mark, str]] = []
+        self.points: list[tuple[str, TestOutcome, str]] = []
         self.numbers: set[int] = set()
         self.last = 0
         self.plan: int | None = None
@@ -32,9 +32,9 @@ class _Level:
         return len(self.numbers) == self.plan
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> TestReport:
     """What was said, line by line."""
-    told = Told()
+    told = TestReport()
     levels = [_Level()]
     documents = [levels]
     block = ""
@@ -66,7 +66,7 @@ def _level(levels: list[_Level], indent: int) -> _Level:
     return levels[depth]
 
 
-def _hear(told: Told, levels: list[_Level], point: re.Match[str]) -> None:
+def _hear(told: TestReport, levels: list[_Level], point: re.Match[str]) -> None:
     level = _level(levels, len(point[1]))
     number = int(point[3][:9]) if point[3] else level.last + 1
     level.last = number
@@ -77,9 +77,15 @@ def _hear(told: Told, levels: list[_Level], point: re.Match[str]) -> None:
     title = point[4][: directive.start()] if directive else point[4]
     title = title.strip().replace("\\#", "#").replace("\\\\", "\\")
     word = directive[1].upper() if directive else ""
-    mark = Mark.FAIL if point[2] else Mark.PASS
+    mark = TestOutcome.FAIL if point[2] else TestOutcome.PASS
     if word:
-        mark = Mark.SKIP if word == "SKIP" else Mark.XFAIL if point[2] else Mark.PASS
+        mark = (
+            TestOutcome.SKIP
+            if word == "SKIP"
+            else TestOutcome.XFAIL
+            if point[2]
+            else TestOutcome.PASS
+        )
     depth = levels.index(level)
     for deeper in levels[depth + 1 :]:
         level.points += [(f"{title} > {name}", m, why) for name, m, why in deeper.points]
@@ -87,7 +93,7 @@ def _hear(told: Told, levels: list[_Level], point: re.Match[str]) -> None:
     level.points.append((title, mark, directive[2] if directive else ""))
 
 
-def _close(told: Told, levels: list[_Level]) -> None:
+def _close(told: TestReport, levels: list[_Level]) -> None:
     """The end of a document: its plan is what makes it complete."""
     top, said = levels[0], False
     for level in levels:

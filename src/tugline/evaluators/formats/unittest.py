@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 
-from tugline.evaluators.formats.base import Mark, Told, lines
+from tugline.evaluators.formats.base import TestOutcome, TestReport, lines
 
 _TEST = re.compile(r" {0,2}(\w+) \(([\w.<>]+)\)")
 _ENDS = {
-    "ok": Mark.PASS,
-    "FAIL": Mark.FAIL,
-    "ERROR": Mark.FAIL,
-    "expected failure": Mark.XFAIL,
-    "unexpected success": Mark.FAIL,
+    "ok": TestOutcome.PASS,
+    "FAIL": TestOutcome.FAIL,
+    "ERROR": TestOutcome.FAIL,
+    "expected failure": TestOutcome.XFAIL,
+    "unexpected success": TestOutcome.FAIL,
 }
 _TROUBLE = re.compile(r"(ERROR|FAIL|UNEXPECTED SUCCESS): (\w+ \([\w.<>]+\))")
 _FIXTURES = {"setUpClass", "tearDownClass", "setUpModule", "tearDownModule"}
@@ -32,9 +32,9 @@ def name(given: str) -> str:
     return where if where.endswith(f".{function}") else f"{where}.{function}"
 
 
-def read(data: bytes) -> Told:
+def read(data: bytes) -> TestReport:
     """What was said, line by line; the lists of failures at the end count too."""
-    told = Told()
+    told = TestReport()
     running, ran, after_rule = "", 0, False
     for line in lines(data):
         trouble = _TROUBLE.match(line) if after_rule else None
@@ -43,7 +43,7 @@ def read(data: bytes) -> Told:
         if count:
             ran, told.complete, running = ran + int(count[1]), True, ""
         elif trouble:
-            told.add(name(trouble[2]), Mark.FAIL)
+            told.add(name(trouble[2]), TestOutcome.FAIL)
             running = ""
         else:
             running = _step(told, running, line)
@@ -53,7 +53,7 @@ def read(data: bytes) -> Told:
     return told
 
 
-def _step(told: Told, running: str, line: str) -> str:
+def _step(told: TestReport, running: str, line: str) -> str:
     """The test that runs after this line."""
     start = _TEST.match(line)
     if start:
@@ -62,8 +62,8 @@ def _step(told: Told, running: str, line: str) -> str:
     end = line.rpartition(" ... ")[2] if " ... " in line else line
     if start and line.count(" ... ") > 1:
         return running  # its own output looks like a test
-    mark = Mark.SKIP if end.startswith("skipped ") else _ENDS.get(end.strip())
+    mark = TestOutcome.SKIP if end.startswith("skipped ") else _ENDS.get(end.strip())
     if running and mark is not None:
-        told.add(running, mark, end if mark is Mark.SKIP else "")
+        told.add(running, mark, end if mark is TestOutcome.SKIP else "")
         return ""
     return running

@@ -23,7 +23,7 @@ Rewards = npt.NDArray[np.float64]
 """Shape ``(k,)``."""
 
 
-class Graded(NamedTuple):
+class SessionReward(NamedTuple):
     """What the trained tokens of a session earned: distinct rewards, and the share of each."""
 
     rewards: Rewards
@@ -60,7 +60,7 @@ class Baseline(NamedTuple):
         return (reward - self.level) * self.scale
 
 
-def baselines(group: Sequence[Graded], estimator: Estimator, eps: float) -> list[Baseline]:
+def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) -> list[Baseline]:
     """The baseline of each session of one group; scale 0 where nothing tells them apart.
 
     With ``R`` the sessions' means, ``m`` the mean of ``R``, and ``s`` the standard deviation of
@@ -82,7 +82,7 @@ def baselines(group: Sequence[Graded], estimator: Estimator, eps: float) -> list
     return [Baseline(centre, 1 / (float(np.sqrt(variance)) + eps))] * count
 
 
-def has_signal(group: Sequence[Graded]) -> bool:
+def has_signal(group: Sequence[SessionReward]) -> bool:
     """Whether the group has several sessions, and some of its tokens earned more than others."""
     return len(group) > 1 and bool(np.ptp(np.concatenate([one.rewards for one in group])) > 0)
 

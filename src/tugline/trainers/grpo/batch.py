@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tugline.errors import CaptureError
-from tugline.trainers.grpo.advantage import Graded, baselines, has_signal, turn_shares
+from tugline.trainers.grpo.advantage import SessionReward, baselines, has_signal, turn_shares
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
 
@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass
-class _Books:
+class _LedgerBuilder:
     """A ledger while it is being added up."""
 
     sampled: int = 0
@@ -69,7 +69,7 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
     Sessions without a (finite) reward are dropped as SESSION_FAILED and count in no mean.
     `version` is the policy about to be updated; staleness is measured from it.
     """
-    books = _Books()
+    books = _LedgerBuilder()
     samples: list[Sample] = []
     by_task = sorted(trajectories, key=lambda one: (one.task, one.sample, one.session))
     for _, members in groupby(by_task, key=lambda one: one.task):
@@ -101,7 +101,7 @@ class _Rewards(NamedTuple):
     """What a session earned, trace by trace and in sum."""
 
     by_trace: Sequence[float]
-    graded: Graded
+    graded: SessionReward
 
 
 def _rewards(trajectory: Trajectory, config: GrpoConfig) -> _Rewards | None:
@@ -120,7 +120,7 @@ def _rewards(trajectory: Trajectory, config: GrpoConfig) -> _Rewards | None:
             raise CaptureError(msg)
         by_trace = [one if math.isfinite(one) else reward.value for one in reward.per_trace]
     tokens = [int(trace.mask.sum()) for trace in traces]
-    return _Rewards(by_trace, Graded.of(by_trace, tokens, otherwise=reward.value))
+    return _Rewards(by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value))
 
 
 def _samples(
@@ -128,7 +128,7 @@ def _samples(
     worth: Sequence[float],
     config: GrpoConfig,
     version: int,
-    books: _Books,
+    books: _LedgerBuilder,
 ) -> Iterator[Sample]:
     """`worth` is the advantage of each trace."""
     shares: Mapping[int, float] = {}
@@ -190,7 +190,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """One forward pass. `ids` is ``(B, L)``; the rest is one entry per trained token, ``(N,)``."""
 
     rows: tuple[Row, ...]
@@ -219,7 +219,7 @@ class Micro:
 
 def pack(
     rows: Sequence[Row], *, micro_tokens: int, share: bool, device: torch.device
-) -> Iterator[Micro]:
+) -> Iterator[MicroBatch]:
     """Forward passes of at most `micro_tokens` positions each; a longer trace goes alone."""
     for family in _families(rows) if share else [list(rows)]:
         prefix = shared_prefix(family) if share else 0
@@ -257,7 +257,7 @@ def _chunks(rows: list[Row], prefix: int, micro_tokens: int) -> Iterator[list[Ro
         yield chunk
 
 
-def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> Micro:
+def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> MicroBatch:
     """Lay rows out as tensors, padded on the right with id 0."""
     ids = np.zeros((len(rows), max(row.length for row in rows)), np.int64)
     for line, row in zip(ids, rows, strict=True):
@@ -272,7 +272,7 @@ def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> Micro:
 
     versions = [row.sample.versions[at] for row, at in zip(rows, where, strict=True)]
     advantages = [row.sample.advantages[at] for row, at in zip(rows, where, strict=True)]
-    return Micro(
+    return MicroBatch(
         rows=tuple(rows),
         ids=tensor(ids, torch.long),
         prefix=prefix,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import Micro
+from tugline.trainers.grpo.batch import MicroBatch
 
 
 class Policy:
@@ -37,19 +37,19 @@ class Policy:
         """Where the model lives."""
         return next(self.model.parameters()).device
 
-    def logprobs(self, micro: Micro) -> torch.Tensor:
+    def logprobs(self, micro: MicroBatch) -> torch.Tensor:
         """Natural-log probabilities of the trained tokens, float32, shape ``(N,)``."""
         states = self._shared(micro) if micro.prefix else self._plain(micro)
         logits: torch.Tensor = self._head(states).float() / self.temperature
         chosen = logits.gather(1, micro.ids[micro.row, micro.column][:, None])[:, 0]
         return chosen - logits.logsumexp(dim=1)
 
-    def _plain(self, micro: Micro) -> torch.Tensor:
+    def _plain(self, micro: MicroBatch) -> torch.Tensor:
         out = self._body(input_ids=micro.ids, use_cache=False)
         states: torch.Tensor = out.last_hidden_state[micro.row, micro.column - 1]
         return states
 
-    def _shared(self, micro: Micro) -> torch.Tensor:
+    def _shared(self, micro: MicroBatch) -> torch.Tensor:
         cache = self._body(input_ids=micro.ids[:1, : micro.prefix], use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(micro.ids))
         rest = micro.ids[:, micro.prefix :]

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import Micro, Row, pack, prepare
+from tugline.trainers.grpo.batch import MicroBatch, Row, pack, prepare
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import Policy
 from tugline.trainers.grpo.loss import token_terms, token_weights
@@ -165,7 +165,7 @@ class Grpo:
         self.updates += 1
         return done
 
-    def _learn(self, micro: Micro, version: int, done: _Update) -> None:
+    def _learn(self, micro: MicroBatch, version: int, done: _Update) -> None:
         """Add one forward pass's gradient to the model and its figures to `done`."""
         new = self.policy.logprobs(micro)
         with torch.no_grad():
@@ -195,7 +195,7 @@ class Grpo:
         ramp = (self.updates + 1) / max(1, self.config.warmup_updates)
         return self.config.lr * min(1.0, ramp)
 
-    def _pack(self, rows: Sequence[Row], *, share: bool) -> Iterator[Micro]:
+    def _pack(self, rows: Sequence[Row], *, share: bool) -> Iterator[MicroBatch]:
         return pack(
             rows, micro_tokens=self.config.micro_tokens, share=share, device=self.policy.device
         )
@@ -237,7 +237,7 @@ def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
-def _gap(new: torch.Tensor, micro: Micro, version: int) -> float | None:
+def _gap(new: torch.Tensor, micro: MicroBatch, version: int) -> float | None:
     """Largest deviation from the captured log probabilities of this version's tokens."""
     apart = (new - micro.behaviour).abs()[micro.version == version]
     return float(apart.max()) if len(apart) else None

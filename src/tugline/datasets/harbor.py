@@ -1,0 +1,306 @@
+"""Tasks in the Harbor format, as Terminal-Bench 2 and many others publish them.
+
+A task is a folder: ``instruction.md``, ``task.toml``, ``environment/`` with a Dockerfile,
+``tests/test.sh`` and ``solution/solve.sh``. `path` is one such folder or a folder of them.
+
+``task.toml`` is read strictly: a value of the wrong type is an error that names file, field and
+value, and so is what a sandbox of ours cannot give and a reward would hang on (steps, several
+services, Windows, a verifier image of its own). Unknown keys, and wishes that are left unfulfilled,
+are warned about once each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tugline import log
+from tugline.client.task_files import converted, read_text, read_value, struct_in
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, Template
+from tugline.errors import ConfigError
+from tugline.sandbox.base import Mount
+from tugline.sandbox.variables import filled
+from tugline.types import PluginSpec, Task, Workspace
+
+CONFIG = "task.toml"
+_CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
+_SOLVE = 'if command -v bash >/dev/null 2>&1; then exec bash "$0"; else exec sh "$0"; fi'
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
+_MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+_MARGIN_S = 60.0
+"""Of an evaluation, for the box."""
+_log = log.get("tasksets")
+
+
+class _Phase(msgspec.Struct, frozen=True):
+    timeout_sec: float | None = None
+    user: str | int | None = None
+    network_mode: str | None = None
+    allowed_hosts: tuple[str, ...] | None = None
+
+
+class _Verifier(_Phase, frozen=True):
+    env: dict[str, str] = {}
+    environment_mode: str | None = None
+    environment: dict[str, Any] | None = None
+    collect: tuple[dict[str, Any], ...] = ()
+
+
+class _Environment(msgspec.Struct, frozen=True):
+    build_timeout_sec: float = 600.0
+    docker_image: str | None = None
+    os: str = "linux"
+    cpus: float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    memory: str | None = None
+    storage: str | None = None
+    gpus: int | None = None
+    gpu_types: tuple[str, ...] | None = None
+    tpu: dict[str, Any] | None = None
+    workdir: str | None = None
+    env: dict[str, str] = {}
+    network_mode: str | None = None
+    allowed_hosts: tuple[str, ...] | None = None
+    allow_internet: bool | None = None
+    mcp_servers: tuple[dict[str, Any], ...] = ()
+    skills_dir: str | None = None
+    healthcheck: dict[str, Any] | None = None
+
+
+class _SolutionTable(msgspec.Struct, frozen=True):
+    env: dict[str, str] = {}
+
+
+class TaskToml(msgspec.Struct, frozen=True):
+    """What ``task.toml`` may say, as far as anything hangs on it."""
+
+    schema_version: str | None = None
+    version: str | None = None
+    task: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    source: str | None = None
+    agent: _Phase = _Phase()
+    verifier: _Verifier = _Verifier()
+    environment: _Environment = _Environment()
+    solution: _SolutionTable = _SolutionTable()
+    steps: tuple[dict[str, Any], ...] | None = None
+    multi_step_reward_strategy: str | None = None
+    artifacts: tuple[str | dict[str, Any], ...] = ()
+
+
+_UNFULFILLED = (
+    "agent.user",
+    "verifier.user",
+    "verifier.collect",
+    "environment.gpus",
+    "environment.tpu",
+    "environment.env",
+    "environment.mcp_servers",
+    "environment.skills_dir",
+    "environment.healthcheck",
+    "artifacts",
+)
+"""Wishes that change nothing here; `environment.env` is seen by tests and solution alone."""
+
+
+class Harbor:
+    """`path` is a task's folder or a folder of them, on each node.
+
+    `build` makes images from Dockerfiles also where ``docker_image`` names one. `in_place` judges
+    where the agent was (default: where ``verifier.environment_mode`` says ``shared``). `network`
+    lets tests reach the hosts that the runtime allows. `pass_env` lists variables of the node that
+    tests and solutions may see. With `leave_out`, tasks that cannot be had here are left out, with
+    a warning, instead of being an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        build: bool = False,
+        in_place: bool | None = None,
+        network: bool = False,
+        pass_env: Sequence[str] = (),
+        leave_out: bool = False,
+    ) -> None:
+        self._leave_out = leave_out
+        self._root, self._build, self._in_place = Path(path), build, in_place
+        self._network, self._pass_env = network, list(pass_env)
+
+    def tasks(self, template: Template) -> Iterator[Task]:
+        """A task for each folder, by name."""
+        warned: set[str] = set()
+        for folder in self._folders():
+            try:
+                task = self._task(folder, _read(folder, warned), template)
+            except ConfigError as error:
+                if not self._leave_out:
+                    raise
+                _log.warning("a task is left out", why=str(error))
+                continue
+            yield task
+
+    def solution(self, task: Task) -> Solution | None:
+        """Its ``solution/solve.sh``, run where the agent would be; None where there is none."""
+        alone = (self._root / CONFIG).is_file()
+        folder = self._root if alone else self._root / task.tags[INSTANCE]
+        if not (folder / "solution" / "solve.sh").is_file():
+            return None
+        told = _read(folder, set())
+        return Solution(
+            argv=("sh", "-c", _SOLVE, "/solution/solve.sh"),
+            env=filled(told.environment.env | told.solution.env, self._pass_env),
+            mounts=(Mount("/solution", str(folder / "solution")),),
+        )
+
+    def _folders(self) -> list[Path]:
+        if (self._root / CONFIG).is_file():
+            return [self._root]
+        found = sorted(file.parent for file in self._root.glob(f"*/{CONFIG}"))
+        if not found:
+            msg = f"taskset 'harbor': path is {str(self._root)!r}, no folder with {CONFIG} is there"
+            raise ConfigError(msg)
+        return found
+
+    def _task(self, folder: Path, told: TaskToml, template: Template) -> Task:
+        _check(folder, told)
+        seconds = told.verifier.timeout_sec or 600.0
+        shared = told.verifier.environment_mode == "shared"
+        options: dict[str, Any] = {
+            "tests": str(folder / "tests"),
+            "timeout_s": seconds,
+            "in_place": shared if self._in_place is None else self._in_place,
+        }
+        if self._network:
+            options["network"] = True
+        if env := told.environment.env | told.verifier.env:
+            options |= {"env": env, "pass_env": self._pass_env}
+        limits = {"eval_s": 2 * seconds + _MARGIN_S, "init_s": told.environment.build_timeout_sec}
+        if told.agent.timeout_sec:
+            limits["agent_s"] = told.agent.timeout_sec
+        return template.make(
+            folder.name,
+            _instruction(folder),
+            evaluator=PluginSpec("harbor", options),
+            runtime=PluginSpec("container", _resources(folder, told.environment)),
+            workspace=self._workspace(folder, told.environment),
+            limits=limits,
+            tags=_tags(told),
+        )
+
+    def _workspace(self, folder: Path, told: _Environment) -> Workspace:
+        environment = folder / "environment"
+        image = told.docker_image
+        if image and not (self._build and (environment / "Dockerfile").is_file()):
+            return Workspace(image=image, path=told.workdir)
+        if not (environment / "Dockerfile").is_file():
+            msg = f"{folder}: there is no environment/Dockerfile, and no environment.docker_image"
+            raise ConfigError(msg)
+        return Workspace(build=str(environment), path=told.workdir)
+
+
+def _read(folder: Path, warned: set[str]) -> TaskToml:
+    """What its ``task.toml`` says. Raises `ConfigError`."""
+    file = folder / CONFIG
+    values = _known(read_value(file), TaskToml, "", file, warned)
+    told = converted(values, TaskToml, str(file))
+    for name in _UNFULFILLED:
+        value: Any = told
+        for step in name.split("."):
+            value = getattr(value, step)
+        if value:
+            _warn(warned, "a wish that is not fulfilled here", name, file)
+    return told
+
+
+def _known(values: Any, kind: type[msgspec.Struct], at: str, file: Path, warned: set[str]) -> Any:
+    """`values` without unknown keys, which are warned about."""
+    if not isinstance(values, dict):
+        return values
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    kept = {}
+    for name, value in values.items():
+        if name not in fields:
+            _warn(warned, "an unknown key", at + name, file)
+            continue
+        inner = struct_in(fields[name])
+        kept[name] = _known(value, inner[0], f"{at}{name}.", file, warned) if inner else value
+    return kept
+
+
+def _warn(warned: set[str], what: str, key: str, file: Path) -> None:
+    """Once for each key of a set, with the first file that has it."""
+    if key not in warned:
+        warned.add(key)
+        _log.warning(what, key=key, file=str(file))
+
+
+def _check(folder: Path, told: TaskToml) -> None:
+    """Raises `ConfigError` for what cannot be judged here."""
+    environment = folder / "environment"
+    composed = sorted(environment.glob("docker-compose.y*ml"))
+    wrong = None
+    if told.steps:
+        wrong = f"{CONFIG}: steps has {len(told.steps)} steps; tasks must be of one step"
+    elif told.environment.os.lower() != "linux":
+        wrong = f"{CONFIG}: environment.os is {told.environment.os!r}, must be 'linux'"
+    elif _has_own_image(folder, told.verifier):
+        wrong = "the verifier has an image of its own; tests must run in the task's image"
+    elif told.verifier.environment_mode not in {None, "shared", "separate"}:
+        mode = told.verifier.environment_mode
+        wrong = f"{CONFIG}: verifier.environment_mode is {mode!r}, must be shared or separate"
+    elif composed:
+        wrong = f"environment/{composed[0].name} has several services; there must be one image"
+    elif not (folder / "tests" / "test.sh").is_file():
+        wrong = "tests/test.sh is missing"
+    if wrong:
+        msg = f"{folder}: {wrong}"
+        raise ConfigError(msg)
+
+
+def _has_own_image(folder: Path, told: _Verifier) -> bool:
+    own = told.environment or {}
+    separate = told.environment_mode == "separate" or (told.environment_mode is None and own)
+    files = ("Dockerfile", "docker-compose.yaml")
+    made = any((folder / "tests" / name).is_file() for name in files)
+    return bool(separate and (own.get("docker_image") or made))
+
+
+def _instruction(folder: Path) -> str:
+    """What the agent is told, without the lines that mark a benchmark's own text."""
+    lines = read_text(folder / "instruction.md").splitlines(keepends=True)
+    while lines and (_CANARY.fullmatch(lines[0]) or not lines[0].strip()):
+        lines.pop(0)
+    return "".join(lines)
+
+
+def _resources(folder: Path, told: _Environment) -> dict[str, Any]:
+    """Options of the container runtime."""
+    options = {
+        "cpus": told.cpus,
+        "memory_mb": _megabytes(folder, "memory", told.memory, told.memory_mb),
+        "disk_mb": _megabytes(folder, "storage", told.storage, told.storage_mb),
+    }
+    return {name: value for name, value in options.items() if value}
+
+
+def _megabytes(folder: Path, name: str, old: str | None, new: int | None) -> int | None:
+    if new is not None or old is None:
+        return new
+    size = _SIZE.fullmatch(old.strip())
+    if size is None:
+        msg = f"{folder / CONFIG}: environment.{name} is {old!r}, must be a size such as '2G'"
+        raise ConfigError(msg)
+    return int(float(size[1]) * _MB[size[2].upper()])
+
+
+def _tags(told: TaskToml) -> Mapping[str, str]:
+    """What tasks can be picked by."""
+    wanted = {name: told.metadata.get(name) for name in ("difficulty", "category", SPLIT)}
+    wanted["name"] = told.task.get("name")
+    return {name: value for name, value in wanted.items() if isinstance(value, str)}

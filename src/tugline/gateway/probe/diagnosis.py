@@ -1,0 +1,118 @@
+"""What was found out about an engine, and the ways of asking it that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tugline.chat.engines.base import EngineFormat
+from tugline.chat.engines.embedded import Embedded, EmbeddedChat
+from tugline.chat.engines.openai_compatible import ObservedChat, TextChat
+from tugline.chat.engines.sglang import SglangChat, SglangGenerate
+from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
+from tugline.errors import UsageError
+from tugline.types import LogprobMeaning, Mode
+
+
+class Route(NamedTuple):
+    """One way to ask an engine, and what opens it where it is closed."""
+
+    mode: Mode
+    make: Callable[[LogprobMeaning], EngineFormat]
+    advice: str
+
+
+_PARSERS = (
+    "start it with --enable-auto-tool-choice --tool-call-parser NAME (and --reasoning-parser)"
+)
+_TEXT = Route(Mode.TEXT, lambda _meaning: TextChat(), "give it a chat template")
+ROUTES: dict[str, dict[str, Route]] = {
+    "embedded": {
+        "generate": Route(Mode.EXACT, lambda _meaning: Embedded(), "this is no engine of ours"),
+        "chat": Route(
+            Mode.OBSERVED, lambda _meaning: EmbeddedChat(), "give `create_app` the tokenizer"
+        ),
+    },
+    "vllm": {
+        "generate": Route(Mode.EXACT, VllmGenerate, "start vLLM with --enable-scale-out"),
+        "completions": Route(Mode.EXACT, VllmCompletions, "upgrade to vLLM 0.10.2 or later"),
+        "chat": Route(Mode.OBSERVED, VllmChat, _PARSERS),
+        "text": _TEXT,
+    },
+    "sglang": {
+        "generate": Route(Mode.EXACT, SglangGenerate, "upgrade SGLang"),
+        "chat": Route(
+            Mode.OBSERVED, SglangChat, "start it with --tool-call-parser and --reasoning-parser"
+        ),
+        "text": _TEXT,
+    },
+    "openai": {
+        "chat": Route(Mode.OBSERVED, ObservedChat, "use an engine that knows `return_token_ids`"),
+        "text": _TEXT,
+    },
+}
+"""Of each kind of engine its routes, the best first."""
+
+
+class Outcome(StrEnum):
+    """How a check ended."""
+
+    PASS = "pass"  # noqa: S105 - a verdict
+    FAIL = "fail"
+    UNKNOWN = "unknown"
+    """It could not be found out."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing that was tried."""
+
+    name: str
+    outcome: Outcome
+    detail: str = ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is, which modes are sound on it, and what to change."""
+
+    url: str
+    engine: str
+    """A key of `ROUTES`."""
+    version: str = ""
+    model: str
+    window: int
+    """Context in tokens, prompt and answer together; 0 if it does not say."""
+    routes: dict[str, Mode]
+    """The routes that work, the best first."""
+    logprob_meaning: LogprobMeaning | None = None
+    """None where it could not be measured."""
+    checks: tuple[Check, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> Mode | None:
+        """The best sound mode; None if nothing works."""
+        return next(iter(self.routes.values()), None)
+
+    @property
+    def sound(self) -> bool:
+        """Whether what it samples can be trained on."""
+        return self.mode in {Mode.EXACT, Mode.OBSERVED}
+
+    def told(self) -> dict[str, Any]:
+        """As plain data, with the verdict."""
+        return {**msgspec.structs.asdict(self), "mode": self.mode, "sound": self.sound}
+
+    def wire(self, mode: Mode | None = None) -> EngineFormat:
+        """The format to use, for `mode` or the best. Raises `UsageError` if it is not sound."""
+        for name, found in self.routes.items():
+            if found is mode or (mode is None and found is not Mode.TEXT):
+                route = ROUTES[self.engine][name]
+                default = route.make(LogprobMeaning.RAW).logprob_meaning
+                return route.make(self.logprob_meaning or default)
+        wanted = f"no sound {mode} mode" if mode else "no mode that can be trained from"
+        advice = "; ".join(self.advice) or "see `tugline doctor`"
+        msg = f"the engine at {self.url} ({self.engine} {self.version}) has {wanted}: {advice}"
+        raise UsageError(msg)

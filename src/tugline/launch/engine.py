@@ -1,0 +1,136 @@
+"""The engine as a node needs it: replicas behind an address each, and the template for exact mode.
+
+Engines take minutes to load and are restarted under a running cluster, so one that does not answer
+is waited for; one that answers and is unsound is refused at once, with the flag to add (I1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tugline import log
+from tugline.chat.templates.base import CONFIGS
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
+from tugline.errors import EngineError, UsageError
+from tugline.gateway.probe.connect import connect
+from tugline.gateway.replicas import Upstream
+from tugline.inference.base import GenerationEngine
+from tugline.inference.load import load
+from tugline.inference.server import create_app
+from tugline.launch.settings import EngineSettings
+from tugline.types import Mode
+from tugline.web.serve import serve
+
+NAME = "tugline-embedded"
+_RETRY_S = 2.0
+_log = log.get("cluster.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConnection:
+    """An engine that answers and is sound."""
+
+    urls: tuple[str, ...]
+    upstream: Upstream
+    rendering: Rendering | None
+    """What makes the prompts in exact mode; None in the others."""
+
+
+@contextlib.asynccontextmanager
+async def engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[EngineConnection]:
+    """The engine at the given addresses, or one in this process for `slots` agents.
+
+    Raises `UsageError` for one that cannot be used, `EngineError` if it does not come up in time.
+    """
+    if settings.urls:
+        yield await _reached(settings)
+        return
+    if settings.model is None:
+        msg = "no engine: give its address with --engine, or a model folder with --model"
+        raise UsageError(msg)
+    async with _embedded(settings, settings.model, slots) as reached:
+        yield reached
+
+
+@contextlib.asynccontextmanager
+async def served(
+    generator: GenerationEngine, rendering: Rendering, *, name: str = NAME
+) -> AsyncIterator[EngineConnection]:
+    """An engine of this process in exact mode, behind an address of its own."""
+    app = create_app(generator, model_name=name, tokenizer=rendering.tokenizer)
+    async with serve(app) as url:
+        yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
+
+
+@contextlib.asynccontextmanager
+async def _embedded(
+    settings: EngineSettings, folder: Path, slots: int
+) -> AsyncIterator[EngineConnection]:
+    model, tokenizer, eos_ids = await asyncio.to_thread(load, folder)
+    from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, which is there by now
+
+    config = model.config.get_text_config()
+    rendering = _rendering(settings, tokenizer, str(config.model_type))
+    window = int(config.max_position_embeddings)
+    model = model.float()  # type: ignore[no-untyped-call]
+    async with (
+        Engine(
+            model, eos_ids=eos_ids, max_model_len=window, max_running=2 * slots, threads=1
+        ) as generator,
+        served(generator, rendering) as reached,
+    ):
+        yield reached
+
+
+async def _reached(settings: EngineSettings) -> EngineConnection:
+    mode = settings.mode or (Mode.OBSERVED if settings.tokenizer is None else Mode.EXACT)
+    if mode is Mode.EXACT and settings.tokenizer is None:
+        msg = "engine.mode is exact: it needs the model's tokenizer.json, as engine.tokenizer"
+        raise UsageError(msg)
+    upstream = await _answering(settings, mode)
+    rendering = None
+    if mode is Mode.EXACT and settings.tokenizer is not None:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer)
+        rendering = _rendering(settings, tokenizer, upstream.name or "")
+    return EngineConnection(settings.urls, upstream, rendering)
+
+
+async def _answering(settings: EngineSettings, mode: Mode) -> Upstream:
+    """The replicas, once all of them answer."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + settings.wait_s
+    asked_again = False
+    while True:
+        try:
+            return await connect(settings.urls, mode=mode, model=settings.served_name)
+        except UsageError as error:
+            if asked_again:
+                raise
+            asked_again = True  # one that was restarted in the middle of it looks unsound, too
+            _log.warning("asking the engine again", error=str(error))
+        except EngineError as error:
+            if error.status is not None or loop.time() > deadline:
+                raise
+            _log.warning("waiting for the engine", error=str(error))
+        await asyncio.sleep(_RETRY_S)
+
+
+def _rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:
+    """The template that was asked for, or the one that is known for `model`."""
+    retention = settings.thinking_retention
+    name = settings.renderer or (model if model in CONFIGS else None)
+    if name is not None:
+        return Rendering(tokenizer, name, thinking_retention=retention)
+    known = Rendering.for_model(tokenizer, model, thinking_retention=retention)
+    if known is None:
+        msg = (
+            f"the chat template of {model!r} is not known by its name: set engine.renderer"
+            f" (--renderer) to one of {', '.join(sorted(CONFIGS))}"
+        )
+        raise UsageError(msg)
+    return known

@@ -1,0 +1,148 @@
+"""What a program in a bubblewrap sandbox sees of this machine: a list, and nothing beside it.
+
+System folders are read-only; of ``/etc`` only what programs need to start, to speak TLS and to
+know the time; no ``/home``, ``/root``, ``/var``, ``/run``, ``/tmp``, ``/mnt`` and ``/sys``; a
+``/proc`` without the keeper (process 1) and without the kernel's own business; a ``/dev`` of
+harmless devices. This Python is there, with its packages, at its own path and first on PATH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tugline.sandbox.base import HOME
+
+_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC = (
+    *("alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
+    *("debian_version", "fonts", "gai.conf", "host.conf", "inputrc", "java-11-openjdk"),
+    *("java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"),
+    *("localtime", "login.defs", "magic", "mime.types", "os-release", "perl", "pki/ca-trust"),
+    *("pki/tls/cert.pem", "pki/tls/certs", "pki/tls/openssl.cnf", "profile", "profile.d"),
+    *("protocols", "python3", "rpc", "services", "shells", "ssl/cert.pem", "ssl/certs"),
+    *("ssl/openssl.cnf", "terminfo", "timezone"),
+)
+_OWN_ETC = {
+    "passwd": f"agent:x:1000:1000:agent:{HOME}:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
+    "group": "agent:x:1000:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "resolv.conf": "",
+}
+_MASKED = ("acpi", "asound", "fs", "pressure", "scsi")
+_MASKED_FILES = ("kcore", "keys", "latency_stats", "mtrr", "sched_debug", "timer_list")
+_NAMESPACES = (
+    *("--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"),
+    *("--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"),
+)
+SHARED_MB = 256
+"""Size of ``/dev/shm``."""
+
+
+def arguments(etc: Path) -> list[str]:
+    """For ``bwrap``: the namespaces and all that boxes have in common. `etc` is `copied_etc`'s.
+
+    The root stays writable until `closing`, for what a box adds: its ``/tmp``, then `shown`.
+    """
+    args = [*_NAMESPACES, "--ro-bind", "/usr", "/usr", *_system_links()]
+    args += ["--ro-bind", str(etc), "/etc"]
+    args += ["--dev", "/dev", "--size", str(SHARED_MB << 20), "--tmpfs", "/dev/shm"]  # noqa: S108
+    args += ["--remount-ro", "/dev", *_proc()]
+    args += ["--setenv", "PATH", path(), "--setenv", "LANG", "C.UTF-8"]
+    return [*args, "--setenv", "HOME", str(HOME), "--setenv", "TMPDIR", "/tmp"]  # noqa: S108
+
+
+def shown(readable: Sequence[str]) -> list[str]:
+    """Further arguments: folders at their own paths, also below ``/tmp`` or ``/var/tmp``."""
+    seen = (*pythons(), *readable)
+    other = ["--symlink", "/tmp", "/var/tmp"]  # noqa: S108
+    if any(Path(one).is_relative_to("/var/tmp") for one in seen):  # noqa: S108
+        other = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
+    return [*other, *(word for one in seen for word in ("--ro-bind", one, one))]
+
+
+def closing() -> list[str]:
+    """The last arguments: the root as it is from now on."""
+    return ["--chdir", "/", "--remount-ro", "/"]
+
+
+def copied_etc(folder: Path) -> Path:
+    """A folder below `folder` with what the sandbox has as ``/etc``, made if it is not there.
+
+    One mount instead of forty makes a start 6 ms shorter. Users and hosts are the sandbox's own:
+    this machine's are nobody's business. Blocks.
+    """
+    sources = [source for name in _ETC if (source := Path("/etc", name)).exists()]
+    stamps = [
+        f"{source} {(found := source.stat()).st_mtime_ns} {found.st_size}" for source in sources
+    ]
+    known = "\n".join([*stamps, *map(str, _OWN_ETC.items())])
+    made = folder / hashlib.sha256(known.encode()).hexdigest()[:16]
+    if made.is_dir():
+        return made
+    part = folder / f"{made.name}.{secrets.token_hex(4)}"
+    part.mkdir(parents=True)
+    for source in sources:
+        target = part / source.relative_to("/etc")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore_dangling_symlinks=True)
+        else:
+            shutil.copyfile(source, target)
+    for name, text in _OWN_ETC.items():
+        (part / name).write_text(text)
+    for one in part.rglob("*"):
+        if not one.is_symlink():
+            one.chmod(0o755 if one.is_dir() else 0o644)
+    part.chmod(0o755)
+    with contextlib.suppress(OSError):  # somebody else was first
+        part.rename(made)
+    shutil.rmtree(part, ignore_errors=True)
+    return made
+
+
+def pythons() -> list[str]:
+    """Folders that this Python is in, as far as they are not in ``/usr``."""
+    executable = Path(sys.executable)
+    found = [sys.prefix, sys.base_prefix, str(executable.resolve().parent.parent)]
+    outside = dict.fromkeys(one for one in found if not Path(one).is_relative_to("/usr"))
+    return [one for one in outside if one != "/"]
+
+
+def path() -> str:
+    """Where programs are looked for."""
+    system = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+    return os.pathsep.join([f"{sys.prefix}/bin", *system])
+
+
+def shows(target: str) -> bool:
+    """Whether `target` is there without being mounted, such as a C library."""
+    return Path(target).exists() and Path(target).resolve().is_relative_to("/usr")
+
+
+def _system_links() -> Iterator[str]:
+    for name in _LINKS:
+        place = Path("/", name)
+        if place.is_symlink():
+            yield from ("--symlink", os.readlink(place), str(place))  # noqa: PTH115
+        elif place.is_dir():
+            yield from ("--ro-bind", str(place), str(place))
+
+
+def _proc() -> Iterator[str]:
+    yield from ("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
+    # Run by root, bwrap takes this for closed already; its files belong to root, and so to us.
+    yield from ("--ro-bind", "/proc/sys", "/proc/sys")
+    for name in _MASKED:
+        if Path("/proc", name).is_dir():
+            yield from ("--tmpfs", f"/proc/{name}", "--remount-ro", f"/proc/{name}")
+    for name in _MASKED_FILES:
+        if Path("/proc", name).exists():
+            yield from ("--ro-bind", "/dev/null", f"/proc/{name}")

@@ -1,0 +1,126 @@
+"""The only ways out of a sandbox: sockets in its network whose other end is outside.
+
+A sandbox has a network of its own with nothing in it but loopback. A door is a listening socket
+in there (`inside`), served by this process, which relays each connection to one address: the
+gateway's. Nothing runs inside, any image will do, and there is no route to anything else (I6).
+An allow-list adds one more door: a proxy for named hosts (`proxy`).
+
+Ports are the same in every sandbox, so that all samples of a task see the same addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from tugline.errors import SandboxNetworkError
+from tugline.sandbox.network import netns
+from tugline.sandbox.network.proxy import AllowList, Proxy
+from tugline.sandbox.network.relay import Caller, Dial, Relay, join
+
+PORT = 10040
+"""Of the first address that is reached; the next ones follow."""
+PROXY_PORT = 10030
+_PROBE_S = 5.0
+_OWN = "127.0.0.1,localhost"
+
+
+class PortForwards:
+    """The doors of one box. A box that reaches for nothing has none, also none of the allow-list.
+
+    `close` or `aclose` ends all of them, also connections that are open.
+    """
+
+    def __init__(self, allow: AllowList | None = None) -> None:
+        self._allow = allow if allow is not None and allow.patterns else None
+        self._ports: dict[tuple[str, int], int] = {}
+        self._relays: dict[int, Relay] = {}
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What programs need in their environment to find the proxy, if there is one."""
+        if PROXY_PORT not in self._relays:
+            return {}
+        proxy = f"http://127.0.0.1:{PROXY_PORT}"
+        proxied = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+        return {**dict.fromkeys(proxied, proxy), "NO_PROXY": _OWN, "no_proxy": _OWN}
+
+    async def open(self, pid: int, url: str) -> str:
+        """Let programs where `pid` is reach the HTTP server at `url`; under which URL they do.
+
+        Returns the existing forward for a server that has one. Raises `SandboxNetworkError`.
+        """
+        target = await _reachable(url)
+        port = self._ports.setdefault(target, PORT + len(self._ports))
+        await self._make(pid)
+        return urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl()
+
+    async def move(self, pid: int) -> None:
+        """Make the same doors where `pid` is: the sandbox was started again."""
+        await self.aclose()
+        if self._ports:
+            await self._make(pid)
+
+    async def aclose(self) -> None:
+        """Close all doors; what they led to is kept for `move`."""
+        relays, self._relays = self._relays, {}
+        for relay in relays.values():
+            await relay.aclose()
+
+    async def _make(self, pid: int) -> None:
+        """The doors that are not there yet."""
+        wanted: dict[int, Dial] = {port: _to(*target) for target, port in self._ports.items()}
+        if self._allow is not None:
+            wanted[PROXY_PORT] = Proxy(self._allow).dial
+        for port in wanted.keys() - self._relays.keys():
+            try:
+                listener = await _listener(pid, port)
+            except OSError as error:
+                msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
+                raise SandboxNetworkError(msg) from error
+            self._relays[port] = await Relay(wanted[port]).serve(listener)
+
+
+async def _listener(pid: int, port: int) -> socket.socket:
+    """Made in a thread, which cannot be stopped: nobody may want it any more when it is there."""
+    making = asyncio.create_task(asyncio.to_thread(netns.listen, pid, port))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close)
+        raise
+
+
+def _close(made: asyncio.Task[socket.socket]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
+
+
+def _to(host: str, port: int) -> Dial:
+    async def dial(caller: Caller) -> None:
+        await join(caller, host, port)
+
+    return dial
+
+
+async def _reachable(url: str) -> tuple[str, int]:
+    """Host and port of a server that answers."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError:
+        host, port = None, 0
+    if not url.startswith("http://") or host is None:
+        msg = f"{url!r} cannot be reached from a sandbox: it must be like 'http://host:port/path'"
+        raise SandboxNetworkError(msg)
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        why = str(error) or f"no answer within {_PROBE_S:.0f} s"
+        msg = f"nothing answers at {host}:{port}, which a sandbox is to reach: {why}"
+        raise SandboxNetworkError(msg) from error
+    writer.close()
+    return host, port

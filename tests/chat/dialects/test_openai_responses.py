@@ -1,0 +1,695 @@
+"""OpenAI Responses on the wire: what clients send, what they are told, what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import CompactedResponse, Response
+
+from tugline.chat.dialects.base import (
+    Action,
+    Answer,
+    ChoiceMode,
+    Constraint,
+    ConstraintKind,
+    Incoming,
+    Memory,
+    Native,
+    ReasoningDelta,
+    Request,
+    TextDelta,
+    ToolChoice,
+    Usage,
+)
+from tugline.chat.dialects.openai_responses import OpenAIResponses
+from tugline.chat.dialects.responses_input import seal
+from tugline.errors import ContextOverflow, EngineError, RequestError, UpgradeRequired
+from tugline.gateway.canonical import mark
+from tugline.types import (
+    Finish,
+    Image,
+    Message,
+    Role,
+    Sampling,
+    Tool,
+    ToolCall,
+    ToolKind,
+    TraceKind,
+)
+
+RESPONSES = OpenAIResponses()
+READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": False}
+PATCH = {"type": "custom", "name": "patch", "description": "Mend", "format": {"type": "text"}}
+SHELL = {"type": "local_shell"}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Helpers.",
+    "tools": [{"type": "function", "name": "spawn", "description": "Start one"}],
+}
+TOOLS = [READ, PATCH, SHELL, AGENTS]
+SEALED = {"include": ["reasoning.encrypted_content"]}
+
+
+def incoming(
+    body: Any, path: str = "/responses", headers: dict[str, str] | None = None
+) -> Incoming:
+    """A request as clients post it."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Incoming("POST", "v1", path, "", headers or {}, raw)
+
+
+def parse(
+    items: Any = "Hi",
+    *,
+    memory: Memory | None = None,
+    path: str = "/responses",
+    headers: dict[str, str] | None = None,
+    **more: Any,
+) -> Request:
+    """The neutral request of a body with this input."""
+    body = {"model": "m", "input": items, **more}
+    return RESPONSES.parse(incoming(body, path, headers), memory or Memory())
+
+
+def user(text: str) -> dict[str, Any]:
+    """What the user says, in its shortest form."""
+    return {"role": "user", "content": text}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    """What the model said."""
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "role": "assistant", "content": content, **more}
+
+
+def thought(text: str, **more: Any) -> dict[str, Any]:
+    """What the model thought."""
+    return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}], **more}
+
+
+def called(name: str, call_id: str, arguments: str = "{}", **more: Any) -> dict[str, Any]:
+    """A call of the model."""
+    call = {"type": "function_call", "name": name, "call_id": call_id, "arguments": arguments}
+    return {**call, **more}
+
+
+def result(call_id: str, output: Any) -> dict[str, Any]:
+    """What a tool answered."""
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def answered(message: Message, **more: Any) -> Answer:
+    """A finished answer that says `message`."""
+    given = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}
+    return Answer(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
+
+
+def told(request: Request, message: Message, **more: Any) -> dict[str, Any]:
+    """The whole reply, decoded."""
+    reply: dict[str, Any] = json.loads(RESPONSES.answer(request, [answered(message, **more)]))
+    return reply
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    """The data of a stream's events, each checked against its name and number."""
+    found = []
+    for number, event in enumerate(stream.decode().split("\n\n")[:-1]):
+        name, _, data = event.partition("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        assert found[-1].pop("sequence_number") == number
+    return found
+
+
+# --------------------------------------------------------------------------- what comes in
+@pytest.mark.parametrize(
+    ("method", "path", "action"),
+    [
+        ("POST", "/responses", Action.ANSWER),
+        ("POST", "/responses/compact", Action.ANSWER),
+        ("POST", "/responses/input_tokens", Action.COUNT),
+        ("GET", "/responses", None),
+        ("GET", "/responses/resp_1", None),
+        ("GET", "/models", None),
+    ],
+)
+def test_routes(method: str, path: str, action: Action | None) -> None:
+    """A websocket upgrade, a GET, is nobody's action; so is what would need a store."""
+    assert RESPONSES.action(Incoming(method, "v1", path, "", {})) is action
+
+
+def test_a_request_as_codex_sends_it() -> None:
+    """Developer items, ids on everything, echoed reasoning, no instructions."""
+    text = [{"type": "input_text", "text": "Rules."}, {"type": "input_text", "text": "Skills."}]
+    items = [
+        {"type": "message", "role": "developer", "content": text, "id": "msg_0199-ab"},
+        {"type": "message", "role": "user", "content": text[:1], "id": "msg_0199-cd"},
+        {**thought("Hm."), "id": "rs_s1-0_0", "content": None, "encrypted_content": seal("Hm.")},
+        said("Look.", id="msg_s1-0_1", status="completed"),
+        called("read", "call_0_0", '{"p": 1}', id="fc_s1-0_2"),
+        called("spawn", "call_0_1", id="fc_s1-0_3", namespace="agents"),
+        {**result("call_0_1", "two"), "id": "fco_1"},
+        result("call_0_0", [{"type": "input_text", "text": "one"}]),
+        {"role": "developer", "content": "Be quick."},
+    ]
+    request = parse(
+        items,
+        tools=[READ, AGENTS],
+        stream=True,
+        store=False,
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"summary": "auto"},
+        client_metadata={"x": "y"},
+        prompt_cache_key="k",
+        **SEALED,
+    )
+    calls = (ToolCall("call_0_0", "read", '{"p": 1}'), ToolCall("call_0_1", "agents__spawn", "{}"))
+    assert request.messages == (
+        Message(Role.DEVELOPER, "Rules.\nSkills."),
+        Message(Role.USER, "Rules."),
+        Message(Role.ASSISTANT, "Look.", tool_calls=calls, reasoning="Hm."),
+        Message(Role.TOOL, "two", tool_call_id="call_0_1"),
+        Message(Role.TOOL, "one", tool_call_id="call_0_0"),
+        Message(Role.DEVELOPER, "Be quick."),
+    )
+    about = "Helpers.\n\nStart one"
+    assert request.tools == (
+        Tool("read", "", {"type": "object"}),
+        Tool("agents__spawn", about, {}, namespace="agents"),
+    )
+    assert request.stream
+
+
+def test_items_without_ids_fold_too() -> None:
+    """Opencode leaves ids out, mini-swe-agent sends nulls; instructions come first."""
+    items = [
+        user("Hi"),
+        thought("Hm."),
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Look."}]},
+        called("read", "a", id=None, namespace=None, caller=None, phase=None),
+        called("read", "b"),
+        result("a", "1"),
+        result("b", "2"),
+    ]
+    request = parse(items, instructions="Be brief.")
+    calls = (ToolCall("a", "read", "{}"), ToolCall("b", "read", "{}"))
+    assert request.messages[:3] == (
+        Message(Role.SYSTEM, "Be brief."),
+        Message(Role.USER, "Hi"),
+        Message(Role.ASSISTANT, "Look.", tool_calls=calls, reasoning="Hm."),
+    )
+    assert parse("Hi", instructions="Be brief.").messages == request.messages[:2]
+
+
+def test_two_turns_with_nothing_between_are_kept_apart() -> None:
+    """Codex keeps what it got of a cut stream and asks again; the ids tell whose an item is."""
+    cut = [thought("Hm.", id="rs_s1-0_0"), said("Loo", id="msg_s1-0_1")]
+    more = [thought("So.", id="rs_s1-1_0"), called("read", "c", id="fc_s1-1_1")]
+    first, second = parse([user("Hi"), *cut, *more, result("c", "x")]).messages[1:3]
+    assert first == Message(Role.ASSISTANT, "Loo", reasoning="Hm.")
+    read = ToolCall("c", "read", "{}")
+    assert second == Message(Role.ASSISTANT, tool_calls=(read,), reasoning="So.")
+    nameless = [thought("Hm.", id="rs_s1-0_0"), said("Loo"), called("read", "c", id="fc_s1-0_2")]
+    assert len(parse([user("Hi"), *nameless]).messages) == 2
+
+
+def test_where_reasoning_is_found() -> None:
+    """Sealed, as raw reasoning text or as a summary; an empty item is nothing."""
+    raw = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Raw."}]}
+    for item, text in (
+        ({"type": "reasoning", "summary": [], "encrypted_content": seal("Ünd.")}, "Ünd."),
+        ({**raw, "summary": []}, "Raw."),
+        (thought("Sum.", encrypted_content="gAAAA"), "Sum."),
+    ):
+        assert parse([user("Hi"), item]).messages[1].reasoning == text
+    assert len(parse([user("Hi"), thought("")]).messages) == 1
+
+
+def test_freeform_and_shell_calls_come_back_as_arguments() -> None:
+    """Their outputs, too, even where an output names its call by the item's id."""
+    action = {"type": "exec", "command": ["ls"], "env": {}, "timeout_ms": 9, "user": None}
+    items = [
+        user("Hi"),
+        {"type": "custom_tool_call", "name": "patch", "call_id": "a", "input": "+x"},
+        {"type": "local_shell_call", "id": "lsh_s1-0_1", "call_id": "b", "action": action},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "ok"},
+        {"type": "local_shell_call_output", "id": "lsh_s1-0_1", "output": "{}"},
+    ]
+    request = parse(items, tools=[PATCH, SHELL])
+    patch = ToolCall("a", "patch", '{"input":"+x"}')
+    shell = ToolCall("b", "local_shell", '{"command":["ls"],"timeout_ms":9}')
+    assert request.messages[1:] == (
+        Message(Role.ASSISTANT, tool_calls=(patch, shell)),
+        Message(Role.TOOL, "ok", tool_call_id="a"),
+        Message(Role.TOOL, "{}", tool_call_id="b"),
+    )
+    assert [tool.kind for tool in request.tools] == [ToolKind.CUSTOM, ToolKind.LOCAL_SHELL]
+
+
+def test_pictures_keep_their_place() -> None:
+    """In what the user says and in what a tool answers."""
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"}
+    content = [{"type": "input_text", "text": "Look:"}, picture]
+    request = parse([{"role": "user", "content": content}, result("a", [picture])])
+    assert request.messages[0].images == (Image("data:image/png;base64,AA", 5, "low"),)
+    assert request.messages[1].images == (Image("data:image/png;base64,AA", 0, "low"),)
+
+
+def test_tools_that_come_as_an_item() -> None:
+    """Codex sends them so for models that it knows; they join the request's own."""
+    added = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH]}
+    memory = Memory()
+    request = parse([added, user("Hi")], tools=[READ], memory=memory)
+    assert [tool.name for tool in request.tools] == ["read", "agents__spawn", "patch"]
+    assert request.messages == (Message(Role.USER, "Hi"),)
+    again = parse([added, user("Hi"), user("Ho")], tools=[READ], memory=memory)
+    assert again.tools is request.tools
+    assert [tool.name for tool in parse([added, user("Hi")]).tools] == ["agents__spawn", "patch"]
+
+
+def test_sampling_formats_and_choices() -> None:
+    """What is asked for is recorded as asked."""
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    request = parse(
+        temperature=0,
+        top_p=0.5,
+        max_output_tokens=9,
+        text={"format": form, "verbosity": "low"},
+        tools=TOOLS,
+        tool_choice={"type": "function", "name": "read"},
+        parallel_tool_calls=False,
+    )
+    assert request.asked == Sampling(temperature=0.0, top_p=0.5, max_tokens=9)
+    assert request.constraint == Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}', "n")
+    assert request.tool_choice == ToolChoice(ChoiceMode.NAMED, ("read",))
+    assert not request.parallel
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [READ, {"type": "local_shell"}],
+    }
+    choice = parse(tools=TOOLS, tool_choice=allowed).tool_choice
+    assert choice == ToolChoice(ChoiceMode.REQUIRED, ("read", "local_shell"))
+    assert parse(text={"format": {"type": "text"}}).constraint is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "native"),
+    [
+        ({}, Native()),
+        ({"session_id": "p1"}, Native("p1")),
+        ({"session-id": "r", "thread-id": "r", "x-codex-parent-thread-id": "r"}, Native("r")),
+        (
+            {
+                "session-id": "r",
+                "thread-id": "t",
+                "x-openai-subagent": "collab_spawn",
+                "x-codex-parent-thread-id": "r",
+            },
+            Native("t", "r", TraceKind.SUBAGENT),
+        ),
+        (
+            {"x-codex-turn-metadata": '{"thread_id": "t", "parent_thread_id": "r"}'},
+            Native("t", "r", TraceKind.SUBAGENT),
+        ),
+        (
+            {"thread-id": "t", "x-codex-turn-metadata": '{"request_kind": "compaction"}'},
+            Native("t", None, TraceKind.COMPACTION),
+        ),
+        ({"thread-id": "t", "x-codex-turn-metadata": "[nonsense"}, Native("t")),
+        ({"thread-id": "t", "x-codex-turn-metadata": "[1]"}, Native("t")),
+    ],
+)
+def test_the_harness_says_whose_call_it_is(headers: dict[str, str], native: Native) -> None:
+    """Codex's threads and sub-agents, pi's session."""
+    assert parse(headers=headers).native == native
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"items": []}, "input"),
+        ({"items": 5}, "input"),
+        ({"items": [5]}, "input[0]"),
+        ({"items": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"items": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"items": [{"role": "tool", "content": "x"}], "instructions": "y"}, "input[0].role"),
+        ({"items": [{"role": "user"}]}, "input[0].content"),
+        (
+            {"items": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"items": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"items": [result("a", None)]}, "input[0].output"),
+        (
+            {"items": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
+            "input[0].encrypted_content",
+        ),
+        (
+            {"items": [{"type": "compaction", "encrypted_content": "gAAA"}]},
+            "input[0].encrypted_content",
+        ),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"text": {"format": 5}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
+        ({"tools": [{**READ, "strict": True}]}, "tools[0].strict"),
+        ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format.type"),
+        ({"tools": [{**AGENTS, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(more: dict[str, Any], param: str) -> None:
+    """What needs a store or runs at OpenAI, and what is malformed."""
+    with pytest.raises(RequestError) as caught:
+        parse(more.pop("items", "Hi"), **more)
+    assert caught.value.param == param
+    assert param.rpartition(".")[2].partition("[")[0] in str(caught.value)
+
+
+def test_a_hosted_tool_is_refused_saying_what_to_switch_off() -> None:
+    """Codex's default configuration asks for web search."""
+    with pytest.raises(RequestError, match='web_search = "disabled"'):
+        parse(tools=[{"type": "web_search", "external_web_access": True}])
+
+
+def test_a_known_front_is_not_parsed_again() -> None:
+    """What was read in an earlier request is the same objects, instructions and all."""
+    memory = Memory()
+    items: list[Any] = [user("Hi")]
+    for number in range(40):
+        turn = [called("read", f"c{number}", id=f"fc_s1-{number}_1")]
+        items += [thought("Hm. " * 20, id=f"rs_s1-{number}_0"), *turn]
+        items.append(result(f"c{number}", "line\n" * 200))
+    first = parse(items[:-3], memory=memory, tools=TOOLS, instructions="i" * 2000)
+    second = parse(items, memory=memory, tools=TOOLS, instructions="i" * 2000)
+    assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
+    assert second.tools is first.tools
+    body = incoming({"model": "m", "input": items, "tools": TOOLS, "instructions": "i" * 2000})
+    assert len(body.body) > 60_000
+    took = []
+    for _ in range(20):
+        start = time.perf_counter()
+        RESPONSES.parse(body, memory)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.001
+
+
+# --------------------------------------------------------------------------- what goes out
+FULL = Message(
+    Role.ASSISTANT,
+    "Look.",
+    tool_calls=(
+        ToolCall("a", "read", '{"p": 1}'),
+        ToolCall("b", "patch", '{"input": "+x"}'),
+        ToolCall("c", "local_shell", '{"command": ["ls"]}'),
+        ToolCall("d", "agents__spawn", "{}"),
+        ToolCall("e", "patch", "+x"),
+        ToolCall("f", "local_shell", '{"command": "ls"}'),
+    ),
+    reasoning="Hm.",
+)
+DONE = {"status": "completed"}
+PART = {"type": "output_text", "text": "Look.", "annotations": [], "logprobs": []}
+FULL_ITEMS = [
+    {**thought("Hm."), "id": "rs_s1-4_0", "encrypted_content": seal("Hm.")},
+    {"type": "message", "id": "msg_s1-4_1", "role": "assistant", "content": [PART], **DONE},
+    called("read", "a", '{"p": 1}', id="fc_s1-4_2", **DONE),
+    {
+        "type": "custom_tool_call",
+        "id": "ctc_s1-4_3",
+        "call_id": "b",
+        "name": "patch",
+        "input": "+x",
+        **DONE,
+    },
+    {
+        "type": "local_shell_call",
+        "id": "lsh_s1-4_4",
+        "call_id": "c",
+        "action": {"type": "exec", "env": {}, "command": ["ls"]},
+        **DONE,
+    },
+    called("spawn", "d", id="fc_s1-4_5", namespace="agents", **DONE),
+    called("patch", "e", "+x", id="fc_s1-4_6", **DONE),
+    called("local_shell", "f", '{"command": "ls"}', id="fc_s1-4_7", **DONE),
+]
+"""Free text and shell commands that the model garbled are told as plain calls."""
+
+
+def test_a_whole_answer() -> None:
+    """Every kind of item, true counts, and what the response repeats of its request."""
+    request = parse(tools=TOOLS, instructions="Be brief.", metadata={"k": "v"}, **SEALED)
+    reply = told(request, FULL)
+    assert reply["output"] == FULL_ITEMS
+    assert reply["usage"] == {
+        "input_tokens": 31,
+        "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 38,
+    }
+    assert (reply["tools"], reply["instructions"], reply["metadata"]) == (
+        TOOLS,
+        "Be brief.",
+        {"k": "v"},
+    )
+    assert (reply["id"], reply["status"], reply["incomplete_details"]) == (
+        "resp_s1-4",
+        "completed",
+        None,
+    )
+
+
+def test_a_reply_is_what_the_sdk_says_it_is() -> None:
+    """The official SDK's model of a response, validated strictly."""
+    request = parse(tools=[READ, PATCH], temperature=0.5, text={"format": {"type": "text"}})
+    message = Message(Role.ASSISTANT, "Look.", FULL.tool_calls[:2], reasoning="Hm.")
+    reply = Response.model_validate(told(request, message))
+    assert reply.output_text == "Look."
+    assert (reply.temperature, reply.tool_choice, reply.store) == (0.5, "auto", False)
+
+
+def test_a_cut_answer_is_incomplete() -> None:
+    """The response and the message that it ends in; reasoning is sealed only when asked for."""
+    reply = told(parse(), Message(Role.ASSISTANT, "Loo", reasoning="Hm."), finish=Finish.LENGTH)
+    assert (reply["status"], reply["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert [item.get("status") for item in reply["output"]] == [None, "incomplete"]
+    assert "encrypted_content" not in reply["output"][0]
+
+
+def test_an_empty_answer_still_has_a_message() -> None:
+    """So that its echo tells that there was a turn."""
+    reply = told(parse(), Message(Role.ASSISTANT))
+    assert [item["type"] for item in reply["output"]] == ["message"]
+    stream = RESPONSES.stream(parse(), "s1-4", 17)
+    sent = stream.open(Usage(31, 0)) + stream.close([answered(Message(Role.ASSISTANT))])
+    assert events(sent)[-1]["response"]["output"] == reply["output"]
+
+
+def test_the_events_of_a_stream() -> None:
+    """All of them, in order, numbered, each saying which item it is about."""
+    request = parse(tools=TOOLS, stream=True, **SEALED)
+    stream = RESPONSES.stream(request, "s1-4", 17)
+    sent = stream.open(Usage(31, 0)) + stream.piece(ReasoningDelta("Hm."))
+    sent += stream.piece(TextDelta("Lo")) + stream.piece(TextDelta("ok."))
+    sent += b"".join(stream.piece(call) for call in FULL.tool_calls) + stream.close(
+        [answered(FULL)]
+    )
+    found = events(sent)
+    item = ["response.output_item.added", "response.output_item.done"]
+    arguments = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
+    free = ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+    call = [item[0], *arguments, item[1]]
+    assert [event["type"] for event in found] == [
+        "response.created",
+        "response.in_progress",
+        item[0],
+        "response.reasoning_summary_part.added",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_summary_text.done",
+        "response.reasoning_summary_part.done",
+        item[1],
+        item[0],
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        item[1],
+        *call,
+        *[item[0], *free, item[1]],
+        *item,
+        *call,
+        *call,
+        *call,
+        "response.completed",
+    ]
+    done = [event["item"] for event in found if event["type"] == item[1]]
+    assert done == FULL_ITEMS == found[-1]["response"]["output"]
+    assert found[0]["response"]["status"] == "in_progress"
+    for event in found[2:-1]:
+        about = event.get("item_id") or event["item"]["id"]
+        assert about == FULL_ITEMS[event["output_index"]]["id"]
+    text = next(event for event in found if event["type"] == "response.output_text.delta")
+    assert (text["delta"], text["content_index"], text["logprobs"]) == ("Lo", 0, [])
+    whole = told(request, FULL)
+    assert found[-1]["response"] == {**whole, "created_at": 17}
+
+
+def test_text_after_a_call_is_a_message_of_its_own() -> None:
+    """Items end in the order in which they began; their echo is one turn again."""
+    request, call = parse(tools=TOOLS), ToolCall("a", "read", "{}")
+    stream = RESPONSES.stream(request, "s1-4", 17)
+    pieces = (TextDelta("One."), call, TextDelta("\nTwo."))
+    sent = stream.open(Usage(31, 0)) + b"".join(stream.piece(piece) for piece in pieces)
+    message = Message(Role.ASSISTANT, "One.\nTwo.", (call,))
+    output = events(sent + stream.close([answered(message)]))[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "message"]
+    assert parse([user("Hi"), *output, result("a", "x")]).messages[1] == message
+
+
+def test_a_cut_stream_ends_incomplete() -> None:
+    """The open message ends as it is."""
+    stream = RESPONSES.stream(parse(), "s1-4", 17)
+    sent = stream.open(Usage(31, 0)) + stream.piece(TextDelta("Loo"))
+    cut = answered(Message(Role.ASSISTANT, "Loo"), finish=Finish.LENGTH)
+    last = events(sent + stream.close([cut]))[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
+    assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_a_failing_stream_says_so_in_both_ways() -> None:
+    """An error event, for those who look for it, and a failed response."""
+    stream = RESPONSES.stream(parse(), "s1-4", 17)
+    sent = stream.open(Usage(31, 0)) + stream.piece(TextDelta("Loo"))
+    *_, error, failed = events(sent + stream.fault(EngineError("gone")))
+    assert error == {"type": "error", "code": "server_error", "message": "gone", "param": None}
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"] == {"code": "server_error", "message": "gone"}
+    assert stream.keep_alive().startswith(b":")
+
+
+def test_errors_name_this_apis_fields() -> None:
+    """The overflow of a prompt is about ``input`` here; an upgrade is 426."""
+    status, headers, body = RESPONSES.error(ContextOverflow("long", param="messages"))
+    error = json.loads(body)["error"]
+    assert (status, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
+    assert headers["x-should-retry"] == "false"
+    assert RESPONSES.error(UpgradeRequired("no"))[0] == 426
+    assert json.loads(RESPONSES.count(5)) == {
+        "object": "response.input_tokens",
+        "input_tokens": 5,
+    }
+
+
+def test_compaction_there_and_back() -> None:
+    """The model is asked for a summary; its item is later read as the user's."""
+    items = [{"role": "developer", "content": "Rules."}, user("Mend it."), said("Done.")]
+    request = parse(items, path="/responses/compact", tools=TOOLS, stream=True)
+    assert request.native.kind is TraceKind.COMPACTION
+    assert (request.tools, request.stream) == ((), False)
+    assert request.messages[-1].role is Role.USER
+    assert request.messages[-2] == Message(Role.ASSISTANT, "Done.")
+    reply = told(request, Message(Role.ASSISTANT, "It is mended."))
+    kept, summary = reply["output"]
+    CompactedResponse.model_validate({**reply, "output": [summary]})
+    assert (kept["role"], kept["type"]) == ("user", "message")
+    assert kept["content"] == [{"type": "input_text", "text": "Mend it."}]
+    assert "mended" not in json.dumps(summary)
+    again = parse([*reply["output"], user("Go on.")]).messages
+    assert [message.role for message in again] == [Role.USER] * 3
+    assert again[1].content.endswith("It is mended.")
+
+
+# --------------------------------------------------------------------------- there and back
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(WORDS, VALUES, max_size=3).map(json.dumps)
+COMMANDS = st.fixed_dictionaries(
+    {"command": st.lists(WORDS, max_size=3)},
+    optional={"timeout_ms": st.none() | st.integers(0, 9), "env": st.dictionaries(WORDS, WORDS)},
+).map(json.dumps)
+INPUTS = WORDS.map(lambda words: json.dumps({"input": words}))
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["read", "agents__spawn", "unknown"]), ARGUMENTS | WORDS)
+    | st.tuples(st.just("patch"), INPUTS | WORDS | ARGUMENTS)
+    | st.tuples(st.just("local_shell"), COMMANDS | ARGUMENTS),
+    max_size=4,
+)
+
+
+@given(content=WORDS, reasoning=st.none() | WORDS, calls=CALLS, data=st.data())
+def test_an_echoed_answer_is_the_message_that_was_said(
+    content: str, reasoning: str | None, calls: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    """Verbatim, without ids, with compact arguments or sealed reasoning only: one message."""
+    made = tuple(ToolCall(f"call_{i}", *made) for i, made in enumerate(calls))
+    message = Message(Role.ASSISTANT, content, tool_calls=made, reasoning=reasoning or None)
+    request = parse(tools=TOOLS, **SEALED)
+    if data.draw(st.booleans(), label="streamed"):
+        output = collected(request, message)
+    else:
+        output = told(request, message)["output"]
+    rewrite = data.draw(st.sampled_from(["verbatim", "bare", "compact", "sealed", "dropped"]))
+    echo = [rewritten(item, rewrite) for item in output]
+    if rewrite == "dropped":
+        echo = [item for item in echo if item["type"] != "reasoning"]
+    messages = parse([user("Hi"), *echo, user("Go on.")], tools=TOOLS).messages
+    assert len(messages) == 3
+    assert mark(messages[1], {}) == mark(message, {})
+    assert [call.id for call in messages[1].tool_calls] == [call.id for call in made]
+    assert messages[1].content == message.content
+    assert rewrite == "dropped" or messages[1].reasoning == message.reasoning
+
+
+def rewritten(item: dict[str, Any], how: str) -> dict[str, Any]:
+    """An item as a client echoes it."""
+    if how == "bare":
+        return {name: value for name, value in item.items() if name not in {"id", "status"}}
+    if how == "sealed" and item["type"] == "reasoning":
+        return {**item, "summary": []}
+    if how == "compact" and item["type"] == "function_call":
+        try:
+            value = json.loads(item["arguments"])
+        except ValueError:
+            return item
+        return {**item, "arguments": json.dumps(value, separators=(",", ":"))}
+    return item
+
+
+def collected(request: Request, message: Message) -> list[dict[str, Any]]:
+    """The items of a stream, as codex keeps them."""
+    stream = RESPONSES.stream(request, "s1-4", 17)
+    sent = stream.open(Usage(31, 0))
+    if message.reasoning:
+        sent += stream.piece(ReasoningDelta(message.reasoning))
+    if message.content:
+        sent += stream.piece(TextDelta(message.content))
+    sent += b"".join(stream.piece(call) for call in message.tool_calls)
+    found = events(sent + stream.close([answered(message)]))
+    return [event["item"] for event in found if event["type"] == "response.output_item.done"]

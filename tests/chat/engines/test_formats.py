@@ -1,0 +1,415 @@
+"""Every engine's wire format on payloads that vLLM 0.32 and SGLang 0.5.23 really sent."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tugline.chat.dialects.base import ChoiceMode, Constraint, ConstraintKind, ToolChoice
+from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
+from tugline.chat.engines.embedded import Embedded, EmbeddedChat
+from tugline.chat.engines.openai_compatible import ObservedChat, TextChat
+from tugline.chat.engines.sglang import SglangChat, SglangGenerate
+from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
+from tugline.chat.tokens import Tokens
+from tugline.errors import ContextOverflow, EngineError, Unsupported
+from tugline.types import (
+    Finish,
+    Image,
+    Message,
+    Mode,
+    Role,
+    Sampling,
+    Tool,
+    ToolCall,
+    VersionSpan,
+)
+
+RECORDED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("recorded.json").read_text(encoding="utf-8")
+)
+FORMATS: dict[str, EngineFormat] = {
+    "vllm_generate": VllmGenerate(),
+    "vllm_completions": VllmCompletions(),
+    "vllm_chat": VllmChat(),
+    "sglang_generate": SglangGenerate(),
+    "sglang_chat": SglangChat(),
+}
+EXACT = [name for name, wire in FORMATS.items() if wire.mode is Mode.EXACT]
+OBSERVED = [name for name, wire in FORMATS.items() if wire.mode is Mode.OBSERVED]
+TOOL = Tool("read", "Read a file.", {"type": "object"})
+SAMPLING = Sampling(temperature=0.5, top_p=0.9, top_k=7, max_tokens=9, seed=3, stop=("END",))
+
+
+def ask_for(wire: EngineFormat, **more: Any) -> EngineRequest:
+    """A request that this format takes."""
+    given: dict[str, Any] = {"model": "m", "sampling": SAMPLING, "request_id": "r-1"}
+    if wire.mode is Mode.EXACT:
+        given |= {"prompt": Tokens(np.array([5, 6, 7], np.int32)), "stop_ids": (2,)}
+    else:
+        given |= {"messages": (Message(Role.USER, "Hi."),)}
+    return EngineRequest(**(given | more))
+
+
+def streamed(name: str, *, at_once: int = 1) -> list[Delta]:
+    """The recorded stream, `at_once` events per read."""
+    reader = FORMATS[name].reader(ask_for(FORMATS[name]))
+    payloads = [payload.encode() for payload in RECORDED[name]["stream"]]
+    return [
+        delta
+        for start in range(0, len(payloads), at_once)
+        for delta in reader.events(payloads[start : start + at_once])
+    ]
+
+
+def whole(name: str) -> list[Delta]:
+    """The recorded reply in one piece."""
+    wire = FORMATS[name]
+    return wire.reader(ask_for(wire)).whole(RECORDED[name]["whole"].encode())
+
+
+def told_ids(name: str) -> list[int]:
+    """What the recorded stream says was sampled, read without any of our code."""
+    events = [json.loads(payload) for payload in RECORDED[name]["stream"]]
+    if name == "sglang_generate":
+        return list(events[-1]["output_ids"])
+    if name == "sglang_chat":
+        return next(list(e["sglext"]["output_ids"][0]) for e in events if "sglext" in e)
+    return [i for e in events for choice in e["choices"] for i in choice.get("token_ids") or ()]
+
+
+def joined(deltas: list[Delta]) -> tuple[list[int], list[float]]:
+    """All ids and logprobs."""
+    ids = np.concatenate([delta.ids for delta in deltas])
+    logprobs = np.concatenate([delta.logprobs for delta in deltas])
+    assert ids.dtype == np.int32
+    assert logprobs.dtype == np.float32
+    return ids.tolist(), logprobs.tolist()
+
+
+# --------------------------------------------------------------------------- reading
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stream_gives_every_token_once_however_it_is_cut(name: str, at_once: int) -> None:
+    """Ids and logprobs are complete and aligned, and the end is said once."""
+    deltas = streamed(name, at_once=at_once)
+    ids, logprobs = joined(deltas)
+    assert ids == told_ids(name)
+    assert len(ids) == len(logprobs) > 0
+    assert all(logprob <= 0 for logprob in logprobs)
+    assert [delta.finish for delta in deltas if delta.finish] == [
+        Finish.LENGTH if name in EXACT else Finish.STOP
+    ]
+    assert sum(delta.unseen for delta in deltas) == 0
+    if at_once == 1000:
+        assert len([delta for delta in deltas if len(delta.ids)]) <= 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_whole_reply_gives_every_token(name: str) -> None:
+    """One read, complete, with an end."""
+    deltas = whole(name)
+    ids, logprobs = joined(deltas)
+    reply = json.loads(RECORDED[name]["whole"])
+    counted = reply["usage"] if "usage" in reply else reply["meta_info"]
+    assert len(ids) == len(logprobs) == counted["completion_tokens"]
+    assert deltas[-1].finish is (Finish.LENGTH if name in EXACT else Finish.STOP)
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_an_observed_answer_has_its_parts_and_its_prompt(name: str) -> None:
+    """Reasoning, text and tool calls as the engine parsed them; the prompt's ids untouched."""
+    for deltas in (streamed(name), streamed(name, at_once=1000), whole(name)):
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        text = "".join(delta.text for delta in deltas)
+        arguments: dict[int, str] = {}
+        names: dict[int, str] = {}
+        for call in (call for delta in deltas for call in delta.calls):
+            arguments[call.index] = arguments.get(call.index, "") + call.arguments
+            names[call.index] = names.get(call.index, "") + call.name
+        assert reasoning.strip().startswith("The user asks for")
+        assert text.strip() == "Let me look."
+        assert names == {0: "read", 1: "read"}
+        assert all(set(json.loads(text)) == {"path"} for text in arguments.values())
+        (prompt,) = [delta.prompt for delta in deltas if delta.prompt is not None]
+        assert prompt in RECORDED[name]["stream"][0].encode() + b"".join(
+            payload.encode() for payload in RECORDED[name]["stream"]
+        )
+        assert msgspec.json.decode(prompt, type=list[int])[0] == 1
+
+
+def test_versions_are_told_where_the_engine_tells_them() -> None:
+    """Both native routes say them; vLLM at the end of a stream, counted from the first token."""
+    spans = (VersionSpan(0, 0, 8),)
+    assert [d.spans for d in streamed("vllm_generate") if d.spans] == [spans]
+    assert [d.spans for d in streamed("sglang_generate") if d.spans] == [spans]
+    assert {d.version for d in whole("vllm_generate")} == {0}
+    assert {d.version for d in whole("vllm_completions")} == {None}
+
+
+def test_weights_that_change_in_the_middle_are_two_spans() -> None:
+    """SGLang's and vLLM's own words for it, on one answer of four tokens."""
+    pairs = [[-0.5, 10 + n, None] for n in range(4)]
+    versions = [
+        {"version": "default", "start": 0, "end": 1},
+        {"version": "v3", "start": 1, "end": 4},
+    ]
+    meta = {
+        "finish_reason": {"type": "stop", "matched": 2},
+        "completion_tokens": 4,
+        "weight_version": "v3",
+        "output_token_logprobs": pairs,
+        "weight_versions": versions,
+    }
+    reader = SglangGenerate().reader(ask_for(SglangGenerate()))
+    (delta,) = reader.whole(json.dumps({"meta_info": meta}).encode())
+    assert delta.spans == (VersionSpan(0, 0, 1), VersionSpan(3, 1, 4))
+    choice = {
+        "token_ids": [10, 11, 12, 13],
+        "logprobs": {"content": [{"logprob": -0.5}] * 4},
+        "finish_reason": "stop",
+        "weight_versions": versions,
+    }
+    first, second = (
+        VllmGenerate()
+        .reader(ask_for(VllmGenerate()))
+        .whole(json.dumps({"choices": [choice]}).encode())
+    )
+    assert (first.version, first.ids.tolist()) == (0, [10])
+    assert (second.version, second.ids.tolist(), second.finish) == (3, [11, 12, 13], Finish.STOP)
+
+
+def test_incremental_and_cumulative_streams_are_the_same() -> None:
+    """With and without ``--incremental-streaming-output``."""
+    cumulative = [json.loads(payload) for payload in RECORDED["sglang_generate"]["stream"]]
+    seen = 0
+    incremental = []
+    for event in cumulative:
+        meta = event["meta_info"]
+        fresh = meta["output_token_logprobs"][seen:]
+        seen += len(fresh)
+        incremental.append({**event, "meta_info": {**meta, "output_token_logprobs": fresh}})
+    for at_once in (1, 3, 1000):
+        reader = SglangGenerate().reader(ask_for(SglangGenerate()))
+        deltas: list[Delta] = []
+        for start in range(0, len(incremental), at_once):
+            part = incremental[start : start + at_once]
+            deltas += reader.events([json.dumps(event).encode() for event in part])
+        assert joined(deltas) == joined(streamed("sglang_generate"))
+
+
+def test_an_aborted_sglang_chat_has_counts_only() -> None:
+    """Without ids nothing can be trained on: the tokens are counted as unseen, not lost."""
+    reader = SglangChat().reader(ask_for(SglangChat()))
+    events = [json.loads(payload) for payload in RECORDED["sglang_chat"]["stream"][:9]]
+    end = {"choices": [{"delta": {}, "finish_reason": "abort"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 11}}
+    deltas = reader.events([json.dumps(event).encode() for event in (*events, end, usage)])
+    told = sum(len((e["choices"][0]["logprobs"] or {"content": []})["content"]) for e in events)
+    assert sum(delta.unseen for delta in deltas) == told > 0
+    assert deltas[-1].finish is Finish.ABORT
+
+
+@pytest.mark.parametrize("wire", [VllmChat(), ObservedChat(), SglangChat()], ids=lambda w: w.name)
+def test_an_observed_answer_without_ids_is_an_error(wire: EngineFormat) -> None:
+    """It names what to ask the engine for (I2)."""
+    reply = {
+        "choices": [{"message": {"content": "Hi."}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    }
+    with pytest.raises(EngineError, match=r"return_token_ids|return_output_ids_in_sglext"):
+        wire.reader(ask_for(wire)).whole(json.dumps(reply).encode())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nonsense_is_an_engine_error(name: str) -> None:
+    """Neither garbage nor an error in the middle of a stream goes further."""
+    wire = FORMATS[name]
+    for payload in (b"<html>", b"\xff\xfe", b'{"choices": 5, "meta_info": 5}'):
+        with pytest.raises(EngineError, match="cannot be read"):
+            wire.reader(ask_for(wire)).events([payload])
+    for payload in RECORDED[name]["stream"][:2]:
+        assert wire.reader(ask_for(wire)).events([payload.encode()]) is not None
+    with pytest.raises(EngineError, match="out of memory"):
+        wire.reader(ask_for(wire)).events([b'{"error": {"message": "out of memory", "code": 500}}'])
+
+
+def test_text_alone_is_counted() -> None:
+    """By the server's usage where it tells it, else by events; never nothing."""
+    with_usage = TextChat().reader(ask_for(TextChat()))
+    payloads = [payload.encode() for payload in RECORDED["vllm_chat"]["stream"]]
+    deltas = with_usage.events(payloads)
+    sampled = len(told_ids("vllm_chat"))
+    assert sum(delta.unseen for delta in deltas) == sampled
+    assert all(not len(delta.ids) for delta in deltas)
+    assert deltas[-1].prompt_count > 0
+    without = TextChat().reader(ask_for(TextChat()))
+    told = [delta for payload in payloads[:-1] for delta in without.events([payload])]
+    assert 0 < sum(delta.unseen for delta in told) <= sampled
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_prompt_too_long_is_a_context_overflow(name: str) -> None:
+    """Each engine words it differently; the numbers are told on."""
+    status, body = RECORDED[name]["overflow"]
+    error = FORMATS[name].error(status, body.encode(), None)
+    assert isinstance(error, ContextOverflow)
+    assert error.window == 2048
+    assert error.prompt is not None
+    assert error.prompt > 2048
+
+
+def test_an_overflow_inside_a_stream_is_one_too() -> None:
+    """SGLang answers 200 and puts the refusal into the stream."""
+    reader = SglangGenerate().reader(ask_for(SglangGenerate()))
+    with pytest.raises(ContextOverflow):
+        reader.events([RECORDED["sglang_generate"]["overflow_stream"].encode()])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_refusals_keep_their_words(name: str) -> None:
+    """Status, Retry-After and message reach whoever decides about a retry."""
+    error = FORMATS[name].error(503, b'{"error": {"message": "overloaded"}}', "3")
+    assert isinstance(error, EngineError)
+    assert (error.status, error.retry_after) == (503, 3.0)
+    assert "overloaded" in str(error)
+    missing = FORMATS[name].error(*_missing(), None)
+    assert "Not Found" in str(missing)
+    assert "teapot" in str(FORMATS[name].error(418, b"I am a teapot", None))
+
+
+def _missing() -> tuple[int, bytes]:
+    status, body = RECORDED["vllm_chat"]["missing"]
+    return status, body.encode()
+
+
+# --------------------------------------------------------------------------- asking
+def test_the_prompt_goes_out_as_its_digits() -> None:
+    """No id is changed on the way, whatever the engine calls the field."""
+    for wire, field in (
+        (VllmGenerate(), "token_ids"),
+        (Embedded(), "token_ids"),
+        (VllmCompletions(), "prompt"),
+        (SglangGenerate(), "input_ids"),
+    ):
+        body = json.loads(wire.post(ask_for(wire)).body)
+        assert body[field] == [5, 6, 7]
+        settings = body.get("sampling_params", body)
+        assert settings.get("max_tokens", settings.get("max_new_tokens")) == 9
+        assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.5, 0.9, 7)
+        assert (settings["min_p"], settings["repetition_penalty"]) == (0, 1)
+        assert settings["stop_token_ids"] == [2]
+        assert "stop" not in settings
+
+
+@pytest.mark.parametrize(
+    "wire", [VllmChat(), SglangChat(), EmbeddedChat(), TextChat()], ids=lambda w: type(w).__name__
+)
+def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
+    """Roles, calls, results, images in their place, tools and what is asked of them."""
+    messages = (
+        Message(Role.DEVELOPER, "Help."),
+        Message(Role.USER, "before after", images=(Image("data:x", 7, "low"),)),
+        Message(Role.ASSISTANT, "", (ToolCall("c1", "read", '{"path":1}'),), reasoning="Hm."),
+        Message(Role.TOOL, "x = 1", tool_call_id="c1"),
+    )
+    choice = ToolChoice(ChoiceMode.NAMED, ("read",))
+    parallel = isinstance(wire, SglangChat)
+    asked = ask_for(wire, messages=messages, tools=(TOOL,), tool_choice=choice, parallel=parallel)
+    body = json.loads(wire.post(asked).body)
+    system, user, assistant, tool = body["messages"]
+    assert system == {"role": "system", "content": "Help."}
+    assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
+    assert user["content"][1]["image_url"] == {"url": "data:x", "detail": "low"}
+    assert assistant["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"path":1}'}
+    thought = {VllmChat: "reasoning", EmbeddedChat: "reasoning", SglangChat: "reasoning_content"}
+    if type(wire) in thought:
+        assert assistant[thought[type(wire)]] == "Hm."
+    else:
+        assert not {"reasoning", "reasoning_content"} & set(assistant)
+    assert tool == {"role": "tool", "content": "x = 1", "tool_call_id": "c1"}
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+    assert body.get("parallel_tool_calls", True) is parallel
+    assert (body["stop"], body["stream"]) == (["END"], True)
+    assert body["stream_options"] == {"include_usage": True}
+    assert "include_reasoning" not in body
+
+
+def test_structured_output_is_asked_for_in_each_engines_words() -> None:
+    """A schema everywhere; what an engine cannot hold an answer to is refused by name."""
+    schema = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}', "thing")
+    grammar = Constraint(ConstraintKind.GRAMMAR, 'start: "a"')
+    body = json.loads(VllmGenerate().post(ask_for(VllmGenerate(), constraint=schema)).body)
+    assert body["sampling_params"]["structured_outputs"] == {"json": {"type": "object"}}
+    body = json.loads(SglangGenerate().post(ask_for(SglangGenerate(), constraint=schema)).body)
+    assert body["sampling_params"]["json_schema"] == '{"type":"object"}'
+    body = json.loads(TextChat().post(ask_for(TextChat(), constraint=schema)).body)
+    assert body["response_format"]["json_schema"] == {"name": "thing", "schema": {"type": "object"}}
+    for wire in (SglangGenerate(), SglangChat(), TextChat()):
+        with pytest.raises(Unsupported, match="grammar"):
+            wire.post(ask_for(wire, constraint=grammar))
+
+
+def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
+    """One tool call at most: asked for, the server makes several all the same."""
+    wire = SglangChat()
+    with pytest.raises(Unsupported, match="one tool call") as caught:
+        wire.post(ask_for(wire, tools=(TOOL,), parallel=False))
+    assert caught.value.param == "parallel_tool_calls"
+
+
+def test_a_banned_id_is_never_drawn() -> None:
+    """It is biased out by its number."""
+    for wire in (VllmGenerate(), VllmCompletions(), SglangGenerate()):
+        body = json.loads(wire.post(ask_for(wire, banned=(3,))).body)
+        assert body.get("sampling_params", body)["logit_bias"] == {"3": -100.0}
+
+
+def test_an_abort_names_the_request_as_its_route_does() -> None:
+    """VLLM knows a request by its id with the route's own words around it."""
+    named = {
+        type(wire): msgspec.json.decode(post.body)
+        for wire in (*FORMATS.values(), Embedded())
+        if (post := wire.abort("r-1")) is not None
+    }
+    assert named == {
+        VllmGenerate: {"request_ids": ["generate-tokens-r-1"]},
+        VllmCompletions: {"request_ids": ["cmpl-r-1-0"]},
+        VllmChat: {"request_ids": ["chatcmpl-r-1"]},
+        SglangGenerate: {"rid": "r-1"},
+        SglangChat: {"rid": "r-1"},
+        Embedded: {"request_ids": ["r-1"]},
+    }
+
+
+# --------------------------------------------------------------------------- cost
+def test_reading_is_quick() -> None:
+    """512 tokens of a token-in reply, and 16,000 prompt ids that nobody looks at one by one."""
+    entry = {"token_id": 7, "logprob": -0.0005794276366941631, "rank": 1}
+    choice = {
+        "token_ids": [7] * 512,
+        "logprobs": {"content": [{**entry, "top_logprobs": [entry]}] * 512},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "1", "start": 0, "end": 512}],
+    }
+    reply = msgspec.json.encode({"choices": [choice]})
+    chat = {"prompt_token_ids": list(range(16_000)), "choices": [{"delta": {"content": ""}}]}
+    opening = msgspec.json.encode(chat)
+    wires = (
+        (VllmGenerate(), lambda reader: reader.whole(reply)),
+        (VllmChat(), lambda reader: reader.events([opening])),
+    )
+    for wire, read in wires:
+        asked, best = ask_for(wire), 1.0
+        for _ in range(30):
+            reader = wire.reader(asked)
+            started = time.process_time()
+            read(reader)
+            best = min(best, time.process_time() - started)
+        assert best < 0.0015, f"{type(wire).__name__} took {best * 1e3:.2f} ms"

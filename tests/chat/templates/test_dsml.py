@@ -1,0 +1,45 @@
+"""DeepSeek V4's calls are read as its own library reads them, and nothing around them is lost."""
+
+# ruff: noqa: RUF001  # the marks as the model writes them
+from __future__ import annotations
+
+import pytest
+
+from tugline.chat.templates.dsml import read
+
+
+def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:
+    """One call as the model writes it."""
+    lines = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{text}">{value}</｜DSML｜parameter>\n'
+        for key, text, value in parameters
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{lines}</｜DSML｜invoke>'
+
+
+def test_values_have_the_kind_that_is_written_beside_them() -> None:
+    """A text stays as it is, also over lines; everything else is JSON, or text if it is none."""
+    call = invoked(("s", "true", "5\n"), ("n", "false", "[1, 2.5]"), ("x", "false", "{"))
+    assert read(call) == [("t", {"s": "5\n", "n": [1, 2.5], "x": "{"})]
+
+
+def test_texts_around_calls_keep_their_place() -> None:
+    """The marks of a section are not text, what stands around and behind it is."""
+    section = f"<｜DSML｜tool_calls>\n{invoked()}\n{invoked(name='u')}\n</｜DSML｜tool_calls>"
+    assert read(f"a {section} b") == ["a \n", ("t", {}), ("u", {}), "\n b"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        invoked(("a", "true", "1"), ("a", "true", "2")),
+        invoked(name=""),
+        invoked().replace("</｜DSML｜invoke>", ""),
+        invoked().replace("\n", "\nsurely "),
+    ],
+    ids=["twice", "nameless", "unclosed", "wordy"],
+)
+def test_a_malformed_call_is_text_as_it_was_written(broken: str) -> None:
+    """It is shown, not mended; a later call is still one."""
+    assert read(broken) == [broken]
+    assert read(f"{invoked()}{broken}") == [("t", {}), broken]

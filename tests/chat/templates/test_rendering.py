@@ -1,0 +1,277 @@
+"""Prompts are continued from their ends, exactly, whatever the template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiny import OFFLINE, SPECIALS, rendering, tokenizer
+from tugline.chat.dialects.base import ChoiceMode, ToolChoice
+from tugline.chat.templates.base import CONFIGS, template
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
+from tugline.errors import ConfigError, Unsupported
+from tugline.types import Ids, Image, Message, Role, Tool, ToolCall
+
+READ = Tool("read", "Reads.", {"type": "object", "properties": {"path": {"type": "string"}}})
+TOOLS = (READ,)
+HELLO = Message(Role.USER, "hello " * 30)
+RESULT = Message(Role.TOOL, "It says: 界", tool_call_id="call_0_0")
+
+
+def called(count: int = 1, turn: int = 0) -> Message:
+    """An answer with calls."""
+    calls = (ToolCall(f"call_{turn}_{i}", "read", '{"path": "a.txt"}') for i in range(count))
+    return Message(Role.ASSISTANT, tool_calls=tuple(calls), reasoning="Let me see. " * 20)
+
+
+def text_of(made: Rendering, ids: Ids) -> str:
+    """Decoded ids."""
+    return made.tokenizer.decode(ids.tolist())
+
+
+def test_every_template_of_the_library_is_known_by_name() -> None:
+    """The registry has each typed configuration; an unknown name lists them."""
+    assert set(SPECIALS) == set(CONFIGS)
+    with pytest.raises(ConfigError, match=r"renderer='qwen2' is unknown.*glm-4\.5.*qwen3\.5"):
+        Rendering(tokenizer(), "qwen2")
+    with pytest.raises(ConfigError, match=r"thinking_retention='some'.*all, tool_cycle, template"):
+        Rendering(tokenizer(), "qwen3", thinking_retention="some")
+    with pytest.raises(ConfigError, match="cannot be made for the tokenizer byte-level"):
+        Rendering(tokenizer(("<|im_start|>",)), "qwen3")
+
+
+def test_a_published_model_is_known_by_its_exact_name() -> None:
+    """A fine-tune may have another template, so nothing is guessed."""
+    made = Rendering.for_model(tokenizer(), "Qwen/Qwen3-8B")
+    assert made is not None
+    assert made.name == "qwen3"
+    assert Rendering.for_model(tokenizer(), "me/Qwen3-8B") is None
+
+
+def test_equal_conversations_render_once() -> None:
+    """The samples of a group share their first prompt; the memory of renders is bounded."""
+    made = Rendering(tokenizer(), "qwen3")
+    first = made.first((HELLO,), TOOLS)
+    again = made.first((msgspec.structs.replace(HELLO),), (msgspec.structs.replace(READ),))
+    assert again is first
+    assert not first.flags.writeable
+    for number in range(70):
+        made.first((Message(Role.USER, str(number)),), TOOLS)
+    assert made.first((HELLO,), TOOLS) is not first
+    assert made.first((HELLO,), ()).tolist() != first.tolist()
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_the_end_of_a_prompt_says_all(name: str, data: st.DataObject) -> None:
+    """The extension from the last 64 ids is the one from the whole prompt."""
+    made = rendering(name)
+    history = [HELLO, Message(Role.ASSISTANT, "Yes."), HELLO][: data.draw(st.sampled_from((1, 3)))]
+    prompt = made.first(history, TOOLS)
+    special = st.sampled_from(SPECIALS[name].split())
+    marks = st.sampled_from([made.template.think or "a", made.template.think_end or "b"])
+    words = st.sampled_from(["ab", "\n", "word " * 40])
+    parts = data.draw(st.lists(words | special | marks, max_size=8))
+    stop = data.draw(st.sampled_from([[], *([one] for one in made.stop_ids)]))
+    sampled = np.asarray([*made.tokenizer.encode("".join(parts)), *stop], np.int32)
+    tail = data.draw(st.sampled_from([(RESULT,), (HELLO,), (RESULT, HELLO)]))
+    whole = made._renderer.bridge_to_next_turn(
+        prompt.tolist(),
+        sampled.tolist(),
+        made._tail(prompt.tolist(), sampled.tolist(), tail),
+        tools=made._plain_tools(TOOLS),
+    )
+    kept = [*prompt.tolist(), *sampled.tolist()]
+    extension = made.extension(prompt[-64:], sampled, tail, TOOLS)
+    if whole is None or whole.token_ids[: len(kept)] != kept:
+        assert extension is None
+    else:
+        assert extension is not None
+        closed = bool(len(sampled)) and sampled[-1] in made.stop_ids
+        gap = made.tokenizer.encode(made.template.gap) if closed else []
+        assert extension.tolist() == gap + whole.token_ids[len(kept) :]
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -> None:
+    """The results of an answer's calls continue it as the template itself would have put them."""
+    if name == "llama-3" and calls > 1:
+        pytest.skip("its template knows single calls only")
+    made = rendering(name)
+    answer = called(calls)
+    results = [
+        Message(Role.TOOL, f"Result {one.id}: 界", tool_call_id=one.id) for one in answer.tool_calls
+    ]
+    prompt = made.first((HELLO,), TOOLS)
+    whole = made.first((HELLO, answer, *results), TOOLS).tolist()
+    shared = next(i for i, token in enumerate([*prompt.tolist(), -1]) if token != whole[i])
+    end = next(i for i in range(shared, len(whole)) if whole[i] in made.stop_ids) + 1
+    sampled = np.asarray(whole[shared:end], np.int32)
+    extension = made.extension(np.asarray(whole[:shared]), sampled, results, TOOLS)
+    assert extension is not None
+    assert [*whole[:end], *extension.tolist()] == whole
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_an_answer_that_broke_off_is_closed(name: str) -> None:
+    """What the model did not close, the extension closes, after the ids that are there."""
+    made = rendering(name)
+    prompt = made.first((HELLO,), TOOLS)
+    sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
+    extension = made.extension(prompt[-64:], sampled, (HELLO,), TOOLS)
+    assert extension is not None
+    assert "hello hello" in text_of(made, extension)
+
+
+@pytest.mark.parametrize("retention", ["all", "tool_cycle", "template"])
+def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
+    """For ever, or within tool calls as Qwen3's template says: else the prompt is rendered anew."""
+    made = rendering("qwen3", retention)
+    prompt = made.first((HELLO,), TOOLS)
+    ids = made.tokenizer.encode("<think>a</think>b<|im_end|>")
+    sampled = np.asarray(ids, np.int32)
+    kept_by_user = made.extension(prompt, sampled, (HELLO,), TOOLS) is not None
+    kept_by_tool = made.extension(prompt, sampled, (RESULT,), TOOLS) is not None
+    assert (kept_by_user, kept_by_tool) == (retention == "all", True)
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_late_system_messages_keep_their_place(name: str) -> None:
+    """Whatever role a template has for them, they are neither left out nor moved."""
+    made = rendering(name)
+    answer = Message(Role.ASSISTANT, "ANSWER")
+    messages = [
+        Message(Role.SYSTEM, "SYSTEM"),
+        Message(Role.DEVELOPER, "DEVELOPER"),
+        Message(Role.USER, "QUESTION"),
+        answer,
+        Message(Role.DEVELOPER, "LATE"),
+        Message(Role.USER, "LAST"),
+    ]
+    text = text_of(made, made.first(messages, ()))
+    words = ["SYSTEM", "DEVELOPER", "QUESTION", "ANSWER", "LATE", "LAST"]
+    assert sorted(words, key=text.rindex) == words
+    prompt = made.first(messages[:3], ())
+    sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
+    extension = made.extension(prompt, sampled, messages[4:], ())
+    assert extension is not None
+    more = text_of(made, extension)
+    assert more[more.index("LATE") :] == text[text.index("LATE") :]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3-vl"])
+def test_images_are_refused_by_name(name: str) -> None:
+    """A rendering of text does not drop a picture silently."""
+    picture = Message(Role.USER, "See", images=(Image("data:image/png;base64,AA"),))
+    with pytest.raises(Unsupported, match="images") as caught:
+        rendering(name).first((picture,), ())
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["kimi-k2", "kimi-k2.5"])
+def test_kimi_knows_its_calls_by_number(name: str) -> None:
+    """Ids of other dialects become the template's own, as the model writes them."""
+    made = rendering(name)
+    again = msgspec.structs.replace(RESULT, tool_call_id="call_1_0")
+    text = text_of(made, made.first((HELLO, called(), RESULT, called(1, 1), again), ()))
+    assert text.count("functions.read:0") == 2
+    assert text.count("functions.read:1") == 2
+    prompt = made.first((HELLO,), ())
+    two = "".join(
+        f"<|tool_call_begin|>functions.{one}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for one in ("read:7", "edit:8")
+    )
+    answer = f"</think><|tool_calls_section_begin|>{two}<|tool_calls_section_end|><|im_end|>"
+    sampled = np.asarray(made.tokenizer.encode(answer), np.int32)
+    results = (Message(Role.TOOL, "B", tool_call_id="call_0_1"), RESULT)
+    extension = made.extension(prompt, sampled, results, ())
+    assert extension is not None
+    more = text_of(made, extension)
+    assert "Return of functions.edit:8\nB" in more
+    assert "Return of functions.read:7\nIt says" in more
+
+
+class _Harmony:
+    """Renders one message as harmony does, over any vocabulary."""
+
+    def __init__(self, made: Tokenizer) -> None:
+        self._made = made
+
+    def render(self, message: Any) -> list[int]:
+        who = message.author.name or message.author.role.value
+        return self._made.encode(f"<|start|>{who}<|message|>{message.content[0].text}<|end|>")
+
+
+def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Harmony's results are the tool's own messages: the answer's calls tell the names."""
+    vocabulary = tokenizer(SPECIALS["gpt-oss"].split())
+    monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda _: _Harmony(vocabulary))
+    made = Rendering(vocabulary, "gpt-oss")
+    end = "<|start|>assistant<|channel|>analysis<|message|>"
+    answer = (
+        "So<|end|><|start|>assistant<|channel|>commentary to=functions.read <|constrain|>json"
+        "<|message|>{}<|call|>"
+    )
+    before, sampled = (np.asarray(vocabulary.encode(one), np.int32) for one in (end, answer))
+    extension = made.extension(before, sampled, (RESULT,), TOOLS)
+    assert extension is not None
+    assert text_of(made, extension) == f"<|start|>functions.read<|message|>It says: 界<|end|>{end}"
+
+
+def test_a_tool_choice_that_cannot_be_kept_is_not_forced() -> None:
+    """Only what makes the call certain is forced."""
+    made = rendering("qwen3")
+    assert made.forced(ToolChoice()) is None
+    assert made.forced(ToolChoice(ChoiceMode.NONE)) is None
+    assert made.forced(ToolChoice(ChoiceMode.REQUIRED, ("a", "b"))) is None
+    assert rendering("inkling").forced(ToolChoice(ChoiceMode.REQUIRED)) is None
+    ids = made.forced(ToolChoice(ChoiceMode.NAMED, ("read",)))
+    assert ids is not None
+    text = '<think>\n\n</think>\n\n<tool_call>\n{"name": "read", "arguments": '
+    assert text_of(made, ids) == text
+
+
+def test_arguments_are_read_by_their_schema() -> None:
+    """A template without JSON says by the tool's schema what is a text and what is a number."""
+    made = rendering("qwen3.5")
+    tool = Tool("t", "", {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}})
+    text = "<tool_call>\n<function=t>\n" + "".join(
+        f"<parameter={name}>\n5\n</parameter>\n" for name in ("s", "n")
+    )
+    block = made.tokenizer.encode(text + "</function>\n</tool_call>")
+    [(name, arguments)] = made.calls(block, (tool,))
+    assert (name, json.loads(arguments)) == ("t", {"s": "5", "n": 5})
+
+
+def test_the_documented_table_is_true() -> None:
+    """Each row of the page on templates says what its template does here."""
+    page = Path(__file__).parents[3] / "docs" / "templates.md"
+    rows = {
+        cells[0].strip("`"): cells[1:]
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `") and (cells := [cell.strip() for cell in line[1:-1].split("|")])
+    }
+    assert set(rows) == set(CONFIGS)
+    for name, row in rows.items():
+        what, vocabulary = template(name), tokenizer(SPECIALS[name].split())
+        marks = what.markers(vocabulary)
+        held = what.guarded or ("" if marks.reasons else what.held)
+        told = f"yes, but not after `{held}`" if held else "yes" if what.followed else "no"
+        forced = "any or one" if what.force and what.force.after is not None else "any"
+        assert row == [
+            told,
+            forced if what.force else "no",
+            "in its place" if what.late else "a user's",
+            "yes" if marks.call >= 0 else "no",
+            "yes" if marks.call_end >= 0 else "no",
+        ], name

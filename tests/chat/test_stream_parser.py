@@ -1,0 +1,306 @@
+"""However an answer is cut into chunks, what is streamed is what the whole answer says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiny import OFFLINE, SPECIALS, rendering, tokenizer
+from tugline.chat.dialects.base import (
+    ChoiceMode,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+    ToolChoice,
+)
+from tugline.chat.stream_parser import Decoder
+from tugline.chat.templates.rendering import Rendering
+from tugline.types import Ids, Message, Role, Tool, ToolCall
+
+READ = Tool("read", "", {"type": "object", "properties": {"path": {"type": "string"}}})
+TOOLS = (READ,)
+WORDS = st.text(st.sampled_from('ab \n<>{}"é界🙂'), max_size=12)
+THOUGHTS = st.text(st.sampled_from("mn \né界🙂"), max_size=12)
+CHUNKS = st.lists(st.integers(0, 10_000), max_size=30)
+TOLD = [name for name in OFFLINE if rendering(name).incremental]
+TAGGED = [name for name in TOLD if name != "llama-3"]
+
+
+def prompt(name: str) -> Ids:
+    """A prompt as the template writes it."""
+    return rendering(name).first((Message(Role.USER, "hi"),), TOOLS)
+
+
+def written(name: str, paths: list[str]) -> str:
+    """Calls of `read` as the template itself writes them."""
+    made = rendering(name)
+    calls = tuple(
+        ToolCall(f"call_0_{i}", "read", json.dumps({"path": path})) for i, path in enumerate(paths)
+    )
+    results = [Message(Role.TOOL, "r", tool_call_id=call.id) for call in calls]
+    asked = Message(Role.USER, "hi")
+    ids = made.first((asked, Message(Role.ASSISTANT, tool_calls=calls), *results), ())
+    text = made.tokenizer.decode(ids.tolist())
+    force = made.template.force
+    opening = force.opening.strip() if force else "read<|content_invoke_tool_json|>"
+    text = text[text.index(opening) :]
+    ends = [made.tokenizer.decode([stop]) for stop in made.stop_ids]
+    return text[: min(text.index(end) for end in ends if end in text)]
+
+
+def answered(name: str, thought: str | None, text: str, calls: str) -> str:
+    """An answer as the template's model would sample it."""
+    made = rendering(name)
+    marks = made.template
+    if name == "inkling":
+        parts = [] if thought is None else [f"<|content_thinking|>{thought}<|end_message|>"]
+        parts.append(f"<|content_text|>{text}<|end_message|>")
+        parts += [calls] if calls else []
+        return "<|message_model|>".join(parts)
+    opened = made.thinks(prompt(name))
+    opening = "" if opened else marks.think + marks.preface
+    if thought is None:
+        return f"{marks.think_end}{text}{calls}" if opened else text + calls
+    return f"{opening}{thought}{marks.think_end}{text}{calls}"
+
+
+def played(
+    name: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()
+) -> tuple[list[Piece], Message, Decoder]:
+    """All pieces and the message, from chunks that end at `cuts`."""
+    decoder = Decoder(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
+    pieces: list[Piece] = []
+    edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
+    for start, end in itertools.pairwise(edges):
+        pieces += decoder.feed(np.asarray(ids[start:end], np.int32))
+    rest, message = decoder.finish()
+    return [*pieces, *rest], message, decoder
+
+
+def adds_up(pieces: list[Piece], message: Message) -> None:
+    """The pieces are the message."""
+    assert "".join(p.text for p in pieces if isinstance(p, TextDelta)) == message.content
+    said = "".join(p.text for p in pieces if isinstance(p, ReasoningDelta))
+    assert said == (message.reasoning or "")
+    assert tuple(p for p in pieces if isinstance(p, ToolCall)) == message.tool_calls
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), cuts=CHUNKS)
+def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list[int]) -> None:
+    """Any ids in any chunks: the stream equals the message, and chunks do not change it."""
+    special = st.sampled_from(SPECIALS[name].split())
+    call = st.just(written(name, ["a.txt"]))
+    spoiled = call.map(lambda text: text[: 2 * len(text) // 3])
+    parts = data.draw(st.lists(WORDS | special | call | spoiled, max_size=6))
+    ids = rendering(name).tokenizer.encode("".join(parts))
+    ids = ids[: data.draw(st.integers(0, len(ids)))]
+    pieces, message, _ = played(name, ids, cuts)
+    adds_up(pieces, message)
+    assert played(name, ids, [])[1] == message
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@settings(max_examples=25, deadline=None)
+@given(
+    thought=st.none() | THOUGHTS,
+    text=st.text(st.sampled_from("ab \né界🙂"), max_size=12),
+    paths=st.lists(st.text(st.sampled_from("a/é界"), min_size=1), max_size=2),
+    cuts=CHUNKS,
+)
+def test_an_answer_says_what_the_parser_says(
+    name: str, thought: str | None, text: str, paths: list[str], cuts: list[int]
+) -> None:
+    """A well-formed answer is taken apart as it was put together, and as the library does it."""
+    made = rendering(name)
+    if name == "llama-3":
+        thought, text, paths = None, "" if paths else text, paths[:1]
+    if not made.markers.reasons and name != "inkling":
+        thought = None
+    calls = written(name, paths) if paths else ""
+    ids = [*made.tokenizer.encode(answered(name, thought, text, calls)), made.stop_ids[0]]
+    _, message, decoder = played(name, ids, cuts)
+    assert message.content == text.strip()
+    assert message.reasoning == ((thought or "").strip() or None)
+    said = [json.loads(call.arguments) for call in message.tool_calls]
+    assert said == [{"path": path} for path in paths]
+    assert all(call.name == "read" for call in message.tool_calls)
+    parsed = made.parse(ids, prompt(name), TOOLS)
+    assert (parsed.content, parsed.reasoning) == (message.content, message.reasoning)
+    assert parsed.calls == tuple((call.name, call.arguments) for call in message.tool_calls)
+    if made.incremental and made.markers.reasons and name != "deepseek-v4":
+        inside = len(made.tokenizer.encode(thought or ""))
+        assert decoder.reasoning_tokens - inside in (0, len(made.template.preface))
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_an_answer_is_told_while_it_is_sampled(name: str) -> None:
+    """Every word is out with its last id, a call with its close; nothing waits for the end."""
+    made = rendering(name)
+    thought = "deep" if made.markers.reasons else None
+    decoder = Decoder(made, prompt(name)[-64:], "0", tools=TOOLS)
+
+    def told(text: str) -> list[Piece]:
+        return decoder.feed(np.asarray(made.tokenizer.encode(text), np.int32))
+
+    pieces = told(answered(name, thought, "Look", ""))
+    assert pieces == [ReasoningDelta("deep")] * (thought is not None) + [TextDelta("Look")]
+    assert told(" out") == [TextDelta(" out")]
+    if made.template.call_end:
+        assert [type(one) for one in told(written(name, ["a", "b"]))] == [ToolCall, ToolCall]
+        assert decoder.finish()[0] == []
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@settings(max_examples=25, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from(["word", "call"]), max_size=5), broken=st.booleans(), cuts=CHUNKS
+)
+def test_no_text_is_lost(name: str, parts: list[str], cuts: list[int], *, broken: bool) -> None:
+    """Text around calls, and a call that never closes, stay in the message."""
+    made = rendering(name)
+    call = written(name, ["a.txt"])
+    text = "".join("zz" if part == "word" else call for part in parts)
+    if broken and made.template.call_end:
+        text += call.replace("read", "z")[: call.index(made.template.call_end)]
+    ids = made.tokenizer.encode(answered(name, None, "", text))
+    pieces, message, _ = played(name, ids, cuts)
+    adds_up(pieces, message)
+    assert message.content.count("z") == text.count("z")
+    assert len(message.tool_calls) == parts.count("call")
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+@settings(max_examples=25, deadline=None)
+@given(
+    text=st.text(st.sampled_from("abc \n"), min_size=1, max_size=30),
+    stops=st.lists(st.text(st.sampled_from("abc "), min_size=1, max_size=4), max_size=3),
+    cuts=CHUNKS,
+)
+def test_text_ends_before_a_stop_string(
+    name: str, text: str, stops: list[str], cuts: list[int]
+) -> None:
+    """The text stops where the first stop string begins; `cut` tells which ids completed it."""
+    made = rendering(name)
+    text = f"x{text}"
+    ids = made.tokenizer.encode(answered(name, None, text, ""))
+    pieces, message, decoder = played(name, ids, cuts, tuple(stops))
+    adds_up(pieces, message)
+    seen = text if made.incremental else text.strip()
+    ends = [(seen.find(stop) + len(stop), seen.find(stop)) for stop in stops if stop in seen]
+    if not ends:
+        assert (decoder.stopped, decoder.cut) == (None, len(ids))
+        assert message.content == text.strip()
+        return
+    end, start = min(ends) if made.incremental else min((at, at) for _, at in ends)
+    assert message.content == seen[:start].strip()
+    assert decoder.stopped in stops
+    if made.incremental:
+        assert decoder.stopped == seen[start:end]
+        assert made.tokenizer.decode(ids[: decoder.cut]).endswith(text[:end])
+    else:
+        assert message.content in made.parse(ids[: decoder.cut], prompt(name)).content
+
+
+def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
+    """Only text is watched."""
+    text = '<think>STOP</think>ab<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}}\n'
+    ids = rendering().tokenizer.encode(text + "</tool_call>")
+    _, message, decoder = played("qwen3", ids, [], ("STOP",))
+    assert decoder.stopped is None
+    assert message.content == "ab"
+    assert len(message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in OFFLINE if rendering(name).template.force])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool) -> None:
+    """The ids that force a call are the beginning of the call, not of the answer's text."""
+    made = rendering(name)
+    choice = ToolChoice(ChoiceMode.NAMED, ("read",)) if named else ToolChoice(ChoiceMode.REQUIRED)
+    forced = made.forced(choice)
+    force = made.template.force
+    assert force is not None
+    if named and force.after is None:
+        assert forced is None
+        return
+    assert forced is not None
+    whole = written(name, ["a.txt"])
+    beginning = force.opening + ("read" + (force.after or "") if named else "")
+    assert whole.startswith(beginning.strip())
+    ids = [*made.tokenizer.encode(whole.removeprefix(beginning.lstrip())), made.stop_ids[0]]
+    decoder = Decoder(made, prompt(name)[-64:], "0", forced=forced, tools=TOOLS)
+    pieces = decoder.feed(np.asarray(ids, np.int32))
+    rest, message = decoder.finish()
+    adds_up([*pieces, *rest], message)
+    assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a.txt"}'),)
+    assert (message.content, message.reasoning, decoder.cut) == ("", None, len(ids))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ('{"n": 123456789012345678901234567890}', True),
+        ('{"s": "\\ud800"}', True),
+        ('{"n": NaN}', True),
+        (f'{{"n": {"9" * 5000}}}', False),
+        ("[" * 100_000, False),
+        ('{}, "name": "\\ud800"', False),
+        ('{}, "name": 5', False),
+        ('{}, "name": ""', False),
+    ],
+    ids=["big", "surrogate", "nan", "monster", "deep", "unprintable", "number", "nameless"],
+)
+def test_no_arguments_break_the_decoder(arguments: str, *, call: bool) -> None:
+    """Whatever a model writes as arguments is a call or a text, never an exception."""
+    text = f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>'
+    pieces, message, _ = played("qwen3", rendering().tokenizer.encode(text), [])
+    adds_up(pieces, message)
+    assert (len(message.tool_calls), message.content) == ((1, "") if call else (0, text))
+    for one in message.tool_calls:
+        one.arguments.encode()
+
+
+@pytest.fixture
+def harmony(monkeypatch: pytest.MonkeyPatch) -> Rendering:
+    """Channels, without the vocabulary that the library would ask the internet for."""
+    monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda _: None)
+    return Rendering(tokenizer(SPECIALS["gpt-oss"].split()), "gpt-oss")
+
+
+def test_channels_are_told_as_what_they_are(harmony: Rendering) -> None:
+    """Analysis is reasoning, final and commentary are text, a recipient makes a call."""
+    end = np.asarray(
+        harmony.tokenizer.encode("<|start|>assistant<|channel|>analysis<|message|>"), np.int32
+    )
+    text = (
+        "I think<|end|><|start|>assistant<|channel|>commentary<|message|>Now<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
+        '{"path":"a"}<|call|>'
+    )
+    ids = harmony.tokenizer.encode(text)
+    for size in (1, 3, len(ids)):
+        decoder = Decoder(harmony, end, "0")
+        pieces: list[Piece] = []
+        for start in range(0, len(ids), size):
+            pieces += decoder.feed(np.asarray(ids[start : start + size], np.int32))
+        rest, message = decoder.finish()
+        adds_up([*pieces, *rest], message)
+        assert (message.reasoning, message.content) == ("I think", "Now")
+        assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a"}'),)
+    parsed = harmony.parse(ids, end)
+    assert (parsed.reasoning, parsed.content) == ("I think", "Now")
+    assert parsed.calls == (("read", '{"path":"a"}'),)
+    forced = harmony.forced(ToolChoice(ChoiceMode.NAMED, ("read",)))
+    decoder = Decoder(harmony, end, "0", forced=forced)
+    decoder.feed(np.asarray(harmony.tokenizer.encode('{"path":"a"}<|call|>'), np.int32))
+    assert decoder.finish()[1].tool_calls == message.tool_calls
+    bare = Decoder(harmony, end[:10], "0")
+    bare.feed(np.asarray(harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>")))
+    assert bare.finish()[1].content == "Hi"

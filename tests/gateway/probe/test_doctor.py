@@ -1,0 +1,278 @@
+"""The doctor in front of engines that do well, and of a stub that errs in one way at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tiny import rendering
+from tugline.errors import EngineError, UsageError
+from tugline.gateway.probe.diagnosis import Outcome, Report
+from tugline.gateway.probe.probe import probe
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.types import Ids, LogprobMeaning, Mode
+from tugline.web.serve import serve
+
+WINDOW = 512
+LOGITS = np.array([2.0, 1.0, 0.0])
+
+
+@dataclass
+class Stub:
+    """A server that says it is vLLM, with a model of three tokens; each field is a fault."""
+
+    scale_out: bool = True
+    ids: bool = True
+    tools: bool = True
+    raw: bool = True
+    forgets: bool = True
+    """Drops a request whose client is gone."""
+    refuses: bool = True
+    """Says so when a prompt is too long."""
+    owner: str = "vllm"
+    running: int = 0
+
+    def app(self) -> Starlette:
+        """Its routes."""
+        return Starlette(
+            routes=[
+                Route("/v1/models", self.models),
+                Route("/version", self.version),
+                Route("/metrics", self.metrics),
+                Route("/inference/v1/generate", self.generate, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            ]
+        )
+
+    async def models(self, _: Request) -> Response:
+        """One model."""
+        card = {"id": "m", "max_model_len": WINDOW, "owned_by": self.owner}
+        return JSONResponse({"data": [card]})
+
+    async def version(self, _: Request) -> Response:
+        """Some version."""
+        return JSONResponse({"version": "9.9"})
+
+    async def metrics(self, _: Request) -> Response:
+        """What it is busy with."""
+        return PlainTextResponse(f'vllm:num_requests_running{{model_name="m"}} {self.running}\n')
+
+    async def generate(self, request: Request) -> Response:
+        """Ids in, ids out."""
+        body = await request.json()
+        if not self.scale_out:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        if refusal := self._refusal(len(body["token_ids"])):
+            return refusal
+        params = body["sampling_params"]
+
+        def choice(token: int, logprob: float, *, last: bool) -> dict[str, Any]:
+            return {
+                "token_ids": [token],
+                "logprobs": {"content": [{"logprob": logprob}]},
+                "finish_reason": "length" if last else None,
+            }
+
+        return await self._answer(body, params["temperature"], params["max_tokens"], choice)
+
+    async def chat(self, request: Request) -> Response:
+        """Messages in."""
+        body = await request.json()
+        if body.get("tools") and not self.tools:
+            return JSONResponse({"error": {"message": "no tool parser", "code": 400}}, 400)
+        if refusal := self._refusal(len(body["messages"][0]["content"].split())):
+            return refusal
+        said = "delta" if body["stream"] else "message"
+
+        def choice(token: int, logprob: float, *, last: bool) -> dict[str, Any]:
+            told: dict[str, Any] = {said: {"content": "abc"[token]}}
+            if self.ids:
+                told |= {"token_ids": [token], "prompt_token_ids": [10, 11]}
+                told |= {"logprobs": {"content": [{"logprob": logprob}]}}
+            return told | {"finish_reason": "length" if last else None}
+
+        return await self._answer(body, body["temperature"], body["max_tokens"], choice)
+
+    def _refusal(self, length: int) -> Response | None:
+        if length < WINDOW or not self.refuses:
+            return None
+        message = f"This model's maximum context length is {WINDOW} tokens, not {length}."
+        return JSONResponse({"error": {"message": message, "code": 400}}, 400)
+
+    async def _answer(
+        self, body: dict[str, Any], temperature: float, count: int, choice: Callable[..., Any]
+    ) -> Response:
+        def draw(index: int) -> dict[str, Any]:
+            cool = _log_softmax(LOGITS / temperature)
+            token = int(np.random.default_rng().choice(3, p=np.exp(cool)))
+            logprob = float((_log_softmax(LOGITS) if self.raw else cool)[token])
+            made: dict[str, Any] = choice(token, logprob, last=index == count - 1)
+            return made
+
+        async def events() -> AsyncIterator[bytes]:
+            self.running += 1
+            try:
+                for index in range(count):
+                    yield b"data: " + json.dumps({"choices": [draw(index)]}).encode() + b"\n\n"
+                    await asyncio.sleep(0.002)
+                yield b"data: [DONE]\n\n"
+                self.running -= 1
+            except asyncio.CancelledError:
+                self.running -= self.forgets
+                raise
+
+        if body["stream"]:
+            return StreamingResponse(events(), media_type="text/event-stream")
+        drawn = [draw(index) for index in range(count)]
+        whole = drawn[-1]
+        for field in ("token_ids",):
+            if field in whole:
+                whole[field] = [token for one in drawn for token in one[field]]
+                content = [entry for one in drawn for entry in one["logprobs"]["content"]]
+                whole["logprobs"] = {"content": content}
+        return JSONResponse({"choices": [whole]})
+
+
+def _log_softmax(logits: Any) -> Any:
+    return logits - np.log(np.exp(logits).sum())
+
+
+@asynccontextmanager
+async def served(stub: Stub) -> AsyncIterator[str]:
+    """The stub's address."""
+    async with serve(stub.app()) as url:
+        yield url
+
+
+async def examine(stub: Stub) -> Report:
+    """What the doctor says of it."""
+    async with served(stub) as url:
+        return await probe(url)
+
+
+def outcomes(report: Report) -> dict[str, Outcome]:
+    """Checks by name."""
+    return {check.name: check.outcome for check in report.checks}
+
+
+# --------------------------------------------------------------------------- engines that do well
+async def test_the_scripted_engine_is_sound() -> None:
+    """Exact and observed mode, hang-ups noticed, overflow told; certain tokens tell no meaning."""
+    made = rendering()
+
+    def reply(_prompt: Ids, _request: str) -> Reply:
+        return Reply(made.tokenizer.encode("word " * 60 + "<|im_end|>"), delay_s=0.002)
+
+    engine = ScriptedEngine(reply, vocab_size=made.tokenizer.size, max_model_len=2048)
+    app = create_app(engine, model_name="scripted", tokenizer=made.tokenizer)
+    async with serve(app) as url:
+        report = await probe(f"{url}/v1", "scripted")
+    assert (report.engine, report.model, report.window) == ("embedded", "scripted", 2048)
+    assert list(report.routes.items()) == [("generate", Mode.EXACT), ("chat", Mode.OBSERVED)]
+    assert report.advice == ()
+    found = outcomes(report)
+    assert found.pop("logprobs") is Outcome.UNKNOWN
+    assert set(found.values()) == {Outcome.PASS}
+    assert report.wire().mode is Mode.EXACT
+    assert report.wire(Mode.OBSERVED).mode is Mode.OBSERVED
+    with pytest.raises(UsageError, match="no sound text mode"):
+        report.wire(Mode.TEXT)
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "processed"])
+async def test_the_meaning_of_logprobs_is_measured(*, raw: bool) -> None:
+    """Both are found out from draws alone, in exact and in observed mode."""
+    right = LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
+    for scale_out in (True, False):
+        report = await examine(Stub(raw=raw, scale_out=scale_out))
+        assert report.logprob_meaning is right
+        assert report.wire().logprob_meaning is right
+        assert any("processed_logprobs" in advice for advice in report.advice) is raw
+
+
+# --------------------------------------------------------------------------- engines that do not
+async def test_an_engine_that_drops_ids_is_refused() -> None:
+    """Text is all that is left; the refusal names the flags to add."""
+    report = await examine(Stub(ids=False, scale_out=False))
+    assert report.mode is Mode.TEXT
+    assert not report.sound
+    with pytest.raises(UsageError, match="--enable-scale-out"):
+        report.wire()
+    assert report.wire(Mode.TEXT).mode is Mode.TEXT
+    assert outcomes(report)["chat: stream"] is Outcome.FAIL
+
+
+async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
+    """An agent would meet it on its first turn; exact mode does not need it."""
+    report = await examine(Stub(tools=False))
+    assert Mode.OBSERVED not in report.routes.values()
+    assert any("--tool-call-parser" in advice for advice in report.advice)
+    assert report.mode is Mode.EXACT
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [({"forgets": False}, "abort"), ({"refuses": False}, "context overflow")],
+)
+async def test_other_faults_are_told(fault: dict[str, Any], check: str) -> None:
+    """An engine that works on for nobody, and one that hides that a prompt is too long."""
+    assert outcomes(await examine(Stub(**fault)))[check] is Outcome.FAIL
+    assert outcomes(await examine(Stub()))[check] is Outcome.PASS
+
+
+async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
+    """Observed where it tells ids, else text."""
+    report = await examine(Stub(owner="somebody"))
+    assert (report.engine, report.mode) == ("openai", Mode.OBSERVED)
+    report = await examine(Stub(owner="somebody", ids=False))
+    assert (report.engine, report.mode) == ("openai", Mode.TEXT)
+
+
+async def test_nothing_there_is_one_clear_error() -> None:
+    """No engine, and no such model."""
+    with pytest.raises(EngineError, match="no engine answers at"):
+        await probe("http://127.0.0.1:9")
+    async with served(Stub()) as url:
+        with pytest.raises(UsageError, match="serves no model 'x'; it serves m"):
+            await probe(url, "x")
+
+
+# --------------------------------------------------------------------------- the command
+async def run(*arguments: str) -> tuple[int, str]:
+    """``tugline doctor``: exit code and output."""
+    process = await asyncio.create_subprocess_exec(
+        Path(sys.executable).with_name("tugline"), "doctor", *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode or 0, output.decode()
+
+
+async def test_the_command_tells_people_and_programs() -> None:
+    """A table or JSON; exit code 1 where the wanted mode is not sound."""
+    async with served(Stub(ids=False, scale_out=False)) as url:
+        code, text = await run("--engine", url)
+        assert code == 1
+        assert "refused" in text
+        assert "--enable-scale-out" in text
+        code, text = await run("--engine", url, "--mode", "text", "--json")
+        report = json.loads(text)
+        assert (code, report["mode"], report["sound"]) == (0, "text", False)
+        assert report["refused"] is None
+    async with served(Stub()) as url:
+        code, text = await run("--engine", url, "--json")
+        assert (code, json.loads(text)["mode"]) == (0, "exact")

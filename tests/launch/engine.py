@@ -1,0 +1,32 @@
+"""An engine without a model as a process of its own: ``engine.py FILE``, which gets its URL."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from tiny import tokenizer
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.web.serve import run, serve
+
+
+async def main(told: Path) -> None:
+    """Serve until killed."""
+    words = tokenizer()
+    answer, end = words.encode("so be it"), words.encode("<|im_end|>")
+    engine = ScriptedEngine(
+        lambda _prompt, _request: Reply([*answer, *end], tokens_per_chunk=4),
+        vocab_size=words.size,
+        eos_ids=end,
+    )
+    async with serve(create_app(engine, model_name="scripted", tokenizer=words)) as url:
+        draft = told.with_suffix(".part")
+        draft.write_text(url)
+        draft.replace(told)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    run(main(Path(sys.argv[1])))

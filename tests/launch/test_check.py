@@ -1,0 +1,55 @@
+"""The door of a server: a task whose parts cannot be made is refused, nothing else is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.errors import Invalid
+from tugline.launch.server import check
+from tugline.types import PluginSpec, Task
+
+
+def _task(**changes: Any) -> Task:
+    shell = PluginSpec("shell", {"command": "true"})
+    return Task(
+        **{
+            "id": "t",
+            "instruction": "x",
+            "harness": shell,
+            "evaluator": PluginSpec("tests"),
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "part"),
+    [
+        ({"harness": PluginSpec("shel")}, "harness.name", "'shell'"),
+        ({"harness": PluginSpec("shell", {"comand": "x"})}, "harness.options", "command"),
+        ({"runtime": PluginSpec("nowhere")}, "runtime.name", "local"),
+        ({"evaluator": PluginSpec("no.such:Thing")}, "evaluator.name", "no.such"),
+        ({"builder": PluginSpec("tree", {"x": 1})}, "builder.options", "x"),
+    ],
+)
+def test_a_part_that_cannot_be_made_is_named(changes: Any, field: str, part: str) -> None:
+    """Which part, whether its name or its options, and what would be right."""
+    check(_task())
+    with pytest.raises(Invalid) as told:
+        check(_task(**changes))
+    assert told.value.field == field
+    assert part in str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["harness", "runtime", "evaluator", "builder"])
+def test_a_task_cannot_have_the_server_call_what_is_no_part(kind: str, tmp_path: Path) -> None:
+    """``module:Class`` reaches parts, not every program and function there is."""
+    mark = tmp_path / "called"
+    options = {"args": ["touch", str(mark)]}
+    with pytest.raises(Invalid, match=f"is no {kind}") as told:
+        check(_task(**{kind: PluginSpec("subprocess:Popen", options)}))
+    assert told.value.field == f"{kind}.name"
+    assert not mark.exists()

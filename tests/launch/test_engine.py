@@ -1,0 +1,79 @@
+"""Reaching an engine: it may still be loading, it must be sound, and its template must be known."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny import tokenizer
+from tugline.errors import EngineError, UsageError
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.launch.engine import engine
+from tugline.launch.settings import EngineSettings
+from tugline.types import Mode
+from tugline.web.serve import listen, serve
+
+WORDS = tokenizer()
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with listen("127.0.0.1", 0) as sock:
+        return int(sock.getsockname()[1])
+
+
+def scripted() -> Any:
+    """An engine that can be served."""
+    answer = [*WORDS.encode("so be it"), *WORDS.encode("<|im_end|>")]
+    made = ScriptedEngine(
+        lambda _prompt, _id: Reply(answer, tokens_per_chunk=4),
+        vocab_size=WORDS.size,
+        eos_ids=answer[-1:],
+    )
+    return create_app(made, model_name="m", tokenizer=WORDS)
+
+
+async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
+    """It comes up later than its node, and is used in exact mode with the template asked for."""
+    (tmp_path / "tokenizer.json").write_text(WORDS.text())
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    told = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
+    async with asyncio.timeout(60):
+        reaching = asyncio.create_task(engine(told, slots=1).__aenter__())
+        await asyncio.sleep(0.5)
+        assert not reaching.done()
+        async with serve(scripted(), port=port):
+            reached = await reaching
+            unknown = told.model_copy(update={"renderer": None})
+            with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
+                await engine(unknown, slots=1).__aenter__()
+    assert reached.upstream.wire.mode is Mode.EXACT
+    assert reached.rendering is not None
+    assert reached.rendering.name == "qwen3"
+
+
+async def test_exact_mode_needs_a_tokenizer() -> None:
+    """The line says where it is told, before any engine is asked."""
+    told = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
+    with pytest.raises(UsageError, match=r"needs the model's tokenizer\.json"):
+        await engine(told, slots=1).__aenter__()
+
+
+async def test_an_engine_that_never_answers_is_given_up() -> None:
+    """After `wait_s`, naming its address."""
+    told = EngineSettings(urls=(f"http://127.0.0.1:{free_port()}",), wait_s=0)
+    with pytest.raises(EngineError, match="no engine answers at"):
+        async with engine(told, slots=1):
+            pass
+
+
+async def test_without_any_engine_it_says_what_to_give() -> None:
+    """Neither an address nor a folder."""
+    with pytest.raises(UsageError, match="--engine, or a model folder with --model"):
+        async with engine(EngineSettings(), slots=1):
+            pass

@@ -1,0 +1,155 @@
+"""Sessions from lease to result in one process, with a real agent script and a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiny import rendering
+from tugline.chat.engines.embedded import Embedded
+from tugline.errors import Invalid, ServerError
+from tugline.gateway.replicas import Upstream
+from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.inference.server import create_app
+from tugline.launch.engine import EngineConnection
+from tugline.launch.local import Local
+from tugline.launch.local import local as local_cluster
+from tugline.launch.settings import Settings
+from tugline.node.settings import NodeSettings
+from tugline.types import Boundary, Ids, Limits, PluginSpec, Status, Task
+from tugline.web.serve import serve
+
+RENDERING = rendering()
+AGENT = Path(__file__).parents[2] / "examples/agents/openai_loop.py"
+FILES = {
+    "calc.py": "def add(a, b):\n    return a - b\n",
+    "conftest.py": "",
+    "tests/test_calc.py": "from calc import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n",
+}
+EDIT = '{"path": "calc.py", "edits": [{"oldText": "a - b", "newText": "a + b"}]}'
+TURNS = (
+    '<tool_call>\n{"name": "read", "arguments": {"path": "calc.py"}}\n</tool_call>',
+    f'<tool_call>\n{{"name": "edit", "arguments": {EDIT}}}\n</tool_call>',
+    "Fixed.",
+)
+
+
+def task(name: str, *, samples: int = 2, command: str = f"{sys.executable} {AGENT}") -> Task:
+    """Mend calc.py with the example agent."""
+    return Task(
+        id=name,
+        instruction="Mend add in calc.py.",
+        harness=PluginSpec("shell", {"command": command}),
+        evaluator=PluginSpec("tests", {"cache": True}),
+        files=FILES,
+        samples=samples,
+        limits=Limits(agent_s=20),
+    )
+
+
+def expert(_prompt: Ids, request_id: str) -> Reply:
+    """Look, change, stop."""
+    number = int(request_id.rpartition("-")[2])
+    return Reply(RENDERING.tokenizer.encode(TURNS[number] + "<|im_end|>"))
+
+
+@contextlib.asynccontextmanager
+async def local(folder: Path) -> AsyncIterator[Local]:
+    """Engine, server, gateway and node."""
+    engine = ScriptedEngine(expert, vocab_size=RENDERING.tokenizer.size)
+    told = Settings(node=NodeSettings(name="n", slots=4))
+    async with serve(create_app(engine, model_name="m")) as url:
+        reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
+        async with local_cluster(told, folder, reached) as cluster:
+            yield cluster
+
+
+async def status(cluster: Local) -> dict[str, int]:
+    """Sessions by status."""
+    return (await cluster.control.counts()).sessions
+
+
+async def test_an_agent_solves_its_task_and_every_token_is_trained(tmp_path: Path) -> None:
+    """The example agent mends the file; three turns become one exact trace with reward 1."""
+    async with local(tmp_path) as cluster:
+        seen: list[tuple[int, int]] = []
+        results = await cluster.run([task("a")], lambda done, total: seen.append((done, total)))
+        assert await status(cluster) == {Status.COMPLETED: 2}
+    assert seen[-1] == (2, 2)
+    for one in results:
+        assert one.reward is not None
+        assert one.reward.value == 1.0
+        (trace,) = one.traces
+        assert [span.call for span in trace.spans] == [0, 1, 2]
+        assert int(trace.mask.sum()) == one.ledger.trained == one.ledger.sampled
+        said = RENDERING.tokenizer.decode(trace.ids[trace.mask].tolist())
+        assert said == "".join(f"{turn}<|im_end|>" for turn in TURNS)
+
+
+async def test_a_second_run_does_nothing_again(tmp_path: Path) -> None:
+    """Results that are there are returned, bit for bit, without running a session."""
+    async with local(tmp_path) as cluster:
+        first = await cluster.run([task("a", samples=1)])
+    async with local(tmp_path) as cluster:
+        second = await cluster.run([task("a", samples=1)])
+        (session,) = await cluster.sessions(["a"])
+        assert session.epoch == 1
+    assert np.array_equal(first[0].traces[0].ids, second[0].traces[0].ids)
+    assert first[0].report == second[0].report
+
+
+async def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """A session that was cut off is leased again under a new epoch and counted once."""
+    gate = tmp_path / "gate"
+    late = task("a", samples=1, command=f"test -e {gate} || sleep 30; {sys.executable} {AGENT}")
+    async with local(tmp_path) as cluster:
+        running = asyncio.create_task(cluster.run([late, task("b", samples=1)]))
+        async with asyncio.timeout(20):
+            while Status.COMPLETED not in await status(cluster):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.wait({running}, timeout=10)
+        assert running.cancelled()
+    gate.touch()
+    async with local(tmp_path) as cluster:
+        results = await cluster.run([late, task("b", samples=1)])
+        epochs = [one.epoch for one in await cluster.sessions(["a", "b"])]
+    assert [one.session for one in results] == ["a-0", "b-0"]
+    assert epochs == [2, 1]
+
+
+async def test_a_node_that_dies_ends_the_run(tmp_path: Path) -> None:
+    """Whoever waits for results is told when nobody works on them any more."""
+    async with local(tmp_path) as cluster:
+        running = asyncio.create_task(cluster.run([task("a", samples=1, command="sleep 30")]))
+        await asyncio.sleep(0.2)
+        cluster._working.cancel()
+        done, _ = await asyncio.wait({running}, timeout=20)
+        assert done
+        assert isinstance(running.exception(), ServerError)
+
+
+async def test_an_agent_that_never_calls_the_model_is_named(tmp_path: Path) -> None:
+    """It is a harness failure with its last words, no reward and no crash."""
+    async with local(tmp_path) as cluster:
+        (result,) = await cluster.run([task("a", samples=1, command="echo oh no; exit 3")])
+    assert result.status is Status.FAILED
+    assert result.failure is not None
+    assert result.failure.boundary is Boundary.HARNESS
+    assert "oh no" in result.failure.message
+    assert result.reward is None
+
+
+async def test_an_unknown_part_is_refused_at_the_door(tmp_path: Path) -> None:
+    """Nothing is submitted when a task names a harness that does not exist."""
+    wrong = Task(id="a", instruction="x", harness=PluginSpec("pie"), evaluator=PluginSpec("tests"))
+    async with local(tmp_path) as cluster:
+        with pytest.raises(Invalid, match="did you mean 'pi'"):
+            await cluster.run([task("b"), wrong])
+        assert await status(cluster) == {}

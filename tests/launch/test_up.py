@@ -1,0 +1,130 @@
+"""``tugline up`` and ``tugline node`` as processes, from the command line to saved results."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.processes import AGENT, World, task, until, write
+from tugline.recording import file as recordings
+from tugline.recording.trajectories import read_folder
+
+EXACT = ("--tokenizer", "tokenizer.json", "--renderer", "qwen3")
+DATA = "tugline-data"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A folder, and whatever is started in it."""
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def test_everything_in_one_process_outlives_its_death(world: World) -> None:
+    """Submit, kill -9 in the middle, start again: each result is there once, with its tokens."""
+    up = ("up", "--port", "0", "--slots", "4", "--name", "n", "--engine", world.engine(), *EXACT)
+    world.tugline("up", *up)
+    world.up("up", "node n is up")
+    assert stat.S_IMODE((world.folder / DATA / "tokens.json").stat().st_mode) == 0o600
+    tokens = (world.folder / DATA / "tokens.json").read_bytes()
+    quick, slow = task("quick", samples=3), task("slow", turns=3, pause_s=0.5)
+    world.ask("submit", write(world.folder / "tasks.jsonl", [quick, slow]))
+    recorded = world.folder / DATA / "nodes/n/segments"
+    until(lambda: any(recorded.glob("slow-0.*")), "a slow session", lambda: world.said("up"))
+    world.end("up", signal.SIGKILL)
+    world.tugline("up", *up)
+    until(lambda: world.said("up").count("node n is up") == 2, "it again", lambda: world.said("up"))
+    world.ask("submit", "tasks.jsonl", "--wait")  # the same again: nothing new, but it waits
+    views = world.ask("results", "--out", "kept")
+    assert {one["session"]: one["reward"] for one in views} == {
+        f"{name}-{n}": 1.0 for name, many in (("quick", 3), ("slow", 2)) for n in range(many)
+    }
+    assert len(views) == 5
+    kept = list(read_folder(world.folder / "kept/trajectories"))
+    assert all(one.ledger.balanced and one.ledger.trained for one in kept)
+    assert (world.folder / DATA / "tokens.json").read_bytes() == tokens
+    _cancel_what_is_followed(world)
+    assert world.end("up") == 0
+
+
+def _cancel_what_is_followed(world: World) -> None:
+    """A log that is followed ends with its session; what was sampled until then is kept."""
+    late = task("late", samples=1, turns=2, pause_s=30)
+    late["harness"]["options"] = {"command": f"echo here I am; exec {sys.executable} {AGENT}"}
+    world.ask("submit", write(world.folder / "late.jsonl", [late]))
+    logs = world.tugline("logs", "logs", "late-0", "-f")
+    until(lambda: "here I am" in world.said("logs"), "its log", lambda: world.said("logs"))
+    until(lambda: _calls(world, "late-0") == 1, "its call", lambda: world.said("up"))
+    world.ask("cancel", "late")
+    assert logs.wait(20) == 0
+    world.ask("submit", "late.jsonl", "--wait", code=1)  # its one sample has no result
+    (view,) = world.ask("results", "--task", "late")
+    assert (view["status"], view["trained"] == view["sampled"] > 0) == ("cancelled", True)
+
+
+def _calls(world: World, session: str) -> int:
+    paths = list((world.folder / DATA).glob(f"nodes/n/segments/{session}.*.seg"))
+    return sum(len(recordings.read(path).calls) for path in paths)
+
+
+def test_a_signal_drains_what_runs_and_hands_back_what_waits(world: World) -> None:
+    """SIGTERM: the running agent finishes and is committed, the others stay in the queue."""
+    up = ("up", "--port", "0", "--slots", "1", "--engine", world.engine(), *EXACT)
+    world.tugline("up", *up)
+    world.up("up", "is up: 1 slots")
+    world.ask(
+        "submit", write(world.folder / "t.jsonl", [task("t", samples=4, turns=3, pause_s=0.4)])
+    )
+    until(lambda: _running(world, "t"), "an agent", lambda: world.said("up"))
+    assert world.end("up") == 0
+    assert "draining" in world.said("up")
+    world.tugline("up", "up", "--no-node", "--port", "0")
+    world.up("up", "no node yet")
+    (told,) = world.ask("status", "t")
+    assert told["task"]["counts"] == {"completed": 1, "queued": 3}
+    assert {one["attempt"] for one in told["sessions"]} == {0}
+    assert world.end("up") == 0
+
+
+def _running(world: World, name: str) -> bool:
+    return any((world.folder / DATA).glob(f"nodes/*/segments/{name}-*.seg"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["sqlite", "postgres"])
+def test_nodes_are_processes_that_come_and_go(
+    world: World, store: str, request: pytest.FixtureRequest
+) -> None:
+    """Two nodes share the work of a server; what one of them had when it died, the other does."""
+    told = {"lease_s": 2.0}
+    if store == "postgres":
+        told["store"] = request.getfixturevalue("postgres_url")
+    (world.folder / "server.yaml").write_text(json.dumps({"server": told}))
+    world.tugline("server", "up", "--no-node", "--port", "0", "--config", "server.yaml")
+    world.up("server", "the server is up at")
+    url = json.loads((world.folder / DATA / "server.json").read_text())["url"]
+    join = json.loads((world.folder / DATA / "tokens.json").read_text())["join"]
+    engine = world.engine()
+    for name in ("a", "b"):
+        told = ("--server", url, "--name", name, "--slots", "2", "--engine", engine, *EXACT)
+        world.tugline(name, "node", *told, TUGLINE_JOIN_TOKEN=join)
+    for name in ("a", "b"):
+        world.up(name, "is up: 2 slots")
+    world.ask(
+        "submit", write(world.folder / "t.jsonl", [task("t", samples=6, turns=3, pause_s=0.3)])
+    )
+    until(lambda: _running(world, "t"), "an agent", lambda: world.said("a"))
+    world.end("a", signal.SIGKILL)
+    world.ask("submit", "t.jsonl", "--wait")
+    views = world.ask("results")
+    assert sorted(one["session"] for one in views) == [f"t-{n}" for n in range(6)]
+    assert all(one["status"] == "completed" for one in views)
+    assert world.end("b") == 0
+    assert world.end("server") == 0

@@ -1,0 +1,99 @@
+"""Writers that are killed at random moments, and a word of what each had answered by then.
+
+Run with a folder and a number: so many children are forked one after the other. Each writes calls
+into a file of its own and tells each answered one over a pipe; SIGKILL comes after a random delay.
+Prints a JSON list of [file, which conversation, how many calls were answered, whether it was
+killed].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tugline.recording.file import Writer
+from tugline.recording.records import Event, EventKind
+from tugline.types import Call, Finish, Ids, Message, Role, Sampling, Timings, VersionSpan
+
+LONGEST_S = 0.02
+SAMPLED = 40
+
+
+def conversation(seed: int) -> list[Call]:
+    """Calls that go on from each other, with now and then a fork or a prompt again."""
+    draw = np.random.default_rng(seed)
+    prompt: Ids = draw.integers(0, 150_000, 800).astype(np.int32)
+    calls: list[Call] = []
+    for number in range(400):
+        count = int(draw.integers(0, SAMPLED))
+        sampled: Ids = draw.integers(0, 150_000, count).astype(np.int32)
+        calls.append(
+            Call(
+                session="s",
+                number=number,
+                parent=number - 1 if number else None,
+                dialect="openai_chat",
+                messages=(Message(Role.USER, f"{number} " * 20),),
+                answer=Message(Role.ASSISTANT, "word " * count),
+                sampling=Sampling(),
+                prompt_ids=prompt,
+                sampled_ids=sampled,
+                logprobs=-draw.random(count, np.float32),
+                versions=(VersionSpan(0, 0, count),),
+                finish=Finish.STOP,
+                engine="embedded",
+                timings=Timings(1.0),
+                request=b'{"messages": "%s"}' % (b"body " * (50 + number)),
+            )
+        )
+        fate = draw.random()
+        if fate < 0.1:
+            prompt = prompt[: len(prompt) // 2 + 1]
+        elif fate < 0.9:
+            tail = draw.integers(0, 150_000, 30).astype(np.int32)
+            prompt = np.concatenate((prompt, sampled, tail))[-4000:]
+    return calls
+
+
+def write(path: Path, calls: list[Call], told: int) -> None:
+    """Write until killed; a byte into the pipe for each call that was answered."""
+    with Writer(path, sync=False) as writer:
+        for call in calls:
+            writer.append(call)
+            os.write(told, b".")
+            if call.number % 7 == 0:
+                writer.note(Event(EventKind.PAUSED, time.time(), detail="wait"))
+
+
+def main(folder: Path, times: int) -> None:
+    """Fork, kill, and say what came of it."""
+    calls = [conversation(seed) for seed in range(4)]
+    delays = random.Random(0)
+    fates = []
+    for index in range(times):
+        path = folder / f"{index}.seg"
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(ours)
+            write(path, calls[index % len(calls)], theirs)
+            os._exit(0)
+        os.close(theirs)
+        time.sleep(delays.random() * LONGEST_S)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        with os.fdopen(ours, "rb") as pipe:
+            answered = len(pipe.read())
+        fates.append([path.name, index % len(calls), answered, os.WIFSIGNALED(status)])
+    print(json.dumps(fates))  # noqa: T201 - a program that a test reads
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

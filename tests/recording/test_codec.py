@@ -1,0 +1,215 @@
+"""Whatever calls are packed come back bit for bit, pictures once, ids in shared memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tugline.recording.codec import join_floats, split_floats
+from tugline.recording.file import Writer, read
+from tugline.types import (
+    Call,
+    Finish,
+    Ids,
+    Image,
+    Message,
+    Role,
+    Sampling,
+    Timings,
+    Tool,
+    ToolCall,
+    VersionSpan,
+    encode,
+)
+
+NOISE = np.random.default_rng(0)
+LARGE = "data:image/png;base64," + base64.b64encode(NOISE.bytes(300_000)).decode()
+SMALL = "data:image/png;base64,iVBORw0KGgo="
+URLS = (
+    SMALL,
+    "data:image/gif;base64," + base64.b64encode(NOISE.bytes(2000)).decode(),
+    "https://example.org/a.png",
+    "sha256:" + Image(SMALL).digest,
+    "data:,",
+    "",
+)
+
+
+def call(number: int, prompt: Ids, sampled: Ids, **fields: Any) -> Call:
+    """A call with what matters here."""
+    plain = Call(
+        session="s",
+        number=number,
+        dialect="openai_chat",
+        messages=(),
+        sampling=Sampling(),
+        prompt_ids=prompt,
+        sampled_ids=sampled,
+        logprobs=-np.arange(len(sampled), dtype=np.float32) / 7,
+        versions=(VersionSpan(0, 0, len(sampled)),),
+        finish=Finish.STOP,
+        engine="embedded",
+        timings=Timings(1.0),
+    )
+    return msgspec.structs.replace(plain, **fields)
+
+
+def same(found: tuple[Call, ...], calls: list[Call]) -> bool:
+    """Equal in every byte."""
+    return [encode(one) for one in found] == [encode(one) for one in calls]
+
+
+words = st.text(st.characters(codec="utf-8"), max_size=12)
+images = st.builds(Image, st.sampled_from(URLS), st.integers(0, 9), st.none() | words)
+messages = st.builds(
+    Message,
+    st.sampled_from(Role),
+    words,
+    tool_calls=st.lists(st.builds(ToolCall, words, words, words), max_size=2).map(tuple),
+    reasoning=st.none() | words,
+    images=st.lists(images, max_size=3).map(tuple),
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn, said: list[Message], before: list[bytes]) -> bytes:
+    """Raw requests: one that holds the messages, an earlier one, cut ones, nothing."""
+    told = [[m.content, [image.url.partition(",")[2] for image in m.images]] for m in said]
+    own = json.dumps(told, ensure_ascii=draw(st.booleans())).encode()
+    body = draw(st.sampled_from([own, own + draw(st.binary(max_size=9)), b"", *before[-2:]]))
+    return body[: draw(st.integers(0, len(body)))] if draw(st.booleans()) else body
+
+
+@st.composite
+def sessions(draw: st.DrawFn) -> list[Call]:
+    """Calls that extend, fork from, repeat or ignore earlier ones, in any order of numbers."""
+    few = st.lists(st.integers(0, 3), max_size=6).map(lambda ids: np.array(ids, np.int32))
+    calls: list[Call] = []
+    said: list[Message] = []
+    for number in draw(st.permutations(range(draw(st.integers(1, 8))))):
+        base = draw(st.sampled_from(calls)) if calls and draw(st.booleans()) else None
+        start = np.empty(0, np.int32)
+        if base is not None:
+            whole = np.concatenate((base.prompt_ids, base.sampled_ids))
+            start = whole[: draw(st.integers(0, len(whole))) if draw(st.booleans()) else None]
+        added = draw(st.lists(messages, max_size=3))
+        said += added
+        calls.append(
+            call(
+                number,
+                np.concatenate((start, draw(few))),
+                draw(few),
+                parent=base.number if base else None,
+                messages=tuple(added),
+                answer=draw(
+                    st.none() | messages.map(lambda m: msgspec.structs.replace(m, images=()))
+                ),
+                tools=tuple(
+                    Tool(name, "", {"n": [1, 0.1, None]})
+                    for name in draw(st.sets(words, max_size=1))
+                ),
+                request=draw(bodies(said, [one.request for one in calls])),
+            )
+        )
+    return calls
+
+
+@settings(max_examples=120, deadline=None)
+@given(calls=sessions(), data=st.data())
+def test_any_calls_come_back(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[Call], data: st.DataObject
+) -> None:
+    """Forks, repeats, pictures, cut bodies and files closed in between make no difference."""
+    path = tmp_path_factory.mktemp("any") / "a.seg"
+    writer = Writer(path, sync=False)
+    for one in calls:
+        if data.draw(st.booleans()):
+            writer.close()
+            writer = Writer(path, sync=False)
+        writer.append(one)
+    writer.close()
+    found = read(path)
+    assert same(found.calls, calls)
+    for image in (image for one in calls for m in one.messages for image in m.images):
+        assert found.pictures[image.digest] == image.url
+    bare = [msgspec.structs.replace(one, request=b"") for one in calls]
+    assert same(read(path, bodies=False).calls, bare)
+
+
+@given(values=st.lists(st.floats(width=32), max_size=9))
+def test_floats_keep_every_bit(values: list[float]) -> None:
+    """Infinities and whatever a NaN carries included."""
+    array = np.array(values, np.float32)
+    assert join_floats(*split_floats(array)).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"type": "image_url", "image_url": {"url": LARGE}},
+        {"type": "image", "source": {"type": "base64", "data": LARGE.partition(",")[2]}},
+    ],
+    ids=["url", "base64"],
+)
+def test_a_picture_is_kept_once(tmp_path: Path, told: dict[str, Any]) -> None:
+    """However many calls hold it, in messages and in raw requests, extended or rendered anew."""
+    path, ids = tmp_path / "a.seg", np.arange(50, dtype=np.int32)
+    picture = Message(Role.USER, "look", images=(Image(LARGE, 2),))
+    calls, history = [], [json.dumps(told).encode()]
+    for number in range(12):
+        anew = number % 4 == 0
+        body = b'{"n": %d, "messages": [%s]}' % (number if anew else 0, b",".join(history))
+        added = (picture,) if anew else (Message(Role.TOOL, f"result {number}"),)
+        calls.append(call(number, ids, ids[:5], messages=added, request=body))
+        history.append(b'{"role": "tool", "content": "result %d"}' % number)
+    with Writer(path) as writer:
+        for one in calls:
+            writer.append(one)
+    assert path.stat().st_size < 1.02 * len(LARGE)
+    found = read(path)
+    assert same(found.calls, calls)
+    assert found.pictures == {Image(LARGE).digest: LARGE}
+
+
+def test_calls_of_one_conversation_share_memory(tmp_path: Path) -> None:
+    """A conversation of T turns takes its length in memory, not T times that (I7)."""
+    path, calls = tmp_path / "a.seg", []
+    whole = np.arange(2000, dtype=np.int32)
+    for number in range(20):
+        end = 1000 + 50 * number
+        calls.append(call(number, whole[:end], whole[end : end + 20]))
+    fork = call(20, np.concatenate((whole[:1010], whole[:3])), whole[:2])
+    with Writer(path) as writer:
+        for one in (*calls, fork):
+            writer.append(one)
+    found = read(path).calls
+    assert same(found, [*calls, fork])
+    shared = found[0].prompt_ids.base
+    assert shared is not None
+    assert all(c.prompt_ids.base is shared and c.sampled_ids.base is shared for c in found[:20])
+    assert len(shared) == 1970
+    assert found[20].prompt_ids.base is not shared
+    with pytest.raises(ValueError, match="read-only"):
+        found[0].prompt_ids[0] = 1
+
+
+def test_a_call_that_cannot_be_encoded_leaves_the_file_sound(tmp_path: Path) -> None:
+    """Half a character is refused; what comes after can still be read."""
+    path, ids = tmp_path / "a.seg", np.arange(50, dtype=np.int32)
+    seen = Message(Role.USER, "look", images=(Image(LARGE, 2),))
+    first, second = call(0, ids, ids[:5]), call(2, ids, ids[:9], messages=(seen,))
+    broken = call(1, ids[:30], ids, messages=(seen,), thread="\ud800")
+    with Writer(path) as writer:
+        writer.append(first)
+        with pytest.raises(UnicodeEncodeError):
+            writer.append(broken)
+        writer.append(second)
+    assert same(read(path).calls, [first, second])

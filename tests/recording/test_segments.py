@@ -1,0 +1,240 @@
+"""Segments keep every call exactly, survive a crash at any byte, and name any other damage."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tugline.errors import CaptureError, EngineError
+from tugline.recording.file import MAGIC, Writer, read
+from tugline.recording.recorder import Sampled
+from tugline.types import (
+    Call,
+    Finish,
+    Message,
+    Role,
+    Sampling,
+    Timings,
+    Tool,
+    VersionSpan,
+    encode,
+)
+
+
+def call(number: int, prompt: list[int], sampled: list[int], body: bytes = b"{}") -> Call:
+    """A call as the gateway writes it."""
+    return Call(
+        session="s",
+        number=number,
+        parent=number - 1 if number else None,
+        dialect="openai_chat",
+        messages=(Message(Role.USER, f"hello {number}"),),
+        tools=(Tool("read", "reads", {"type": "object"}),),
+        sampling=Sampling(temperature=1.0),
+        prompt_ids=np.asarray(prompt, np.int32),
+        sampled_ids=np.asarray(sampled, np.int32),
+        logprobs=-np.ones(len(sampled), np.float32),
+        versions=(VersionSpan(0, 0, len(sampled)),),
+        finish=Finish.STOP,
+        engine="embedded",
+        timings=Timings(1.0),
+        request=body,
+    )
+
+
+def growing(turns: int) -> list[Call]:
+    """A conversation in which every prompt extends the last."""
+    calls, ids = [], list(range(500))
+    for number in range(turns):
+        sampled = [number, number + 1, 7]
+        body = b'{"messages": "%s"}' % (b"word " * (100 + 10 * number))
+        calls.append(call(number, ids, sampled, body))
+        ids = [*ids, *sampled, 9, 9, number]
+    return calls
+
+
+def test_calls_come_back_exactly(tmp_path: Path) -> None:
+    """What is read is what was written, arrays and raw bodies included."""
+    calls = growing(6)
+    with Writer(tmp_path / "a.seg") as writer:
+        for item in calls:
+            writer.append(item)
+    assert [encode(item) for item in read(tmp_path / "a.seg").calls] == [
+        encode(item) for item in calls
+    ]
+
+
+def test_a_turn_costs_what_is_new(tmp_path: Path) -> None:
+    """The last of forty turns takes no more bytes than the second (I7)."""
+    with Writer(tmp_path / "a.seg", sync=False) as writer:
+        sizes = [writer.append(item) for item in growing(40)]
+    assert max(sizes[2:]) < 1.2 * min(sizes[2:])
+    assert max(sizes[2:]) < 300
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_torn_tail_is_cut_and_nothing_before_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A file cut at any byte yields whole calls only, and can be written on."""
+    path = tmp_path_factory.mktemp("torn") / "a.seg"
+    calls = growing(4)
+    ends = [len(MAGIC)]
+    with Writer(path, sync=False) as writer:
+        for item in calls:
+            ends.append(ends[-1] + writer.append(item))
+    cut = data.draw(st.integers(0, ends[-1]))
+    path.write_bytes(path.read_bytes()[:cut])
+    whole = sum(end <= cut for end in ends[1:])
+    segment = read(path)
+    assert len(segment.calls) == whole
+    assert segment.torn_bytes == cut - max(end for end in (0, *ends) if end <= cut)
+    with Writer(path, sync=False) as writer:
+        for item in calls[whole:]:
+            writer.append(item)
+    assert [encode(item) for item in read(path).calls] == [encode(item) for item in calls]
+
+
+def test_unfilled_blocks_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
+    """A file system that lost its last blocks to a power cut leaves zeros; they are dropped."""
+    path = tmp_path / "a.seg"
+    with Writer(path) as writer:
+        writer.append(growing(1)[0])
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    assert len(read(path).calls) == 1
+
+
+def test_a_record_whose_blocks_were_not_all_filled_is_a_torn_tail(tmp_path: Path) -> None:
+    """Zeros from a sector's start to the end are a power cut's; zeros from elsewhere are damage."""
+    path = tmp_path / "a.seg"
+    with Writer(path) as writer:
+        first = len(MAGIC) + writer.append(growing(1)[0])
+        writer.append(call(1, list(range(900, 0, -1)), list(range(700)), os.urandom(3000)))
+    whole = path.read_bytes()
+    sector = len(whole) // 512 * 512 - 512
+    path.write_bytes(whole[:sector] + bytes(len(whole) - sector))
+    assert (len(read(path).calls), read(path).torn_bytes) == (1, len(whole) - first)
+    path.write_bytes(whole[:-8] + bytes(8))
+    with pytest.raises(CaptureError, match=f"offset {first}: the checksum"):
+        read(path)
+
+
+def written(path: Path, turns: int = 3) -> list[int]:
+    """Write a segment; returns the offset of each record."""
+    starts = [len(MAGIC)]
+    with Writer(path) as writer:
+        for item in growing(turns):
+            starts.append(starts[-1] + writer.append(item))
+    return starts[:-1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_flipped_bit_names_the_file_and_the_offset(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Damage anywhere is an error, never silently fewer calls; what is before can be salvaged."""
+    path = tmp_path_factory.mktemp("flip") / "a.seg"
+    starts = written(path)
+    whole = bytearray(path.read_bytes())
+    place = data.draw(st.integers(len(MAGIC), len(whole) - 1))
+    whole[place] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(whole)
+    good = sum(start <= place for start in starts) - 1
+    with pytest.raises(CaptureError, match=rf"a\.seg is damaged at offset {starts[good]}: "):
+        read(path)
+    segment = read(path, salvage=True)
+    assert len(segment.calls) == good
+    assert f"offset {starts[good]}" in segment.damage
+    with pytest.raises(CaptureError, match="damaged"):
+        Writer(path)
+
+
+def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
+    """A record that claims 4 GiB is not waited for, however well its head is formed."""
+    path = tmp_path / "a.seg"
+    starts = written(path)
+    data = bytearray(path.read_bytes())
+    head = struct.pack("<III", 2**32 - 1, 0, 0)
+    data[starts[1] : starts[1] + 16] = head + struct.pack("<I", zlib.crc32(head))
+    path.write_bytes(data)
+    with pytest.raises(CaptureError, match=rf"offset {starts[1]}: a record of 4294967295 bytes"):
+        read(path)
+    assert len(read(path, salvage=True).calls) == 1
+
+
+def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
+    """What is whole but makes no sense names its offset, too."""
+    path = tmp_path / "a.seg"
+    start = path.stat().st_size if written(path) and path.exists() else 0
+    packed = zstandard.ZstdCompressor().compress(b"\x81\xa4type\xa3odd")
+    head = struct.pack("<III", len(packed), 0, zlib.crc32(packed))
+    record = head + struct.pack("<I", zlib.crc32(head)) + packed
+    path.write_bytes(path.read_bytes() + MAGIC + record)
+    with pytest.raises(CaptureError, match=f"offset {start + len(MAGIC)} that cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "looks"),
+    [
+        (b"not a segment at all", "looks like text"),
+        (b'{"calls": []}', "looks like JSON"),
+        (zstandard.ZstdCompressor().compress(b"x"), "looks like zstd"),
+        (b"TUGSEG\x00\x63rest", r"has version 99 .*reads version 3"),
+        (b"TUGSEG\x00\x02rest", r"has version 2 .*reads version 3"),
+    ],
+)
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, looks: str) -> None:
+    """Another format or another version is named as such, and there is nothing to salvage."""
+    path = tmp_path / "a.seg"
+    path.write_bytes(content)
+    for salvage in (False, True):
+        with pytest.raises(CaptureError, match=rf"a\.seg .*{looks}"):
+            read(path, salvage=salvage)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+    """The error says which file."""
+    with pytest.raises(CaptureError, match=r"cannot read segment .*gone\.seg"):
+        read(tmp_path / "gone.seg")
+
+
+def test_a_full_disk_leaves_what_was_acknowledged(tmp_path: Path) -> None:
+    """A record that cannot be written is an error that says so, and nothing before it is hurt."""
+    path = tmp_path / "a.seg"
+    first, second, third = growing(3)
+    with Writer(path) as writer:
+        writer.append(first)
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, writer._fd)
+        os.close(full)
+        with pytest.raises(CaptureError, match="free some space"):
+            writer.append(second)
+        with pytest.raises(CaptureError, match="closed"):
+            writer.append(third)
+    assert len(read(path).calls) == 1
+
+
+def test_versions_join_into_spans() -> None:
+    """Tokens of one policy version form one span; a swap starts another."""
+    sampled = Sampled()
+    for version in (3, 3, 4):
+        sampled.add(np.ones(2, np.int32), np.zeros(2, np.float32), version)
+    assert sampled.versions == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 6)]
+    assert [len(array) for array in sampled.joined()] == [6, 6]
+
+
+def test_tokens_without_logprobs_are_refused() -> None:
+    """An engine that leaves logprobs out is told so at the first token (I2)."""
+    with pytest.raises(EngineError, match="2 token ids but 0 logprobs"):
+        Sampled().add(np.ones(2, np.int32), np.zeros(0, np.float32), 0)

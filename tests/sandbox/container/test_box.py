@@ -1,0 +1,545 @@
+"""Boxes that are real containers: what programs see, how they end, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import pytest
+
+from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
+from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
+from tugline.sandbox.base import Mount, SandboxSpec
+from tugline.sandbox.container.engine import Engine
+from tugline.sandbox.container.images import name_of
+from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.container.sandbox import Record
+from tugline.sandbox.patch import Change
+from tugline.sandbox.workspace import mounts, overlay
+from tugline.types import Cause, Workspace
+
+pytestmark = pytest.mark.podman
+
+
+def said(box: object, name: str = "agent") -> str:
+    """What a program wrote."""
+    return (box.logs / f"{name}.log").read_text()  # type: ignore[attr-defined]
+
+
+async def test_program_sees_its_files_and_a_clean_environment(
+    container: Container, podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program starts in the workdir with the image's PATH, its own variables and no other."""
+    monkeypatch.setenv("SECRET_OF_THE_NODE", "s3cret")
+    async with container.open(tmp_path / "box", SandboxSpec(files={"a/b.txt": "hi"})) as box:
+        script = "pwd; cat a/b.txt; echo; env; cd; pwd; exit 7"
+        end = await box.run(["sh", "-c", script], env={"X": "two\nlines '\""}, timeout_s=20)
+        assert (end.code, end.timed_out, end.cause) == (7, False, None)
+        lines = said(box).splitlines()
+        assert lines[:2] == ["/workspace", "hi"]
+        assert lines[-1] == "/home/agent"
+        assert "X=two" in lines
+        assert "lines '\"" in lines
+        assert "s3cret" not in said(box)
+    assert left(podman, tmp_path) == []
+
+
+async def test_changes_are_what_programs_did(container: Container, tmp_path: Path) -> None:
+    """Written, changed, removed and executable files come back, with those put meanwhile."""
+    place = SandboxSpec(files={"keep": "1", "edit": "1", "drop": "1"})
+    async with container.open(tmp_path / "box", place) as box:
+        await box.put(box.workdir, {"late": "x"})
+        script = "echo 2 >edit; rm drop; printf '\\377' >new; chmod +x new; ln -s keep link"
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        patch = await box.changes()
+    assert patch.files == {
+        "edit": Change(b"2\n"),
+        "drop": None,
+        "new": Change(b"\xff", executable=True),
+        "late": Change(b"x"),
+        "link": Change(b"keep", link=True),
+    }
+
+
+async def test_folder_of_the_node_is_seen_and_never_changed(
+    container: Container, podman: str, tmp_path: Path
+) -> None:
+    """A base folder is overlaid: a program may write all over it, and it stays as it is."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "code.py").write_text("x = 1\n")
+    place = SandboxSpec(
+        workspace=Workspace(folder=str(base), path="/testbed"), files={"extra": "e"}
+    )
+    async with container.open(tmp_path / "box", place) as box:
+        assert str(box.workdir) == "/testbed"
+        script = "pwd; cat extra; echo 'x = 2' >code.py; touch more"
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        assert said(box).startswith("/testbed\ne")
+        assert set((await box.changes()).files) == {"code.py", "more"}
+        assert await box.get(PurePosixPath("/testbed/code.py")) == b"x = 2\n"
+    assert (base / "code.py").read_text() == "x = 1\n"
+    assert [one.name for one in base.iterdir()] == ["code.py"]
+    assert left(podman, tmp_path) == []
+
+
+async def test_timeout_ends_all_and_the_box_goes_on(container: Container, tmp_path: Path) -> None:
+    """On timeout all programs are dead, what they wrote is there, and the next one runs."""
+    async with container.open(tmp_path / "box") as box:
+        script = "echo before >f; (setsid sh -c 'trap \"\" TERM; sleep 300') & sleep 300"
+        end = await box.run(["sh", "-c", script], env={}, timeout_s=0.5)
+        assert end.timed_out
+        assert end.seconds < 20
+        again = await box.run(["sh", "-c", "cat f; ps ax | wc -l"], env={}, timeout_s=20)
+        assert again.code == 0
+        assert said(box).startswith("before")
+        programs = await box.run(["sh", "-c", "ls -d /proc/[0-9]*"], env={}, timeout_s=20)
+        assert programs.code == 0
+        assert "sleep" not in said(box)
+
+
+async def test_nothing_of_a_program_outlives_it(container: Container, tmp_path: Path) -> None:
+    """Daemons that a program leaves are dead when `run` returns."""
+    async with container.open(tmp_path / "box") as box:
+        daemon = "setsid sh -c 'while :; do date >>beat; sleep 0.02; done' </dev/null >/dev/null &"
+        await box.run(["sh", "-c", f"{daemon} sleep 0.2"], env={}, timeout_s=20)
+        before = await box.get(box.workdir / "beat")
+        await asyncio.sleep(0.2)
+        assert before
+        assert await box.get(box.workdir / "beat") == before
+
+
+async def test_cancelled_run_leaves_nothing(
+    container: Container, podman: str, tmp_path: Path
+) -> None:
+    """A box whose session is cancelled is gone, container and all."""
+
+    async def session() -> None:
+        async with container.open(tmp_path / "box") as box:
+            opened.set()
+            await box.run(["sleep", "300"], env={}, timeout_s=300)
+
+    opened = asyncio.Event()
+    task = asyncio.create_task(session())
+    await asyncio.wait_for(opened.wait(), 30)
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 30)
+    assert left(podman, tmp_path) == []
+
+
+@pytest.mark.parametrize("after_s", [0.005, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3])
+async def test_cancelled_start_leaves_nothing(
+    container: Container, podman: str, tmp_path: Path, after_s: float
+) -> None:
+    """However far the making of a box has come when its session is cancelled."""
+    await asyncio.to_thread(container.facts)
+    (tmp_path / "base").mkdir()
+    place = SandboxSpec(workspace=Workspace(folder=str(tmp_path / "base")))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(after_s), container.open(tmp_path / "box", place):
+            await asyncio.sleep(60)
+    assert left(podman, tmp_path) == []
+
+
+async def test_many_at_once_leave_nothing(
+    container: Container, podman: str, tmp_path: Path
+) -> None:
+    """Eight at a time open, run and close; no container, mount or record is left."""
+
+    async def session(number: int) -> int:
+        async with container.open(
+            tmp_path / str(number), SandboxSpec(files={"n": str(number)})
+        ) as box:
+            await box.run(["cat", "n"], env={}, timeout_s=60)
+            return int(said(box))
+
+    assert await asyncio.gather(*map(session, range(8))) == list(range(8))
+    assert left(podman, tmp_path) == []
+    assert not any((tmp_path / f"{n}" / "container.json").exists() for n in range(8))
+
+
+async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> None:
+    """After kill -9 of this process `reap` removes the container and the mount, once."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "f").touch()
+    script = f"""
+import asyncio
+from pathlib import Path
+from tugline.sandbox.base import Place
+from tugline.sandbox.container.images import name_of
+from tugline.sandbox.container.runtime import Container
+from tugline.types import Workspace
+async def main():
+    container = Container(engine={podman!r}, image={DEBIAN!r})
+    place = Place(workspace=Workspace(folder={str(base)!r}))
+    async with container.open(Path({str(tmp_path / "s" / "agent")!r}), place) as box:
+        print("open", flush=True)
+        await box.run(["sleep", "300"], env={{}}, timeout_s=300)
+asyncio.run(main())
+"""
+    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=-1)
+    assert node.stdout is not None
+    await asyncio.wait_for(node.stdout.readuntil(b"open\n"), 60)
+    node.kill()
+    await node.wait()
+    assert len(left(podman, tmp_path)) == 2
+    runtime = Container()  # with nobody's options, as a node reaps
+    assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 2
+    assert left(podman, tmp_path) == []
+    assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 0
+
+
+async def test_record_of_another_container_removes_nothing(
+    container: Container, tmp_path: Path
+) -> None:
+    """A record names a container of its own folder, or none: it is no way to remove others."""
+    async with container.open(tmp_path / "a" / "agent") as box:
+        record = (tmp_path / "a" / "agent" / "container.json").read_bytes()
+        forged = tmp_path / "b" / "agent"
+        forged.mkdir(parents=True)
+        (forged / "container.json").write_bytes(record)
+        assert await asyncio.to_thread(container.reap, tmp_path / "b") == 0
+        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+
+
+async def test_too_much_memory_is_told(container: Container, tmp_path: Path) -> None:
+    """A program that takes more than the box has is killed, and the exit says for what."""
+    async with container.open(tmp_path / "box") as box:
+        eat = "a = bytearray(900 << 20)"
+        end = await box.run(["python3", "-c", eat], env={}, timeout_s=60)
+        assert (end.code, end.cause) == (-9, Cause.AGENT_MEMORY)
+        assert (await box.run(["true"], env={}, timeout_s=20)).cause is None
+
+
+@pytest.mark.parametrize("where", ["/workspace", "/home/agent", "/var/x"])
+async def test_full_disk_is_told(podman: str, tmp_path: Path, where: str) -> None:
+    """Writing more than `disk_mb`, wherever, ends the program; the box can still be read."""
+    runtime = Container(engine=podman, image=DEBIAN, disk_mb=20)
+    async with runtime.open(tmp_path / "box") as box:
+        fill = f"mkdir -p {where}; dd if=/dev/zero of={where}/full bs=1M count=60; sleep 60"
+        end = await box.run(["sh", "-c", fill], env={}, timeout_s=40)
+        assert (end.cause, end.timed_out) == (Cause.AGENT_DISK, False)
+
+
+async def test_a_full_disk_is_told_of_a_quick_program(podman: str, tmp_path: Path) -> None:
+    """One that has ended before anybody looked took no less."""
+    async with Container(engine=podman, image=DEBIAN, disk_mb=20).open(tmp_path / "box") as box:
+        end = await box.run(["head", "-c", "1", "/etc/hostname"], env={}, timeout_s=20)
+        assert end.cause is None
+        fill = "head -c 60000000 /dev/zero >full"
+        end = await box.run(["sh", "-c", fill], env={}, timeout_s=20)
+        assert (end.code, end.cause) == (0, Cause.AGENT_DISK)
+
+
+async def test_fork_bomb_is_bounded(container: Container, tmp_path: Path) -> None:
+    """Processes have a limit, and all are dead afterwards."""
+    async with container.open(tmp_path / "box") as box:
+        bomb = (
+            "import os,time\nn=0\ntry:\n  while n<1000:\n    n+=1\n"
+            "    if not os.fork(): time.sleep(60)\nexcept OSError: print(n)"
+        )
+        await box.run(["python3", "-c", bomb], env={}, timeout_s=60)
+        assert int(said(box)) < 200
+        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+
+
+async def test_programs_have_few_rights_and_no_network(
+    container: Container, tmp_path: Path
+) -> None:
+    """No raw sockets, devices or mounts, no more rights by setuid, nothing but loopback."""
+    script = """
+grep -E 'CapBnd|NoNewPrivs|Seccomp:' /proc/self/status
+ls /sys/class/net
+mount -t tmpfs none /mnt 2>/dev/null && echo MOUNTED
+mknod /tmp/d b 8 0 2>/dev/null && echo DEVICE
+echo x 2>/dev/null >/run/tugline/runner && echo WRITTEN
+exit 0
+"""
+    async with container.open(tmp_path / "box") as box:
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        words = said(box).split()
+    assert words == ["CapBnd:", "00000000000004fb", "NoNewPrivs:", "1", "Seccomp:", "2", "lo"]
+
+
+async def test_reached_url_is_all_that_answers(container: Container, tmp_path: Path) -> None:
+    """A URL of this machine is reached by loopback, also after a kill, until work is looked at."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\npong")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    fetch = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read())"
+    async with server, container.open(tmp_path / "box") as box:
+        url = await box.reach(f"http://127.0.0.1:{port}/s/1")
+        for _ in range(2):
+            end = await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)
+            assert end.code == 0, said(box)
+            assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
+        direct = f"http://127.0.0.1:{port}/"
+        assert (await box.run(["python3", "-c", fetch, direct], env={}, timeout_s=30)).code == 1
+        await box.changes()
+        assert (await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)).code == 1
+
+
+@pytest.mark.parametrize("look", ["changes", "snapshot"])
+async def test_all_is_dead_when_work_is_looked_at(
+    container: Container, tmp_path: Path, look: str
+) -> None:
+    """Also what outlived its run, by whatever means; the next program starts it again."""
+    async with container.open(tmp_path / "box") as box:
+        inside = ("nsenter", f"--target={box._pid}", "--pid", "--mount", "sleep", "300")
+        left_over = await asyncio.create_subprocess_exec(*inside)
+        await asyncio.sleep(0.1)
+        assert left_over.returncode is None
+        await (box.changes() if look == "changes" else box.snapshot(tmp_path / "snapshot"))
+        await asyncio.wait_for(left_over.wait(), 5)
+        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+
+
+async def test_two_at_once_in_a_killed_container(container: Container, tmp_path: Path) -> None:
+    """It is started again once, for whoever comes, also for a door."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server, container.open(tmp_path / "box") as box:
+        assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
+        asked = (
+            box.run(["sh", "-c", f"exit {n}"], env={}, timeout_s=20, log_name=f"{n}")
+            for n in range(2)
+        )
+        port = server.sockets[0].getsockname()[1]
+        *ends, url = await asyncio.gather(*asked, box.reach(f"http://127.0.0.1:{port}"))
+        assert [getattr(end, "code", None) for end in ends] == [0, 1]
+        assert url == "http://127.0.0.1:10040"
+        assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
+        assert await box.reach(f"http://127.0.0.1:{port}") == url
+
+
+async def test_memory_that_a_program_left_behind(podman: str, tmp_path: Path) -> None:
+    """What lies in /dev/shm goes with the program that took too much, or it would end all next."""
+    runtime = Container(engine=podman, image=DEBIAN, memory_mb=70)
+    async with runtime.open(tmp_path / "box") as box:
+        fill = "head -c 64000000 /dev/zero >/dev/shm/x; python3 -c 'bytearray(30 << 20)'"
+        end = await box.run(["sh", "-c", fill], env={}, timeout_s=20)
+        assert end.cause is Cause.AGENT_MEMORY
+        end = await box.run(["python3", "-c", "bytearray(8 << 20)"], env={}, timeout_s=20)
+        assert (end.code, end.cause) == (0, None)
+
+
+async def test_cancelled_while_mounting(
+    container: Container, podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that comes after its session was given up is undone."""
+    real, mounting = mounts.overlay, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        mounting.set()
+        time.sleep(0.3)
+        return real(*given)
+
+    monkeypatch.setattr(overlay, "overlay", slow)
+    (tmp_path / "base").mkdir()
+    place = SandboxSpec(workspace=Workspace(folder=str(tmp_path / "base")))
+
+    async def session() -> None:
+        async with container.open(tmp_path / "box", place):
+            pass
+
+    task = asyncio.create_task(session())
+    assert await asyncio.to_thread(mounting.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.5)
+    assert left(podman, tmp_path) == []
+
+
+async def test_mounts_are_read_only_or_its_own(container: Container, tmp_path: Path) -> None:
+    """A folder of the node can be read only; one without source is empty and can be read back."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "tool").write_text("t")
+    mounts = (
+        Mount(str(tools), str(tools)),
+        Mount("/logs/verifier"),
+        Mount("/bin/sh", str(tools / "tool"), optional=True),
+        Mount("/lib64/ld-tugline.so", str(tools / "tool"), optional=True),
+    )
+    async with container.open(tmp_path / "box", SandboxSpec(mounts=mounts)) as box:
+        script = f"cat {tools}/tool /lib64/ld-tugline.so; touch {tools}/x; echo 1 >/logs/verifier/r"
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        assert said(box).startswith("tt")
+        assert "Read-only" in said(box)
+        assert await box.get(PurePosixPath("/logs/verifier/r")) == b"1\n"
+        with pytest.raises(UsageError, match="/etc/passwd is not below /"):
+            await box.get(PurePosixPath("/etc/passwd"))
+        with pytest.raises(UsageError, match="not under /etc"):
+            await box.put(PurePosixPath("/etc"), {"passwd": ""})
+
+
+async def test_image_with_nothing_but_busybox(podman: str, tmp_path: Path) -> None:
+    """No bash, no C library and no Python are needed inside."""
+    runtime = Container(engine=podman)
+    place = SandboxSpec(workspace=Workspace(image=BUSYBOX), files={"a": "1"})
+    async with runtime.open(tmp_path / "box", place) as box:
+        end = await box.run(["sh", "-c", "cat a; kill -TERM $$"], env={}, timeout_s=20)
+        assert (end.code, said(box)) == (-15, "1")
+
+
+@pytest.mark.parametrize("user", ["1234:1234", "nobody"])
+async def test_user_can_write_where_an_agent_must(podman: str, tmp_path: Path, user: str) -> None:
+    """Programs that are not root can write to the workdir and the home."""
+    runtime = Container(engine=podman, image=DEBIAN, user=user)
+    async with runtime.open(tmp_path / "box", SandboxSpec(files={"a": "1"})) as box:
+        script = "id -u; touch b ~/c /tmp/d && echo ok; touch /usr/e 2>/dev/null || echo kept"
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        assert said(box).split()[1:] == ["ok", "kept"]
+        assert set((await box.changes()).files) == {"b"}
+
+
+async def test_read_only_image(podman: str, tmp_path: Path) -> None:
+    """With `read_only` only the workdir, the home and /tmp can be written to."""
+    runtime = Container(engine=podman, image=DEBIAN, read_only=True)
+    async with runtime.open(tmp_path / "box") as box:
+        script = "touch a ~/b /tmp/c && echo ok; touch /usr/d 2>/dev/null || echo kept"
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        assert said(box).split() == ["ok", "kept"]
+
+
+async def test_exec_costs_milliseconds(container: Container, tmp_path: Path) -> None:
+    """A program through the shell is far below an exec of the engine (some 150 ms)."""
+    async with container.open(tmp_path / "box") as box:
+        seconds = []
+        for _ in range(15):
+            began = time.perf_counter()
+            await box.run(["true"], env={}, timeout_s=20)
+            seconds.append(time.perf_counter() - began)
+    assert sorted(seconds)[7] < 0.075
+
+
+async def test_no_shell_is_said(podman: str, tmp_path: Path) -> None:
+    """An image that cannot run a program is named, and nothing is left of it."""
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    runtime = Container(engine=podman)
+    place = SandboxSpec(workspace=Workspace(build=str(context)))
+    try:
+        with pytest.raises(ImageError, match=r"has no /bin/sh"):
+            async with runtime.open(tmp_path / "box", place):
+                pass
+    finally:
+        unbuilt(podman, name_of(context))
+    assert left(podman, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory_mb": 0}, "memory_mb is 0, must be a whole number from 6"),
+        ({"engine": "tcp://host:1"}, "engine is 'tcp://host:1', must be 'podman', 'docker' or"),
+        ({"pull": "always"}, "pull is 'always', must be 'missing' or 'never'"),
+        ({"cpus": "2"}, "cpus is '2', must be a number above 0"),
+    ],
+)
+def test_wrong_options_are_told(options: dict[str, object], words: str) -> None:
+    """A wrong option is named with its value and what would be right."""
+    with pytest.raises(ConfigError, match=words):
+        Container(**options)  # type: ignore[arg-type]
+
+
+async def test_workspace_that_cannot_be(podman: str, tmp_path: Path) -> None:
+    """A workspace without image, or in a place that is taken, is the task's mistake."""
+    with pytest.raises(UsageError, match="neither image nor build"):
+        async with Container(engine=podman).open(tmp_path / "a"):
+            pass
+    place = SandboxSpec(workspace=Workspace(image=DEBIAN, path="/home"))
+    with pytest.raises(UsageError, match=r"workspace.path is '/home'"):
+        async with Container(engine=podman).open(tmp_path / "b", place):
+            pass
+
+
+async def test_engine_that_is_not_there(tmp_path: Path) -> None:
+    """Without an engine the runtime says what to do, and a session is the place's failure."""
+    runtime = Container(engine=f"unix://{tmp_path}/none.sock", image=DEBIAN)
+    why = await asyncio.to_thread(runtime.unavailable)
+    assert why is not None
+    assert "none.sock" in why
+    assert "install podman" in why
+    assert await asyncio.to_thread(runtime.weaknesses) == ()
+    with pytest.raises(SandboxError, match=r"none\.sock"):
+        async with runtime.open(tmp_path / "box"):
+            pass
+
+
+async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None:
+    """As root with control groups, memory and processes are bounded, and nothing says otherwise."""
+    facts = await asyncio.to_thread(container.facts)
+    lines = await asyncio.to_thread(container.weaknesses)
+    assert facts.seccomp
+    assert facts.guard is not None
+    unguarded = msgspec.structs.replace(facts, guard=None).weaknesses()
+    assert any("take over the shell" in line for line in {*unguarded} - {*lines})
+    assert facts.rootless is (os.geteuid() != 0)
+    assert any("memory has no bound" in line for line in lines) is not facts.memory
+
+
+@pytest.mark.usefixtures("podman")
+async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    """A session's outcome stands when its container cannot be removed; `reap` does it later."""
+    folder = tmp_path / "podman"
+    folder.mkdir()
+    async with contextlib.AsyncExitStack() as stack:
+        with serving(folder) as engine:
+            runtime = Container(engine=engine, image=BUSYBOX)
+            box = await stack.enter_async_context(runtime.open(tmp_path / "s" / "agent"))
+        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+    assert (tmp_path / "s" / "agent" / "container.json").exists()
+    with serving(folder):
+        assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 1
+        assert left(engine, tmp_path) == []
+
+
+def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes a connection and says nothing does not hold up a node's start."""
+    monkeypatch.setattr(Engine.blocking, "__defaults__", (0.5,))
+    hello = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
+    held = []
+
+    def answer(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                asked, _ = server.accept()
+                if b"_ping" in asked.recv(4096):
+                    with asked:
+                        asked.sendall(hello)
+                else:
+                    held.append(asked)
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "hung"))
+        server.listen()
+        thread = threading.Thread(target=answer, args=(server,), daemon=True)
+        thread.start()
+        record = msgspec.json.encode(Record("x", str(tmp_path / "hung")))
+        (tmp_path / "container.json").write_bytes(record)
+        began = time.monotonic()
+        assert Container().reap(tmp_path) == 0
+        assert time.monotonic() - began < 5
+        assert held
+        assert (tmp_path / "container.json").exists()
+        server.shutdown(socket.SHUT_RDWR)
+    for asked in held:
+        asked.close()

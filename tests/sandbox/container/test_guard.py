@@ -1,0 +1,81 @@
+"""The narrowed seccomp profile, and the form in which each engine takes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.sandbox.container import hardening
+
+ALLOW, ERRNO = "SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO"
+PROFILE = {
+    "defaultAction": ERRNO,
+    "syscalls": [
+        {"names": ["read", "ptrace", "keyctl", "clone", "clone3", "unshare"], "action": ALLOW},
+        {"names": ["prlimit64"], "action": ALLOW, "includes": {"caps": ["CAP_KILL"]}},
+        {"names": ["clone3"], "action": ERRNO, "errnoRet": 38},
+        {"names": ["clone"], "action": ALLOW, "args": [{"index": 1}]},
+    ],
+}
+
+
+def holds(rule: dict[str, Any], value: int) -> bool:
+    """Whether the one condition of a rule does."""
+    (only,) = rule["args"]
+    return bool(value & only["value"] == only["valueTwo"])
+
+
+def test_calls_that_name_process_1_are_left_out() -> None:
+    """By the 32 bits that the kernel looks at; everybody else, and oneself by 0, may be named."""
+    rules = hardening.narrowed(PROFILE)["syscalls"]
+    for name, argument in (("ptrace", 1), ("prlimit64", 0)):
+        mine = [rule for rule in rules if name in rule["names"]]
+        assert {rule["args"][0]["index"] for rule in mine} == {argument}
+        refused = [n for n in range(70000) if not any(holds(rule, n) for rule in mine)]
+        assert refused == [1]
+        assert not any(holds(rule, 1 << 32 | 1) for rule in mine)
+        assert any(holds(rule, (1 << 22) - 1) for rule in mine)
+    assert all(rule.get("includes") for rule in rules if "prlimit64" in rule["names"])
+
+
+def test_what_bubblewrap_refuses_is_refused() -> None:
+    """User namespaces and keyrings; what the profile allows under a condition stays as it is."""
+    rules = hardening.narrowed(PROFILE)["syscalls"]
+    allowed = {name for rule in rules if rule["action"] == ALLOW for name in rule["names"]}
+    assert allowed == {"read", "ptrace", "prlimit64", "clone", "unshare"}
+    assert [rule for rule in rules if "clone3" in rule["names"]] == [
+        {"names": ["clone3"], "action": ERRNO, "errnoRet": 38}
+    ]
+    (unshare,) = [rule for rule in rules if "unshare" in rule["names"]]
+    assert [holds(unshare, flags) for flags in (0, 0x10000000, 0x20000)] == [True, False, True]
+    assert {"names": ["clone"], "action": ALLOW, "args": [{"index": 1}]} in rules
+
+
+def test_profile_is_text_for_docker_and_a_file_for_podman(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker masks nothing by itself when it is told what to mask, so that is told, too."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "profile").write_text(json.dumps(PROFILE))
+    security = [f"name=seccomp,profile={tmp_path / 'profile'}", "name=rootless"]
+    docker, podman = (hardening.found(kind, security) for kind in ("docker", "podman"))
+    assert docker is not None
+    assert podman is not None
+    (text,) = docker.asked()["SecurityOpt"]
+    assert json.loads(text.removeprefix("seccomp=")) == hardening.narrowed(PROFILE)
+    assert {*hardening.MASKED, "/proc/kcore"} < {*docker.asked()["MaskedPaths"]}
+    mask, file = podman.asked()["SecurityOpt"]
+    assert mask == "mask=/proc/1/mem:/proc/1/task"
+    assert json.loads(Path(file.removeprefix("seccomp=")).read_text()) == hardening.narrowed(
+        PROFILE
+    )
+
+
+def test_no_profile_is_no_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one that allows what it does not name."""
+    (tmp_path / "open").write_text(json.dumps({**PROFILE, "defaultAction": ALLOW}))
+    monkeypatch.setattr(hardening, "_PROFILES", (str(tmp_path / "open"), str(tmp_path / "none")))
+    assert hardening.found("docker", ["name=seccomp,profile=builtin"]) is None

@@ -1,0 +1,251 @@
+"""Images of a real Podman: missing, built, broken, looked into and removed again."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiodocker.containers import DockerContainer, DockerContainers
+
+from containers import BUSYBOX, DEBIAN, exists, unbuilt
+from tugline.errors import ImageError
+from tugline.sandbox.base import SandboxSpec
+from tugline.sandbox.container.engine import Engine
+from tugline.sandbox.container.images import BUILT, name_of
+from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.patch import Change
+from tugline.types import Workspace
+
+pytestmark = pytest.mark.podman
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test has a cache of its own."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def context(folder: Path, dockerfile: str) -> Workspace:
+    """A folder to build from. What makes it a new image each time is the test's own path."""
+    folder.mkdir()
+    (folder / "Dockerfile").write_text(dockerfile)
+    (folder / "own").write_text(str(folder))
+    return Workspace(build=str(folder))
+
+
+def names(*workspaces: Workspace) -> list[str]:
+    """What they build."""
+    return [name_of(Path(one.build or "")) for one in workspaces]
+
+
+def built(engine: str, *workspaces: Workspace) -> list[str]:
+    """Names of those that the engine has."""
+    return [name for name in names(*workspaces) if exists(engine, name)]
+
+
+async def refused(runtime: Container, tmp_path: Path, workspace: Workspace) -> str:
+    """Why no box can be opened."""
+    with pytest.raises(ImageError) as caught:
+        async with (
+            asyncio.timeout(60),
+            runtime.open(tmp_path / "box", SandboxSpec(workspace=workspace)),
+        ):
+            pass
+    return str(caught.value)
+
+
+async def test_missing_image_is_named(podman: str, tmp_path: Path) -> None:
+    """An image that no registry gives is named with the engine's words, soon."""
+    name = "registry.invalid/nobody/nothing:1"
+    began = time.monotonic()
+    said = await refused(Container(engine=podman), tmp_path, Workspace(image=name))
+    assert time.monotonic() - began < 30
+    assert said.startswith(f"image {name!r} cannot be pulled: ")
+    assert "registry.invalid" in said.partition(": ")[2]
+    assert "load it into the engine by hand" in said
+
+
+async def test_never_pulled(podman: str, tmp_path: Path) -> None:
+    """With pull 'never' no registry is asked."""
+    runtime = Container(engine=podman, pull="never")
+    said = await refused(runtime, tmp_path, Workspace(image="registry.invalid/x"))
+    assert said == "image 'registry.invalid/x' is not there, and the option pull is 'never'"
+
+
+async def test_registry_that_never_answers(podman: str, tmp_path: Path) -> None:
+    """A registry that takes a connection and says nothing is given up after `pull_s`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        runtime = Container(engine=podman, pull_s=1.0)
+        said = await refused(runtime, tmp_path, Workspace(image=f"127.0.0.1:{port}/x:1"))
+    assert "was not pulled within 1 s (option pull_s)" in said
+
+
+async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
+    """Sessions that want the same Dockerfile at once share one build; its workdir is theirs."""
+    dockerfile = f"FROM {DEBIAN}\nWORKDIR /app\nCOPY own ./\nRUN date +%N >stamp\nENV K=v\n"
+    workspace = context(tmp_path / "context", dockerfile)
+    runtime = Container(engine=podman)
+
+    async def session(number: int) -> tuple[bytes | None, dict[str, Change | None], str]:
+        place = SandboxSpec(workspace=workspace, files={"task.txt": "t"})
+        async with runtime.open(tmp_path / f"box{number}", place) as box:
+            assert str(box.workdir) == "/app"
+            await box.run(["sh", "-c", "echo $K; cat task.txt; rm own"], env={}, timeout_s=20)
+            said = (box.logs / "agent.log").read_text()
+            return await box.get(box.workdir / "stamp"), (await box.changes()).files, said
+
+    try:
+        found = await asyncio.gather(*map(session, range(3)))
+        assert found[0] == found[1] == found[2]
+        assert found[0][0]
+        assert found[0][1:] == ({"own": None}, "v\nt")
+    finally:
+        unbuilt(podman, *names(workspace))
+
+
+async def test_public_name_stands_for_the_local_debian(podman: str, tmp_path: Path) -> None:
+    """A Dockerfile in public form builds here, where a Debian of ours has that name."""
+    workspace = context(tmp_path / "context", "FROM python:3.11-slim\nRUN python3 --version\n")
+    runtime = Container(engine=podman)
+    try:
+        assert await runtime.prefetch([workspace, workspace]) == []
+        assert built(podman, workspace)
+    finally:
+        unbuilt(podman, *names(workspace))
+
+
+async def test_broken_dockerfile_is_told_with_its_last_lines(podman: str, tmp_path: Path) -> None:
+    """A step that fails is told with what it said; nothing is left in the engine."""
+    dockerfile = f"FROM {BUSYBOX}\nRUN echo this is why >&2; exit 3\n"
+    workspace = context(tmp_path / "context", dockerfile)
+    said = await refused(Container(engine=podman), tmp_path, workspace)
+    assert said.startswith(f"{tmp_path}/context/Dockerfile cannot be built: ")
+    assert "this is why" in said
+    assert "exit status 3" in said or "non-zero code: 3" in said
+    assert "\x1b" not in said
+    assert not built(podman, workspace)
+
+
+async def test_dockerfile_that_is_none(podman: str, tmp_path: Path) -> None:
+    """An unknown instruction, a missing base and a missing file are told as what they are."""
+    runtime = Container(engine=podman)
+    said = await refused(
+        runtime, tmp_path, context(tmp_path / "a", f"FROM {BUSYBOX}\nNONSENSE x\n")
+    )
+    assert "NONSENSE" in said.upper()
+    said = await refused(runtime, tmp_path, context(tmp_path / "b", "FROM registry.invalid/x:1\n"))
+    assert "registry.invalid" in said
+    (tmp_path / "empty").mkdir()
+    said = await refused(runtime, tmp_path, Workspace(build=str(tmp_path / "empty")))
+    assert said.endswith("must be a folder with a Dockerfile")
+
+
+async def test_build_has_a_deadline(podman: str, tmp_path: Path) -> None:
+    """A build that hangs is given up after `build_s`."""
+    workspace = context(tmp_path / "context", f"FROM {BUSYBOX}\nRUN sleep 20\n")
+    said = await refused(Container(engine=podman, build_s=2.0), tmp_path, workspace)
+    assert "cannot be built: not within 2 s (option build_s)" in said
+
+
+async def test_session_that_gives_up_does_not_stop_the_build(podman: str, tmp_path: Path) -> None:
+    """A build goes on when the session that asked for it is cancelled; the next finds it done."""
+    workspace = context(tmp_path / "context", f"FROM {BUSYBOX}\nRUN sleep 2\n")
+    runtime = Container(engine=podman)
+    try:
+        with pytest.raises(TimeoutError):
+            async with (
+                asyncio.timeout(1),
+                runtime.open(tmp_path / "a", SandboxSpec(workspace=workspace)),
+            ):
+                pass
+        began = time.monotonic()
+        async with runtime.open(tmp_path / "b", SandboxSpec(workspace=workspace)) as box:
+            assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+        assert time.monotonic() - began < 15
+    finally:
+        unbuilt(podman, *names(workspace))
+
+
+async def test_cancelled_look_into_an_image_leaves_no_container(
+    podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while its container is made nor while it is removed."""
+    runtime = Container(engine=podman, image=BUSYBOX)
+    await asyncio.to_thread(runtime.facts)
+    reached = asyncio.Event()
+
+    def slowly(real: Any) -> Any:
+        async def call(*given: Any, **named: Any) -> Any:
+            reached.set()
+            await asyncio.sleep(0.2)
+            return await real(*given, **named)
+
+        return call
+
+    async def session() -> None:
+        async with runtime.open(tmp_path / "box"):
+            pass
+
+    for holder, name in ((DockerContainers, "create"), (DockerContainer, "delete")):
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, slowly(getattr(holder, name)))
+            reached.clear()
+            task = asyncio.create_task(session())
+            await asyncio.wait_for(reached.wait(), 20)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    async with Engine(podman).client() as docker:
+        named = {"label": ["tugline=peek"]}
+        assert not await docker.containers.list(all=True, filters=named)
+
+
+async def test_least_used_image_of_ours_goes_first(podman: str, tmp_path: Path) -> None:
+    """Over `images_gb` what was built here and not used for longest goes; nothing else does."""
+    runtime = Container(engine=podman, images_gb=0.005)  # two of them fit, three do not
+    dockerfile = f"FROM {BUSYBOX}\nCOPY own /\n"
+    first, second, third = (context(tmp_path / name, dockerfile) for name in "abc")
+    try:
+        assert await runtime.prefetch([first, second]) == []
+        assert await runtime.prefetch([first, third]) == []
+        assert set(built(podman, first, second, third)) == set(built(podman, first, third))
+        assert len(built(podman, first, third)) == 2
+        assert exists(podman, BUSYBOX)
+    finally:
+        unbuilt(podman, *names(first, second, third))
+
+
+async def test_image_in_use_is_not_removed(podman: str, tmp_path: Path) -> None:
+    """An image that a box is made of stays, also when it is too large."""
+    runtime = Container(engine=podman, images_gb=0.001)
+    dockerfile = f"FROM {BUSYBOX}\nCOPY own /\n"
+    first, second = (context(tmp_path / name, dockerfile) for name in "ab")
+    try:
+        async with runtime.open(tmp_path / "box", SandboxSpec(workspace=first)) as box:
+            assert await runtime.prefetch([second]) == []
+            assert (await box.run(["cat", "/own"], env={}, timeout_s=20)).code == 0
+            assert len(built(podman, first, second)) == 2
+    finally:
+        unbuilt(podman, *names(first, second))
+
+
+def test_name_is_the_content(tmp_path: Path) -> None:
+    """The same files make the same name; a byte, a mode or a file's name makes another."""
+    for folder in ("a", "b", "c", "d", "e"):
+        (tmp_path / folder / "sub").mkdir(parents=True)
+        (tmp_path / folder / "Dockerfile").write_text("FROM x\n")
+        (tmp_path / folder / "sub" / "f").write_text("1")
+    (tmp_path / "c" / "sub" / "f").write_text("2")
+    (tmp_path / "d" / "sub" / "f").chmod(0o755)
+    (tmp_path / "e" / "sub" / "f").rename(tmp_path / "e" / "sub" / "g")
+    found = [name_of(tmp_path / folder) for folder in "abcde"]
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+    assert all(name.startswith(f"{BUILT}:") for name in found)

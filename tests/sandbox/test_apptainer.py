@@ -1,0 +1,324 @@
+"""Boxes of Apptainer: with itself where it is installed, and with a stand-in for it.
+
+The stand-in is bubblewrap behind the command line that we use, so all of our own side is exercised
+everywhere; what Apptainer makes of those options is only seen where it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
+from tugline.sandbox.apptainer.runtime import Apptainer
+from tugline.sandbox.base import HOME, WORKDIR, Mount, SandboxSpec
+from tugline.sandbox.patch import Change, Patch
+from tugline.sandbox.workspace.mounts import unmount_all
+from tugline.types import Workspace
+
+STAND_IN = f"""#!{sys.executable}
+import json, os, shutil, sys
+argv = sys.argv[1:]
+if argv == ["--version"]:
+    print("apptainer version 1.4.5-stand-in"); sys.exit(0)
+assert argv.pop(0) == "--silent"
+if argv[0] == "build":
+    assert argv[1:3] == ["--force", "--sandbox"]
+    if not os.path.exists(argv[4]):
+        sys.exit("FATAL: no such image: " + argv[4])
+    shutil.unpack_archive(argv[4], argv[3], "tar"); sys.exit(0)
+assert argv.pop(0) == "exec"
+out = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
+out += ["--clearenv", "--as-pid-1", "--cap-drop", "ALL", "--tmpfs", "/"]
+known = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--net")
+binds, chdir = [], []
+while argv[0].startswith("--"):
+    option = argv.pop(0)
+    if option == "--bind":
+        source, target, *ro = argv.pop(0).split(":")
+        binds += ["--ro-bind" if ro else "--bind", source, target]
+    elif option == "--home":
+        source, target = argv.pop(0).split(":")
+        binds += ["--bind", source, target, "--setenv", "HOME", target]
+    elif option == "--pwd":
+        chdir = ["--chdir", argv.pop(0)]
+    elif option == "--env":
+        binds += ["--setenv", *argv.pop(0).split("=")]
+    elif option == "--network":
+        assert argv.pop(0) == "none"; out.append("--unshare-net")
+    elif option == "--no-mount":
+        argv.pop(0)
+    elif option == "--security":
+        if os.environ.get("NO_SECCOMP"):
+            sys.exit("FATAL: seccomp is not built in")
+        json.load(open(argv.pop(0).removeprefix("seccomp:")))
+    else:
+        assert option in known, option
+image = argv.pop(0)
+for name in os.listdir(image):
+    path = os.path.join(image, name)
+    if os.path.islink(path):
+        out += ["--symlink", os.readlink(path), "/" + name]
+    elif name not in ("proc", "dev"):
+        out += ["--bind", path, "/" + name]
+out += ["--setenv", "PATH", "/bin", "--proc", "/proc", "--dev", "/dev"]
+os.execvp("bwrap", [*out, *binds, *chdir, *argv])
+"""
+
+
+@pytest.fixture(params=["stand-in", "apptainer"])
+def runtime(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Apptainer:
+    """With a cache of its own."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    if request.param == "stand-in":
+        if shutil.which("bwrap") is None:
+            pytest.skip("there is no bwrap for the stand-in")
+        program = tmp_path / "bin" / "apptainer"
+        program.parent.mkdir()
+        program.write_text(STAND_IN)
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    elif why := Apptainer().unavailable():
+        pytest.skip(why)
+    return Apptainer(disk_mb=64)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A sandbox directory with a shell and a folder of work."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("there is no busybox to make an image of")
+    root = tmp_path / "image"
+    for folder in ("bin", "dev", "etc", "home", "proc", "run", "sys", "tmp", "usr", "var", "task"):
+        (root / folder).mkdir(parents=True)
+    shutil.copy(busybox, root / "bin" / "busybox")
+    for name in ("sh", "cat", "env", "sleep", "rm", "ls", "id", "wget", "dd", "test", "readlink"):
+        (root / "bin" / name).symlink_to("busybox")
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (root / "etc" / "group").write_text("root:x:0:\n")
+    (root / "task" / "a.txt").write_text("from the image\n")
+    return root
+
+
+def running(argument: str) -> list[str]:
+    """Programs of this machine with that argument."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if argument in line.split()]
+
+
+async def test_a_program_runs_and_its_work_comes_back(
+    runtime: Apptainer, image: Path, tmp_path: Path
+) -> None:
+    """Files in, exit codes and output out, one container for all programs of a box."""
+    place = SandboxSpec(
+        workspace=Workspace(image=str(image)),
+        files={"in.txt": "given\n"},
+        mounts=(Mount("/shared", str(tmp_path / "shared")), Mount("/own")),
+    )
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "tool").write_text("tool\n")
+    async with runtime.open(tmp_path / "box", place) as box:
+        assert (box.workdir, box.home) == (WORKDIR, HOME)
+        await box.put(box.home, {"settings": "s"})
+        script = (
+            "cat in.txt /shared/tool ~/settings; echo $A; echo out > out.txt; echo o > /own/o; "
+        )
+        script += "echo x > /shared/tool; rm in.txt; exit 7"
+        end = await box.run(["sh", "-c", script], env={"A": "b c"}, timeout_s=20)
+        assert (end.code, end.timed_out) == (7, False)
+        log = (box.logs / "agent.log").read_text()
+        assert log.startswith("given\ntool\nsb c\n")
+        assert await box.get(box.workdir / "out.txt") == b"out\n"
+        assert await box.get(PurePosixPath("/own/o")) == b"o\n"
+        assert (await box.run(["test", "-e", "out.txt"], env={}, timeout_s=20)).code == 0
+        assert await box.changes() == Patch({"in.txt": None, "out.txt": Change(b"out\n")})
+        with pytest.raises(UsageError, match="files are put under"):
+            await box.put(PurePosixPath("/etc"), {"x": "x"})
+    assert (tmp_path / "shared" / "tool").read_text() == "tool\n"
+    assert not (image / "workspace").exists()
+
+
+async def test_the_images_own_folder_is_the_workspace(
+    runtime: Apptainer, image: Path, tmp_path: Path
+) -> None:
+    """Seen copy-on-write, so the image stays as it was."""
+    place = SandboxSpec(workspace=Workspace(image=str(image), path="/task"))
+    async with runtime.open(tmp_path / "box", place) as box:
+        end = await box.run(["sh", "-c", "cat a.txt; echo new > a.txt"], env={}, timeout_s=20)
+        assert end.code == 0
+        assert await box.changes() == Patch({"a.txt": Change(b"new\n")})
+    assert (image / "task" / "a.txt").read_text() == "from the image\n"
+    assert unmount_all(tmp_path / "box") == 0
+
+
+async def test_nothing_of_this_machine_is_seen_and_nothing_reached(
+    runtime: Apptainer, image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No environment, no home, no processes, no network but the door that was asked for."""
+    monkeypatch.setenv("SECRET", "word")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nmodel")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with (
+        server,
+        runtime.open(tmp_path / "box", SandboxSpec(workspace=Workspace(image=str(image)))) as box,
+    ):
+        url = await box.reach(f"http://127.0.0.1:{port}")
+        script = f"""env; ls {tmp_path} /root; test -e /proc/{os.getpid()}/root && echo seen
+        wget -q -O- {url}/; wget -q -T 2 -O- http://127.0.0.1:{port}/ && echo reached"""
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        log = (box.logs / "agent.log").read_text()
+    assert "word" not in log
+    assert "HOME=/home/agent" in log
+    assert "model" in log
+    assert "reached" not in log
+
+
+async def test_the_shell_that_runs_programs_is_out_of_their_reach(
+    runtime: Apptainer, image: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Its memory is covered; with Apptainer itself a filter of system calls is in force."""
+    place = SandboxSpec(workspace=Workspace(image=str(image)))
+    async with runtime.open(tmp_path / "box", place) as box:
+        script = "ls /proc/1/task; test -c /proc/1/mem; echo $?; "
+        script += (
+            'while read -r name n; do [ $name != Seccomp: ] || echo "$n"; done </proc/1/status'
+        )
+        await box.run(["sh", "-c", script], env={}, timeout_s=20)
+        words = (box.logs / "agent.log").read_text().split()
+    assert words == ["0", "0" if "stand-in" in request.node.name else "2"]
+    assert not any("shell" in line for line in runtime.weaknesses())
+
+
+async def test_an_apptainer_without_seccomp_is_told(
+    runtime: Apptainer,
+    image: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its boxes open all the same, and it is a weakness that they have no filter."""
+    if "stand-in" not in request.node.name:
+        pytest.skip("Apptainer has seccomp here")
+    monkeypatch.setenv("NO_SECCOMP", "1")
+    place = SandboxSpec(workspace=Workspace(image=str(image)))
+    async with runtime.open(tmp_path / "box", place) as box:
+        assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
+    told = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
+    assert any(told in line for line in runtime.weaknesses())
+
+
+async def test_what_outlives_its_time_is_killed_and_the_box_goes_on(
+    runtime: Apptainer, image: Path, tmp_path: Path
+) -> None:
+    """With its daemons; the next program gets a new container with the same files."""
+    place = SandboxSpec(workspace=Workspace(image=str(image)))
+    async with runtime.open(tmp_path / "box", place) as box:
+        script = "echo kept > kept; sleep 4321 & sleep 4321"
+        end = await box.run(["sh", "-c", script], env={}, timeout_s=0.5)
+        assert end.timed_out
+        assert (await box.run(["cat", "kept"], env={}, timeout_s=20)).code == 0
+    assert not running("4321")
+
+
+async def test_what_a_killed_node_left_is_ended(
+    runtime: Apptainer, image: Path, tmp_path: Path
+) -> None:
+    """The next one finds the container by its record, and leaves no mount."""
+    script = f"""if True:
+        import asyncio
+        from pathlib import Path
+        from tugline.sandbox.apptainer.runtime import Apptainer
+        from tugline.sandbox.base import Place
+        from tugline.types import Workspace
+        async def main():
+            place = Place(workspace=Workspace(image={str(image)!r}, path="/task"))
+            async with Apptainer().open(Path({str(tmp_path / "box")!r}), place) as box:
+                await box.run(["sh", "-c", "echo up > up; sleep 5432"], env={{}}, timeout_s=60)
+        asyncio.run(main())"""
+    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    async with asyncio.timeout(20):
+        while not running("5432"):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.05)
+    node.kill()
+    await node.wait()
+    assert runtime.reap(tmp_path) >= 1
+    async with asyncio.timeout(10):
+        while running("5432"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert runtime.reap(tmp_path) == 0
+    assert unmount_all(tmp_path) == 0
+
+
+async def test_an_archive_is_made_a_sandbox_directory_once(
+    request: pytest.FixtureRequest, runtime: Apptainer, image: Path, tmp_path: Path
+) -> None:
+    """Kept with the other bases; what cannot be had says why."""
+    if "stand-in" not in request.node.name:
+        pytest.skip("Apptainer builds from registries, none of which can be reached in tests")
+    archive = shutil.make_archive(str(tmp_path / "image"), "tar", image)
+    place = SandboxSpec(workspace=Workspace(image=archive))
+    for name in ("one", "two"):
+        async with runtime.open(tmp_path / name, place) as box:
+            assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
+    made = [path for path in (tmp_path / "cache" / "bases").iterdir() if path.is_dir()]
+    assert len(made) == 1
+    with pytest.raises(ImageError, match=r"'docker://none' cannot be had: .*no such image"):
+        async with runtime.open(
+            tmp_path / "x", SandboxSpec(workspace=Workspace(image="docker://none"))
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("workspace", "said"),
+    [
+        (Workspace(), "needs workspace.image: a sandbox directory, or what"),
+        (Workspace(build="/x"), "builds no Dockerfile"),
+        (Workspace(image="/x", path="/"), "workspace.path is '/', must be an absolute folder"),
+    ],
+)
+async def test_what_it_cannot_give_is_the_tasks_mistake(
+    runtime: Apptainer, tmp_path: Path, workspace: Workspace, said: str
+) -> None:
+    """Named, with what would be right."""
+    with pytest.raises(UsageError, match=said):
+        async with runtime.open(tmp_path / "box", SandboxSpec(workspace=workspace)):
+            pass
+
+
+async def test_without_the_program_it_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `unavailable`, and for a task that insists."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "there is no apptainer on PATH: see https://" in (Apptainer().unavailable() or "")
+    with pytest.raises(SandboxError, match="no apptainer on PATH"):
+        async with Apptainer().open(tmp_path / "box"):
+            pass
+
+
+def test_its_options_are_checked() -> None:
+    """Each error names the option, the value and what would be right."""
+    with pytest.raises(ConfigError, match="memory_mb is 0, must be a whole number from 1"):
+        Apptainer(memory_mb=0)
+    with pytest.raises(ConfigError, match="network is 'bridge', must be 'none' or 'host'"):
+        Apptainer(network="bridge")
+    with pytest.raises(ConfigError, match=r"Unexpected.*'memory'.* limits are memory_mb, "):
+        Apptainer(memory=3)
+    assert any("network is open" in line for line in Apptainer(network="host").weaknesses())

@@ -1,0 +1,347 @@
+"""The cache of workspaces, with real repositories."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tugline.errors import ConfigError, UsageError, WorkspaceError
+from tugline.sandbox.workspace import repos
+from tugline.sandbox.workspace.cache import WorkspaceCache
+from tugline.sandbox.workspace.mounts import mounted
+from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.types import Workspace
+
+
+def git(*argv: str, cwd: Path) -> str:
+    """What git says in a folder."""
+    env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    done = subprocess.run(
+        ["git", *who, *argv], cwd=cwd, env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """Three commits: the last is the fix that nobody may see. The second has a tag."""
+    root = tmp_path / "repo"
+    root.mkdir()
+    git("init", "-q", "-b", "trunk", cwd=root)
+    for number in (1, 2, 3):
+        (root / "a.py").write_text(f"x = {number}\n")
+        (root / "run.sh").write_text("#!/bin/sh\n")
+        (root / "run.sh").chmod(0o755)
+        git("add", "-A", cwd=root)
+        git("commit", "-q", "-m", f"commit {number}", cwd=root)
+        if number == 2:
+            git("tag", "-a", "-m", "second", "v2", cwd=root)
+    return root
+
+
+def commit_of(repo: Path, name: str) -> str:
+    """The full hash."""
+    return git("rev-parse", f"{name}^{{commit}}", cwd=repo)
+
+
+def python(script: str, *argv: str) -> subprocess.Popen[str]:
+    """Another process with a cache."""
+    begin = "import asyncio, sys\nfrom pathlib import Path\nfrom tugline import log\n"
+    begin += "log.configure()\n"
+    begin += (
+        "from tugline.sandbox.workspace.cache import Bases\nfrom tugline.types import Workspace\n"
+    )
+    argv = (sys.executable, "-c", begin + script + "\nasyncio.run(main())", *argv)
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def bases(tmp_path: Path) -> WorkspaceCache:
+    """An empty cache."""
+    return WorkspaceCache(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+@pytest.mark.parametrize("name", ["v2", "hash", "trunk", None])
+async def test_a_commit_is_what_it_is_named_by(
+    repo: Path, bases: WorkspaceCache, prefix: str, name: str | None
+) -> None:
+    """A tag, a full hash, a branch or the head, of a path or a URL."""
+    where = f"{prefix}{repo}"
+    asked = commit_of(repo, "v2") if name == "hash" else name
+    async with bases.open(Workspace(repo=where, commit=asked)) as base:
+        assert base is not None
+        text = "x = 2\n" if name in {"v2", "hash"} else "x = 3\n"
+        assert (base / "a.py").read_text() == text
+        assert os.access(base / "run.sh", os.X_OK)
+        assert git("status", "--porcelain", cwd=base) == ""
+        assert git("rev-parse", "HEAD", cwd=base) == commit_of(repo, asked or "HEAD")
+
+
+async def test_nothing_that_came_later_can_be_found(repo: Path, bases: WorkspaceCache) -> None:
+    """History ends at the commit: no fix, no branch, no tag, no remote, no reflog, no object."""
+    fix = commit_of(repo, "trunk")
+    async with bases.open(Workspace(repo=f"file://{repo}", commit="v2")) as base:
+        assert base is not None
+        assert git("log", "--all", "--format=%s", cwd=base).splitlines() == ["commit 2", "commit 1"]
+        assert git("for-each-ref", "--format=%(refname)", cwd=base) == "refs/heads/main"
+        assert git("remote", cwd=base) == git("reflog", cwd=base) == ""
+        objects = git("cat-file", "--batch-all-objects", "--batch-check", cwd=base)
+        assert fix not in objects
+        assert len(objects.splitlines()) == 7  # two commits, two trees, three files
+        for path in (base / ".git").rglob("*"):
+            if path.is_file():
+                assert b"trunk" not in path.read_bytes(), path
+                assert str(repo).encode() not in path.read_bytes(), path
+
+
+async def test_many_at_once_make_it_once(repo: Path, tmp_path: Path) -> None:
+    """In one process and in several, and nothing is left of the making."""
+    script = (
+        "async def main():\n"
+        "  async with Bases(Path(sys.argv[1])).open(Workspace(repo=sys.argv[2])) as base:\n"
+        "    print(base.stat().st_ino)"
+    )
+    others = [python(script, str(tmp_path / "cache"), f"file://{repo}") for _ in range(2)]
+    bases = WorkspaceCache(tmp_path / "cache")
+
+    async def one() -> str:
+        async with bases.open(Workspace(repo=f"file://{repo}")) as base:
+            assert base is not None
+            return str(base.stat().st_ino)
+
+    mine = set(await asyncio.gather(*(one() for _ in range(8))))
+    theirs = {(await asyncio.to_thread(other.communicate))[0].strip() for other in others}
+    assert mine == theirs
+    assert len(mine) == 1
+    folders = [path.name[:4] for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert sorted(folders) == ["git-", "mirr"]
+
+
+async def test_what_cannot_be_had_says_what_and_why(
+    repo: Path, bases: WorkspaceCache, tmp_path: Path
+) -> None:
+    """A typed fault that names repository and commit; secrets in a URL are not repeated."""
+    none = "0123456789012345678901234567890123456789"
+    cases = {
+        "has no 'v9': give a full hash, a tag": Workspace(repo=str(repo), commit="v9"),
+        f"has no commit '{none}'": Workspace(repo=f"file://{repo}", commit=none),
+        "none' is no folder on this node": Workspace(repo=str(tmp_path / "none"), commit="v9"),
+        "git says: .*does not appear to be a git": Workspace(repo=str(tmp_path), commit="v1"),
+        r"'https://\*\*\*@127.0.0.1:9/x'.*git says": Workspace(
+            repo="https://me:word@127.0.0.1:9/x", commit="v1"
+        ),
+        "folder is '/none', which is no folder": Workspace(folder="/none"),
+    }
+    for said, workspace in cases.items():
+        with pytest.raises(WorkspaceError, match=said) as caught:
+            async with bases.open(workspace):
+                pass
+        assert "word" not in str(caught.value)
+    assert len(await bases.prefetch(cases.values())) == len(cases)
+    assert not [
+        path for path in bases.folder.iterdir() if path.name.startswith("git-") and path.is_dir()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workspace", "said"),
+    [
+        (Workspace(repo="/r", folder="/f"), "repo and folder are both given"),
+        (Workspace(commit="x"), "workspace.commit is 'x', but there is no workspace.repo"),
+        (Workspace(folder="a"), "workspace.folder is 'a', must be an absolute path"),
+        (Workspace(folder="/"), "the root of the node cannot be a workspace"),
+        (Workspace(repo="a/b"), "workspace.repo is 'a/b', must be a URL or an absolute path"),
+        (Workspace(repo="--upload-pack=touch /x"), "must be a URL or an absolute path"),
+        (Workspace(repo="ext::sh -c touch% /x"), "must be a URL or an absolute path"),
+        (Workspace(repo="/r", commit="--all"), "must be a full hash, a tag or a branch"),
+    ],
+)
+async def test_a_contradiction_is_the_tasks_mistake(
+    bases: WorkspaceCache, workspace: Workspace, said: str
+) -> None:
+    """It names the field, the value and what would be right; nothing is run for it."""
+    with pytest.raises(UsageError, match=said):
+        async with bases.open(workspace):
+            pass
+
+
+async def test_an_address_that_does_not_answer_does_not_hang(
+    bases: WorkspaceCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Git is ended with all its children when its time is over."""
+    monkeypatch.setattr(repos, "_ASK_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"git://127.0.0.1:{silent.getsockname()[1]}/x"
+        began = time.monotonic()
+        with pytest.raises(WorkspaceError, match=r"git had not answered after .* can this node"):
+            async with bases.open(Workspace(repo=url)):
+                pass
+        assert time.monotonic() - began < 5
+
+
+async def test_who_stops_waiting_does_not_stop_the_making(bases: WorkspaceCache) -> None:
+    """A session whose time is over leaves a base to the next one, made once."""
+    made = []
+
+    async def fill(into: Path) -> None:
+        await asyncio.sleep(0.2)
+        made.append(into)
+        (into / "x").touch()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), bases.filled("image-1", fill):
+            pass
+    async with bases.filled("image-1", fill) as base:
+        assert (base / "x").exists()
+    assert len(made) == 1
+
+
+async def test_a_making_that_failed_leaves_nothing_and_is_tried_again(
+    bases: WorkspaceCache,
+) -> None:
+    """Each that waited gets the error; the next one begins anew."""
+
+    async def fails(into: Path) -> None:
+        (into / "half").touch()
+        msg = "no"
+        raise WorkspaceError(msg)
+
+    async def fill(into: Path) -> None:
+        assert not os.listdir(into)  # noqa: PTH208
+
+    for _ in range(2):
+        with pytest.raises(WorkspaceError, match="no"):
+            async with bases.filled("k", fails):
+                pass
+    assert not [path for path in bases.folder.iterdir() if path.is_dir()]
+    async with bases.filled("k", fill) as base:
+        assert base.is_dir()
+
+
+async def test_what_was_used_least_recently_makes_room(tmp_path: Path) -> None:
+    """The bound holds over all, what is in use stays, and what is gone is made again."""
+    bases = WorkspaceCache(tmp_path / "cache", most_gb=0.0025)
+    made: list[str] = []
+
+    async def fill(into: Path) -> None:
+        made.append(into.name[0])
+        (into / "x").write_bytes(os.urandom(1_000_000))
+        await asyncio.sleep(0.02)  # so that times of use differ
+
+    async with bases.filled("a", fill):
+        async with bases.filled("b", fill):
+            pass
+        async with bases.filled("c", fill):
+            pass
+        async with bases.filled("d", fill):
+            kept = {path.name for path in bases.folder.iterdir() if path.is_dir()}
+            assert kept == {"a", "d"}
+        async with bases.filled("b", fill):
+            pass
+    assert made == ["a", "b", "c", "d", "b"]
+    with pytest.raises(ConfigError, match="bases_gb is 0, must be a number of gigabytes above 0"):
+        WorkspaceCache(most_gb=0)
+
+
+def test_what_killed_processes_left_is_swept_up(tmp_path: Path) -> None:
+    """Half-made and half-removed ones; not those that somebody is at."""
+    bases = WorkspaceCache(tmp_path)
+    mine, its = tmp_path / "git-1.make", tmp_path / "git-2.0a1b2c3d.part"
+    left = ("git-1.part", its.name, "git-3.part", "git-4.0a1b2c3d.part")
+    for name in left:
+        (tmp_path / name / "below").mkdir(parents=True)
+    handles = [os.open(mine, os.O_CREAT | os.O_RDWR), os.open(its, os.O_RDONLY)]
+    for handle in handles:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    assert bases.evict() == 0
+    assert {path.name for path in tmp_path.glob("*.part")} == set(left[:2])
+    for handle in handles:
+        os.close(handle)
+    assert bases.evict() == 0
+    assert not list(tmp_path.glob("*.part"))
+
+
+async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> None:
+    """Nor is its lock left when that process is killed."""
+    script = (
+        "async def fill(into): (into / 'x').write_bytes(b'x' * 1_000_000)\n"
+        "async def main():\n"
+        "  async with Bases(Path(sys.argv[1])).filled('a', fill):\n"
+        "    print('holding', flush=True); await asyncio.sleep(60)"
+    )
+    other = python(script, str(tmp_path / "cache"))
+    try:
+        assert other.stdout is not None
+        assert await asyncio.to_thread(other.stdout.readline) == "holding\n"
+        bases = WorkspaceCache(tmp_path / "cache", most_gb=0.0001)
+        assert bases.evict() == 0
+        other.kill()
+        await asyncio.to_thread(other.wait)
+        assert bases.evict() == 1
+        assert not (bases.folder / "a").exists()
+    finally:
+        other.kill()
+        other.communicate()
+
+
+async def test_a_folder_is_used_in_place(bases: WorkspaceCache, tmp_path: Path) -> None:
+    """Nothing is copied; without repo and folder there is no base."""
+    (tmp_path / "given").mkdir()
+    async with bases.open(Workspace(folder=str(tmp_path / "given"))) as base:
+        assert base == tmp_path / "given"
+    async with bases.open(Workspace(image="debian")) as base:
+        assert base is None
+
+
+async def test_the_status_in_a_box_reads_no_file_again(repo: Path, bases: WorkspaceCache) -> None:
+    """The index of the base still holds in its copy-on-write view, so git reads times only."""
+    async with bases.open(Workspace(repo=str(repo))) as base:
+        layer = OverlayWorkspace(bases.folder.parent / "box", base, {})
+        await asyncio.to_thread(layer.make)
+        await asyncio.to_thread(layer.mount)
+        try:
+            if not mounted(layer.work):
+                pytest.skip("no overlay may be mounted here")
+            index = layer.work / ".git" / "index"
+            before = index.read_bytes()
+            # A file whose content changed behind its time and size is not read, so not seen.
+            (layer.work / "a.py").write_text("x = 9\n")
+            shutil.copystat(layer.lower / "a.py", layer.work / "a.py")  # type: ignore[operator]
+            assert git("status", "--porcelain", cwd=layer.work) == ""
+            assert index.read_bytes() == before
+            (layer.work / "a.py").write_text("x = 10\n")
+            assert git("status", "--porcelain", cwd=layer.work) == "M a.py"
+        finally:
+            await asyncio.to_thread(layer.clear)
+
+
+def test_two_loops_may_use_the_same_cache(tmp_path: Path) -> None:
+    """As two nodes in the threads of one process do."""
+    bases = WorkspaceCache(tmp_path / "cache")
+
+    async def fill(into: Path) -> None:
+        await asyncio.sleep(0.05)
+        (into / "x").touch()
+
+    async def use() -> None:
+        async with bases.filled("k", fill) as base:
+            assert (base / "x").exists()
+
+    threads = [threading.Thread(target=lambda: asyncio.run(use())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert (tmp_path / "cache" / "k" / "x").exists()

@@ -1,0 +1,621 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tugline.errors import ConfigError, SandboxError, UsageError, WorkspaceError
+from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
+from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.bubblewrap.view import pythons
+from tugline.sandbox.exec.limits import places
+from tugline.sandbox.patch import Change
+from tugline.types import Cause, Workspace
+
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Bubblewrap:
+    """The runtime with what it is by itself, where it can be had."""
+    made = Bubblewrap()
+    why = made.unavailable()
+    if why is not None:
+        pytest.skip(why)
+    return made
+
+
+@pytest.fixture
+async def box(runtime: Bubblewrap, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    """A box with two files."""
+    place = SandboxSpec(files={"a/b.txt": "one\r\ntwo", "c": "x"})
+    async with runtime.open(tmp_path / "box", place) as opened:
+        yield opened
+
+
+async def sh(box: Sandbox, script: str, timeout_s: float = 10.0, **env: str) -> Exit:
+    """Run a script."""
+    return await box.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
+
+
+def log(box: Sandbox) -> str:
+    """What programs have written so far."""
+    return (box.logs / "agent.log").read_text()
+
+
+def running(mark: str) -> list[int]:
+    """Processes of this machine that have `mark` in their command."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = entry.name.isdecimal() and (entry / "cmdline").read_bytes()
+            if command and mark.encode() in command.replace(b"\0", b" "):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def unique_sleep() -> str:
+    """A command that can be told from all others."""
+    return f"sleep 99.{secrets.randbelow(10**9):09d}"
+
+
+def mounts() -> str:
+    """What is mounted on this machine."""
+    return Path("/proc/self/mountinfo").read_text()
+
+
+def handles() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def names(folder: Path, pattern: str = "*") -> set[str]:
+    """What is in a folder."""
+    return {path.name for path in folder.glob(pattern)}
+
+
+async def served(answer: str) -> tuple[asyncio.Server, str]:
+    """An HTTP server of this machine that gives everybody one answer."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {len(answer)}\r\n\r\n"
+        writer.write(f"{head}{answer}".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a?b"
+
+
+# --------------------------------------------------------------------------- what a program sees
+async def test_a_program_sees_only_what_it_is_given(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files as given, an environment of its own, no process, user or folder of the machine's."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    await sh(box, "pwd; id -un; hostname; wc -c <a/b.txt; cat; set -- /proc/[0-9]*; echo $#")
+    assert log(box).split() == ["/workspace", "agent", "sandbox", "8", "2"]
+    await sh(box, "env | cut -d= -f1 | sort | tr '\\n' ' '", GIVEN="x")
+    seen = set(log(box).splitlines()[-1].split()) - {"PWD", "SHLVL", "_"}
+    assert seen == {"PATH", "LANG", "HOME", "TMPDIR", "GIVEN"}
+    hidden = "/home/* /var/* /run/* /tmp/* /mnt /media /srv /boot /sys /etc/shadow"
+    await sh(box, f"echo ===; ls -d {hidden} 2>/dev/null")
+    ours = {str(up) for one in pythons() for up in (Path(one), *Path(one).parents)}  # anywhere
+    there = [one for one in log(box).rpartition("===")[2].split() if one not in ours]
+    assert there == ["/home/agent", "/run/tugline", "/var/tmp"]  # noqa: S108
+    done = await sh(box, "touch /x /usr/x /etc/x /dev/x /run/tugline/x 2>&1 | grep -c Read-only")
+    assert (done.code, log(box).splitlines()[-1]) == (0, "5")
+
+
+async def test_python_and_the_systems_programs_are_there(box: Sandbox) -> None:
+    """`python3` is one with pytest; git works; TLS has its certificates."""
+    script = "python3 -m pytest --version && git init -q . && ls /etc/ssl/certs/ca-certificates.crt"
+    assert (await sh(box, script)).code == 0, log(box)
+
+
+async def test_the_kernels_side_doors_are_shut(box: Sandbox) -> None:
+    """No new user namespace, no keyring, no hand on the keeper, no look at it."""
+    script = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        def refused(result): assert result == -1, result; print(ctypes.get_errno())
+        refused(libc.ptrace(16, 1, 0, 0))
+        refused(libc.unshare(0x10000000))
+        refused(libc.mount(b"x", b"/tmp", b"tmpfs", 0, None))
+        refused(libc.syscall(250, 0, 0, 0) if os.uname().machine == "x86_64" else -1)
+        print(os.listdir("/proc/1"))
+        """
+    done = await box.run(("python3", "-c", textwrap.dedent(script)), env={}, timeout_s=10)
+    assert done.code == 0, log(box)
+    assert log(box).splitlines()[-1] == "[]"
+
+
+# --------------------------------------------------------------------------- programs
+async def test_exit_codes_come_back(box: Sandbox) -> None:
+    """A failing, a killed and a missing program are exits, not exceptions."""
+    assert (await sh(box, "exit 3")).code == 3
+    assert (await sh(box, "kill -9 $$")).code == -signal.SIGKILL
+    assert (await box.run(("no-such-program",), env={}, timeout_s=5)).code == 127
+
+
+async def test_a_box_outlives_its_timeouts(box: Sandbox) -> None:
+    """All of a program goes, whatever it left its session for; its files stay."""
+    sleep = unique_sleep()
+    done = await sh(box, f"echo kept >k; (setsid {sleep} &); trap '' TERM; {sleep}", 0.5)
+    assert done.timed_out
+    assert done.seconds < 5
+    assert not running(sleep)
+    assert (await sh(box, "cat k")).code == 0
+    assert log(box) == "kept\n"
+
+
+async def test_cancelling_ends_the_program_first(box: Sandbox) -> None:
+    """Whoever cancels gets control back when nothing runs any more; the box is still good."""
+    sleep = unique_sleep()
+    task = asyncio.create_task(sh(box, sleep))
+    async with asyncio.timeout(5):
+        while not running(sleep):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not running(sleep)
+    assert (await sh(box, "exit 6")).code == 6
+
+
+async def test_daemons_end_with_their_program_and_before_the_changes(box: Sandbox) -> None:
+    """What would go on writing is dead by the time anybody reads."""
+    sleep = unique_sleep()
+    await sh(box, f"(setsid {sleep} >/dev/null 2>&1 &); echo 1 >new; rm c")
+    assert not running(sleep)
+    patch = await box.changes()
+    assert patch.files == {"new": Change(b"1\n"), "c": None}
+
+
+async def test_a_sandbox_that_cannot_be_ended_leaves_no_files(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the box had of the disk is given back all the same, and the fault is told."""
+    ended = box.aclose  # type: ignore[attr-defined]
+
+    async def hangs() -> None:
+        msg = "hangs in the kernel"
+        raise SandboxError(msg)
+
+    (box.logs.parent / "tmp" / "x").write_text("x")
+    with monkeypatch.context() as patched:
+        patched.setattr(box, "_down", hangs)
+        with pytest.raises(SandboxError, match="hangs"):
+            await ended()
+    assert not (box.logs.parent / "tmp").exists()
+
+
+async def test_a_box_is_not_used_twice(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """What an earlier attempt left cannot help the next one."""
+    async with runtime.open(tmp_path, SandboxSpec(files={"x": "1"})):
+        pass
+    with pytest.raises(SandboxError, match="not empty"):
+        async with runtime.open(tmp_path, SandboxSpec(files={"x": "1"})):
+            pass
+
+
+# --------------------------------------------------------------------------- files
+async def test_files_go_in_and_come_out(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """Under the workdir, the home and a mount of the box's own; nowhere else, through no link."""
+    tool = tmp_path / "tool"
+    tool.mkdir()
+    (tool / "t").write_text("tool")
+    mounts = (Mount("/logs/verifier"), Mount(str(tool), str(tool)), Mount("/usr/bin", str(tool)))
+    optional = Mount("/usr/bin", str(tool), optional=True)
+    async with runtime.open(tmp_path / "b", SandboxSpec(mounts=(*mounts[:2], optional))) as box:
+        await box.put(box.workdir, {"d/run": Change(b"#!/bin/sh\ncat d/x\n", executable=True)})
+        await box.put(box.workdir, {"d/x": "xx"})
+        await box.put(box.home, {".settings": b"\xff"})
+        script = f"d/run; cat {tool}/t; echo 1 >/logs/verifier/reward; touch {tool}/u; ln -s / l"
+        await sh(box, script)
+        assert log(box).startswith("xxtool")
+        assert not (tool / "u").exists()
+        assert await box.get(PurePosixPath("/logs/verifier/reward")) == b"1\n"
+        assert await box.get(box.home / ".settings") == b"\xff"
+        assert await box.get(box.workdir / "d/x") == b"xx"
+        assert await box.get(box.workdir / "d/x", most=1) is None
+        assert await box.get(box.workdir / "l/etc/passwd") is None
+        for wrong in ("/etc/passwd", "/workspace/../etc/passwd"):
+            with pytest.raises(UsageError):
+                await box.get(PurePosixPath(wrong))
+        with pytest.raises(UsageError, match="not under /etc"):
+            await box.put(PurePosixPath("/etc"), {"x": "1"})
+
+
+async def test_a_base_is_seen_through_a_layer_and_never_changed(
+    runtime: Bubblewrap, tmp_path: Path
+) -> None:
+    """Reads, writes, removals and puts; a killed sandbox keeps them; nothing is mounted here."""
+    base = tmp_path / "ba,s:e"
+    base.mkdir()
+    for name in ("stays", "goes", "grows"):
+        (base / name).write_text(name)
+    place = SandboxSpec(
+        workspace=Workspace(folder=str(base), path="/testbed"), files={"given": "g", "stays": "s2"}
+    )
+    async with runtime.open(tmp_path / "box", place) as box:
+        assert box.workdir == PurePosixPath("/testbed")
+        done = await sh(
+            box, "pwd; cat stays given; rm goes; echo more >>grows; echo n >n; sleep 9", 1
+        )
+        assert done.timed_out
+        assert log(box) == "/testbed\ns2g"
+        await box.put(box.workdir, {"put": "p"})
+        assert (await sh(box, "cat put n grows; ! test -e goes")).code == 0
+        assert await box.get(box.workdir / "grows") == b"growsmore\n"
+        patch = await box.changes()
+        assert patch.files == {
+            "goes": None,
+            "grows": Change(b"growsmore\n"),
+            "n": Change(b"n\n"),
+            "put": Change(b"p"),
+        }
+        assert (await sh(box, "cat n put")).code == 0  # a sandbox again
+        assert str(tmp_path) not in mounts()
+    assert {name: (base / name).read_text() for name in names(base)} == {
+        name: name for name in ("goes", "grows", "stays")
+    }
+
+
+# --------------------------------------------------------------------------- network
+async def test_one_server_is_reached_and_nothing_else(box: Sandbox) -> None:
+    """Through a door, also after the sandbox was killed and made again."""
+    server, url = await served("hello")
+    other, far = await served("secret")
+    async with server, other:
+        inside = await box.reach(url)
+        assert inside.endswith("/a?b")
+        fetch = "import sys,urllib.request as u; print(u.urlopen(sys.argv[1],timeout=3).read())"
+        for _ in range(2):
+            done = await box.run(("python3", "-c", fetch, inside), env={}, timeout_s=10)
+            assert done.code == 0, log(box)
+            assert (await sh(box, "sleep 9", 0.2)).timed_out
+        assert log(box) == "b'hello'\n" * 2
+        await box.changes()  # after which only an evaluator has business here
+        for url in (far, inside):
+            done = await box.run(("python3", "-c", fetch, url), env={}, timeout_s=10)
+            assert done.code == 1
+        assert "secret" not in log(box)
+
+
+# --------------------------------------------------------------------------- limits
+@pytest.mark.usefixtures("runtime")
+async def test_memory_is_bounded(tmp_path: Path) -> None:
+    """What takes too much is ended and told; the box goes on. Small programs are not touched."""
+    if places().memory is None:
+        pytest.skip("no memory control group can be made here")
+    async with Bubblewrap(memory_mb=64).open(tmp_path) as box:
+        eat = ("python3", "-c", "x = b'x' * (300 << 20); print(len(x))")
+        done = await box.run(eat, env={}, timeout_s=20)
+        assert (done.code, done.cause) == (-signal.SIGKILL, Cause.AGENT_MEMORY)
+        fill = "head -c 200000000 /dev/zero >/dev/shm/x"
+        for _ in range(3):  # what the last one filled is gone
+            assert (await sh(box, fill)).cause is Cause.AGENT_MEMORY
+            done = await sh(box, "test ! -e /dev/shm/x && exit 4")
+            assert (done.code, done.cause) == (4, None)
+
+
+@pytest.mark.usefixtures("runtime")
+async def test_a_fork_bomb_goes_off_in_its_box(tmp_path: Path) -> None:
+    """It gets as many processes as it may, is over with its time, and the box goes on."""
+    if places().processes is None and os.geteuid() == 0:
+        pytest.skip("no control group for processes can be made here")
+    sleep = unique_sleep()
+    async with Bubblewrap(processes=50).open(tmp_path) as box:
+        done = await sh(box, f"while :; do {sleep} & done 2>/dev/null", 1.0)
+        assert len(running(sleep)) == 0
+        assert done.code in (2, -signal.SIGKILL)
+        done = await sh(box, f"i=0; while [ $i -lt 200 ]; do i=$((i+1)); {sleep} & done; exit 0")
+        assert not running(sleep)
+        assert (await sh(box, "exit 4")).code == 4
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize(
+    "where",
+    [
+        "while :; do head -c 3000000 /dev/zero >f$i; i=$((i+1)); done",
+        "cat /dev/zero >/tmp/x",
+        "cat /dev/zero >$HOME/x",
+        "exec 3>x; rm x; cat /dev/zero >&3",
+        "mkdir m; cd m; while :; do : >$i; i=$((i+1)); done",
+    ],
+    ids=["workdir", "tmp", "home", "deleted", "many"],
+)
+async def test_the_disk_is_watched(tmp_path: Path, where: str) -> None:
+    """Who takes more than its share is ended, wherever it puts it."""
+    async with Bubblewrap(disk_mb=8, file_mb=300).open(tmp_path) as box:
+        done = await sh(box, f"i=0; {where}; sleep 20", 30)
+        assert done.cause is Cause.AGENT_DISK
+        assert done.seconds < 15
+
+
+@pytest.mark.usefixtures("runtime")
+async def test_processor_time_and_the_size_of_a_file_are_bounded(tmp_path: Path) -> None:
+    """A loop and a file without end are stopped."""
+    async with Bubblewrap(cpu_s=1, file_mb=1, output_mb=1).open(tmp_path) as box:
+        await sh(box, "head -c 3000000 /dev/zero >big; wc -c <big")
+        assert int(log(box).split()[-1]) <= 1 << 20
+        assert (await sh(box, "while :; do :; done")).code in (-signal.SIGXCPU, -signal.SIGKILL)
+        assert (await sh(box, "head -c 9000000 /dev/zero; ulimit -c; ulimit -n")).code == 0
+        assert (box.logs / "agent.log").stat().st_size < (1 << 20) + 400
+
+
+# --------------------------------------------------------------------------- nothing is left
+async def test_four_hundred_sessions_leave_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """Eight at a time, with daemons and timeouts among them: no process, group, mount, handle."""
+    sleep = unique_sleep()
+    room = asyncio.Semaphore(8)
+
+    async def session(number: int) -> int:
+        async with room, runtime.open(tmp_path / str(number)) as box:
+            await sh(box, f"(setsid {sleep} >/dev/null 2>&1 &)")
+            if number % 20 == 0:
+                assert (await sh(box, "sleep 20", 0.1)).timed_out
+            return (await sh(box, f"exit {number % 100}")).code
+
+    await session(1000)
+    open_before = handles()
+    codes = await asyncio.gather(*map(session, range(400)))
+    assert codes == [number % 100 for number in range(400)]
+    assert not running(sleep)
+    assert not running(str(tmp_path))
+    assert handles() <= open_before + 1
+    assert str(tmp_path) not in mounts()
+    assert not names(tmp_path, "**/*.groups")
+    assert names(tmp_path / "7") == {"home", "logs", "work"}
+
+
+async def test_a_start_that_is_given_up_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """At whatever moment it is cancelled: no process, no handle."""
+
+    async def session(number: int) -> None:
+        async with runtime.open(tmp_path / str(number)) as box:
+            await sh(box, "sleep 9")
+
+    await asyncio.gather(*[given_up(session(1000 + number), 0.02) for number in range(4)])
+    open_before = handles()
+    for number in range(60):
+        await given_up(session(number), number / 2000)
+    assert not running(str(tmp_path))
+    assert not keepers(tmp_path)
+    assert handles() <= open_before
+
+
+async def given_up(session: Coroutine[None, None, None], after_s: float) -> None:
+    """Cancel it after some time."""
+    task = asyncio.create_task(session)
+    await asyncio.sleep(after_s)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def keepers(folder: Path) -> list[int]:
+    """Processes that have something of `folder` mounted in a file system of their own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (entry / "mountinfo").read_text():
+                found.append(int(entry.name))
+    return found
+
+
+def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """A sandbox that was being made when its parent died finds nobody at home, and ends."""
+    parent = textwrap.dedent(f"""
+        import asyncio, pathlib
+        from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+        async def session(runtime, number):
+            async with runtime.open(pathlib.Path({str(tmp_path)!r}) / str(number)) as box:
+                await box.run(("sleep", "99"), env={{}}, timeout_s=99)
+        async def main():
+            runtime = Bubblewrap()
+            runtime.weaknesses()
+            print("go", flush=True)
+            await asyncio.gather(*(session(runtime, number) for number in range(20)))
+        asyncio.run(main())
+    """)
+    for wait_s in (0.02, 0.06, 0.12):
+        with subprocess.Popen(
+            [sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "go\n"
+            time.sleep(wait_s)
+            process.kill()
+        time.sleep(0.2)
+        runtime.reap(tmp_path)  # bwrap's child may miss that its parent has died
+        deadline = time.monotonic() + 10
+        while keepers(tmp_path) or running(str(tmp_path)):
+            assert time.monotonic() < deadline, (keepers(tmp_path), running(str(tmp_path)))
+            time.sleep(0.05)
+        assert runtime.reap(tmp_path) == 0
+        shutil.rmtree(tmp_path)
+
+
+def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """After kill -9 the sandboxes are gone by themselves, and `reap` takes the groups away."""
+    sleep = unique_sleep()
+    (tmp_path / "base").mkdir()
+    parent = textwrap.dedent(f"""
+        import asyncio, pathlib
+        from tugline.sandbox.base import Place
+        from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+        from tugline.types import Workspace
+        async def main():
+            place = Place(workspace=Workspace(folder={str(tmp_path / "base")!r}))
+            async with Bubblewrap().open(pathlib.Path({str(tmp_path / "box")!r}), place) as box:
+                await box.run(("sh", "-c", "setsid {sleep} & echo x; {sleep}"), env={{}},
+                    timeout_s=300)
+        asyncio.run(main())
+    """)
+    with subprocess.Popen([sys.executable, "-c", parent]) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while len(running(sleep)) < 4:  # itself, sh and two
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            process.kill()
+    deadline = time.monotonic() + 5
+    while running(sleep):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    records = list((tmp_path / "box").glob("*.groups"))
+    forged = tmp_path / "box" / "work" / "x.groups"
+    forged.parent.mkdir(exist_ok=True)
+    forged.write_text('["/sys/fs/cgroup/tugline-x"]')
+    where = places()
+    assert len(records) == (1 if where.memory or where.processes else 0)
+    groups = [path for path in (where.memory, where.processes) if path]
+    assert runtime.reap(tmp_path) == len(set(groups))
+    assert runtime.reap(tmp_path) == 0
+    assert not [one for path in groups for one in path.glob(f"{records[0].stem}*")]
+    assert forged.exists()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_user_without_rights_can_do_it_all() -> None:
+    """A base, a door, a limit, a timeout: as a user who is not root."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can become another user")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    asked = [SYSTEM_PYTHON, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    if not SYSTEM_PYTHON.exists() or subprocess.check_output(asked, text=True).strip() != here:
+        pytest.skip(f"no Python {here} that every user can read")
+    packages = os.pathsep.join(path for path in sys.path if path)
+    place = Path("/var/tmp") / f"tugline-{secrets.token_hex(6)}"  # noqa: S108 - others can read it
+    script = place / "as_user.py"
+    try:
+        (place / "base").mkdir(parents=True)
+        (place / "base" / "b").write_text("base")
+        script.write_text(AS_USER)
+        subprocess.run(["chown", "-R", "65534:65534", str(place)], check=True)
+        user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs")
+        done = subprocess.run(
+            [*user, str(SYSTEM_PYTHON), str(script), str(place)],
+            env={"PYTHONPATH": packages, "PATH": os.environ["PATH"], "TUGLINE_CACHE": f"{place}/c"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "all of it"
+    finally:
+        shutil.rmtree(place)
+
+
+AS_USER = """
+import asyncio, pathlib, sys
+from tugline.sandbox.base import Place
+from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.types import Cause, Workspace
+
+async def main(here):
+    runtime = Bubblewrap(processes=60)
+    assert runtime.unavailable() is None, runtime.unavailable()
+    print(runtime.weaknesses())
+    async def serve(reader, writer):
+        await reader.readuntil(b"\\r\\n\\r\\n")
+        writer.write(b"HTTP/1.1 200 OK\\r\\nconnection: close\\r\\ncontent-length: 2\\r\\n\\r\\nok")
+        await writer.drain()
+        writer.close()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    place = Place(workspace=Workspace(folder=str(here / "base")), files={"f": "1"})
+    async with server, runtime.open(here / "box", place) as box:
+        async def sh(script, timeout_s=20):
+            return await box.run(("sh", "-c", script), env={}, timeout_s=timeout_s)
+        async def ok(script):
+            assert (await sh(script)).code == 0, (box.logs / "agent.log").read_text()
+        await ok("cat b f; id; echo 2 >b; echo 3 >n; ! touch /usr/x")
+        inside = await box.reach(url)
+        fetch = "import sys,urllib.request as u; print(u.urlopen(sys.argv[1],timeout=5).read())"
+        await ok(f"python3 -c '{fetch}' {inside}")
+        assert (await sh("sleep 9 & sleep 9", 0.3)).timed_out
+        bomb = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); sleep 3 & done"
+        await sh(bomb)
+        await ok("cat n")
+        await box.put(box.workdir, {"p": "4"})
+        await ok("cat p")
+        changed = (await box.changes()).files
+        assert set(changed) == {"b", "n", "p"}, changed
+    plain = here / "plain"
+    async with runtime.open(plain, Place(files={"f": "1"})) as box:
+        assert (await box.run(("cat", "f"), env={}, timeout_s=5)).code == 0
+    async with Bubblewrap(disk_mb=8).open(here / "hidden") as box:
+        hide = "mkdir -p d/e; head -c 20000000 /dev/zero >d/e/x; chmod 0 d/e d; sleep 20"
+        done = await box.run(("sh", "-c", hide), env={}, timeout_s=30)
+        assert done.cause is Cause.AGENT_DISK, done
+    print("all of it")
+
+asyncio.run(main(pathlib.Path(sys.argv[1])))
+"""
+
+
+# --------------------------------------------------------------------------- what is refused
+async def test_what_it_cannot_give_is_refused(runtime: Bubblewrap, tmp_path: Path) -> None:
+    """Images, a place that is taken and a folder that is not there, each by its name."""
+    wrong = [
+        (Workspace(image="debian:12"), UsageError, "workspace.image"),
+        (Workspace(build="."), UsageError, "workspace.build"),
+        (Workspace(path="here"), UsageError, "workspace.path is 'here'"),
+        (Workspace(path="/usr/src"), UsageError, "workspace.path is '/usr/src'"),
+        (Workspace(path="/home"), UsageError, "an absolute folder other than /home/agent"),
+        (Workspace(path="/home/agent"), UsageError, "an absolute folder other than /home/agent"),
+        (Workspace(folder="/no/such"), WorkspaceError, "'/no/such'"),
+    ]
+    for workspace, error, said in wrong:
+        with pytest.raises(error, match=said):
+            async with runtime.open(tmp_path / "box", SandboxSpec(workspace=workspace)):
+                pass
+    mount = Mount("/tool", "/no/such/tool")
+    with pytest.raises(SandboxError, match="/no/such/tool"):
+        async with runtime.open(tmp_path / "box", SandboxSpec(mounts=(mount,))):
+            pass
+
+
+def test_wrong_options_are_named() -> None:
+    """An option out of range says which and what would be right."""
+    with pytest.raises(ConfigError, match="memory_mb is 0, must be a whole number"):
+        Bubblewrap(memory_mb=0)
+    with pytest.raises(ConfigError, match="readable is 'x'"):
+        Bubblewrap(readable="x")
+    with pytest.raises(ConfigError):
+        Bubblewrap(allow=["no port"])
+
+
+@pytest.mark.usefixtures("runtime")
+async def test_what_is_shown_may_lie_below_folders_for_passing_files(tmp_path: Path) -> None:
+    """A checkout in /var/tmp, say; otherwise that is the box's own /tmp by another name."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        await asyncio.to_thread(Path(folder, "x").write_text, "shown\n")
+        async with Bubblewrap(readable=[folder]).open(tmp_path / "a") as box:
+            done = await sh(box, f"cat {folder}/x; ls /var/tmp; echo > /var/tmp/own && exit 4")
+            assert (done.code, log(box)) == (4, f"shown\n{Path(folder).name}\n")
+    async with Bubblewrap().open(tmp_path / "b") as box:
+        done = await sh(box, "echo > /var/tmp/own && test -e /tmp/own && exit 4")
+        assert done.code == 4

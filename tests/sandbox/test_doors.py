@@ -1,0 +1,488 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline.errors import ConfigError, SandboxNetworkError
+from tugline.sandbox.network import netns, proxy
+from tugline.sandbox.network.port_forwards import PORT, PROXY_PORT, PortForwards
+from tugline.sandbox.network.proxy import AllowList
+from tugline.sandbox.network.relay import CONNECTIONS, Relay, join
+
+WITHIN = 10.0
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@contextlib.contextmanager
+def namespace() -> Iterator[int]:
+    """A process in a network namespace of its own, owned by a user namespace of its own."""
+    with subprocess.Popen(["unshare", "-rn", "sleep", "60"]) as process:
+        until = time.monotonic() + WITHIN
+        while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def place() -> Iterator[int]:
+    """Where a sandbox would be."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-rn", "true"], check=False).returncode:
+        pytest.skip("user and network namespaces are not allowed here")
+    with namespace() as pid:
+        yield pid
+
+
+def descriptors() -> int:
+    """Open files of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def in_place(pid: int, code: str, *given: str) -> subprocess.CompletedProcess[str]:
+    """Run Python there."""
+    enter = ("nsenter", "-U", "--preserve-credentials", "-n", "-t", str(pid))
+    return subprocess.run(
+        [*enter, sys.executable, "-I", "-c", code, *given],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN,
+        check=False,
+    )
+
+
+async def said(pid: int, code: str, *given: str) -> str:
+    """What Python said there, once it has ended well."""
+    done = await asyncio.to_thread(in_place, pid, code, *given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.asynccontextmanager
+async def server(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """Something that listens on this machine."""
+    talks: list[asyncio.Task[None]] = []
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talks.append(asyncio.current_task())  # type: ignore[arg-type]
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError):
+            await talk(reader, writer)
+
+    listening = await asyncio.start_server(one, "127.0.0.1", 0, ssl=tls)
+    yield listening.sockets[0].getsockname()[1]
+    listening.close()
+    async with asyncio.timeout(WITHIN):
+        await asyncio.gather(*talks)
+
+
+@contextlib.asynccontextmanager
+async def doors(*allow: str) -> AsyncIterator[PortForwards]:
+    """Doors that are closed in the end."""
+    made = PortForwards(AllowList(allow))
+    try:
+        yield made
+    finally:
+        await made.aclose()
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Says everything again, once it has heard the end."""
+    heard = await reader.read()
+    writer.write(heard)
+    await writer.drain()
+
+
+async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers one HTTP request with what it was asked."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + head)
+    await writer.drain()
+
+
+SEND = """
+import socket, sys
+s = socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5)
+s.sendall(b"x" * int(sys.argv[2]))
+s.shutdown(socket.SHUT_WR)
+got = 0
+while data := s.recv(1 << 16): got += len(data)
+print(got)
+"""
+
+
+async def test_programs_reach_the_one_server_and_no_other(place: int) -> None:
+    """The URL inside has the same path; another listener of this machine is not there."""
+    async with server(page) as wanted, server(page) as other, doors() as made:
+        url = await made.open(place, f"http://127.0.0.1:{wanted}/s/abc")
+        assert url == f"http://127.0.0.1:{PORT}/s/abc"
+        fetch = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1]).read().decode())"
+        assert "GET /s/abc/v1/models" in await said(place, fetch, f"{url}/v1/models")
+        for port in (wanted, other):
+            done = await asyncio.to_thread(in_place, place, SEND, str(port), "1")
+            assert "ConnectionRefused" in done.stderr
+
+
+async def test_a_door_is_made_once(place: int) -> None:
+    """The same server has the same port again, another server the next one."""
+    async with server(page) as one, server(page) as two, doors() as made:
+        ports = [await made.open(place, f"http://127.0.0.1:{port}") for port in (one, two, one)]
+        assert ports == [f"http://127.0.0.1:{PORT + n}" for n in (0, 1, 0)]
+
+
+async def test_an_end_is_passed_on_and_the_answer_still_comes(place: int) -> None:
+    """Ten megabytes come back after the sender has ended: nothing is lost at a half-close."""
+    async with server(echo) as port, doors() as made:
+        await made.open(place, f"http://127.0.0.1:{port}")
+        assert await said(place, SEND, str(PORT), str(10 << 20)) == f"{10 << 20}\n"
+
+
+async def test_a_reader_that_does_not_read_holds_the_sender(place: int) -> None:
+    """Buffers are bounded: most of 100 MB stays with a server whose client does not read."""
+    sent = 0
+
+    async def pour(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        for _ in range(100):
+            writer.write(b"x" * (1 << 20))
+            await writer.drain()
+            sent += 1
+
+    async with server(pour) as port, doors() as made:
+        await made.open(place, f"http://127.0.0.1:{port}")
+        quiet = "import socket, sys, time; s = socket.create_connection(('127.0.0.1', "
+        await said(place, f"{quiet}{PORT})); time.sleep(1)")
+        assert 0 < sent < 30
+
+
+async def test_sockets_without_end_do_not_take_the_nodes(place: int) -> None:
+    """A program that opens more connections than are held gets the further ones reset."""
+    held = 0
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal held
+        held += 1
+        writer.write(b"!")
+        await reader.read()
+
+    many = f"""
+import socket
+def heard(one):
+    try:
+        return one.recv(1)
+    except ConnectionResetError:
+        return b""
+held = [socket.create_connection(("127.0.0.1", {PORT}), 9) for _ in range({CONNECTIONS + 50})]
+print([heard(one) for one in held].count(b""))
+"""
+    async with server(hold) as port, doors() as made:
+        await made.open(place, f"http://127.0.0.1:{port}")
+        assert await said(place, many) == "50\n"
+        assert held == CONNECTIONS + 1  # one of them looked whether the server is there
+
+
+async def test_what_is_open_ends_with_the_doors(place: int) -> None:
+    """Closing ends connections in use; nobody can connect any more, and no socket is left."""
+    before = descriptors()
+    async with server(echo) as port:
+        made = PortForwards()
+        await made.open(place, f"http://127.0.0.1:{port}")
+        waiting = f"""
+import socket
+s = socket.create_connection(("127.0.0.1", {PORT}), 5)
+s.settimeout(8); s.sendall(b"x"); print("in", flush=True)
+print(s.recv(1))
+try: socket.create_connection(("127.0.0.1", {PORT}), 5)
+except ConnectionRefusedError: print("refused")
+"""
+        going = asyncio.create_task(said(place, waiting))
+        await asyncio.sleep(0.5)
+        await made.aclose()
+        await made.aclose()
+        assert (await going).split() == ["in", "b''", "refused"]
+    await asyncio.sleep(0.05)
+    assert descriptors() <= before
+
+
+async def test_rude_ends_leave_nothing() -> None:
+    """Whoever hangs up, in the middle of whatever, ends both sides and breaks nothing."""
+    problems: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: problems.append(what))
+    turns = itertools.count()
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        how = next(turns) % 3
+        if how == 0:
+            writer.transport.abort()
+        elif how == 1:
+            writer.write(b"x" * 2_000_000)
+            await writer.drain()
+
+    async def asks(port: int, how: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
+            writer.write(b"a" * (1, 2_000_000)[how % 2])
+            if how % 3 == 0:
+                writer.transport.abort()
+            elif how % 3 == 1:
+                writer.write_eof()
+                await asyncio.wait_for(reader.read(), 5)
+
+    async with server(answers) as port:
+        listener = socket.create_server(("127.0.0.1", 0))
+        relay = await Relay(lambda caller: join(caller, "127.0.0.1", port)).serve(listener)
+        await asyncio.gather(*(asks(listener.getsockname()[1], how) for how in range(60)))
+        async with asyncio.timeout(WITHIN):
+            while relay._callers:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.02)
+        await relay.aclose()
+    assert problems == []
+
+
+async def test_names_without_an_answer_hold_up_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have threads and a deadline of their own; programs are told."""
+    release, real = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *given: Any, **options: Any) -> list[Any]:
+        if not host.endswith(".test"):
+            return real(host, *given, **options)
+        release.wait(10)
+        raise socket.gaierror(-3, "temporary failure")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(proxy, "_NAMES_S", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0))
+    relay = await Relay(proxy.Proxy(proxy.AllowList(["*.test:80"])).dial).serve(listener)
+    asked = []
+    for number in range(40):
+        made = socket.create_connection(listener.getsockname())
+        reader, writer = await asyncio.open_connection(sock=made)
+        writer.write(b"GET http://h%d.test/ HTTP/1.1\r\n\r\n" % number)
+        asked.append((reader, writer))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await asyncio.to_thread(int)
+    assert time.monotonic() - began < 0.3
+    for reader, writer in asked:
+        said = await asyncio.wait_for(reader.read(), 5)
+        assert b"no answer within" in said
+        writer.close()
+    release.set()
+    await relay.aclose()
+
+
+async def test_doors_move_to_a_sandbox_that_was_started_again(place: int) -> None:
+    """The same addresses lead to the same servers where the new process is, and not before."""
+    with namespace() as new:
+        async with server(echo) as port, doors() as made:
+            await made.move(new)
+            assert not made._relays
+            await made.open(place, f"http://127.0.0.1:{port}")
+            await made.move(new)
+            assert await said(new, SEND, str(PORT), "5") == "5\n"
+            done = await asyncio.to_thread(in_place, place, SEND, str(PORT), "1")
+            assert "ConnectionRefused" in done.stderr
+
+
+async def test_without_the_right_to_enter_a_helper_makes_the_socket(place: int) -> None:
+    """It enters the user namespace that owns the network, and hands the socket over."""
+    made = await asyncio.to_thread(netns._by_helper, place, PORT)
+    with made:
+        assert made.getsockname() == ("127.0.0.1", PORT)
+        made.settimeout(WITHIN)
+        reached = asyncio.create_task(said(place, SEND, str(PORT), "0"))
+        caller, _ = await asyncio.to_thread(made.accept)
+        caller.close()
+        assert await reached == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("https://example.org/", "must be like 'http://host:port/path'"),
+        ("http://127.0.0.1:99999/", "must be like"),
+        ("http:///x", "must be like"),
+        ("http://127.0.0.1:9/s/a", "nothing answers at 127.0.0.1:9"),
+    ],
+)
+async def test_what_cannot_be_reached_is_told(place: int, url: str, says: str) -> None:
+    """The way is at fault, and the message says which."""
+    async with doors() as made:
+        with pytest.raises(SandboxNetworkError, match=says):
+            await made.open(place, url)
+
+
+async def test_a_sandbox_that_is_gone_is_told() -> None:
+    """No namespace can be entered for a process that has ended."""
+    async with server(page) as port, doors() as made:
+        with pytest.raises(SandboxNetworkError, match="no socket can be made"):
+            await made.open(2**22 + 1, f"http://127.0.0.1:{port}")
+
+
+# --------------------------------------------------------------------------- the allow-list
+async def through(pid: int, env: Mapping[str, str], *curl: str) -> str:
+    """What curl says there, with the doors' environment."""
+    enter = ("nsenter", "-U", "--preserve-credentials", "-n", "-t", str(pid))
+    program = await asyncio.create_subprocess_exec(
+        *(*enter, "curl", "-sS", "-m", "8", *curl),
+        env={"PATH": os.environ["PATH"], **env},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await asyncio.wait_for(program.communicate(), WITHIN)
+    return output.decode()
+
+
+async def proxied(pid: int, made: PortForwards, *curl: str) -> str:
+    """The same, once the doors are made (to a gateway that is not asked)."""
+    async with server(page) as gateway:
+        await made.open(pid, f"http://127.0.0.1:{gateway}")
+        return await through(pid, made.env, *curl)
+
+
+async def test_an_allowed_address_is_reached_by_plain_http(place: int) -> None:
+    """The request arrives as its server expects it, and nothing meant for the proxy does."""
+    async with server(page) as port, doors(f"127.0.0.1:{port}") as made:
+        # curl does not send loopback to a proxy that NO_PROXY spares
+        said = await proxied(
+            place, made, "--noproxy", "", f"http://127.0.0.1:{port}/a?b=c", "-H", "X-Mine: 1"
+        )
+    lines = said.split("\r\n")
+    assert lines[:2] == ["GET /a?b=c HTTP/1.1", f"Host: 127.0.0.1:{port}"]
+    assert "X-Mine: 1" in lines
+    assert "Connection: close" in lines
+    assert "proxy" not in said.lower()
+
+
+async def test_tls_goes_through_to_its_host(place: int, tmp_path: Path) -> None:
+    """CONNECT: the certificate that the program sees is the host's own."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    make = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256")
+    made_one = await asyncio.create_subprocess_exec(
+        *(*make, "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "1"),
+        *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert await asyncio.wait_for(made_one.wait(), WITHIN) == 0
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    async with (
+        server(page, context) as port,
+        doors(f"localhost:{port}", f"127.0.0.1:{port}") as made,
+    ):
+        curl = ("--noproxy", "", "--cacert", str(certificate), f"https://localhost:{port}/x")
+        said = await proxied(place, made, *curl)
+    assert said.startswith("GET /x HTTP/1.1"), said
+
+
+@pytest.mark.parametrize(
+    ("allow", "url", "says"),
+    [
+        ("example.com:443", "http://example.org/", "example.org:80 is not on this sandbox's"),
+        ("example.com:443", "http://example.com/", "example.com:80 is not on"),
+        ("*.example.com:80", "http://example.com/", "example.com:80 is not on"),
+        ("localhost:*", "http://localhost:8080/", "localhost leads to .*, which is no public"),
+        ("*:*", "http://127.1:8080/", "leads to 127.0.0.1, which is no public address"),
+        ("*:*", "http://2130706433:8080/", "leads to 127.0.0.1"),
+        ("*:*", "http://169.254.169.254/latest/meta-data", "leads to 169.254.169.254"),
+        ("*:*", "http://10.0.0.1/", "leads to 10.0.0.1"),
+        ("*:*", "http://[::1]/", "leads to ::1"),
+        ("*:*", "http://[::ffff:127.0.0.1]/", "leads to ::ffff"),
+        ("*:*", "http://[64:ff9b::7f00:1]/", "leads to 64:ff9b::7f00:1"),
+        ("*:*", "http://[2002:7f00:1::]/", "leads to 2002:7f00:1::"),
+        ("*:*", "http://0.0.0.0/", "leads to 0.0.0.0"),
+        ("*:*", "http://224.0.0.1/", "leads to 224.0.0.1"),
+        ("*:*", "http://nonesuch.invalid/", "nonesuch.invalid has no address"),
+        ("*:*", "http://../", "502|400|has no address"),
+    ],
+)
+async def test_what_is_not_allowed_is_refused_with_a_sentence(
+    place: int, allow: str, url: str, says: str
+) -> None:
+    """By name, by port and by the address behind the name, however it is written."""
+    async with doors(allow) as made:
+        said = await proxied(place, made, "-i", "--noproxy", "", url)
+        assert re.search(says, said), said
+        assert re.match("HTTP/1.1 (403|502|400) ", said)
+        tunnel = url.replace("http://", "").strip("/").partition("/")[0]
+        secret = await proxied(place, made, "-p", "-v", "--noproxy", "", f"https://{tunnel}")
+        assert re.search("CONNECT tunnel failed, response (403|502|400)", secret), secret
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01 \xff\r\n\r\n", b"CONNECT x\r\n\r\n", b"x" * 99_999],
+    ids=["no proxy request", "tls", "no port", "endless"],
+)
+async def test_what_is_no_request_to_a_proxy_ends(place: int, sent: bytes) -> None:
+    """Garbage is answered or cut off; the next caller is served."""
+    send = f"""
+import socket, sys
+s = socket.create_connection(("127.0.0.1", {PROXY_PORT}), 5)
+try:
+    s.sendall(bytes.fromhex(sys.argv[1])); print(s.recv(100))
+except ConnectionResetError: print("reset")
+"""
+    async with server(page) as gateway, doors("example.com:443") as made:
+        await made.open(place, f"http://127.0.0.1:{gateway}")
+        got = await said(place, send, sent.hex()) if len(sent) < 9999 else ""
+        assert not got or "400 Bad Request" in got
+        assert "403 Forbidden" in await through(place, made.env, "-i", "http://example.org")
+
+
+async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
+    """No variable tells of one; with a list they do as soon as the box reaches its gateway."""
+    async with server(page) as port, doors() as without, doors("example.com:443") as made:
+        await without.open(place, f"http://127.0.0.1:{port}")
+        assert without.env == {}
+        assert made.env == {}
+    async with server(page) as port, doors("example.com:443") as made:
+        await made.open(place, f"http://127.0.0.1:{port}")
+        assert made.env["HTTPS_PROXY"] == f"http://127.0.0.1:{PROXY_PORT}"
+        assert made.env["NO_PROXY"].split(",") == ["127.0.0.1", "localhost"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(
+            "example.com",
+            "example.com:",
+            "example.com:0",
+            "example.com:65536",
+            "https://example.com:443",
+            "a.*:1",
+        ),
+        *(
+            "*example.com:443",
+            "example.com:443/x",
+            "",
+            "::1:80",
+            "[example.com]:80",
+            "[12::g]:80",
+            "a b:1",
+        ),
+    ],
+)
+def test_a_pattern_that_is_none_is_told(pattern: str) -> None:
+    """It names the option, the value and what would be right."""
+    with pytest.raises(ConfigError, match=re.escape(f"option allow: {pattern!r}")):
+        AllowList((pattern,))

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tugline.sandbox.artifacts import keep
+
+
+def test_what_matches_is_kept_under_the_same_path(tmp_path: Path) -> None:
+    """A star stays within a name, two stars are any folders; the rest of a home is left."""
+    home, logs = tmp_path / "home", tmp_path / "logs"
+    for path in (
+        ".a/log/x.jsonl",
+        ".a/log/2026/11/y.jsonl",
+        ".a/log/y.txt",
+        ".b/1/c.json",
+        "c.json",
+    ):
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(path)
+    logs.mkdir()
+    kept = keep(home, (".a/log/**/*.jsonl", ".b/*/c.json"), logs)
+    assert sorted(kept) == [".a/log/2026/11/y.jsonl", ".a/log/x.jsonl", ".b/1/c.json"]
+    assert (logs / "home/.a/log/2026/11/y.jsonl").read_text() == ".a/log/2026/11/y.jsonl"
+    assert not (logs / "home/c.json").exists()
+    assert keep(home, (), logs) == keep(tmp_path / "none", ("*",), logs) == ()
+
+
+def test_strange_names_are_left(tmp_path: Path) -> None:
+    """They would be no text in a report, or no path for `put`."""
+    home, logs = tmp_path / "home", tmp_path / "logs"
+    home.mkdir()
+    logs.mkdir()
+    for name in ("x\\y.log", "a\nb.log", os.fsdecode(b"\xff.log"), "good.log"):
+        (home / name).write_text("x")
+    assert keep(home, ("*.log",), logs) == ("good.log",)
+
+
+def test_no_link_is_followed_and_no_pipe_opened(tmp_path: Path) -> None:
+    """A home is what its agent made of it."""
+    home, logs, secret = tmp_path / "home", tmp_path / "logs", tmp_path / "secret"
+    for folder in (home, logs, secret):
+        folder.mkdir()
+    (secret / "key.log").write_text("secret")
+    (home / "key.log").symlink_to(secret / "key.log")
+    (home / "folder").symlink_to(secret)
+    os.mkfifo(home / "pipe.log")
+    with (home / "huge.log").open("wb") as file:
+        file.truncate(65 << 20)
+    (home / "own.log").write_text("mine")
+    assert keep(home, ("**/*.log",), logs) == ("own.log",)

@@ -1,0 +1,370 @@
+"""What an agent does to a workspace with a base, for each way in which it can be seen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tugline.errors import SandboxError
+from tugline.sandbox.patch import Caps, Change, Patch
+from tugline.sandbox.workspace import overlay
+from tugline.sandbox.workspace.mounts import mounted, unmount_all
+from tugline.sandbox.workspace.overlay import OverlayWorkspace
+
+FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
+"""Initial files over the base."""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A workspace beside something secret."""
+    (tmp_path / "secret").write_text("secret")
+    root = tmp_path / "base"
+    for path, text in {
+        "a.py": "x = 1\n",
+        "pkg/b.py": "y = 2\n",
+        "pkg/given.py": "old = 0\n",
+        "docs/one.md": "1\n",
+        "docs/deep/two.md": "2\n",
+        ".git/HEAD": "ref\n",
+        "run.sh": "#!/bin/sh\n",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    (root / "run.sh").chmod(0o755)
+    (root / "link").symlink_to("a.py")
+    (root / "blob").write_bytes(b"\0" * 2_000_000)
+    return root
+
+
+def by_kernel(layer: OverlayWorkspace, script: str) -> None:
+    """Run a script where the layer is mounted on this machine, or skip."""
+    layer.mount()
+    if not mounted(layer.work) or layer.own == layer.work:
+        pytest.skip("no overlay may be mounted here")
+    _run(script, layer.work)
+
+
+def by_copy(layer: OverlayWorkspace, script: str) -> None:
+    """Run it in a copy."""
+    refusing = pytest.MonkeyPatch()
+    refusing.setattr(overlay, "overlay", lambda *_: "refused")
+    refusing.setattr(overlay, "fuse_overlay", lambda *_: False)
+    with refusing.context():
+        layer.mount()
+    refusing.undo()
+    assert not mounted(layer.work)
+    _run(script, layer.work)
+
+
+def by_fuse(layer: OverlayWorkspace, script: str) -> None:
+    """Run it in an overlay of fuse-overlayfs, or skip."""
+    refusing = pytest.MonkeyPatch()
+    refusing.setattr(overlay, "overlay", lambda *_: "refused")
+    if shutil.which("fuse-overlayfs") is None or not os.access("/dev/fuse", os.W_OK):
+        refusing.undo()
+        pytest.skip("fuse-overlayfs is not installed, or /dev/fuse is not ours")
+    layer.mount()
+    refusing.undo()
+    _run(script, layer.work)
+    layer.unmount()
+
+
+def in_private(layer: OverlayWorkspace, script: str) -> None:
+    """Run it in a mount namespace of its own, without privileges, or skip."""
+    options = layer.prepare(private=True)
+    mount = 'mount -t overlay -o "$1" none "$2" && cd "$2" && exec sh -ec "$3"'
+    argv = ["unshare", "-Urm", "sh", "-c", mount, "sh", options, str(layer.work), script]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode and "unshare" in done.stderr:
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
+def _run(script: str, folder: Path) -> None:
+    subprocess.run(["sh", "-ec", script], cwd=folder, check=True)
+
+
+WAYS = [by_kernel, by_copy, by_fuse, in_private]
+
+
+@pytest.fixture
+def layer(base: Path, tmp_path: Path) -> Iterator[OverlayWorkspace]:
+    """A layer with initial files, gone at the end."""
+    layer = OverlayWorkspace(tmp_path / "box", base, FILES)
+    layer.make()
+    yield layer
+    layer.clear()
+    assert not list((tmp_path / "box").iterdir())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_done_is_an_empty_patch(layer: OverlayWorkspace, way: object) -> None:
+    """Initial files are no change; nor is what was only touched, copied up or written again."""
+    way(layer, "touch a.py blob run.sh; chmod 600 a.py; cat a.py > t; cat t > a.py; rm t; ls -R .")  # type: ignore[operator]
+    assert layer.changes() == Patch()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: object) -> None:
+    """New, changed, removed, renamed, made executable, linked, binary: as a box gets them back."""
+    script = """
+    printf 'x = 2\\n' > a.py; rm pkg/b.py task.md; mv docs/deep docs/moved; chmod +x pkg/given.py
+    ln -s /etc/passwd out; ln -sf pkg link; printf '\\0\\377' > bin; mkdir -p new/er
+    printf n > new/er/n; ln new/er/n new/hard; chmod -x run.sh
+    mkdir __pycache__; touch __pycache__/a.pyc; echo ref2 > .git/HEAD
+    """
+    way(layer, script)  # type: ignore[operator]
+    assert layer.changes() == Patch(
+        {
+            "a.py": Change(b"x = 2\n"),
+            "pkg/b.py": None,
+            "task.md": None,
+            "docs/deep/two.md": None,
+            "docs/moved/two.md": Change(b"2\n"),
+            "pkg/given.py": Change(b"g = 1\n", executable=True),
+            "out": Change(b"/etc/passwd", link=True),
+            "link": Change(b"pkg", link=True),
+            "bin": Change(b"\0\xff"),
+            "new/er/n": Change(b"n"),
+            "new/hard": Change(b"n"),
+            "run.sh": Change(b"#!/bin/sh\n"),
+        }
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_folders_and_files_that_change_places_are_found(
+    layer: OverlayWorkspace, way: object
+) -> None:
+    """A folder made anew, a file where a folder was, a folder where a file or a link was."""
+    script = """
+    rm -r docs; mkdir docs; echo 3 > docs/three.md; printf '1\\n' > docs/one.md
+    rm -r pkg; echo file > pkg; rm a.py; mkdir a.py; echo in > a.py/in
+    rm link; mkdir link; echo in > link/in; rm -rf .git
+    """
+    way(layer, script)  # type: ignore[operator]
+    assert layer.changes() == Patch(
+        {
+            "docs/deep/two.md": None,
+            "docs/three.md": Change(b"3\n"),
+            "pkg/b.py": None,
+            "pkg/given.py": None,
+            "pkg": Change(b"file\n"),
+            "a.py": None,
+            "a.py/in": Change(b"in\n"),
+            "link": None,
+            "link/in": Change(b"in\n"),
+        }
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_left_out_is_said(layer: OverlayWorkspace, way: object) -> None:
+    """Pipes, sockets, what is too large, strange names, installed programs."""
+    script = """
+    rm a.py; mkfifo a.py; mkfifo pipe; head -c 3000000 /dev/zero > blob
+    touch "$(printf 'a\\nb')"; mkdir node_modules; touch node_modules/x
+    """
+    way(layer, script)  # type: ignore[operator]
+    patch = layer.changes()
+    assert patch.files == {}
+    notes = sorted(note.split(":")[0] for note in patch.notes)
+    assert notes == ["'a\\nb'", "a.py", "blob", "node_modules", "pipe"]
+
+
+def test_links_of_the_base_are_not_followed(base: Path, tmp_path: Path) -> None:
+    """What the agent makes in place of a link is not compared with where the link leads."""
+    (base / "out").symlink_to(tmp_path)
+    layer = OverlayWorkspace(tmp_path / "box", base, {})
+    layer.make()
+    by_kernel(layer, "rm out; mkdir out; printf secret > out/secret")
+    assert layer.changes() == Patch({"out": None, "out/secret": Change(b"secret")})
+    layer.clear()
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+@pytest.mark.parametrize("way", [by_kernel, by_copy])
+def test_a_tree_deeper_than_any_path_is_noted(layer: OverlayWorkspace, way: object) -> None:
+    """Whatever the length at which paths end, and the rest of the work is taken along."""
+    way(layer, "echo 2 > a.py")  # type: ignore[operator]
+    here = os.open(layer.work, os.O_RDONLY)
+    for length in range(205, 235):
+        os.mkdir("d" * length, dir_fd=here)
+        below = os.open("d" * length, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+        for name in ("a", "b" * 60, "c" * 120, "e" * 180):
+            os.close(os.open(name, os.O_CREAT, dir_fd=here))
+    os.close(here)
+    patch = layer.changes(Caps(files=5000))
+    assert patch.files["a.py"] == Change(b"2\n")
+    assert any("name too long" in note for note in patch.notes), patch.notes
+
+
+def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: OverlayWorkspace) -> None:
+    """Caps are on what was touched."""
+    by_kernel(layer, "for n in 1 2 3 4 5 6; do echo $n > f$n; done")
+    assert len(layer.changes(Caps(seen_files=9)).files) == 6
+    assert layer.changes(Caps(files=5)).files == {}
+    assert "no change is taken along" in layer.changes(Caps(files=5)).notes[0]
+    small = layer.changes(Caps(total_bytes=4))
+    assert (len(small.files), len(small.notes)) == (2, 4)
+
+
+def test_boxes_of_one_base_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
+    """The base stays as it was, too."""
+    boxes = [OverlayWorkspace(tmp_path / name, base, {}) for name in ("one", "two")]
+    for box in boxes:
+        box.make()
+    by_kernel(boxes[0], "echo mine > a.py; rm -r docs")
+    by_kernel(boxes[1], "test -e docs/one.md; grep -q 'x = 1' a.py")
+    assert (base / "a.py").read_text() == "x = 1\n"
+    assert boxes[1].changes() == Patch()
+    for box in boxes:
+        box.clear()
+
+
+def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path) -> None:
+    """Also where it has a folder or a file in their way; folders keep the base's mode."""
+    (base / "docs").chmod(0o750)
+    files = {"docs/one.md": "mine\n", "a.py/x": "below a file\n", "pkg": "over a folder\n"}
+    layer = OverlayWorkspace(tmp_path / "box", base, files)
+    layer.make()
+    check = 'test "$(cat docs/one.md a.py/x pkg docs/deep/two.md | tr "\\n" .)" = '
+    by_kernel(layer, check + '"mine.below a file.over a folder.2."')
+    assert (layer.work / "docs").stat().st_mode & 0o777 == 0o750
+    assert layer.changes() == Patch()
+    _run("rm -r a.py; rm pkg; echo new > a.py", layer.work)
+    changed = {"a.py/x": None, "pkg": None, "a.py": Change(b"new\n")}
+    assert layer.changes() == Patch(changed)
+    layer.clear()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_initial_file_can_be_run_where_the_bases_can(
+    base: Path, tmp_path: Path, way: object
+) -> None:
+    """As a box that it is put into later would have it; that it is so is no change by itself."""
+    layer = OverlayWorkspace(
+        tmp_path / "box", base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"}
+    )
+    layer.make()
+    way(layer, "./run.sh; test ! -x a.py; echo y > new")  # type: ignore[operator]
+    assert layer.changes() == Patch({"new": Change(b"y\n")})
+    layer.clear()
+
+
+def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -> None:
+    """Both can be set to what they were; when a file was last touched cannot."""
+    by_copy(
+        layer,
+        "touch -r a.py t; printf 'x = 2\\n' > a.py; touch -r t a.py; chmod 755 run.sh\n"
+        "ln -s x u; touch -hr link u; ln -sfn b.py link; touch -hr u link; rm t u",
+    )
+    changed = {"a.py": Change(b"x = 2\n"), "link": Change(b"b.py", link=True)}
+    assert layer.changes() == Patch(changed)
+
+
+@pytest.mark.parametrize("way", [by_kernel, in_private])
+def test_a_snapshot_is_a_box_begun_where_another_stood(
+    base: Path, tmp_path: Path, way: object
+) -> None:
+    """With what was removed, and without sharing anything with it."""
+    first = OverlayWorkspace(tmp_path / "first", base, FILES)
+    first.make()
+    way(first, "rm a.py; echo new > n; rm -r docs; mkdir docs")  # type: ignore[operator]
+    patch = first.changes()
+    first.snapshot(tmp_path / "kept")
+    first.clear()
+    second = OverlayWorkspace(tmp_path / "second", base, FILES, tmp_path / "kept")
+    second.make()
+    way(second, "test ! -e a.py; test ! -e docs/one.md; test -e pkg/b.py; test -e n")  # type: ignore[operator]
+    assert second.changes() == patch
+    second.clear()
+
+
+def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
+    """Compared with what it began with; it can be snapshot, too."""
+    layer = OverlayWorkspace(tmp_path / "box", None, FILES)
+    layer.make()
+    assert layer.mount() == layer.own == layer.work
+    assert layer.changes() == Patch()
+    _run("rm task.md; chmod +x pkg/given.py; echo n > n", layer.work)
+    patch = layer.changes()
+    given = Change(b"g = 1\n", executable=True)
+    assert patch == Patch({"task.md": None, "pkg/given.py": given, "n": Change(b"n\n")})
+    layer.snapshot(tmp_path / "kept")
+    again = OverlayWorkspace(tmp_path / "again", None, FILES, tmp_path / "kept")
+    again.make()
+    assert again.changes() == patch
+    with pytest.raises(SandboxError, match="no base"):
+        layer.prepare(private=False)
+
+
+def test_a_folder_is_not_used_twice(layer: OverlayWorkspace, base: Path, tmp_path: Path) -> None:
+    """What one session left is not the next one's head start."""
+    with pytest.raises(SandboxError, match="is not empty; each session needs a folder of its own"):
+        OverlayWorkspace(tmp_path / "box", base, {}).make()
+    assert layer.changes() == Patch()
+
+
+def test_what_a_killed_process_left_mounted_is_found(
+    layer: OverlayWorkspace, tmp_path: Path
+) -> None:
+    """Also while a program still sits in it; a second look finds nothing."""
+    by_kernel(layer, "true")
+    sitting = subprocess.Popen(["sleep", "60"], cwd=layer.work)
+    try:
+        assert unmount_all(tmp_path / "bo") == 0
+        assert unmount_all(tmp_path / "box") == 1
+        assert unmount_all(tmp_path / "box") == 0
+        assert not mounted(layer.work)
+    finally:
+        sitting.kill()
+        sitting.wait()
+
+
+def test_it_can_be_mounted_again_after_its_sandbox_died(layer: OverlayWorkspace) -> None:
+    """What was written before is there."""
+    by_kernel(layer, "echo one > one")
+    layer.unmount()
+    by_kernel(layer, "test -e one; rm one")
+    assert layer.changes() == Patch()
+
+
+def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path: Path) -> None:
+    """Colons, commas, backslashes and spaces in folder names."""
+    strange = base.rename(tmp_path / "b:a,s\\e d")
+    layer = OverlayWorkspace(tmp_path / "b:o,x\\ d", strange, {})
+    layer.make()
+    by_kernel(layer, "rm a.py")
+    assert layer.changes() == Patch({"a.py": None})
+    layer.clear()
+    assert not mounted(layer.work)
+
+
+def test_a_layer_costs_the_same_for_a_large_base(tmp_path: Path) -> None:
+    """Made, mounted and read without walking the base of 5,000 files."""
+    base = tmp_path / "base"
+    for folder in range(100):
+        (base / f"d{folder}").mkdir(parents=True)
+        for number in range(50):
+            (base / f"d{folder}" / f"f{number}").touch()
+    took = []
+    for number in range(9):
+        layer = OverlayWorkspace(tmp_path / f"box-{number}", base, {"d1/f1": "mine"})
+        began = time.perf_counter()
+        layer.make()
+        by_kernel(layer, "true")
+        patch = layer.changes()
+        took.append(time.perf_counter() - began)
+        assert patch == Patch()
+        layer.clear()
+    assert sorted(took)[4] < 0.1, took

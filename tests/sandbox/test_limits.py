@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tugline.errors import ConfigError, SandboxError
+from tugline.sandbox.base import Exit
+from tugline.sandbox.bubblewrap.seccomp import seccomp
+from tugline.sandbox.exec import resource_monitor as share_module
+from tugline.sandbox.exec.limits import (
+    RECORD,
+    Group,
+    Kills,
+    Limits,
+    Places,
+    places,
+    reap,
+    restrain,
+    unenforced,
+)
+from tugline.sandbox.exec.resource_monitor import ResourceMonitor, used
+from tugline.types import Cause
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+@contextlib.contextmanager
+def program(*argv: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that waits for a line before it does what it is to do."""
+    with subprocess.Popen(
+        ["sh", "-c", 'read go; exec "$@"', "sh", *argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def where() -> Places:
+    """Where groups can be made."""
+    found = places()
+    if found.memory is None or found.processes is None:
+        pytest.skip("no control groups can be made here")
+    return found
+
+
+def test_a_group_bounds_memory_and_counts_what_it_killed(where: Places, tmp_path: Path) -> None:
+    """What takes too much is killed; the group and its record are gone afterwards."""
+    group = Group(where, tmp_path)
+    group.make(Limits(memory_mb=30))
+    assert len(list(tmp_path.glob(f"*{RECORD}"))) == 1
+    with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
+        group.join(eater.pid)
+        assert group.kills() == Kills()
+        eater.communicate("go\n", timeout=20)
+        assert eater.returncode == -9
+    assert group.kills() == Kills(own=1)
+    group.remove()
+    group.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_bounds_the_number_of_processes(where: Places, tmp_path: Path) -> None:
+    """The next one cannot be made."""
+    group = Group(where, tmp_path)
+    group.make(Limits(processes=5))
+    script = "for i in 1 2 3 4 5 6 7 8; do sleep 9 & echo $i; done"
+    with program("sh", "-c", script) as bomb:
+        group.join(bomb.pid)
+        assert bomb.stdin is not None
+        assert bomb.stdout is not None
+        bomb.stdin.write("go\n")
+        bomb.stdin.flush()
+        told = [bomb.stdout.readline().strip() for _ in range(4)]
+        assert told == ["1", "2", "3", "4"]
+        assert bomb.wait(timeout=10) != 0
+    group.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
+    where: Places, tmp_path: Path
+) -> None:
+    """By its record; a record of anything else is left alone."""
+    group = Group(where, tmp_path)
+    group.make(Limits())
+    (record,) = tmp_path.glob(f"*{RECORD}")
+    with program("sleep", "60") as left:
+        group.join(left.pid)
+        assert reap(record) == len({where.memory, where.processes})
+        assert left.wait(timeout=5) == -9
+    assert not record.exists()
+    foreign = tmp_path / f"x{RECORD}"
+    own = tmp_path / "tugline-x"
+    own.mkdir()
+    foreign.write_bytes(msgspec.json.encode([str(own), "/sys/fs/cgroup/unified"]))
+    assert reap(foreign) == 0
+    assert own.exists()
+    foreign.write_bytes(b"no record")
+    assert reap(foreign) == 0
+
+
+def test_without_groups_each_process_is_bounded() -> None:
+    """Data, not address space; cores are off; what is not enforced is said."""
+    limits = Limits(memory_mb=50, open_files=64, cpu_s=7, file_mb=3)
+    with program("sleep", "60") as one:
+        restrain(one.pid, limits, Places())
+        assert resource.prlimit(one.pid, resource.RLIMIT_DATA) == (50 << 20, 50 << 20)
+        assert resource.prlimit(one.pid, resource.RLIMIT_FSIZE) == (3 << 20, 3 << 20)
+        assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
+        assert resource.prlimit(one.pid, resource.RLIMIT_CPU) == (7, 7)
+        assert resource.prlimit(one.pid, resource.RLIMIT_CORE) == (0, 0)
+        assert resource.prlimit(one.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        assert os.getpriority(os.PRIO_PROCESS, one.pid) > 0
+        restrain(one.pid, Limits(), Places())  # nothing is raised again
+        assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
+    lines = unenforced(Places())
+    assert len(lines) == 2
+    assert "memory is bounded for each process" in lines[0]
+    assert unenforced(Places(Path("/x"), Path("/x"))) == []
+
+
+def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:
+    """Version 2: one group for both, no swap, kills counted where it has them."""
+    root = tmp_path / "groups"
+    root.mkdir()
+    assert not Places(root, root).v2
+    (root / "cgroup.controllers").write_text("cpu memory pids")
+    group = Group(Places(root, root), tmp_path)
+    group.make(Limits(memory_mb=2, processes=7))
+    (made,) = root.glob("tugline-*")
+    texts = {path.name: path.read_text() for path in made.iterdir()}
+    assert texts == {"memory.max": "2097152", "memory.swap.max": "0", "pids.max": "7"}
+    (made / "memory.events").write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
+    assert group.kills() == Kills(own=3)
+    (made / "memory.events").write_text("oom 0\noom_kill 2\noom_group_kill 0\n")
+    assert group.kills() == Kills(others=2)
+
+
+async def test_a_node_out_of_memory_is_not_the_boxs_doing(where: Places, tmp_path: Path) -> None:
+    """Killed by what the node runs in, within its own limit: no cause of the agent's."""
+    assert where.memory is not None
+    if where.v2:
+        pytest.skip("a group below another one needs its controllers there")
+    node = where.memory / f"tugline-node-{tmp_path.name}"
+    node.mkdir()
+    try:
+        (node / "memory.limit_in_bytes").write_text(str(40 << 20))
+        group = Group(Places(node, None), tmp_path)
+        group.make(Limits(memory_mb=4096))
+        with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
+            group.join(eater.pid)
+            share = ResourceMonitor(100, list, group.kills, _nothing)
+
+            async def run() -> Exit:
+                await asyncio.to_thread(eater.communicate, "go\n", timeout=20)
+                return Exit(eater.returncode, timed_out=False, seconds=1.0)
+
+            with pytest.raises(SandboxError, match="the node is out of memory"):
+                await share.run(run, eater.pid)
+        assert group.kills() == Kills(others=1)
+        group.remove()
+    finally:
+        node.rmdir()
+
+
+async def _nothing() -> None:
+    """Kills nothing."""
+
+
+async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
+    """Blocks, not lengths; hard links once; empty files a little; what is deep is too much."""
+    (tmp_path / "a").write_bytes(b"x" * 100_000)
+    os.link(tmp_path / "a", tmp_path / "b")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    many = tmp_path / "many"
+    many.mkdir()
+    for number in range(500):
+        (many / str(number)).touch()
+    (tmp_path / "out").symlink_to("/usr")
+    total = used([tmp_path], None, 1 << 40)
+    assert 600_000 < total < 700_000
+    assert used([tmp_path], None, 1000) > 1000
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(30):  # deeper than any path is long
+        os.mkdir("d" * 200, dir_fd=here)
+        below = os.open("d" * 200, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    assert used([tmp_path], None, 1 << 40) > 1 << 40
+    await asyncio.to_thread(subprocess.run, ["rm", "-rf", str(tmp_path / ("d" * 200))], check=True)
+
+
+async def looked_at(share: ResourceMonitor, seconds: float) -> Exit:
+    """The end of a program that sleeps, in no box."""
+
+    async def sleeps() -> Exit:
+        await asyncio.sleep(seconds)
+        return Exit(0, timed_out=False, seconds=seconds)
+
+    return await share.run(sleeps, 1 << 30)
+
+
+async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: Path) -> None:
+    """A copy of a large workspace is not the agent's doing; what comes later is."""
+    (tmp_path / "copied").write_bytes(b"x" * (3 << 20))
+    share = ResourceMonitor(2, lambda: [tmp_path], Kills, _nothing)
+    assert (await looked_at(share, 0)).cause is None
+    await asyncio.sleep(0.2)
+    (tmp_path / "new").write_bytes(b"x" * (3 << 20))
+    assert (await looked_at(share, 0)).cause is Cause.AGENT_DISK
+
+
+async def test_a_box_that_could_not_be_ended_is_ended_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine did not answer once."""
+    monkeypatch.setattr(share_module, "_WATCH_S", 0.1)
+    tried = []
+
+    async def kill() -> None:
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            msg = "not ended within 60 s"
+            raise SandboxError(msg)
+
+    share = ResourceMonitor(1, lambda: [tmp_path / "w"], Kills, kill)
+    assert (await looked_at(share, 0)).cause is None
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "x").write_bytes(b"x" * (3 << 20))
+    assert (await looked_at(share, 1)).cause is Cause.AGENT_DISK
+    assert len(tried) == 2
+
+
+async def test_very_many_files_are_looked_at_seldom_but_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look that takes long is not repeated after each quick program; the rest has a bound."""
+    monkeypatch.setattr(share_module, "_REST_S", 1.0)
+    monkeypatch.setattr(share_module, "_WATCH_S", 0.1)
+    looks = []
+
+    def slow(*_: object) -> int:
+        looks.append(time.monotonic())
+        time.sleep(0.3)
+        return 0
+
+    share = ResourceMonitor(1, list, Kills, _nothing)
+    monkeypatch.setattr(share_module, "used", slow)
+    for _ in range(5):
+        await looked_at(share, 0)
+    assert len(looks) == 2  # what was there at first, and after the first one
+    await looked_at(share, 3)
+    assert len(looks) in {5, 6}
+    assert max(after - before for before, after in pairwise(looks)) < 1.8
+
+
+def test_deleted_files_that_are_still_open_count(tmp_path: Path) -> None:
+    """Nobody finds them by their names."""
+    script = "exec 3>x; rm x; head -c 3000000 /dev/zero >&3; echo done; exec sleep 60"
+    with program("sh", "-c", f"cd {tmp_path}; {script}") as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+        assert writer.stdout.readline() == "done\n"
+        deadline = time.monotonic() + 5
+        while used([tmp_path], Path("/"), 1 << 40) < 3_000_000:
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("name", list(Limits.__struct_fields__))
+def test_wrong_limits_are_named(name: str) -> None:
+    """Each of them, with what would be right."""
+    for value in (0, -1, 1.5, True, "8"):
+        limits = Limits(**{name: value})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"runtime 'r': {name} is .*a whole number from 1"):
+            limits.check("r")
+
+
+def test_the_filter_of_system_calls_is_whole() -> None:
+    """Eight bytes an instruction on each processor that is known, nothing on others."""
+    for machine in ("x86_64", "aarch64"):
+        assert len(seccomp(machine)) % 8 == 0
+        assert len(seccomp(machine)) > 300
+    assert seccomp("riscv64") == b""

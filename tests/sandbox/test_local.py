@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tugline.errors import ConfigError, SandboxError, UsageError
+from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
+from tugline.sandbox.exec.processes import MARK, Started, end, start_time
+from tugline.sandbox.local import Local
+from tugline.sandbox.patch import Change
+from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.types import Workspace
+
+LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet waited for does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+async def sh(box: Sandbox, script: str, timeout_s: float = 10.0, **env: str) -> Exit:
+    """Run a script."""
+    return await box.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
+
+
+def log(box: Sandbox) -> str:
+    """What programs have written so far."""
+    return (box.logs / "agent.log").read_text()
+
+
+async def test_a_program_sees_only_what_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are staged as given; stdin is empty; the parent's secrets are not passed on."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    async with Local().open(tmp_path, SandboxSpec(files={"a/b.txt": "one\r\ntwo"})) as box:
+        done = await sh(box, "pwd; cat; env | cut -d= -f1 | sort; wc -c < a/b.txt", GIVEN="x")
+        assert (done.code, done.timed_out) == (0, False)
+        lines = log(box).split()
+    assert lines[0] == str(tmp_path / "work")
+    assert lines[-1] == "8"
+    seen = set(lines[1:-1]) - {"PWD", "OLDPWD", "SHLVL", "_"}
+    assert seen == {"PATH", "LANG", "HOME", "TMPDIR", "GIVEN", MARK}
+
+
+@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", "a\\b", "a\0b"])
+async def test_paths_that_leave_the_box_are_refused(tmp_path: Path, path: str) -> None:
+    """A task cannot write outside its folder, and nothing is written before that is known."""
+    with pytest.raises(UsageError, match="must be relative"):
+        async with Local().open(tmp_path, SandboxSpec(files={"good.txt": "x", path: "x"})):
+            pass
+    assert not (tmp_path / "work" / "good.txt").exists()
+
+
+async def test_exit_codes_come_back(tmp_path: Path) -> None:
+    """A failing, a killed and a missing program are exits, not exceptions."""
+    async with Local().open(tmp_path) as box:
+        assert (await sh(box, "exit 3")).code == 3
+        assert (await sh(box, "kill -9 $$")).code == -signal.SIGKILL
+        assert (await box.run(("no-such-program",), env={}, timeout_s=5)).code == 127
+
+
+async def test_a_box_is_not_used_twice(tmp_path: Path) -> None:
+    """What an earlier attempt left cannot help the next one."""
+    async with Local().open(tmp_path, SandboxSpec(files={"x": "1"})):
+        pass
+    with pytest.raises(SandboxError, match="not empty"):
+        async with Local().open(tmp_path, SandboxSpec(files={"x": "1"})):
+            pass
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "how", ["sleep 300 &", "setsid sleep 300 &", "(trap '' TERM; sleep 300) &"]
+)
+async def test_a_timeout_ends_grandchildren(tmp_path: Path, how: str) -> None:
+    """Also those that left the session or ignore SIGTERM."""
+    async with Local(grace_s=0.3).open(tmp_path) as box:
+        done = await sh(box, f"{how} echo $!; sleep 300", timeout_s=0.5)
+        assert done.timed_out
+        assert done.seconds < 5
+        pid = int(log(box).split()[0])
+    assert not alive(pid)
+
+
+@LINUX
+async def test_leftovers_end_with_a_program_that_ends_well(tmp_path: Path) -> None:
+    """A server that the agent forgot does not live on."""
+    async with Local(grace_s=0.2).open(tmp_path) as box:
+        done = await sh(box, "setsid sleep 300 & echo $!")
+        assert (done.code, done.timed_out) == (0, False)
+        assert not alive(int(log(box)))
+        assert not [name for name in os.listdir(tmp_path) if name.endswith(".started")]  # noqa: PTH208
+
+
+@LINUX
+async def test_cancelling_ends_the_program_first(tmp_path: Path) -> None:
+    """The cancelled task returns only when nothing is left, even if it is cancelled twice."""
+    async with Local(grace_s=0.2).open(tmp_path) as box:
+        task = asyncio.create_task(sh(box, "sleep 300 & echo $!; wait", timeout_s=60))
+        async with asyncio.timeout(5):
+            while not ((box.logs / "agent.log").exists() and log(box)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        pid = int(log(box))
+        task.cancel()
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not alive(pid)
+
+
+async def test_limits_hold(tmp_path: Path) -> None:
+    """A program that fills the disk or burns the processor is stopped."""
+    async with Local(cpu_s=1, file_mb=1).open(tmp_path) as box:
+        done = await sh(box, "head -c 3000000 /dev/zero > big; wc -c < big")
+        assert int(log(box).split()[-1]) <= 1 << 20
+        done = await sh(box, "while :; do :; done")
+        assert done.code in (-signal.SIGXCPU, -signal.SIGKILL)
+        assert not done.timed_out
+
+
+@LINUX
+def test_orphans_of_a_killed_parent_are_reaped(tmp_path: Path) -> None:
+    """After kill -9 of the process that ran boxes, the next one ends what is still running."""
+    parent = textwrap.dedent(f"""
+        import asyncio, pathlib
+        from tugline.sandbox.local import Local
+        async def main():
+            async with Local().open(pathlib.Path({str(tmp_path)!r})) as box:
+                await box.run(
+                    ("sh", "-c", "setsid sleep 300 & echo $!; echo $$; sleep 300"),
+                    env={{}}, timeout_s=300)
+        asyncio.run(main())
+    """)
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    out = tmp_path / "logs" / "agent.log"
+    deadline = time.monotonic() + 20
+    while not (out.exists() and len(out.read_text().split()) == 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pids = [int(pid) for pid in out.read_text().split()]
+    process.kill()
+    process.wait()
+    assert all(alive(pid) for pid in pids)
+    assert Local().reap(tmp_path) >= 2
+    assert not any(alive(pid) for pid in pids)
+    assert Local().reap(tmp_path) == 0
+
+
+@LINUX
+def test_a_recycled_pid_is_not_hit() -> None:
+    """A process that merely has the number of an old one is left alone."""
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        started = start_time(bystander.pid)
+        assert started is not None
+        assert end(Started(bystander.pid, started - 1, "m" * 32), grace_s=0.0) == 0
+        assert alive(bystander.pid)
+        assert end(Started(bystander.pid, started, "m" * 32), grace_s=0.0) == 1
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+async def test_an_agent_cannot_stop_the_reaper(tmp_path: Path) -> None:
+    """A file that merely looks like a record is passed over."""
+    async with Local().open(tmp_path) as box:
+        await sh(box, "echo junk > x.started")
+    assert Local().reap(tmp_path) == 0
+
+
+async def test_a_refusing_disk_is_a_fault_of_the_place(tmp_path: Path) -> None:
+    """An impossible folder is one line that names it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SandboxError, match="cannot make"):
+        async with Local().open(tmp_path / "file" / "box"):
+            pass
+
+
+def test_wrong_options_are_named() -> None:
+    """An option out of range says which and what would be right."""
+    with pytest.raises(ConfigError, match="cpu_s is 0"):
+        Local(cpu_s=0)
+
+
+async def test_programs_that_will_not_end_hold_up_nothing_else(tmp_path: Path) -> None:
+    """Twenty ignore SIGTERM at once: they are killed side by side, and threads stay free."""
+    runtime = Local(grace_s=1.5)
+
+    async def stubborn(number: int) -> Exit:
+        async with runtime.open(tmp_path / str(number)) as box:
+            return await sh(box, "trap '' TERM; while :; do sleep 1; done", timeout_s=1.0)
+
+    ending = asyncio.gather(*(stubborn(number) for number in range(20)))
+    await asyncio.sleep(1.6)
+    began = asyncio.get_running_loop().time()
+    await asyncio.to_thread(lambda: None)
+    assert asyncio.get_running_loop().time() - began < 0.5
+    assert all(end.timed_out for end in await ending)
+    assert asyncio.get_running_loop().time() - began < 6
+
+
+async def test_a_base_is_seen_and_never_changed(tmp_path: Path) -> None:
+    """A folder that many share: the box has its view of it, and is unmounted at its end."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "a").write_text("1")
+    (base / "b").write_text("2")
+    place = SandboxSpec(workspace=Workspace(folder=str(base)), files={"c": "3"})
+    async with Local().open(tmp_path / "box", place) as box:
+        assert (await sh(box, "cat a b c; echo 4 >a; rm b; echo 5 >d")).code == 0
+        assert log(box) == "123"
+        assert await box.get(box.workdir / "d") == b"5\n"
+        patch = await box.changes()
+        assert patch.files == {"a": Change(b"4\n"), "b": None, "d": Change(b"5\n")}
+    assert (base / "a").read_text() == "1"
+    assert str(tmp_path) not in mounted()
+
+
+def test_what_a_killed_parent_mounted_is_unmounted(tmp_path: Path) -> None:
+    """A view of a base outlives its process, but not the next start."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "a").write_text("1")
+    layer = OverlayWorkspace(tmp_path / "box", tmp_path / "base", {})
+    layer.make()
+    layer.mount()
+    if str(tmp_path) not in mounted():
+        pytest.skip("no overlay can be mounted here: workspaces are copied")
+    assert Local().reap(tmp_path) == 1
+    assert str(tmp_path) not in mounted()
+    assert (tmp_path / "base" / "a").read_text() == "1"
+
+
+def mounted() -> str:
+    """What is mounted on this machine, where that can be read."""
+    table = Path("/proc/self/mountinfo")
+    return table.read_text() if table.exists() else ""
+
+
+async def test_a_log_has_a_bound(tmp_path: Path) -> None:
+    """What comes after it is forgotten, and the program is not held up."""
+    async with Local(output_mb=1, file_mb=64).open(tmp_path) as box:
+        done = await sh(box, "head -c 30000000 /dev/zero; exit 3")
+        assert done.code == 3
+        assert (box.logs / "agent.log").stat().st_size < (1 << 20) + 200
+
+
+async def test_what_only_a_sandbox_can_give_is_refused(tmp_path: Path) -> None:
+    """Images, other paths and mounts, each by its name; a folder that is where it is will do."""
+    tool = str(tmp_path)
+    wrong = [
+        (SandboxSpec(workspace=Workspace(image="debian")), r"workspace.image \('debian'\)"),
+        (SandboxSpec(workspace=Workspace(build="d")), "workspace.build"),
+        (SandboxSpec(workspace=Workspace(path="/testbed")), "workspace.path"),
+        (SandboxSpec(mounts=(Mount("/logs"),)), "at /logs"),
+        (SandboxSpec(mounts=(Mount("/tool", tool),)), "at /tool"),
+    ]
+    for place, said in wrong:
+        with pytest.raises(UsageError, match=said):
+            async with Local().open(tmp_path / "box", place):
+                pass
+    mounts = (Mount(tool, tool), Mount("/bin/sh", tool, optional=True))
+    async with Local().open(tmp_path / "box", SandboxSpec(mounts=mounts)) as box:
+        assert await box.get(box.home / "nothing") is None
+        with pytest.raises(UsageError, match="is not below"):
+            await box.get(Path("/etc/passwd"))
+
+
+def test_a_forged_record_is_no_record(tmp_path: Path) -> None:
+    """An agent cannot have another process ended by writing one into its folder."""
+    for folder in ("work", "home", "logs"):
+        (tmp_path / folder).mkdir()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as bystander:
+        try:
+            started = Started(bystander.pid, start_time(bystander.pid), "m" * 32)
+            (tmp_path / "work" / "x.started").write_bytes(msgspec.json.encode(started))
+            (tmp_path / "home" / "x.started").write_bytes(msgspec.json.encode(started))
+            assert Local().reap(tmp_path) == 0
+            assert alive(bystander.pid)
+        finally:
+            bystander.kill()

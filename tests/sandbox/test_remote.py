@@ -1,0 +1,146 @@
+"""The example of a provider of one's own, used as a task would, with this machine as the other."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tugline import plugins
+from tugline.errors import SandboxError, UsageError
+from tugline.sandbox.base import Mount, SandboxSpec
+from tugline.sandbox.patch import Change, Patch
+from tugline.types import Workspace
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "remote_runtime.py"
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Found by its name, with a folder of its own on the other machine."""
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    (tmp_path / "there").mkdir()
+    return plugins.find("runtime", "remote_runtime:Remote")(folder=str(tmp_path / "there"))
+
+
+def running(argument: str) -> bool:
+    """Whether a program with that argument runs."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return any(argument in line.split() for line in listed.stdout.splitlines())
+
+
+async def test_a_session_goes_its_way(remote: Any, tmp_path: Path) -> None:
+    """Files in, a program with its output and exit code, changes out, nothing left there."""
+    files = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
+    async with remote.open(tmp_path / "box", SandboxSpec(files=files)) as box:
+        await box.put(box.home, {"settings.json": "{}"})
+        script = (
+            'cat ~/settings.json; echo "$A"; rm a.py; printf new > pkg/b.py; ln -s /etc out; exit 7'
+        )
+        end = await box.run(["sh", "-c", script], env={"A": "it's\n$HOME"}, timeout_s=20)
+        assert (end.code, end.timed_out) == (7, False)
+        assert (box.logs / "agent.log").read_text() == "{}it's\n$HOME\n"
+        changed = {
+            "a.py": None,
+            "pkg/b.py": Change(b"new"),
+            "out": Change(b"/etc", link=True),
+        }
+        assert await box.changes() == Patch(changed)
+        assert await box.reach("http://127.0.0.1:1/s/x") == "http://127.0.0.1:1/s/x"
+    assert list((tmp_path / "there").iterdir()) == []
+    assert sorted(path.name for path in (tmp_path / "box").iterdir()) == ["logs"]
+
+
+async def test_a_patch_is_laid_over_a_new_box(remote: Any, tmp_path: Path) -> None:
+    """As an evaluator does it: modes, links, removals, files in the way of folders."""
+    files = {"a": "1", "b": "2", "c/d": "3"}
+    async with remote.open(tmp_path / "box", SandboxSpec(files=files)) as box:
+        patch = {
+            "a": None,
+            "b": None,
+            "b/in": "below",
+            "c": b"\0",
+            "run.sh": Change(b"#!/bin/sh\nexit 5\n", executable=True),
+            "link": Change(b"run.sh", link=True),
+        }
+        await box.put(box.workdir, patch)
+        assert (await box.run(["./link"], env={}, timeout_s=20)).code == 5
+        assert await box.get(box.workdir / "b/in") == b"below"
+        assert await box.get(box.workdir / "c") == b"\0"
+        assert await box.get(box.workdir / "c", most=0) is None
+        for missing in ("a", "link", "c/d", "none"):
+            assert await box.get(box.workdir / missing) is None, missing
+        with pytest.raises(UsageError, match="must be relative"):
+            await box.put(box.workdir, {"../x": "x"})
+
+
+async def test_what_outlives_its_time_is_ended_there(remote: Any, tmp_path: Path) -> None:
+    """With its children, also when the session is cancelled."""
+    async with remote.open(tmp_path / "box") as box:
+        end = await box.run(["sh", "-c", "sleep 6543 & sleep 6543"], env={}, timeout_s=0.5)
+        assert (end.timed_out, end.code) == (True, -9)
+        assert not running("6543")
+        task = asyncio.create_task(box.run(["sleep", "6544"], env={}, timeout_s=60))
+        async with asyncio.timeout(20):
+            while not running("6544"):  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not running("6544")
+
+
+async def test_what_a_killed_node_left_there_is_removed(remote: Any, tmp_path: Path) -> None:
+    """Found by its note, once."""
+    script = f"""if True:
+        import asyncio, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(EXAMPLE.parent)!r})
+        from remote_runtime import Remote
+        async def main():
+            runtime = Remote(folder={remote.folder!r})
+            async with runtime.open(Path({str(tmp_path / "box")!r})) as box:
+                await box.run(["sleep", "7654"], env={{}}, timeout_s=60)
+        asyncio.run(main())"""
+    node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    async with asyncio.timeout(20):
+        while not running("7654"):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.05)
+    node.kill()
+    await node.wait()
+    assert (remote.reap(tmp_path), remote.reap(tmp_path)) == (1, 0)
+    assert not running("7654")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+async def test_what_it_cannot_give_or_reach_is_told(remote: Any, tmp_path: Path) -> None:
+    """A workspace or a mount is refused; a machine that is not there is a fault of the place."""
+    for place in (SandboxSpec(workspace=Workspace(image="x")), SandboxSpec(mounts=(Mount("/x"),))):
+        with pytest.raises(UsageError, match="takes files only"):
+            async with remote.open(tmp_path / "box", place):
+                pass
+    assert remote.unavailable() is None
+    away = type(remote)(connect=("sh", "-c", "echo no route >&2; exit 255"))
+    assert "no route" in away.unavailable()
+    box = remote.open(tmp_path / "other")
+    async with box as opened:
+        with pytest.raises(SandboxError, match=r"sh: .*not found"):
+            await opened.call("nothing-of-that-name")
+
+
+def test_it_stays_short_enough_to_be_read() -> None:
+    """About sixty statements, beside imports and docstrings."""
+    tree = ast.parse(EXAMPLE.read_text())
+    statements = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt)
+        and not isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
+    assert len(statements) <= 75

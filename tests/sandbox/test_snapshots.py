@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tugline.sandbox.base import Runtime, SandboxSpec, Snapshots
+from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.local import Local
+from tugline.sandbox.patch import Change, Patch
+from tugline.types import Workspace
+
+
+@pytest.fixture(params=[Local, Bubblewrap])
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    """Each that can be had here without a container engine."""
+    made: Runtime = request.param()
+    if why := made.unavailable():
+        pytest.skip(why)
+    return made
+
+
+@pytest.mark.parametrize("based", [False, True])
+async def test_a_box_begins_where_another_stood(
+    runtime: Runtime, tmp_path: Path, *, based: bool
+) -> None:
+    """Twice from the same snapshot, each with a life of its own; what was done before is told."""
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "old").write_text("old\n")
+    workspace = Workspace(folder=str(tmp_path / "given")) if based else Workspace()
+    place = SandboxSpec(workspace=workspace, files={"a": "1\n"})
+    async with runtime.open(tmp_path / "first", place) as box:
+        script = "echo 2 > a; rm -f old; mkdir d; echo n > d/n"
+        assert (await box.run(["sh", "-c", script], env={}, timeout_s=20)).code == 0
+        before = await box.changes()
+        assert isinstance(box, Snapshots)
+        await box.snapshot(tmp_path / "kept")
+    done = {"a": Change(b"2\n"), "d/n": Change(b"n\n"), **({"old": None} if based else {})}
+    assert before == Patch(done)
+    again = SandboxSpec(workspace=workspace, files={"a": "1\n"}, snapshot=tmp_path / "kept")
+    for name in ("second", "third"):
+        async with runtime.open(tmp_path / name, again) as box:
+            script = "grep -q 2 a && test ! -e old && test ! -e mine && cat d/n && touch mine"
+            assert (await box.run(["sh", "-c", script], env={}, timeout_s=20)).code == 0
+            assert await box.changes() == Patch({**done, "mine": Change(b"")})

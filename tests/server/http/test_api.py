@@ -1,0 +1,284 @@
+"""The routes with a real control plane behind them: what each is good for."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import zstandard
+
+from served import TASK, TOKENS, Served, result
+from tugline.errors import StoreError
+from tugline.protocol import Problem, Results
+from tugline.server.http.problems import PROBLEMS
+from tugline.server.http.table import ROUTES
+from tugline.types import Task, Trajectory, decode
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
+
+
+# --------------------------------------------------------------------------- tasks and sessions
+async def test_a_task_is_submitted_once(server: Served) -> None:
+    """201 the first time, 200 for the same again, 409 for another of its id."""
+    first = await server.ask("POST", "/v1/tasks", json=TASK)
+    assert (first.status, first.json) == (201, [{"task": "t", "sessions": ["t-0"], "new": True}])
+    again = await server.ask("POST", "/v1/tasks", json=[TASK])
+    assert (again.status, again.json[0]["new"]) == (200, False)
+    other = await server.ask("POST", "/v1/tasks", json={**TASK, "instruction": "other"})
+    assert (other.status, other.problem.type[20:]) == (409, "conflict")
+
+
+async def test_a_batch_is_kept_whole_or_not_at_all(server: Served) -> None:
+    """One conflict in a thousand keeps the other 999 out."""
+    await server.submit()
+    batch = [{**TASK, "id": f"b{n}"} for n in range(999)]
+    told = await server.ask("POST", "/v1/tasks", json=[*batch, {**TASK, "instruction": "x"}])
+    assert told.status == 409
+    assert told.problem.field == "999.id"
+    assert (await server.ask("GET", "/v1/tasks/b0")).status == 404
+    assert len((await server.ask("POST", "/v1/tasks", json=batch)).json) == 999
+
+
+async def test_a_task_can_be_looked_at_and_had_back(server: Served) -> None:
+    """Its state, its body as it came, its sessions, and lists of them by pages."""
+    await server.submit(samples=3, tags={"set": "a"}, tenant="lab")
+    await server.submit(id="u")
+    task = (await server.ask("GET", "/v1/tasks/t", "read")).json
+    assert (task["state"], task["counts"], task["tenant"]) == ("open", {"queued": 3}, "lab")
+    body = msgspec.json.decode((await server.ask("GET", "/v1/tasks/t/body")).body, type=Task)
+    assert body == msgspec.convert(
+        {**TASK, "samples": 3, "tags": {"set": "a"}, "tenant": "lab"}, Task
+    )
+    for query, ids in (("", ["t", "u"]), ("?tag=set=a", ["t"]), ("?tenant=default", ["u"])):
+        page = (await server.ask("GET", f"/v1/tasks{query}")).json
+        assert [one["id"] for one in page["tasks"]] == ids, query
+    first = (await server.ask("GET", "/v1/sessions?limit=3")).json
+    rest = (await server.ask("GET", f"/v1/sessions?after={first['next']}")).json
+    seen = [one["id"] for one in (*first["sessions"], *rest["sessions"])]
+    assert rest["next"] is None
+    assert seen == ["t-0", "t-1", "t-2", "u-0"]
+    assert (await server.ask("GET", "/v1/sessions/t-1")).json["sample"] == 1
+
+
+async def test_what_waits_is_cancelled_at_once_and_what_runs_is_told(server: Served) -> None:
+    """Cancelling a task or a session says what it met."""
+    await server.submit(samples=2)
+    node = await server.join()
+    (work,) = (await server.lease(node, 1)).work
+    told = await server.ask("POST", "/v1/tasks/t/cancel?by=me")
+    (waited,) = {"t-0", "t-1"} - {work.session.id}
+    assert told.json == {"ended": [waited], "stopping": [work.session.id], "final": 0}
+    again = await server.ask("POST", f"/v1/sessions/{waited}/cancel")
+    assert again.json == {"ended": [], "stopping": [], "final": 1}
+
+
+# --------------------------------------------------------------------------- results
+async def test_a_result_is_committed_once_and_read_in_every_form(server: Served) -> None:
+    """View, packed trajectory, JSON trajectory; the same commit again is fine, another is not."""
+    await server.submit()
+    node = await server.join()
+    (work,) = (await server.lease(node)).work
+    sid, epoch = work.session.id, work.session.epoch
+    assert (await server.ask("GET", f"/v1/sessions/{sid}/result")).status == 404
+    data = result(sid, "t")
+    assert (await server.commit(node, sid, epoch, data)).json == {"kept": "committed"}
+    assert (await server.commit(node, sid, epoch, data)).json == {"kept": "already"}
+    other = await server.commit(node, sid, epoch, result(sid, "t", reward=0.5))
+    assert (other.status, other.problem.type[20:]) == (409, "fenced")
+    view = (await server.ask("GET", f"/v1/sessions/{sid}/result")).json
+    assert (view["status"], view["reward"], view["bytes"]) == ("completed", 1.0, len(data))
+    packed = await server.ask("GET", f"/v1/sessions/{sid}/trajectory")
+    assert (packed.headers["content-type"], packed.body) == ("application/zstd", data)
+    accept = {"accept": "application/json"}
+    plain = await server.ask("GET", f"/v1/sessions/{sid}/trajectory", headers=accept)
+    assert plain.json["reward"]["value"] == 1.0
+
+
+async def test_a_consumer_goes_on_where_it_acknowledged(server: Served) -> None:
+    """The cursor of a page is what is acknowledged, and never goes back."""
+    await server.finish(samples=3)
+    ask = "/v1/results?consumer=trainer&limit=2"
+    first = (await server.ask("GET", ask)).json
+    assert [one["sample"] for one in first["items"]] == [0, 1]
+    assert (await server.ask("GET", ask)).json == first, "not acknowledged: told again"
+    ack = "/v1/results/ack?consumer=trainer"
+    await server.ask("POST", ack, json={"cursor": first["cursor"]})
+    rest = (await server.ask("GET", ask)).json
+    assert [one["sample"] for one in rest["items"]] == [2]
+    kept = await server.ask("POST", ack, json={"cursor": 0})
+    assert kept.json["acked"] == first["cursor"]
+    assert [one["name"] for one in (await server.ask("GET", "/v1/consumers")).json] == ["trainer"]
+
+
+async def test_whole_groups_are_told_with_their_results(server: Served) -> None:
+    """`groups` gives each released task with all of its items."""
+    await server.finish(samples=2)
+    await server.submit(id="open")
+    page = (await server.ask("GET", "/v1/results?groups=true")).json
+    assert [one["id"] for one in page["groups"]] == ["t"]
+    assert [one["session"] for one in page["items"]] == ["t-0", "t-1"]
+
+
+async def test_results_can_be_had_of_some_tasks(server: Served) -> None:
+    """`task` may come several times."""
+    for name in ("a", "b", "c"):
+        await server.finish(id=name)
+    page = (await server.ask("GET", "/v1/results?task=a&task=c")).json
+    assert [one["task"] for one in page["items"]] == ["a", "c"]
+
+
+async def _frames(got: aiohttp.ClientResponse) -> AsyncIterator[tuple[Results, list[bytes]]]:
+    async def part() -> bytes:
+        (size,) = struct.unpack(">I", await got.content.readexactly(4))
+        return await got.content.readexactly(size)
+
+    while True:
+        try:
+            page = msgspec.msgpack.decode(await part(), type=Results)
+        except asyncio.IncompleteReadError:
+            return
+        yield page, [await part() for _ in page.items]
+
+
+async def test_the_binary_stream_has_the_trajectories_in_it(server: Served) -> None:
+    """Frames as documented: a `Results`, then each item's bytes; none for what never ran."""
+    await server.finish(samples=2)
+    await server.submit(id="u")
+    await server.ask("POST", "/v1/tasks/u/cancel")
+    accept = {"accept": "application/x-msgpack"}
+    how = "/v1/results?follow=false&limit=1"
+    async with server.request("GET", how, "read", headers=accept) as got:
+        frames = [frame async for frame in _frames(got)]
+    told = [(page.items[0].session, data) for page, (data,) in frames]
+    assert [name for name, _ in told] == ["t-0", "t-1", "u-0"]
+    plain = zstandard.ZstdDecompressor().decompressobj().decompress(told[0][1])
+    assert decode(plain, Trajectory).session == "t-0"
+    assert told[2][1] == b""
+
+
+async def test_lines_go_on_with_what_comes(server: Served) -> None:
+    """An NDJSON stream tells a result when it is committed, and can be left at any time."""
+    await server.finish(id="a")
+    accept = {"accept": "application/x-ndjson"}
+    async with server.request("GET", "/v1/results", headers=accept) as got:
+        first = msgspec.json.decode(await got.content.readline(), type=Results)
+        assert [one.task for one in first.items] == ["a"]
+        await server.finish(id="b")
+        second = msgspec.json.decode(await got.content.readline(), type=Results)
+        assert [one.task for one in second.items] == ["b"]
+        assert second.cursor > first.cursor
+
+
+# --------------------------------------------------------------------------- logs
+async def test_a_log_is_read_from_anywhere_and_followed_to_its_end(server: Served) -> None:
+    """Offset, tail, and a stream that ends with the session."""
+    await server.submit()
+    node = await server.join()
+    (work,) = (await server.lease(node)).work
+    sid, epoch = work.session.id, work.session.epoch
+    add = f"/v1/sessions/{sid}/log?epoch={epoch}&offset="
+    assert (await server.ask("POST", add + "0", node.token, data=b"one\n")).json == {"length": 4}
+    path = f"/v1/sessions/{sid}/log"
+    assert (await server.ask("GET", path)).body == b"one\n"
+    tail = await server.ask("GET", path + "?tail=2")
+    assert (tail.body, tail.headers["tugline-offset"]) == (b"e\n", "2")
+    async with server.request("GET", path + "?follow=true") as got:
+        assert await got.content.readline() == b"one\n"
+        await server.ask("POST", add + "4", node.token, data=b"two\n")
+        assert await got.content.readline() == b"two\n"
+        await server.commit(node, sid, epoch, result(sid, "t"))
+        assert await got.content.read() == b""
+    assert (await server.ask("GET", path + "?offset=4")).body == b"two\n"
+
+
+# --------------------------------------------------------------------------- nodes and weights
+async def test_a_node_joins_works_and_goes(server: Served) -> None:
+    """Join, lease, renew, hand back, drain."""
+    await server.submit()
+    node = await server.join("worker")
+    (seen,) = (await server.ask("GET", "/v1/nodes", "read")).json
+    assert (seen["name"], seen["state"], seen["slots"]) == ("worker", "live", 8)
+    (work,) = (await server.lease(node)).work
+    held = [[work.session.id, work.session.epoch, "run"]]
+    held = [{"session": s, "epoch": e, "status": st} for s, e, st in held]
+    renewed = await server.ask(
+        "POST", f"/v1/nodes/{node.node}/renew", node.token, json={"held": held}
+    )
+    assert renewed.json["stop"] == []
+    back = {"epoch": work.session.epoch, "why": "it drains"}
+    path = f"/v1/sessions/{work.session.id}/hand-back"
+    assert (await server.ask("POST", path, node.token, json=back)).status == 204
+    assert (await server.ask("GET", "/v1/sessions/t-0")).json["status"] == "queued"
+    assert (await server.ask("POST", f"/v1/nodes/{node.node}/drain")).status == 204
+    assert (await server.lease(node, wait_s=0)).draining
+
+
+async def test_weights_are_a_barrier_for_all_nodes(server: Served) -> None:
+    """Pause waits for the nodes; who did not answer is named."""
+    node = await server.join("slow")
+    paused = await server.ask("POST", "/v1/weights/pause", json={"within_s": 0.05})
+    assert (paused.json["paused"], paused.json["missing"]) == ("wait", ["slow"])
+    body = {"room": 0, "applied": paused.json["generation"], "wait_s": 0}
+    await server.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=body)
+    again = await server.ask("POST", "/v1/weights/pause", json={"within_s": 0.05})
+    assert again.status == 200
+    control = (await server.ask("GET", "/v1/weights", "read")).json
+    assert control["paused"] == "wait"
+
+
+# --------------------------------------------------------------------------- the server
+async def test_the_server_tells_how_it_is(server: Served) -> None:
+    """Health without a token, status and metrics with one."""
+    await server.submit(samples=2)
+    assert (await server.ask("GET", "/healthz", None)).json == {"status": "ok"}
+    counts = (await server.ask("GET", "/v1/status", "read")).json
+    assert (counts["tasks_open"], counts["sessions"]) == (1, {"queued": 2})
+    page = (await server.ask("GET", "/metrics", "read")).body.decode()
+    assert 'route="GET /v1/status"' in page
+
+
+async def test_a_store_that_cannot_be_used_is_503_and_a_fault_names_its_id(
+    server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are problems; the one says when to come again, the other what to look for in the log."""
+
+    async def full(*_: Any, **__: Any) -> None:
+        msg = "the disk is full"
+        raise StoreError(msg)
+
+    async def broken(*_: Any, **__: Any) -> None:
+        msg = "secret detail"
+        raise ZeroDivisionError(msg)
+
+    monkeypatch.setattr(type(server.control), "counts", full)
+    monkeypatch.setattr(type(server.control), "nodes", broken)
+    told = await server.ask("GET", "/v1/status")
+    assert (told.status, told.problem.type[20:]) == (503, "unavailable")
+    assert told.headers["retry-after"] == "1"
+    told = await server.ask("GET", "/v1/nodes")
+    assert (told.status, "secret" in told.problem.detail) == (500, False)
+    logged = capsys.readouterr().out
+    assert told.problem.detail.split()[-1] in logged
+    assert "secret detail" in logged
+    assert TOKENS.client not in logged
+
+
+def test_every_route_and_problem_is_documented() -> None:
+    """docs/api.md has each route with its tokens, and each problem with its status."""
+    page = DOCS.read_text(encoding="utf-8")
+    for route in ROUTES:
+        rows = [
+            row for row in page.splitlines() if row.startswith(f"| `{route.method} {route.path}`")
+        ]
+        assert len(rows) == 1, f"{route.method} {route.path}"
+        tokens = rows[0].split("|")[2].strip()
+        assert set(tokens.split(", ")) == {str(role) for role in route.roles} or tokens == "none"
+    for name, (status, _) in PROBLEMS.items():
+        assert f"| `{name}` | {status} |" in page
+    assert Problem(type="", title="", status=1, detail="").known == ()

@@ -1,0 +1,127 @@
+"""Every door, and every key that must not open it."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from served import TOKENS, Served, result
+from tugline.errors import UsageError
+from tugline.server.http.auth import Role, Tokens
+from tugline.server.http.route import Route
+from tugline.server.http.table import ROUTES
+
+GUARDED = [route for route in ROUTES if route.roles]
+NAMES = [f"{route.method} {route.path}" for route in GUARDED]
+
+
+def _path(route: Route, ident: str = "t") -> str:
+    return route.path.replace("{id}", ident).replace("{number}", "1")
+
+
+async def test_no_route_opens_without_its_token(server: Served) -> None:
+    """Nobody, a stranger, and every role that a route does not name are refused, on every route."""
+    node = await server.join()
+    keys = {"client": TOKENS.client, "read": TOKENS.read, "join": TOKENS.join, "node": node.token}
+    for route in GUARDED:
+        for key in (None, "", "stranger", TOKENS.client + "x", TOKENS.client[:-1]):
+            told = await server.ask(route.method, _path(route), key)
+            assert (told.status, told.problem.type[20:]) == (401, "unauthorized"), (route.path, key)
+            assert told.headers["www-authenticate"].startswith("Bearer")
+        for role in set(Role) - route.roles:
+            told = await server.ask(route.method, _path(route), keys[role])
+            assert (told.status, told.problem.type[20:]) == (403, "forbidden"), (route.path, role)
+
+
+async def test_the_roles_are_these() -> None:
+    """Who may do what is a decision: it does not change by accident."""
+    may = {
+        role: {n for n, r in zip(NAMES, GUARDED, strict=True) if role in r.roles} for role in Role
+    }
+    assert may[Role.JOIN] == {"POST /v1/nodes"}
+    assert may[Role.READ] == {name for name in NAMES if name.startswith("GET ")}
+    assert may[Role.NODE] == {
+        "POST /v1/nodes/{id}/lease",
+        "POST /v1/nodes/{id}/renew",
+        "POST /v1/nodes/{id}/drain",
+        "POST /v1/sessions/{id}/result",
+        "POST /v1/sessions/{id}/log",
+        "POST /v1/sessions/{id}/hand-back",
+    }
+    only_nodes = may[Role.NODE] - {"POST /v1/nodes/{id}/drain"}
+    assert may[Role.CLIENT] == set(NAMES) - only_nodes - {"POST /v1/nodes"}
+    assert [route.path for route in ROUTES if not route.roles] == ["/healthz"]
+
+
+@pytest.mark.parametrize("header", ["Bearer", "Basic client-token", "client-token", "Bearer  "])
+async def test_only_bearer_tokens_are_tokens(server: Served, header: str) -> None:
+    """A token elsewhere in the header is none."""
+    told = await server.ask("GET", "/v1/status", None, headers={"authorization": header})
+    assert told.status == 401
+
+
+async def test_a_token_in_the_query_or_a_cookie_is_none(server: Served) -> None:
+    """Tokens stay out of addresses, which end up in logs."""
+    told = await server.ask("GET", f"/v1/status?token={TOKENS.client}", None)
+    assert told.status == 401
+    cookie = {"cookie": f"token={TOKENS.client}"}
+    assert (await server.ask("GET", "/v1/status", None, headers=cookie)).status == 401
+
+
+async def test_a_node_speaks_for_itself_alone(server: Served) -> None:
+    """It can neither lease, renew nor drain as another node."""
+    one, two = await server.join("one"), await server.join("two")
+    for verb in ("lease", "renew", "drain"):
+        body = {"room": 1, "wait_s": 0} if verb == "lease" else {}
+        told = await server.ask("POST", f"/v1/nodes/{two.node}/{verb}", one.token, json=body)
+        assert told.status == 403, verb
+    assert {one["state"] for one in (await server.ask("GET", "/v1/nodes")).json} == {"live"}
+
+
+async def test_a_node_cannot_touch_the_session_of_another(server: Served) -> None:
+    """Result, log and return of a session are taken from the node that holds it, no other."""
+    await server.submit()
+    one, two = await server.join("one"), await server.join("two")
+    (work,) = (await server.lease(one)).work
+    sid, epoch = work.session.id, work.session.epoch
+    told = await server.commit(two, sid, epoch, result(sid, "t", reward=99.0))
+    assert (told.status, told.problem.type[20:]) == (409, "fenced")
+    log = f"/v1/sessions/{sid}/log?epoch={epoch}&offset=0"
+    assert (await server.ask("POST", log, two.token, data=b"lies")).status == 409
+    back = {"epoch": epoch, "why": "because"}
+    path = f"/v1/sessions/{sid}/hand-back"
+    assert (await server.ask("POST", path, two.token, json=back)).status == 409
+    assert (await server.commit(one, sid, epoch, result(sid, "t"))).status == 200
+    assert (await server.ask("GET", f"/v1/sessions/{sid}/result")).json["reward"] == 1.0
+
+
+async def test_an_agent_that_posts_its_own_reward_is_refused(server: Served) -> None:
+    """The secret of a session opens model calls at the gateway, and nothing of the server."""
+    await server.submit()
+    (work,) = (await server.lease(await server.join())).work
+    secret = secrets.token_urlsafe(32)
+    data = result(work.session.id, "t", reward=99.0)
+    for key in (None, secret, work.session.id):
+        path = f"/v1/sessions/{work.session.id}/result?epoch={work.session.epoch}"
+        assert (await server.ask("POST", path, key, data=data)).status == 401
+    headers = {"x-api-key": secret}
+    assert (await server.ask("GET", "/v1/status", None, headers=headers)).status == 401
+
+
+async def test_the_token_of_a_replaced_node_is_no_longer_good(server: Served) -> None:
+    """A node that comes again by its name takes its predecessor's place, and its rights."""
+    old = await server.join("n")
+    new = await server.join("n")
+    how = {"room": 1, "wait_s": 0}
+    told = await server.ask("POST", f"/v1/nodes/{old.node}/lease", old.token, json=how)
+    assert told.status in {401, 409}
+    assert (await server.lease(new, wait_s=0)).work == ()
+
+
+def test_tokens_must_be_tokens() -> None:
+    """An empty token would open the server to everybody, two equal ones would blur the roles."""
+    for bad in (("", "b", "c"), ("a", "a", "c"), ("a b", "b", "c"), ("ä", "b", "c")):
+        with pytest.raises(UsageError):
+            Tokens(*bad)
+    assert "client-token" not in repr(TOKENS)

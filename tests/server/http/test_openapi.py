@@ -1,0 +1,155 @@
+"""The OpenAPI document is what the server does: schemathesis holds them against each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis.checks import CHECKS
+from schemathesis.core.parameters import ParameterLocation
+
+from served import TASK, TOKENS, Served, result, serve
+from tugline.protocol import LeaseRequest, NodeRegistered
+from tugline.server.http import openapi
+from tugline.server.http.table import ROUTES
+
+DOCUMENT = json.loads(openapi.document(ROUTES))
+OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
+# not among the checks: those that want answers kept between requests, or send requests of their own
+PASSED_BY = {"use_after_free", "ensure_resource_availability", "ignored_auth"}
+# a schema cannot say that `enough` is at most `samples`, or that a file's path is relative
+TOO_STRICT = {"positive_data_acceptance"}
+EXAMPLES = int(os.environ.get("TUGLINE_EXAMPLES", "4"))
+"""Of each kind and operation; more of them take longer and find more."""
+STORE = os.environ.get("TUGLINE_STORE", "")
+"""Another store than SQLite; an empty one."""
+MODES = [
+    (operation, mode)
+    for operation in OPERATIONS
+    for mode in GenerationMode
+    if mode is GenerationMode.POSITIVE or operation.body or any(operation.iter_parameters())
+]
+
+
+@asynccontextmanager
+async def _lived_in(folder: Path) -> AsyncIterator[tuple[str, list[str]]]:
+    """A server with one of everything; its address, its node, the node's token, a session."""
+    async with serve(STORE or f"sqlite:{folder / 'db'}", folder, lease_s=1.0) as server:
+        await server.submit(samples=4, callback={"url": "http://127.0.0.1:9/"})
+        node = await server.join()
+        done, _ = (await server.lease(node, 2)).work
+        data = result(done.session.id, "t")
+        assert (await server.commit(node, done.session.id, 1, data)).status == 200
+        living = asyncio.create_task(_live(server, node))
+        yield server.url, [node.node, node.token, done.session.id]
+        living.cancel()
+
+
+async def _live(server: Served, node: NodeRegistered) -> None:
+    """Keep the node's lease, and put in place at once what all nodes are to put in place."""
+    applied = 0
+    while True:
+        orders = await server.control.lease(
+            node.node, LeaseRequest(room=0, applied=applied, wait_s=0.3)
+        )
+        applied = orders.control.generation
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """That server on a thread of its own."""
+    ready, told, stop = threading.Event(), [], asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def run() -> None:
+        async with _lived_in(tmp_path_factory.mktemp("server")) as (url, known):
+            told.append((url, known))
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
+    thread.start()
+    assert ready.wait(20)
+    yield told[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(20)
+    loop.close()
+
+
+def _settled(case: Case, url: str, known: list[str], *, real: bool) -> dict[str, Any]:
+    """How to send `case`: with a token that opens it, often a known id, and no long wait."""
+    node, token, session = known
+    roles = DOCUMENT["paths"][case.path][case.method.lower()]["x-roles"]
+    tokens = {"client": TOKENS.client, "join": TOKENS.join, "read": TOKENS.read, "node": token}
+    if real and "id" in case.path_parameters:
+        ids = {"tasks": "t", "sessions": session, "nodes": node}
+        case.path_parameters["id"] = ids[case.path.split("/")[2]]
+    if case.path.endswith(("lease", "pause")) and isinstance(case.body, dict):
+        case.body.setdefault("within_s" if case.path.endswith("pause") else "wait_s", 0.01)
+    waits = ((case.query, "wait_s", 60), (case.body, "wait_s", 60), (case.body, "within_s", 3600))
+    for bag, name, most in waits:
+        asked = bag.get(name) if isinstance(bag, dict) else None
+        if isinstance(asked, int | float) and 0 <= asked <= most:
+            bag[name] = min(asked, 0.01)
+    headers = {"Authorization": f"Bearer {tokens[roles[0]]}"} if roles else {}
+    return {"base_url": url, "headers": headers, "timeout": 20}
+
+
+@pytest.mark.filterwarnings("ignore:Do not use the `random`")  # schemathesis does
+@pytest.mark.parametrize(("operation", "mode"), MODES, ids=lambda one: getattr(one, "label", one))
+def test_the_server_keeps_to_its_document(
+    operation: APIOperation, mode: GenerationMode, address: tuple[str, list[str]]
+) -> None:
+    """Right and wrong requests get documented statuses and bodies, and never a 500."""
+    url, known = address
+    (rejects,) = CHECKS.get_by_names(["negative_data_rejection"])
+    taken = [check for check in CHECKS.get_all() if check.__name__ not in PASSED_BY | TOO_STRICT]
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), real=st.booleans())
+    def holds(case: Case, real: bool) -> None:  # noqa: FBT001 - hypothesis fills it in
+        right = mode is GenerationMode.POSITIVE
+        answer = case.call(**_settled(case, url, known, real=real and right))
+        parts = case.meta.components if case.meta else {}
+        wrong = {part for part, how in parts.items() if how.mode is GenerationMode.NEGATIVE}
+        mended = wrong <= {ParameterLocation.HEADER, ParameterLocation.COOKIE}
+        case.validate_response(answer, checks=[c for c in taken if not (mended and c is rejects)])
+
+    holds()
+
+
+async def test_the_document_is_served(server: Served) -> None:
+    """As it is tested here, and only to those who have a token."""
+    told = await server.ask("GET", "/openapi.json", "read")
+    assert told.json == DOCUMENT
+    assert DOCUMENT["components"]["schemas"]["Task"]["properties"]["samples"]["maximum"] == 10_000
+    assert TASK.keys() >= set(DOCUMENT["components"]["schemas"]["Task"]["required"])
+
+
+def test_every_field_of_a_query_is_described() -> None:
+    """A parameter without a sentence helps nobody."""
+    dumb = [
+        f"{method} {path} {parameter['name']}"
+        for path, methods in DOCUMENT["paths"].items()
+        for method, operation in methods.items()
+        for parameter in operation["parameters"]
+        if parameter["in"] == "query" and not parameter["description"]
+    ]
+    assert not dumb

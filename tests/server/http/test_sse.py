@@ -1,0 +1,70 @@
+"""Server-sent events: resumed by id, kept alive, ended with the server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import msgspec
+import pytest
+
+from served import Served
+from tugline.protocol import Event
+from tugline.server.http import events
+
+SSE = {"accept": "text/event-stream"}
+
+
+async def _event(got: aiohttp.ClientResponse) -> tuple[str, Event]:
+    """The next event: its name, and what it holds; comments are passed over."""
+    while True:
+        fields: dict[str, str] = {}
+        while line := (await got.content.readline()).decode().rstrip("\n"):
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        if "data" in fields:
+            event = msgspec.json.decode(fields["data"], type=Event)
+            assert event.position == int(fields["id"])
+            return fields["event"], event
+
+
+async def test_events_come_as_they_happen(server: Served) -> None:
+    """A stream that names no position begins with what is new."""
+    await server.submit(id="before")
+    async with server.request("GET", "/v1/events", "read", headers=SSE) as got:
+        assert got.headers["content-type"].startswith("text/event-stream")
+        await server.submit(id="after")
+        name, event = await _event(got)
+        assert (name, event.task) == ("task.accepted", "after")
+
+
+async def test_a_stream_resumes_after_the_last_id(server: Served) -> None:
+    """`Last-Event-ID` and `after` go on behind that event, without a gap and without a repeat."""
+    for name in ("a", "b", "c"):
+        await server.submit(id=name)
+    page = (await server.ask("GET", "/v1/events")).json
+    assert [one["task"] for one in page] == ["a", "b", "c"]
+    last = {"last-event-id": str(page[0]["position"])}
+    for query, headers in (("", last), (f"?after={page[0]['position']}", {})):
+        async with server.request("GET", f"/v1/events{query}", headers=SSE | headers) as got:
+            assert [(await _event(got))[1].task for _ in range(2)] == ["b", "c"]
+    bad = await server.ask("GET", "/v1/events", headers=SSE | {"last-event-id": "x"})
+    assert (bad.status, bad.problem.field) == (422, "last-event-id")
+
+
+async def test_events_of_one_task(server: Served) -> None:
+    """Others are left out."""
+    await server.submit(id="a")
+    await server.submit(id="b")
+    async with server.request("GET", "/v1/events?task=b&after=0", headers=SSE) as got:
+        assert (await _event(got))[1].task == "b"
+
+
+async def test_a_silent_stream_says_that_it_lives(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comment, now and then, for proxies and for readers that want to know."""
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    async with server.request("GET", "/v1/events", headers=SSE) as got:
+        text = await asyncio.wait_for(got.content.readuntil(b"still here\n\n"), 5)
+    assert all(line.startswith(b":") for line in text.split(b"\n") if line)

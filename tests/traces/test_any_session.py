@@ -1,0 +1,264 @@
+"""What holds for every builder on any session: drawn ones, in any order of arrival."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drawn_sessions import SESSIONS, Drawn, whole
+from tugline.traces.base import Builder, common
+from tugline.traces.ledger import per_call, per_trace, total
+from tugline.traces.per_request import PerRequest
+from tugline.traces.prefix_merging import PrefixMerging
+from tugline.traces.tree import PrefixTree, Tree, grow
+from tugline.types import (
+    Call,
+    Finish,
+    Mode,
+    Outcome,
+    Reason,
+    Trace,
+    TraceKind,
+    encode,
+)
+
+MANY = settings(max_examples=2000 if os.environ.get("CI") else 300)
+pytestmark = pytest.mark.timeout(600)
+LIMITS = st.none() | st.integers(1, 14)
+Pairs = Counter[tuple[object, ...]]
+
+
+def trained_pairs(traces: Iterable[Trace], drawn: Drawn) -> Pairs:
+    """Every trained token as (call, offset, token, logprob); checks its context on the way."""
+    by_number = {one.number: one for one in drawn.calls}
+    pairs: Pairs = Counter()
+    for trace in traces:
+        covered = np.zeros(len(trace.ids), np.bool_)
+        last = 0
+        for span in trace.spans:
+            assert not covered[span.start : span.end].any()
+            assert last <= span.start < span.end <= len(trace.ids)
+            last = span.end
+            covered[span.start : span.end] = True
+            origin = by_number[span.call]
+            assert trace.ids[: span.end].tolist() == whole(origin)[: span.end]
+            pictures = drawn.images[span.call]
+            assert trace.images[: len(pictures)] == pictures
+            assert trace.mask[span.start : span.end].all() == (span.masked is None)
+            first = span.start - len(origin.prompt_ids)
+            part = slice(first, first + span.end - span.start)
+            assert np.array_equal(trace.logprobs[span.start : span.end], origin.logprobs[part])
+            assert any(
+                v.version == span.version and v.start <= part.start and part.stop <= v.end
+                for v in origin.versions
+            )
+            if span.masked is None:
+                pairs.update((origin.number, at) for at in range(part.start, part.stop))
+        assert not trace.mask[~covered].any()
+        assert not trace.logprobs[~covered].any()
+    return pairs
+
+
+def linked_rightly(traces: Sequence[Trace]) -> None:
+    """A parent comes before its child, and as much is shared as can be."""
+    for i, trace in enumerate(traces):
+        if trace.parent is None:
+            assert trace.shared == 0
+            continue
+        assert trace.parent < i
+        parent = traces[trace.parent]
+        n = trace.shared
+        assert np.array_equal(trace.ids[:n], parent.ids[:n])
+        same_pictures = all(a == b for a, b in zip(trace.images, parent.images, strict=False))
+        assert n == (common(trace.ids, parent.ids) if same_pictures else 0)
+
+
+def booked(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> None:
+    """The books balance per call, per trace and per session, and say what the traces hold."""
+    ledger = builder.build(calls).ledger
+    each = per_call(calls, traces)
+    assert ledger.balanced
+    assert ledger == total(each.values())
+    assert ledger.sampled == sum(len(one.sampled_ids) + one.unseen for one in calls)
+    for one in calls:
+        assert each[one.number].balanced
+        assert each[one.number].sampled == len(one.sampled_ids) + one.unseen
+        assert each[one.number].dropped.get(Reason.NO_TOKEN_IDS, 0) == one.unseen
+    held = total(per_trace(trace) for trace in traces)
+    assert (held.trained, held.masked) == (ledger.trained, ledger.masked)
+    assert held.balanced
+    for trace in traces:
+        assert per_trace(trace).trained == int(trace.mask.sum())
+
+
+@MANY
+@given(SESSIONS, LIMITS, st.booleans())
+def test_builders_train_the_same_tokens_in_their_exact_contexts(
+    drawn: Drawn,
+    limit: int | None,
+    side: bool,  # noqa: FBT001 - drawn, not passed
+) -> None:
+    """Contexts exact, each token once, the books balanced and equal, the same tokens trained."""
+    calls = drawn.calls
+    made: list[Pairs] = []
+    ledgers = []
+    for kind in (PerRequest, PrefixMerging, PrefixTree):
+        builder = kind(max_length=limit, train_side=side)
+        traces, ledger = builder.build(calls)
+        made.append(trained_pairs(traces, drawn))
+        ledgers.append(ledger)
+        linked_rightly(traces)
+        booked(calls, traces, builder)
+        assert all(trace.exact for trace in traces)
+        assert all(len(trace.ids) <= (limit or 999) for trace in traces)
+        assert ledger.trained == made[-1].total()
+        assert (Reason.SIDE_CALL in ledger.masked) <= (not side)
+    assert made[0] == made[1] == made[2]
+    assert ledgers[0] == ledgers[1] == ledgers[2]
+    assert max(made[0].values(), default=1) == 1
+
+
+@MANY
+@given(SESSIONS)
+def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
+    """Without a limit a token is trained unless its call was aside, aborted or unheard."""
+    ledgers = per_call(drawn.calls, PrefixMerging().build(drawn.calls).traces)
+    for call in drawn.calls:
+        ledger = ledgers[call.number]
+        if call.mode is Mode.TEXT or not len(call.sampled_ids):
+            continue
+        echoed = any(
+            later.number > call.number and whole(later)[: len(whole(call))] == whole(call)
+            for later in drawn.calls
+        )
+        aborted = call.outcome is Outcome.COMPLETE and call.finish is Finish.ABORT
+        if call.kind is TraceKind.SIDE:
+            assert set(ledger.masked) == {Reason.SIDE_CALL}
+        elif aborted:
+            assert set(ledger.masked) == {Reason.ABORTED}
+        elif ledger.masked:
+            assert set(ledger.masked) == {Reason.CLIENT_GONE}
+            assert call.outcome is Outcome.CLIENT_GONE
+        else:
+            assert call.outcome is not Outcome.CLIENT_GONE or echoed
+
+
+@MANY
+@given(SESSIONS, st.randoms(use_true_random=False))
+def test_order_of_arrival_does_not_matter(drawn: Drawn, random: object) -> None:
+    """Calls are numbered, so a shuffled recording gives the same bytes."""
+    shuffled = list(drawn.calls)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    for builder in (
+        PerRequest(),
+        PrefixMerging(),
+        PrefixMerging(boundary="canonical"),
+        PrefixTree(),
+    ):
+        one, other = builder.build(drawn.calls), builder.build(shuffled)
+        assert one.ledger == other.ledger
+        assert [encode(t) for t in one.traces] == [encode(t) for t in other.traces]
+
+
+@MANY
+@given(SESSIONS)
+def test_exact_continuations_of_an_open_trace_never_fork(drawn: Drawn) -> None:
+    """A new trace appears only where no trace, as it then stood, began the call's prompt."""
+    traces = PrefixMerging(train_side=True).build(drawn.calls).traces
+    home = {span.call: i for i, trace in enumerate(traces) for span in trace.spans}
+    tips: dict[int, tuple[list[int], tuple[str, ...], bool]] = {}
+    for one in sorted(drawn.calls, key=lambda one: one.number):
+        if one.mode is Mode.TEXT:
+            continue
+        if one.number not in home:
+            return  # an empty answer leaves no span to find it by
+        aside = one.kind is TraceKind.SIDE
+        if home[one.number] not in tips:
+            prompt, pictures = one.prompt_ids.tolist(), drawn.images[one.number]
+            assert not any(
+                prompt[: len(tip)] == tip and pictures[: len(seen)] == seen and side == aside
+                for tip, seen, side in tips.values()
+            )
+        tips[home[one.number]] = (whole(one), drawn.images[one.number], aside)
+
+
+@MANY
+@given(SESSIONS, SESSIONS, LIMITS)
+def test_a_tree_holds_each_token_once(one: Drawn, two: Drawn, limit: int | None) -> None:
+    """Of a session or a group: paths are contexts, sources are unique, nothing could be merged."""
+    other = Drawn([msgspec.structs.replace(each, session="z") for each in two.calls], two.images)
+    builder = PrefixMerging(max_length=limit)
+    traces = {"s": builder.build(one.calls).traces, "z": builder.build(other.calls).traces}
+    tree = grow(traces)
+    _holds_contexts(tree, {"s": one, "z": other})
+    _is_smallest(tree)
+    assert tree.laid_out == sum(len(t.ids) for each in traces.values() for t in each)
+    assert len(tree.ids) <= tree.laid_out
+    views = tree.views()
+    for name, drawn in (("s", one), ("z", other)):
+        mine = views.get(name, ())
+        assert trained_pairs(mine, drawn) == trained_pairs(traces[name], drawn)
+        assert len(mine) <= len(traces[name])
+        linked_rightly(mine)
+
+
+def _holds_contexts(tree: Tree, drawn: dict[str, Drawn]) -> None:
+    by_number = {(name, c.number): c for name, each in drawn.items() for c in each.calls}
+    found: Pairs = Counter()
+    positions = tree.positions()
+    for i, run in enumerate(tree.runs):
+        context = np.concatenate([tree.ids[part] for part in tree.path(i)])
+        for at in range(run.start, run.end):
+            here = positions[at]
+            if tree.source[at] < 0:
+                assert not tree.mask[at]
+                assert tree.logprobs[at] == 0
+                continue
+            source = tree.sources[tree.source[at]]
+            origin = by_number[source.session, source.call]
+            assert context[: here + 1].tolist() == whole(origin)[: here + 1]
+            offset = here - len(origin.prompt_ids)
+            assert tree.logprobs[at] == origin.logprobs[offset]
+            assert tree.mask[at] == (source.masked is None)
+            found[source.session, source.call, offset] += 1
+    assert max(found.values(), default=1) == 1
+
+
+def _is_smallest(tree: Tree) -> None:
+    """Runs that follow the same run begin differently, or both were sampled; none is cut idly."""
+    beside: dict[object, list[int]] = {}
+    followed = Counter(run.parent for run in tree.runs)
+    ends = {member.run for member in tree.members}
+    assert all(followed[i] != 1 or i in ends for i in range(len(tree.runs)))
+    for i, run in enumerate(tree.runs):
+        if run.parent is not None:
+            assert run.parent < i
+            beside.setdefault((run.parent, int(tree.ids[run.start])), []).append(run.start)
+    for starts in beside.values():
+        assert len(starts) == 1 or all(tree.source[at] >= 0 for at in starts[1:])
+
+
+@MANY
+@given(SESSIONS, LIMITS)
+def test_the_published_rule_never_claims_to_be_exact(drawn: Drawn, limit: int | None) -> None:
+    """Its traces say so; what it lost is in the books under its own name."""
+    builder = PrefixMerging(boundary="canonical", max_length=limit)
+    traces, ledger = builder.build(drawn.calls)
+    booked(drawn.calls, traces, builder)
+    assert not any(trace.exact for trace in traces)
+    by_number = {one.number: one for one in drawn.calls}
+    for trace in traces:
+        for span in trace.spans:
+            ids = by_number[span.call].sampled_ids.tolist()
+            kept = trace.ids[span.start : span.end].tolist()
+            assert any(ids[i : i + len(kept)] == kept for i in range(len(ids)))
+    exact = PrefixMerging(max_length=limit).build(drawn.calls).ledger
+    assert Reason.UNMERGED not in exact.dropped
+    assert ledger.sampled == exact.sampled
