@@ -39,7 +39,7 @@ __all__ = [
     "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
     "UsageError", "load_tasks",
 ]  # fmt: skip
-_HOMES = ("types", "errors", "client.api", "client.results", "client.sync", "client.taskfiles")
+_HOMES = ("types", "errors", "client.api", "client.results", "client.sync", "client.task_files")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """What a test runner said about each test, and how its output is read without trust.
 
 A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garbage is no test,
-never an exception. Output may have been written by the code under test, so a reader believes as little as
-its format lets it: of two things told of one test the worse counts, what stands in captured output
+never an exception. Output may have been written by the code under test, so a reader believes
+as little as its format allows: of two things told of one test the worse counts, what stands in captured output
 is passed over, and claims that the runner's own closing count contradicts are an `oddity`.
 """
 
