@@ -1,9 +1,9 @@
 """One answer being sampled: read the engine, decode, go on elsewhere after a fault, record.
 
 A `Completion` is a task of its own. It writes the `Call` to disk before anybody is told that the
-answer is over (I3). When a replica dies in the middle, the next one is asked to go on from
-the exact prompt and the ids sampled so far, and whoever follows sees one unbroken answer. What was sampled
-is recorded whatever happens: to an end, broken off, or with nobody listening any more (I2).
+answer is over (I3). When a replica dies in the middle, the next one is asked to continues
+from the exact prompt and the ids sampled so far, and the client sees one unbroken answer. Sampled
+tokens are recorded whether the answer completes, breaks off or loses its client (I2).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 `Normalizers` for what may differ; among requests that say the same, by its prompt's ids, then by
 order, so parallel agents may arrive in any. It is answered by the recorded ids, log probabilities
 and versions. One that is not in the recording ends the session, or is sampled where there is an
-engine and the fork is reached. What was replayed is marked (`Call.replayed`), so no token is trained
-twice (I2), and what is sampled is sampled in the context that this run really has (I1).
+engine and the fork is reached. Replayed calls are marked (`Call.replayed`), so no token is
+trained twice (I2), and what is sampled is sampled in the context that this run really has (I1).
 """
 
 from __future__ import annotations
