@@ -2,8 +2,8 @@
 
 A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garbage is no test,
 never an exception. Output may have been written by the code under test, so a reader believes
-as little as its format allows: of two things told of one test the worse counts, what stands in captured output
-is passed over, and claims that the runner's own closing count contradicts are an `oddity`.
+as little as its format allows: of two results for one test the worse counts, captured output is
+passed over, and claims that the runner's own closing count contradicts are an `oddity`.
 """
 
 from __future__ import annotations
