@@ -14,7 +14,6 @@ from rig import RENDERING, Play, says
 from tugline.chat.engines.embedded import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.node.app import Node
 from tugline.node.metrics import Engines, NodeMetrics
@@ -25,6 +24,7 @@ from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
+from tugline.testing.scripted_engine import ScriptedEngine
 from tugline.tracing.tracer import Tracer
 from tugline.types import PluginSpec, Task
 from tugline.web.serve import serve

@@ -18,8 +18,8 @@ from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.embedded import Embedded
 from tugline.gateway.app import Gateway, StreamMode
 from tugline.gateway.replicas import Upstream
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
 from tugline.web.serve import serve
 

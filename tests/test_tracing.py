@@ -25,10 +25,10 @@ from tugline.chat.engines.embedded import Embedded
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
+from tugline.testing.scripted_engine import ScriptedEngine
 from tugline.tracing.spans import Rollout, linked, rollout_span
 from tugline.tracing.tracer import ENDPOINTS, Tracer, open_tracer
 from tugline.types import Boundary, Failure, Ledger, PluginSpec, Session, Task, Trajectory

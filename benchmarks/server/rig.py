@@ -19,8 +19,8 @@ import aiohttp
 import msgspec
 
 from tugline.conformance.script import END, tokenizer
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.web.serve import serve
 
 TUGLINE = Path(sys.executable).with_name("tugline")

@@ -12,8 +12,8 @@ import zlib
 from pathlib import Path
 
 from tugline.chat.tokenizer import Tokenizer
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Ids
 from tugline.web.serve import run, serve
 
@@ -34,7 +34,7 @@ async def main(port: int, tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(
         reply, vocab_size=tokenizer.size, max_model_len=WINDOW, eos_ids=tuple(end)
     )
-    app = create_app(engine, model_name="chaos", tokenizer=tokenizer)
+    app = create_app(engine, model_name="chaos")
     async with serve(app, port=port):
         await asyncio.Event().wait()
 

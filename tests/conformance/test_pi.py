@@ -14,8 +14,8 @@ from tugline.conformance.models import WINDOW
 from tugline.conformance.script import END, Fault, Player, tokenizer
 from tugline.conformance.sessions import INSTRUCTION, script
 from tugline.conformance.worker import checks_of
-from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import ScriptedEngine
 from tugline.web.serve import serve
 
 
@@ -47,7 +47,7 @@ async def test_an_engine_outside_answers_through_the_only_door() -> None:
     scripted = ScriptedEngine(
         player.reply, vocab_size=words.size, max_model_len=WINDOW, eos_ids=[END]
     )
-    app = create_app(scripted, model_name="m", tokenizer=words)
+    app = create_app(scripted, model_name="m")
     async with serve(app) as url, reached(url) as engine:
         result = await check(cell, engine=engine)
     assert result.turns == 4

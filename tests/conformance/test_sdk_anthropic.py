@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
-from tugline.inference.scripted import Reply
+from tugline.testing.scripted_engine import Reply
 from tugline.types import Call, Outcome, Role
 
 CALLS = "".join(

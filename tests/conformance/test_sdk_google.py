@@ -16,7 +16,7 @@ from google import genai
 from google.genai import errors, types
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
-from tugline.inference.scripted import Reply
+from tugline.testing.scripted_engine import Reply
 from tugline.types import Call, EchoChange, Outcome, Role
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession")

@@ -14,8 +14,8 @@ import pytest
 from rig import Play, in_turn, rig, says
 from tugline.harnesses.installing import once, succeed
 from tugline.harnesses.npm import Npm
-from tugline.inference.scripted import Reply
 from tugline.sandbox.cache import cache_folder
+from tugline.testing.scripted_engine import Reply
 from tugline.types import Ids, Outcome
 
 SDKS = ("openai@7.55.0", "@anthropic-ai/sdk@1.11.0", "@google/genai@3.1.0")

@@ -17,7 +17,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
-from tugline.inference.scripted import Reply
+from tugline.testing.scripted_engine import Reply
 from tugline.types import Branch, Call, EchoChange, Outcome, Role, TraceKind
 
 CALLS = "".join(

@@ -22,7 +22,7 @@ WINDOW = 8192
 
 async def main(folder: Path, port: int) -> None:
     """Serve until killed."""
-    model, tokenizer, eos_ids = load(folder)
+    model, _, eos_ids = load(folder)
     async with Engine(model, eos_ids=eos_ids, max_model_len=WINDOW, threads=1) as engine:
 
         async def swap(request: Request) -> Response:
@@ -31,7 +31,7 @@ async def main(folder: Path, port: int) -> None:
             await engine.swap(fresh.state_dict(), asked["version"], asked["running"])
             return JSONResponse({})
 
-        app = create_app(engine, model_name="tiny", tokenizer=tokenizer)
+        app = create_app(engine, model_name="tiny")
         app.add_route("/swap", swap, methods=["POST"])
         async with serve(app, port=port):
             await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rig import Rig, ids, rig, says, text_of
 from tugline.gateway.sessions import LiveSession
-from tugline.inference.scripted import Reply
+from tugline.testing.scripted_engine import Reply
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Call, Ids, Outcome
 

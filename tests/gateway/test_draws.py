@@ -14,7 +14,7 @@ import pytest
 from rig import ASK, Rig, cut_once, ids, rig, says, text_of
 from tugline.errors import EngineError
 from tugline.gateway import completion
-from tugline.inference.scripted import Reply
+from tugline.testing.scripted_engine import Reply
 from tugline.types import Branch, Finish, Limits, Outcome, Policy, Sampling, VersionSpan
 
 LONG = " ".join(f"word{i}" for i in range(24))

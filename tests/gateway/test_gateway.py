@@ -21,8 +21,8 @@ from tugline.chat.engines.embedded import Embedded
 from tugline.errors import EngineError
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Finish, Ids, Limits, Outcome, PluginSpec, Sampling, Session, Task
 from tugline.web.serve import serve
 

@@ -15,7 +15,6 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
-from tiny import tokenizer
 from tugline.inference.base import Stats
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
@@ -63,7 +62,7 @@ async def served(model: Qwen3ForCausalLM) -> AsyncIterator[Served]:
     """A tiny model behind a server; the byte tokenizer is a part of its vocabulary."""
     async with (
         Engine(model, eos_ids=[EOS], max_model_len=WINDOW, threads=1, version=3) as engine,
-        serve(create_app(engine, model_name="tiny", tokenizer=tokenizer())) as url,
+        serve(create_app(engine, model_name="tiny")) as url,
         aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http,
     ):
         yield Served(engine, model, http)
@@ -218,33 +217,29 @@ async def test_models_health_and_metrics(served: Served) -> None:
     assert 'tugline:num_requests_running{model_name="tiny"} 0' in lines
 
 
-async def test_completions_take_and_give_ids(served: Served) -> None:
-    """`/v1/completions` continues ids, or text, with the same ids as the generate route."""
-    _, generated = await served.post(GENERATE, body())
-    asked = {"prompt": prompt(20).tolist(), "max_tokens": 5, "seed": 1, "logprobs": 0}
-    asked |= {"ignore_eos": True, "return_token_ids": True}
-    _, answer = await served.post("/v1/completions", asked)
-    choice = answer["choices"][0]
-    assert choice["token_ids"] == generated["choices"][0]["token_ids"]
-    assert choice["prompt_token_ids"] == prompt(20).tolist()
-    assert len(choice["logprobs"]["token_logprobs"]) == 5
-    status, answer = await served.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
-    assert (status, answer["usage"]["prompt_tokens"]) == (200, 2)
-
-
 async def test_a_prompt_is_scored_as_a_plain_forward_pass_scores_it(served: Served) -> None:
-    """`prompt_logprobs: 0` is in vLLM's shape, at the temperature asked for; 1 is refused."""
+    """`prompt_logprobs: 0` is in vLLM's shape, at the requested temperature."""
     ids = prompt(200)
-    asked = {"prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
-    for heat in (1.0, 0.5):
-        status, answer = await served.post("/v1/completions", asked | {"temperature": heat})
+    for temperature in (1.0, 0.5):
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": temperature}
+        request = {"token_ids": ids.tolist(), "sampling_params": params}
+        status, answer = await served.post(GENERATE, request)
         assert status == 200, answer
-        nothing, *told = answer["choices"][0]["prompt_logprobs"]
-        assert nothing is None
-        values = [one[str(token)]["logprob"] for token, one in zip(ids[1:], told, strict=True)]
-        right = truth(served.model, ids[:1], ids[1:], heat)
+        first, *scored = answer["prompt_logprobs"]
+        assert first is None
+        values = [one[str(token)]["logprob"] for token, one in zip(ids[1:], scored, strict=True)]
+        right = truth(served.model, ids[:1], ids[1:], temperature)
         assert float(np.abs(np.array(values) - right).max()) < TOLERANCE
-    status, answer = await served.post("/v1/completions", asked | {"prompt_logprobs": 1})
+
+
+@pytest.mark.parametrize("change", [{"prompt_logprobs": 1}, {"prompt_logprobs": 0}])
+async def test_a_prompt_is_scored_by_0_and_without_streaming_only(
+    served: Served, change: dict[str, Any]
+) -> None:
+    """Other requests for log probabilities of a prompt are refused by name."""
+    request = body() | {"stream": True}
+    request["sampling_params"] |= change
+    status, answer = await served.post(GENERATE, request)
     assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
 
 

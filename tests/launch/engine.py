@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from tiny import tokenizer
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.web.serve import run, serve
 
 
@@ -21,7 +21,7 @@ async def main(told: Path) -> None:
         vocab_size=words.size,
         eos_ids=end,
     )
-    async with serve(create_app(engine, model_name="scripted", tokenizer=words)) as url:
+    async with serve(create_app(engine, model_name="scripted")) as url:
         draft = told.with_suffix(".part")
         draft.write_text(url)
         draft.replace(told)

@@ -10,10 +10,10 @@ import pytest
 
 from tiny import tokenizer
 from tugline.errors import EngineError, UsageError
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.launch.engine import engine
 from tugline.launch.settings import EngineSettings
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Mode
 from tugline.web.serve import listen, serve
 
@@ -34,7 +34,7 @@ def scripted() -> Any:
         vocab_size=WORDS.size,
         eos_ids=answer[-1:],
     )
-    return create_app(made, model_name="m", tokenizer=WORDS)
+    return create_app(made, model_name="m")
 
 
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:

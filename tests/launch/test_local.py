@@ -15,13 +15,13 @@ from tiny import rendering
 from tugline.chat.engines.embedded import Embedded
 from tugline.errors import Invalid, ServerError
 from tugline.gateway.replicas import Upstream
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.launch.engine import EngineConnection
 from tugline.launch.local import Local
 from tugline.launch.local import local as local_cluster
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Boundary, Ids, Limits, PluginSpec, Status, Task
 from tugline.web.serve import serve
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.engines.embedded import EmbeddedChat
+from chat_engine import create_chat_app
+from tugline.chat.engines.vllm import VllmChat
 from tugline.conformance.models import Model, scripted
 from tugline.conformance.script import Fault, Turn, tokenizer
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.inference.server import create_app
 from tugline.recording.file import Recording, Writer, read
 from tugline.recording.folder import keep_tokenizer
 from tugline.rollout.parts import Parts
@@ -66,10 +66,11 @@ def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
 @contextlib.asynccontextmanager
 async def observed(turns: Sequence[Turn]) -> AsyncIterator[Model]:
     """The same model behind an engine that renders by itself."""
-    async with scripted({INSTRUCTION: turns}, {}) as model:
-        app = create_app(model.engine, model_name="scripted", tokenizer=tokenizer())
-        async with serve(app) as url:
-            yield Model(Upstream(url, EmbeddedChat()), None)
+    async with (
+        scripted({INSTRUCTION: turns}, {}) as model,
+        serve(create_chat_app(model.engine, tokenizer())) as url,
+    ):
+        yield Model(Upstream(url, VllmChat()), None)
 
 
 async def record(

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from tiny import tokenizer
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Ids
 from tugline.web.serve import run, serve
 
@@ -36,7 +36,7 @@ async def main(rows: list[dict[str, str]], told: Path) -> None:
         return Reply([*words.encode(answer), *end], tokens_per_chunk=64)
 
     engine = ScriptedEngine(reply, vocab_size=words.size, eos_ids=end)
-    async with serve(create_app(engine, model_name="scripted", tokenizer=words)) as url:
+    async with serve(create_app(engine, model_name="scripted")) as url:
         draft = told.with_suffix(".part")
         draft.write_text(url)
         draft.replace(told)

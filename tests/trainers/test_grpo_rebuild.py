@@ -9,7 +9,6 @@ from tiny import rendering
 from tugline.chat.engines.embedded import Embedded
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.gateway.replicas import Upstream
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
 from tugline.launch.engine import EngineConnection
 from tugline.launch.local import local
@@ -17,6 +16,7 @@ from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording.rebuild import rebuild_all
 from tugline.recording.trajectories import read_folder
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.trainers.grpo.batch import Prepared, prepare
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import Ids, Limits, PluginSpec, Reward, Task, Trajectory, encode

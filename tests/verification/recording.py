@@ -119,7 +119,7 @@ async def modelled(
     stops = RENDERING.stop_ids
     async with (
         Engine(tiny(), eos_ids=stops, max_model_len=window, threads=1) as engine,
-        serve(create_app(engine, model_name="m", tokenizer=RENDERING.tokenizer)) as url,
+        serve(create_app(engine, model_name="m")) as url,
         Gateway(Upstream(url, Embedded()), RENDERING, folder) as gateway,
         gateway.open(Session(id="s1", task="t", sample=0), task) as opened,
     ):

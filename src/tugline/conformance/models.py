@@ -19,8 +19,8 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.conformance.script import END, Fault, Player, Script, tokenizer
 from tugline.gateway.probe.diagnosis import Report
 from tugline.gateway.replicas import Upstream
-from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import ScriptedEngine
 from tugline.types import Mode
 from tugline.web.serve import serve
 

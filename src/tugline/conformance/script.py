@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import tugline
 from tugline.chat.tokenizer import Tokenizer
-from tugline.inference.scripted import Reply
+from tugline.testing.scripted_engine import Reply
 from tugline.types import Ids
 
 _SPECIAL = (

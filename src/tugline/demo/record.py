@@ -18,7 +18,7 @@ from tugline.demo.settings import DemoSettings
 from tugline.demo.tasks import as_task
 from tugline.demo.tokenizer import END_OF_TURN
 from tugline.demo.warm_start import sampled as said_ids
-from tugline.inference.scripted import Reply, ScriptedEngine
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Trajectory
 
 

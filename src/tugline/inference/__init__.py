@@ -1,6 +1,6 @@
-"""The embedded engine: a Hugging Face causal LM served over HTTP from inside this process.
+"""The embedded engine: exact tokens out of a Hugging Face model, in this process.
 
-Small enough to read, exact enough to train on: token ids in, token ids, log probabilities and the
-policy version of every sampled token out. `tugline.inference.server` serves an
-`tugline.inference.engine.Engine` (torch) or a `tugline.inference.scripted.ScriptedEngine` (none).
+For laptops, tests and the demo; large models are served by vLLM or SGLang. Token ids go in, token
+ids with log probabilities and policy versions come out. `tugline.inference.server` serves an
+`Engine` (torch) or a `tugline.testing.scripted_engine.ScriptedEngine` (no model) over HTTP.
 """

@@ -1,10 +1,10 @@
-"""The contract between something that generates tokens and the server in front of it.
+"""The contract between a token generator and the server in front of it.
 
-Both `tugline.inference.engine.Engine` (a model) and `tugline.inference.scripted.ScriptedEngine`
-(a function) keep it, so `tugline.inference.server.create_app` serves either one unchanged.
+`tugline.inference.engine.Engine` (a model) and `tugline.testing.scripted_engine.ScriptedEngine` (a
+function) keep it, so `tugline.inference.server.create_app` serves either one unchanged.
 
 Invariants: I1 (tokens go in and come out as ids; every sampled id carries its log probability and
-the policy version it was drawn under), and nothing here imports torch.
+the policy version it was sampled under), and nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the server accepts, and how it says no: request bodies and vLLM's error shape.
+"""Request bodies and error bodies of the embedded engine, in vLLM's shapes.
 
 A field that this engine would have to ignore is refused with a 400 that names it: a sampling
 parameter that silently does nothing makes wrong training data (I1).
@@ -7,7 +7,7 @@ parameter that silently does nothing makes wrong training data (I1).
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.inference.base import GenerateRequest
-from tugline.types import Ids, Logprobs
+from tugline.types import Logprobs
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Knobs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters of all three routes; None is the same as leaving a field out."""
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of a request; None is the same as leaving a field out."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -32,7 +32,11 @@ class Knobs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
-    # Accepted with the one value that asks for nothing; see `_NEUTRAL`.
+    logprobs: int | None = None
+    """Any number asks for the sampled tokens' log probabilities, and for no others."""
+    prompt_logprobs: int | None = None
+    """0 asks for the prompt's own log probabilities, for which the prompt is scored separately."""
+    # Accepted only with the value that has no effect; see `_NO_EFFECT`.
     n: int | None = None
     stop: str | list[str] | None = None
     min_p: float | None = None
@@ -42,15 +46,14 @@ class Knobs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    # About text, which the engine does not make: any value will do.
+    # About text, which the engine does not produce: any value is accepted.
     detokenize: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
 
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
+_NO_EFFECT: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "stop": ([], ""),
     "min_p": (0,),
@@ -60,118 +63,23 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
+    "prompt_logprobs": (0,),
 }
 
 
-class GenerateKnobs(Knobs, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params` of ``/inference/v1/generate``."""
-
-    logprobs: int | None = None
-    """Any number asks for the sampled tokens' log probabilities, and for no others."""
-
-
 class StreamOptions(msgspec.Struct):
-    """Unknown fields are about chunk layout and may be ignored."""
-
-    include_usage: bool = False
+    """Accepted and ignored: it concerns the layout of chunks only."""
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of ``/inference/v1/generate``."""
 
     token_ids: list[TokenId]
-    sampling_params: GenerateKnobs = msgspec.field(default_factory=GenerateKnobs)
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     request_id: str | None = None
-
-
-class CompletionBody(Knobs, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``/v1/completions``: one prompt, as ids or as text."""
-
-    prompt: list[TokenId] | str
-    model: str | None = None
-    logprobs: int | None = None
-    return_token_ids: bool = False
-    request_id: str | None = None
-    stream: bool = False
-    user: str | None = None
-
-
-class Function(msgspec.Struct):
-    """A function the model may call."""
-
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = {}
-
-
-class FunctionTool(msgspec.Struct):
-    """An entry of `tools`."""
-
-    function: Function
-    type: str = "function"
-
-
-class CalledFunction(msgspec.Struct):
-    """A call that an earlier answer made; `arguments` is JSON text."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class CalledTool(msgspec.Struct):
-    """An entry of a message's `tool_calls`."""
-
-    function: CalledFunction
-    id: str = ""
-    type: str = "function"
-
-
-class TextPart(msgspec.Struct):
-    """A part of a message; only text parts are served."""
-
-    type: str
-    text: str = ""
-
-
-class ChatMessage(msgspec.Struct):
-    """A message; fields that only carry bookkeeping (`refusal`, `annotations`...) are ignored."""
-
-    role: str
-    content: str | list[TextPart] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[CalledTool] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-class ChatBody(Knobs, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``/v1/chat/completions``."""
-
-    messages: list[ChatMessage]
-    model: str | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    return_token_ids: bool = False
-    request_id: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    # Not about sampling.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    reasoning_effort: str | None = None
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -198,55 +106,41 @@ def parse(raw: bytes, kind: type[T]) -> T:
         raise RequestError(msg, param=".".join(names) or None) from error
 
 
-def to_request(
-    ids: Ids,
-    knobs: Knobs,
-    *,
-    window: int,
-    request_id: str,
-    stream: bool,
-    stops: tuple[int, ...] = (),
-) -> GenerateRequest:
-    """The engine's request. Raises `RequestError` for what this engine cannot do."""
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(knobs, name, None)
+def to_request(body: GenerateBody, *, window: int, request_id: str) -> GenerateRequest:
+    """Build the engine's request. Raises `RequestError` for what this engine cannot do."""
+    params = body.sampling_params
+    for name, neutral in _NO_EFFECT.items():
+        value = getattr(params, name)
         if value is not None and value not in neutral:
-            right = " or ".join(map(repr, neutral)) or "leaving it out"
+            right = " or ".join(map(repr, neutral))
             msg = f"{name}={value!r} is not served by the embedded engine, only {right}"
             raise RequestError(msg, param=name)
-    asked = getattr(knobs, "max_completion_tokens", None)
-    asked = knobs.max_tokens if asked is None else asked
     return GenerateRequest(
-        prompt_ids=ids,
-        max_tokens=window if asked is None else asked,
-        temperature=1.0 if knobs.temperature is None else knobs.temperature,
-        top_p=1.0 if knobs.top_p is None else knobs.top_p,
-        top_k=0 if knobs.top_k in (None, -1) else int(knobs.top_k),
-        seed=knobs.seed,
-        stop_ids=(*(knobs.stop_token_ids or ()), *stops),
-        ignore_eos=knobs.ignore_eos,
+        prompt_ids=np.array(body.token_ids, np.int32),
+        max_tokens=window if params.max_tokens is None else params.max_tokens,
+        temperature=1.0 if params.temperature is None else params.temperature,
+        top_p=1.0 if params.top_p is None else params.top_p,
+        top_k=0 if params.top_k in (None, -1) else int(params.top_k),
+        seed=params.seed,
+        stop_ids=tuple(params.stop_token_ids or ()),
+        ignore_eos=params.ignore_eos,
         id=request_id,
-        stream=stream,
+        stream=body.stream,
     )
 
 
-def ids_array(ids: list[int]) -> Ids:
-    """Token ids off the wire."""
-    return np.array(ids, np.int32)
-
-
-def prompt_logprobs(ids: Ids, scores: Logprobs) -> list[dict[str, dict[str, float]] | None]:
-    """A prompt's own log probabilities as vLLM tells them: nothing is known of the first id."""
-    pairs = zip(ids[1:].tolist(), scores.tolist(), strict=True)
-    return [None, *({str(one): {"logprob": value}} for one, value in pairs)]
+def prompt_logprobs(ids: list[int], logprobs: Logprobs) -> list[dict[str, dict[str, float]] | None]:
+    """Log probabilities of a prompt in vLLM's shape; the first id has none."""
+    pairs = zip(ids[1:], logprobs.tolist(), strict=True)
+    return [None, *({str(token): {"logprob": value}} for token, value in pairs)]
 
 
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 
 
-def error_response(error: TuglineError) -> Response:
-    """`error` in vLLM's shape, with the status that it carries."""
-    status = getattr(error, "status", None) or 500
+def error_response(error: EngineError | RequestError) -> Response:
+    """Build the response for `error` in vLLM's shape, with the error's own status."""
+    status = error.status or 500
     headers = {}
     if isinstance(error, EngineError) and error.retry_after is not None:
         headers["retry-after"] = f"{error.retry_after:g}"
@@ -256,12 +150,13 @@ def error_response(error: TuglineError) -> Response:
 
 def error_body(error: TuglineError, status: int) -> bytes:
     """``{"error": {message, type, param, code}}``."""
+    param = error.param if isinstance(error, RequestError) else None
     return msgspec.json.encode(
         {
             "error": {
                 "message": str(error),
                 "type": _TYPES.get(status, "InternalServerError"),
-                "param": getattr(error, "param", None),
+                "param": param,
                 "code": status,
             }
         }

@@ -62,7 +62,7 @@ async def served(
     generator: GenerationEngine, rendering: Rendering, *, name: str = NAME
 ) -> AsyncIterator[EngineConnection]:
     """An engine of this process in exact mode, behind an address of its own."""
-    app = create_app(generator, model_name=name, tokenizer=rendering.tokenizer)
+    app = create_app(generator, model_name=name)
     async with serve(app) as url:
         yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tugline.chat.dialects.base import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
-from tugline.chat.engines.embedded import Embedded, EmbeddedChat
+from tugline.chat.engines.embedded import Embedded
 from tugline.chat.engines.openai_compatible import ObservedChat, TextChat
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
 from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
@@ -309,7 +309,7 @@ def test_the_prompt_goes_out_as_its_digits() -> None:
 
 
 @pytest.mark.parametrize(
-    "wire", [VllmChat(), SglangChat(), EmbeddedChat(), TextChat()], ids=lambda w: type(w).__name__
+    "wire", [VllmChat(), SglangChat(), TextChat()], ids=lambda w: type(w).__name__
 )
 def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
     """Roles, calls, results, images in their place, tools and what is asked of them."""
@@ -328,7 +328,7 @@ def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
     assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
     assert user["content"][1]["image_url"] == {"url": "data:x", "detail": "low"}
     assert assistant["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"path":1}'}
-    thought = {VllmChat: "reasoning", EmbeddedChat: "reasoning", SglangChat: "reasoning_content"}
+    thought = {VllmChat: "reasoning", SglangChat: "reasoning_content"}
     if type(wire) in thought:
         assert assistant[thought[type(wire)]] == "Hm."
     else:

@@ -10,8 +10,8 @@ from rig import RENDERING, says
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.probe.connect import connect
-from tugline.inference.scripted import ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import ScriptedEngine
 from tugline.types import Mode
 from tugline.web.serve import serve
 

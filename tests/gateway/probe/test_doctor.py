@@ -22,8 +22,8 @@ from tiny import rendering
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.probe.diagnosis import Outcome, Report
 from tugline.gateway.probe.probe import probe
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Ids, LogprobMeaning, Mode
 from tugline.web.serve import serve
 
@@ -171,24 +171,23 @@ def outcomes(report: Report) -> dict[str, Outcome]:
 
 # --------------------------------------------------------------------------- engines that do well
 async def test_the_scripted_engine_is_sound() -> None:
-    """Exact and observed mode, hang-ups noticed, overflow told; certain tokens tell no meaning."""
+    """Exact mode, hang-ups noticed, overflow told; certain tokens tell no meaning."""
     made = rendering()
 
     def reply(_prompt: Ids, _request: str) -> Reply:
         return Reply(made.tokenizer.encode("word " * 60 + "<|im_end|>"), delay_s=0.002)
 
     engine = ScriptedEngine(reply, vocab_size=made.tokenizer.size, max_model_len=2048)
-    app = create_app(engine, model_name="scripted", tokenizer=made.tokenizer)
+    app = create_app(engine, model_name="scripted")
     async with serve(app) as url:
         report = await probe(f"{url}/v1", "scripted")
     assert (report.engine, report.model, report.window) == ("embedded", "scripted", 2048)
-    assert list(report.routes.items()) == [("generate", Mode.EXACT), ("chat", Mode.OBSERVED)]
+    assert list(report.routes.items()) == [("generate", Mode.EXACT)]
     assert report.advice == ()
     found = outcomes(report)
     assert found.pop("logprobs") is Outcome.UNKNOWN
     assert set(found.values()) == {Outcome.PASS}
     assert report.wire().mode is Mode.EXACT
-    assert report.wire(Mode.OBSERVED).mode is Mode.OBSERVED
     with pytest.raises(UsageError, match="no sound text mode"):
         report.wire(Mode.TEXT)
 

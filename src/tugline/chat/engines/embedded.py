@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from tugline.chat.engines.chat import Chat
 from tugline.chat.engines.generate import Generate
 
 
 class Embedded(Generate):
     """Exact mode; each reply says its weight versions."""
-
-    def __init__(self) -> None:
-        super().__init__("embedded")
-
-
-class EmbeddedChat(Chat):
-    """Observed mode; the engine renders with the same library as the gateway."""
 
     def __init__(self) -> None:
         super().__init__("embedded")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tugline.chat.engines.base import EngineFormat
-from tugline.chat.engines.embedded import Embedded, EmbeddedChat
+from tugline.chat.engines.embedded import Embedded
 from tugline.chat.engines.openai_compatible import ObservedChat, TextChat
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
 from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
@@ -32,9 +32,6 @@ _TEXT = Route(Mode.TEXT, lambda _meaning: TextChat(), "give it a chat template")
 ROUTES: dict[str, dict[str, Route]] = {
     "embedded": {
         "generate": Route(Mode.EXACT, lambda _meaning: Embedded(), "this is no engine of ours"),
-        "chat": Route(
-            Mode.OBSERVED, lambda _meaning: EmbeddedChat(), "give `create_app` the tokenizer"
-        ),
     },
     "vllm": {
         "generate": Route(Mode.EXACT, VllmGenerate, "start vLLM with --enable-scale-out"),

@@ -33,12 +33,12 @@ class _Scored(msgspec.Struct):
     logprob: float
 
 
-class _Choice(msgspec.Struct):
+class _Prompt(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Scored] | None]
 
 
 class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_Prompt]
 
 
 class _Meta(msgspec.Struct):
@@ -82,10 +82,15 @@ class Scorer:
         return found
 
     async def _completion(self, ids: Ids, start: int, temperature: float) -> list[float]:
-        body = {"model": self.card.id, "max_tokens": 1, "prompt_logprobs": 0}
-        body |= {"temperature": temperature} if self.embedded else {}
-        raw = await self._post("/v1/completions", b'{"prompt":[', ids, body)
-        told = _decoded(raw, _Completion).choices[0].prompt_logprobs
+        if self.embedded:
+            params = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": temperature}
+            body: dict[str, Any] = {"model": self.card.id, "sampling_params": params}
+            raw = await self._post("/inference/v1/generate", b'{"token_ids":[', ids, body)
+            told = _decoded(raw, _Prompt).prompt_logprobs
+        else:
+            body = {"model": self.card.id, "max_tokens": 1, "prompt_logprobs": 0}
+            raw = await self._post("/v1/completions", b'{"prompt":[', ids, body)
+            told = _decoded(raw, _Completion).choices[0].prompt_logprobs
         pairs = zip(ids[start:].tolist(), told[start:], strict=False)
         return [scored[str(one)].logprob for one, scored in pairs if scored and str(one) in scored]
 

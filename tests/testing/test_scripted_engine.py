@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from tugline.inference.scripted import Reply, ScriptedEngine
 from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Ids
 from tugline.web.serve import serve
 
@@ -134,7 +134,7 @@ async def test_pause_abort_and_resume() -> None:
 def test_no_torch_is_needed() -> None:
     """Server and scripted engine import neither torch nor transformers."""
     code = (
-        "import sys, tugline.inference.server, tugline.inference.scripted;"
+        "import sys, tugline.inference.server, tugline.testing.scripted_engine;"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

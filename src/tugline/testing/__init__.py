@@ -1,0 +1,1 @@
+"""Stand-ins for the parts of a real deployment, for tests of anything built on Tugline."""
