@@ -24,6 +24,8 @@ _MOST = 100_000
 class TestOutcome(StrEnum):
     """What became of a test; the worse first."""
 
+    __test__ = False  # pytest would take the name for a test's
+
     FAIL = "fail"
     SKIP = "skip"
     XFAIL = "xfail"
@@ -36,6 +38,8 @@ _WORSE = list(TestOutcome)
 
 class TestReport:
     """Marks by name, as one run told them."""
+
+    __test__ = False  # pytest would take the name for a test's
 
     def __init__(self) -> None:
         self.marks: dict[str, TestOutcome] = {}
