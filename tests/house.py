@@ -8,7 +8,7 @@ from pathlib import Path
 from served import TOKENS, result
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
-from tugline.protocol import Held, LeaseRequest, NodeRegistration, Work
+from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work
 from tugline.server.app import Api, create_app, serve_api
 from tugline.server.blobs import open_blobs
 from tugline.server.checks import check_task
@@ -52,8 +52,10 @@ class House:
     async def finish(self, *, limit: int = 100, wait_s: float = 5.0, **rewards: float) -> list[str]:
         """Play a node that runs what is queued; `rewards` by session, with ``_`` for ``-``."""
         async with NodeClient(self.url, TOKENS.join) as node:
-            welcome = await node.register(NodeRegistration(name="played", slots=limit, room=limit))
-            ask = LeaseRequest(room=limit, applied=welcome.control.generation, wait_s=wait_s)
+            welcome = await node.register(
+                NodeRegistration(name="played", slots=limit, capacity=limit)
+            )
+            ask = LeaseRequest(capacity=limit, applied=welcome.control.generation, wait_s=wait_s)
             work = (await node.lease(welcome.node, ask)).work
             for one in work:
                 await commit(node, one, rewards.get(one.session.id.replace("-", "_"), 1.0))
@@ -66,9 +68,9 @@ async def commit(node: NodeClient, work: Work, reward: float = 1.0) -> None:
     await node.commit(of.id, of.epoch, result(of.id, of.task, of.sample, reward))
 
 
-def held(*work: Work) -> tuple[Held, ...]:
+def held(*work: Work) -> tuple[HeldSession, ...]:
     """What a node says that it has."""
-    return tuple(Held(one.session.id, one.session.epoch, Status.RUN) for one in work)
+    return tuple(HeldSession(one.session.id, one.session.epoch, Status.RUN) for one in work)
 
 
 def task(name: str = "t", **changes: object) -> Task:

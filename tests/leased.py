@@ -10,7 +10,7 @@ import zstandard
 
 from tugline.protocol import (
     Commit,
-    Held,
+    HeldSession,
     LeaseRequest,
     LeaseResponse,
     NodeRegistration,
@@ -72,13 +72,13 @@ class Idler:
     @classmethod
     async def join(cls, control: ControlPlane, name: str = "node", *, room: int = 8) -> Idler:
         """A new node."""
-        welcome = await control.register(NodeRegistration(name=name, slots=room, room=room))
+        welcome = await control.register(NodeRegistration(name=name, slots=room, capacity=room))
         return cls(control, welcome.node, room)
 
     async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> LeaseResponse:
         """One question; the work of its answer is held from then on."""
         left = self.room - len(self.held) if room is None else room
-        ask = LeaseRequest(room=left, held=self._holding(), applied=self.applied, wait_s=wait_s)
+        ask = LeaseRequest(capacity=left, held=self._holding(), applied=self.applied, wait_s=wait_s)
         orders = await self.control.lease(self.node, ask)
         self.held |= {work.session.id: work.session for work in orders.work}
         return orders
@@ -94,8 +94,8 @@ class Idler:
         leased = self.held.pop(session)
         return await self.control.commit(session, leased.epoch, result(leased, **outcome))
 
-    def _holding(self) -> tuple[Held, ...]:
-        return tuple(Held(one.id, one.epoch, Status.RUN) for one in self.held.values())
+    def _holding(self) -> tuple[HeldSession, ...]:
+        return tuple(HeldSession(one.id, one.epoch, Status.RUN) for one in self.held.values())
 
 
 def names(work: tuple[Work, ...]) -> list[str]:

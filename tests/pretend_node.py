@@ -19,14 +19,14 @@ from tugline.protocol import (
     Commit,
     CommitOutcome,
     Control,
-    HandBack,
     LeaseRequest,
     LeaseResponse,
     NodeRegistered,
     NodeRegistration,
+    Release,
     Renewal,
     Stop,
-    StopWhy,
+    StopKind,
     Work,
 )
 from tugline.recording.trajectories import unpack
@@ -47,7 +47,7 @@ class Server:
         self.queue: list[Work] = []
         self.leased: dict[str, Work] = {}
         self.results: dict[str, Trajectory] = {}
-        self.backs: list[tuple[str, HandBack]] = []
+        self.backs: list[tuple[str, Release]] = []
         self.stops: list[Stop] = []
         self.logs: dict[str, bytes] = {}
         self.followed: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Server:
         self.wake()
         return [work.session.id for work in added]
 
-    def stop(self, session: str, why: StopWhy) -> None:
+    def stop(self, session: str, why: StopKind) -> None:
         """Order a session to be stopped until it is gone."""
         self.stops.append(Stop(session, self.leased[session].session.epoch, why, "a test"))
         self.wake()
@@ -115,10 +115,10 @@ class Server:
     async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
         """As `ControlPlane.lease`, for one node."""
         self._heard("lease")
-        self.rooms.append(ask.room)
+        self.rooms.append(ask.capacity)
         ends = asyncio.get_running_loop().time() + ask.wait_s
         while True:
-            orders = self._orders(node, ask, ask.room)
+            orders = self._orders(node, ask, ask.capacity)
             news = orders.control.generation > ask.applied or orders.work or orders.stop
             left = ends - asyncio.get_running_loop().time()
             if news or orders.draining or orders.follow != () or left <= 0:
@@ -142,9 +142,9 @@ class Server:
             self.results[session] = unpack(trajectory)
             return Commit(CommitOutcome.COMMITTED)
 
-    async def hand_back(self, session: str, back: HandBack) -> None:
+    async def release(self, session: str, back: Release) -> None:
         """Note it; the session is not queued again."""
-        self._heard("hand_back")
+        self._heard("release")
         self._fence(session, back.epoch)
         del self.leased[session]
         self.stops = [stop for stop in self.stops if stop.session != session]
@@ -177,7 +177,7 @@ class Server:
         held = {one.session: one.epoch for one in said.held}
         known = {name: work.session.epoch for name, work in self.leased.items()}
         fenced = [
-            Stop(name, epoch, StopWhy.FENCED)
+            Stop(name, epoch, StopKind.FENCED)
             for name, epoch in held.items()
             if known.get(name) != epoch
         ]

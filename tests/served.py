@@ -80,7 +80,7 @@ class Served:
 
     async def join(self, name: str = "n") -> NodeRegistered:
         """A new node."""
-        hello = msgspec.to_builtins(NodeRegistration(name=name, slots=8, room=8))
+        hello = msgspec.to_builtins(NodeRegistration(name=name, slots=8, capacity=8))
         told = await self.ask("POST", "/v1/nodes", "join", json=hello)
         assert told.status == 201, told
         return msgspec.json.decode(told.body, type=NodeRegistered)
@@ -89,7 +89,7 @@ class Served:
         self, node: NodeRegistered, room: int = 8, wait_s: float = 10.0
     ) -> LeaseResponse:
         """Work for a node, once there is some."""
-        how = {"room": room, "wait_s": wait_s}
+        how = {"capacity": room, "wait_s": wait_s}
         told = await self.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=how)
         assert told.status == 200, told
         return msgspec.json.decode(told.body, type=LeaseResponse)
@@ -107,7 +107,7 @@ class Served:
         for one in work:
             data = result(one.session.id, one.task.id, one.session.sample)
             told = await self.commit(node, one.session.id, one.session.epoch, data)
-            assert told.json == {"kept": "committed"}, told
+            assert told.json == {"outcome": "committed"}, told
         return [one.session.id for one in work]
 
 

@@ -34,7 +34,7 @@ async def long_polls(
     api = server.api(http)
     before_mb = server.rss_mb()
     joined = await server.api(http, "join").post(
-        "/v1/nodes", NodeRegistration(name="idle", slots=1, room=1)
+        "/v1/nodes", NodeRegistration(name="idle", slots=1, capacity=1)
     )
     node = Api(http, api.url, joined["token"])
     lease = f"/v1/nodes/{joined['node']}/lease"
@@ -42,7 +42,7 @@ async def long_polls(
         asyncio.create_task(
             api.get(f"/v1/results?wait_s={_WAIT_S}")
             if number % 2
-            else node.post(lease, LeaseRequest(room=0, wait_s=_WAIT_S))
+            else node.post(lease, LeaseRequest(capacity=0, wait_s=_WAIT_S))
         )
         for number in range(polls)
     ]

@@ -124,14 +124,14 @@ class Worker:
     @classmethod
     async def join(cls, server: Server, http: aiohttp.ClientSession, name: str) -> Worker:
         """Register."""
-        hello = NodeRegistration(name=name, slots=4, room=4)
+        hello = NodeRegistration(name=name, slots=4, capacity=4)
         told = await server.api(http, "join").post("/v1/nodes", hello)
         return cls(Api(http, server.api(http).url, told["token"]), told["node"])
 
     async def lease(self) -> dict[str, Any]:
         """The next session, however long it takes."""
         while True:
-            orders = await self._api.post(f"/v1/nodes/{self.node}/lease", LeaseRequest(room=1))
+            orders = await self._api.post(f"/v1/nodes/{self.node}/lease", LeaseRequest(capacity=1))
             if orders["work"]:
                 session: dict[str, Any] = orders["work"][0]["session"]
                 return session

@@ -22,7 +22,7 @@ async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
     assert found["server"]["sound"]
     assert found["nodes"]["detail"].startswith("3 sessions wait and no node is live")
     async with NodeClient(shell.house.url, TOKENS.join) as node:
-        await node.register(NodeRegistration(name="n", slots=2, room=2))
+        await node.register(NodeRegistration(name="n", slots=2, capacity=2))
     sound = await shell.run("doctor")
     assert sound.code == 0, sound.out
     assert "n is live, 0 sessions, 2 slots" in sound.out

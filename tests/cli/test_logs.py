@@ -13,8 +13,8 @@ async def test_a_log_is_printed_and_followed(shell: Shell) -> None:
     """Bytes as they are; ``-f`` ends with the session."""
     await shell.house.control.submit([task("a")])
     async with NodeClient(shell.house.url, TOKENS.join) as node:
-        welcome = await node.register(NodeRegistration(name="n", slots=1, room=1))
-        (work,) = (await node.lease(welcome.node, LeaseRequest(room=1, wait_s=5.0))).work
+        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
+        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
         epoch = work.session.epoch
         await node.log("a-0", epoch, 0, b"one\n")
         following = await shell.start("logs", "-f", "a-0")

@@ -43,7 +43,7 @@ async def test_samples_that_miss_are_exit_code_1(shell: Shell) -> None:
     done = await end(submitting)
     assert done.code == 1
     [task] = json.loads(done.out)["released"]
-    assert (task["missing"], task["why"]) == ([0, 1], "cancelled by somebody")
+    assert (task["missing"], task["reason"]) == ([0, 1], "cancelled by somebody")
 
 
 async def test_nothing_is_sent_if_something_is_wrong(shell: Shell) -> None:

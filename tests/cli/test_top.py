@@ -107,8 +107,8 @@ async def test_once_and_as_json(tmp_path: Path) -> None:
 async def test_a_lost_node_is_shown_for_a_while(tmp_path: Path) -> None:
     """It is marked; those that were lost long ago are left out."""
     async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
-        await rig.control.register(NodeRegistration(name="old", slots=1, room=1))
-        await rig.control.register(NodeRegistration(name="old", slots=1, room=1))
+        await rig.control.register(NodeRegistration(name="old", slots=1, capacity=1))
+        await rig.control.register(NodeRegistration(name="old", slots=1, capacity=1))
         seen = await Watcher(client).look()
         states = sorted((one.node.name, one.node.state.value) for one in seen.nodes)
         assert states == [("here", "live"), ("old", "gone"), ("old", "live")]

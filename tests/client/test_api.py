@@ -200,8 +200,8 @@ async def test_a_log_is_followed_to_the_end_of_its_session(house: House, client:
     """Also over a restart of the server; the tail alone if asked for."""
     await client.submit(task())
     async with NodeClient(house.url, TOKENS.join) as node, asyncio.timeout(30):
-        welcome = await node.register(NodeRegistration(name="n", slots=1, room=1))
-        (work,) = (await node.lease(welcome.node, LeaseRequest(room=1, wait_s=5.0))).work
+        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
+        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
         epoch = work.session.epoch
         assert await node.log("t-0", epoch, 0, b"one\n") == 4
 
@@ -222,10 +222,12 @@ async def test_cancelling_reaches_the_node(house: House, client: Client) -> None
     """What waits ends at once; what runs is stopped by its node."""
     await client.submit([task("a"), task("b")])
     async with NodeClient(house.url, TOKENS.join) as node, asyncio.timeout(20):
-        welcome = await node.register(NodeRegistration(name="n", slots=1, room=1))
-        (work,) = (await node.lease(welcome.node, LeaseRequest(room=1, wait_s=5.0))).work
+        welcome = await node.register(NodeRegistration(name="n", slots=1, capacity=1))
+        (work,) = (await node.lease(welcome.node, LeaseRequest(capacity=1, wait_s=5.0))).work
         polling = asyncio.create_task(
-            node.lease(welcome.node, LeaseRequest(room=0, held=held(work), applied=0, wait_s=10.0))
+            node.lease(
+                welcome.node, LeaseRequest(capacity=0, held=held(work), applied=0, wait_s=10.0)
+            )
         )
         assert (await client.cancel(task="b", by="me")).ended == ("b-0",)
         assert (await client.cancel(session="a-0", by="me")).stopping == ("a-0",)
@@ -243,7 +245,7 @@ async def test_weights_change_behind_a_barrier(house: House, client: Client) -> 
     assert (await client.announce(3)).version == 3
     assert (await client.weights()).paused is None
     async with NodeClient(house.url, TOKENS.join) as node:
-        welcome = await node.register(NodeRegistration(name="deaf", slots=1, room=1))
+        welcome = await node.register(NodeRegistration(name="deaf", slots=1, capacity=1))
 
         async def hear_late() -> None:
             await asyncio.sleep(0.5)
@@ -261,13 +263,13 @@ async def test_weights_change_behind_a_barrier(house: House, client: Client) -> 
 async def test_a_node_that_was_given_up_is_fenced(house: House) -> None:
     """Its token is gone: whatever it says is a lost lease, not a wrong password."""
     async with NodeClient(house.url, TOKENS.join) as old, NodeClient(house.url, TOKENS.join) as new:
-        welcome = await old.register(NodeRegistration(name="n", slots=1, room=1))
-        await new.register(NodeRegistration(name="n", slots=1, room=1))
+        welcome = await old.register(NodeRegistration(name="n", slots=1, capacity=1))
+        await new.register(NodeRegistration(name="n", slots=1, capacity=1))
         with pytest.raises(FencedError):
-            await old.lease(welcome.node, LeaseRequest(room=1, wait_s=0.0))
+            await old.lease(welcome.node, LeaseRequest(capacity=1, wait_s=0.0))
         with pytest.raises(FencedError):
             await old.drain(welcome.node)
     async with NodeClient(house.url, TOKENS.read) as wrong:
         with pytest.raises(ServerError, match="join") as raised:
-            await wrong.register(NodeRegistration(name="n", slots=1, room=1))
+            await wrong.register(NodeRegistration(name="n", slots=1, capacity=1))
     assert raised.value.status == 403

@@ -9,7 +9,7 @@ from pretend_node import Bench, Server, task
 from tugline.errors import ServerError
 from tugline.node import app
 from tugline.node.logs import CHUNK
-from tugline.protocol import Control, PauseMode, StopWhy
+from tugline.protocol import Control, PauseMode, StopKind
 from tugline.types import Boundary, Status
 
 
@@ -62,7 +62,7 @@ async def test_a_cancelled_session_keeps_what_it_sampled(tmp_path: Path) -> None
     async with bench.working() as server:
         server.submit(task(what="hang"))
         await server.until(lambda: bench.script.now["run"])
-        server.stop("t-0", StopWhy.CANCELLED)
+        server.stop("t-0", StopKind.CANCELLED)
         await server.until(lambda: server.results)
     result = server.results["t-0"]
     assert (result.status, result.failure, result.reward) == (Status.CANCELLED, None, None)
@@ -78,7 +78,7 @@ async def test_it_can_be_cancelled_in_any_stage(times: dict[str, float], tmp_pat
     async with bench.working() as server:
         server.submit(task())
         await server.until(lambda: bench.script.now[stage])
-        server.stop("t-0", StopWhy.CANCELLED)
+        server.stop("t-0", StopKind.CANCELLED)
         await server.until(lambda: server.results)
     assert server.results["t-0"].status is Status.CANCELLED
     assert bench.script.now["boxes"] == 0
@@ -90,7 +90,7 @@ async def test_a_stale_session_is_handed_back(tmp_path: Path) -> None:
     async with bench.working() as server:
         server.submit(task(what="hang"))
         await server.until(lambda: bench.script.now["run"])
-        server.stop("t-0", StopWhy.STALE)
+        server.stop("t-0", StopKind.STALE)
         await server.until(lambda: server.backs)
     [(name, back)] = server.backs
     assert (name, back.epoch, back.boundary) == ("t-0", 1, None)
@@ -288,7 +288,7 @@ async def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
         with live.course.log.open("ab") as file:
             file.write(text)
         await server.until(lambda: len(server.logs["a-0"]) > len(text))
-        server.stop("a-0", StopWhy.CANCELLED)
+        server.stop("a-0", StopKind.CANCELLED)
         await server.until(lambda: server.results)
     assert server.logs["a-0"] == text[-CHUNK:] + text
 

@@ -156,14 +156,14 @@ async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, 
     await node.ask()
     with pytest.raises(Invalid, match=match):
         await control.commit("t-0", 1, data)
-    assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
+    assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
 
 
 async def test_a_token_opens_its_node_until_it_is_gone(control: ControlPlane) -> None:
     """Also where it was looked up before."""
-    first = await control.register(NodeRegistration(name="a", slots=1, room=1))
+    first = await control.register(NodeRegistration(name="a", slots=1, capacity=1))
     assert await control.node_of(first.token) == first.node
-    second = await control.register(NodeRegistration(name="a", slots=1, room=1))
+    second = await control.register(NodeRegistration(name="a", slots=1, capacity=1))
     assert await control.node_of(first.token) is None
     assert await control.node_of(second.token) == second.node
     assert await control.node_of("x") is None
@@ -172,10 +172,10 @@ async def test_a_token_opens_its_node_until_it_is_gone(control: ControlPlane) ->
 @pytest.mark.parametrize(
     ("hello", "field"),
     [
-        (NodeRegistration(name="a b", slots=1, room=1), "name"),
-        (NodeRegistration(name="", slots=1, room=1), "name"),
-        (NodeRegistration(name="a", slots=0, room=1), "slots"),
-        (NodeRegistration(name="a", slots=1, room=-1), "room"),
+        (NodeRegistration(name="a b", slots=1, capacity=1), "name"),
+        (NodeRegistration(name="", slots=1, capacity=1), "name"),
+        (NodeRegistration(name="a", slots=0, capacity=1), "slots"),
+        (NodeRegistration(name="a", slots=1, capacity=-1), "capacity"),
     ],
 )
 async def test_a_node_must_make_sense(

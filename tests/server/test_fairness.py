@@ -27,7 +27,7 @@ async def _lease(database: Database, n: int) -> list[str]:
 
     def op(tx: Tx) -> list[str]:
         if not nodes.live(tx):
-            hello = NodeRegistration(name="n", slots=1, room=1)
+            hello = NodeRegistration(name="n", slots=1, capacity=1)
             nodes.add(tx, "n", hello, "token", now=time.time(), lease_s=1e6)
         given = leases.give(tx, {"n": n}, NOW)
         return [session.task for session in given.get("n", [])]

@@ -7,7 +7,7 @@ import pytest
 
 from leased import Idler, Open, a_task, names
 from tugline.errors import Missing
-from tugline.protocol import Cancelled, CommitOutcome, EventKind, HandBack, StopWhy, TaskState
+from tugline.protocol import Cancelled, CommitOutcome, EventKind, Release, StopKind, TaskState
 from tugline.server.control import ControlPlane
 from tugline.types import Boundary, Callback, Group, Status
 
@@ -28,7 +28,12 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
     await node.commit("u-0")
     await node.commit("t-2", reward=None)
     view = await control.task("t")
-    assert (view.state, view.usable, view.missing, view.why) == (TaskState.RELEASED, 1, (0, 2), "")
+    assert (view.state, view.usable, view.missing, view.reason) == (
+        TaskState.RELEASED,
+        1,
+        (0, 2),
+        "",
+    )
     found = await control.results(groups=True)
     assert [group.id for group in found.groups] == ["u", "t"]
     assert [item.session for item in found.items] == ["u-0", "t-0", "t-1", "t-2"]
@@ -40,13 +45,13 @@ async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
     await control.submit([a_task("t", 5, group=Group(enough=1))])
     assert names((await node.ask()).work) == ["t-0", "t-1", "t-2"]
     await node.commit("t-0", failure=Boundary.AGENT)
-    assert (await control.task("t")).why == ""
+    assert (await control.task("t")).reason == ""
     await node.commit("t-1")
     view = await control.task("t")
-    assert (view.why, view.state) == ("enough", TaskState.OPEN)
+    assert (view.reason, view.state) == ("enough", TaskState.OPEN)
     assert view.counts == {"failed": 1, "completed": 1, "cancelled": 2, "init": 1}
     [stop] = (await node.renew()).stop
-    assert (stop.session, stop.why, stop.by) == ("t-2", StopWhy.CANCELLED, "enough")
+    assert (stop.session, stop.reason, stop.by) == ("t-2", StopKind.CANCELLED, "enough")
     await node.commit("t-2", status=Status.CANCELLED, reward=None)
     view = await control.task("t")
     assert (view.state, view.missing) == (TaskState.RELEASED, (0, 2, 3, 4))
@@ -63,7 +68,7 @@ async def test_a_deadline_releases_what_is_there(open_control: Open) -> None:
         found = await control.results(groups=True, wait_s=5)
         assert time.monotonic() - began < 0.4 + 0.5 + 1
         [view] = found.groups
-        assert (view.why, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
+        assert (view.reason, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
         assert {item.status for item in found.items} == {Status.CANCELLED}
 
 
@@ -80,7 +85,7 @@ async def test_cancelling_a_task(control: ControlPlane) -> None:
     assert (await control.session("t-1")).stopping == "cancelled by me"
     await node.commit("t-1", status=Status.CANCELLED, reward=None)
     view = await control.task("t")
-    assert (view.state, view.why) == (TaskState.RELEASED, "cancelled by me")
+    assert (view.state, view.reason) == (TaskState.RELEASED, "cancelled by me")
     assert view.counts == {"completed": 1, "cancelled": 3}
     for wrong in ({"task": "nothing"}, {"session": "nothing-0"}):
         with pytest.raises(Missing, match="nothing"):
@@ -96,7 +101,7 @@ async def test_cancelling_a_session(control: ControlPlane) -> None:
     assert (await control.cancel(session="t-0", by="me")).stopping == ("t-0",)
     assert (await control.cancel(session="t-2", by="me")).final == 1
     assert (await control.result("t-2")).status is Status.CANCELLED
-    assert (await control.task("t")).why == ""
+    assert (await control.task("t")).reason == ""
     await node.commit("t-0", status=Status.CANCELLED, reward=None)
     assert names((await node.ask()).work) == ["t-1"]
 
@@ -111,10 +116,10 @@ async def test_what_is_cancelled_does_not_start_again(control: ControlPlane, how
     if how == "lost":
         await Idler.join(control, "a")
     elif how == "handed back":
-        await control.hand_back("t-0", HandBack(epoch=1, why="draining"))
+        await control.release("t-0", Release(epoch=1, reason="draining"))
     elif how == "failed":
         kept = await node.commit("t-0", failure=Boundary.INFRASTRUCTURE)
-        assert kept.kept is CommitOutcome.COMMITTED
+        assert kept.outcome is CommitOutcome.COMMITTED
     else:
         await node.commit("t-0")
     found = await control.result("t-0")

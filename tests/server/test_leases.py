@@ -11,11 +11,11 @@ from tugline.errors import FencedError
 from tugline.protocol import (
     CommitOutcome,
     EventKind,
-    HandBack,
     LeaseRequest,
     Pause,
     PauseMode,
-    StopWhy,
+    Release,
+    StopKind,
 )
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
@@ -68,7 +68,7 @@ async def test_an_answer_that_got_lost_is_given_again(control: ControlPlane) -> 
     again = await node.ask()
     assert sorted(names(again.work)) == sorted(names(lost.work)) == ["t-0", "t-1"]
     assert {work.session.epoch for work in again.work} == {1}
-    assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
+    assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
 
 
 async def test_a_question_that_was_given_up_loses_no_work(control: ControlPlane) -> None:
@@ -94,8 +94,8 @@ async def test_a_result_is_kept_once(control: ControlPlane) -> None:
     await control.submit([a_task("t")])
     [work] = (await node.ask()).work
     data = result(work.session)
-    assert (await control.commit("t-0", 1, data)).kept is CommitOutcome.COMMITTED
-    assert (await control.commit("t-0", 1, data)).kept is CommitOutcome.ALREADY
+    assert (await control.commit("t-0", 1, data)).outcome is CommitOutcome.COMMITTED
+    assert (await control.commit("t-0", 1, data)).outcome is CommitOutcome.ALREADY
     with pytest.raises(FencedError):
         await control.commit("t-0", 1, result(work.session, reward=0.5))
     found = await control.results()
@@ -120,7 +120,7 @@ async def test_a_lost_nodes_sessions_go_to_others_in_time(open_control: Open) ->
         for says in (dead.ask, dead.renew):
             with pytest.raises(FencedError, match="register again"):
                 await says()
-        assert (await alive.commit("t-0")).kept is CommitOutcome.COMMITTED
+        assert (await alive.commit("t-0")).outcome is CommitOutcome.COMMITTED
         kinds = [event.kind for event in await control.events(after=0)]
         assert kinds.index(EventKind.LOST) < kinds.index(EventKind.REQUEUED)
 
@@ -134,7 +134,7 @@ async def test_a_node_that_renews_keeps_what_it_has(open_control: Open) -> None:
         for _ in range(8):
             await asyncio.sleep(0.15)
             assert (await node.renew()).stop == ()
-        assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
+        assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
 
 
 async def test_a_node_that_starts_again_gives_up_what_it_had(control: ControlPlane) -> None:
@@ -159,7 +159,7 @@ async def test_leases_outlive_a_restart_of_the_server(open_control: Open) -> Non
     async with open_control(lease_s=1.0) as control:
         node.control = control
         await asyncio.sleep(0.5)
-        assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
+        assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
         assert (await node.renew()).stop == ()
         assert (await control.counts()).sessions == {"completed": 1, "run": 1}
 
@@ -169,13 +169,13 @@ async def test_what_is_held_and_belongs_to_others_is_dropped(control: ControlPla
     node = await Idler.join(control)
     await control.submit([a_task("t", 2)])
     await node.ask()
-    handed = HandBack(epoch=1, why="no room")
-    await control.hand_back("t-1", handed)
-    assert [(stop.session, stop.why) for stop in (await node.renew()).stop] == [
-        ("t-1", StopWhy.FENCED)
+    handed = Release(epoch=1, reason="no room")
+    await control.release("t-1", handed)
+    assert [(stop.session, stop.reason) for stop in (await node.renew()).stop] == [
+        ("t-1", StopKind.FENCED)
     ]
     with pytest.raises(FencedError):
-        await control.hand_back("t-1", handed)
+        await control.release("t-1", handed)
 
 
 async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:
@@ -187,7 +187,7 @@ async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> No
     await asyncio.sleep(0.1)
     await control.cancel(session="t-0", by="me")
     [stop] = (await asyncio.wait_for(asking, 2)).stop
-    assert (stop.session, stop.why, stop.by) == ("t-0", StopWhy.CANCELLED, "cancelled by me")
+    assert (stop.session, stop.reason, stop.by) == ("t-0", StopKind.CANCELLED, "cancelled by me")
     began = time.monotonic()
     assert (await node.ask(wait_s=0.3)).stop == (stop,)
     assert time.monotonic() - began > 0.25
@@ -205,7 +205,7 @@ async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> No
     assert (await asyncio.wait_for(asking, 2)).draining
     await control.submit([a_task("u")])
     assert (await node.ask(wait_s=0.2)).work == ()
-    await control.hand_back("t-0", HandBack(epoch=1, why="going"))
+    await control.release("t-0", Release(epoch=1, reason="going"))
     other = await Idler.join(control, "b")
     await other.ask()
     assert (other.held["t-0"].attempt, other.held["t-0"].epoch) == (0, 2)
@@ -232,7 +232,7 @@ async def test_whose_failure_it_is_decides_who_tries_again(
     for attempt in range(tries):
         [work] = (await node.ask()).work
         assert work.session.attempt == attempt
-        kept = (await node.commit("t-0", failure=boundary)).kept
+        kept = (await node.commit("t-0", failure=boundary)).outcome
         assert kept is (CommitOutcome.REQUEUED if attempt < tries - 1 else CommitOutcome.COMMITTED)
     found = await control.result("t-0")
     assert (found.status, found.attempt) == (Status.FAILED, tries - 1)
@@ -246,9 +246,9 @@ async def test_a_harness_that_failed_leaves_the_other_attempts(control: ControlP
     await control.submit([a_task("t", group=Group(attempts=2))])
     for failure in (Boundary.HARNESS, Boundary.RUNTIME):
         await node.ask()
-        assert (await node.commit("t-0", failure=failure)).kept is CommitOutcome.REQUEUED
+        assert (await node.commit("t-0", failure=failure)).outcome is CommitOutcome.REQUEUED
     await node.ask()
-    assert (await node.commit("t-0", failure=Boundary.RUNTIME)).kept is CommitOutcome.COMMITTED
+    assert (await node.commit("t-0", failure=Boundary.RUNTIME)).outcome is CommitOutcome.COMMITTED
 
 
 async def test_what_failed_on_one_node_goes_to_another(control: ControlPlane) -> None:
@@ -307,9 +307,9 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
     await announcing
     announcing = asyncio.gather(control.announce(2), return_exceptions=True)
     [stop] = (await asyncio.wait_for(asking, 5)).stop
-    assert (stop.session, stop.why) == ("strict-0", StopWhy.STALE)
+    assert (stop.session, stop.reason) == ("strict-0", StopKind.STALE)
     await announcing
-    await control.hand_back("strict-0", HandBack(epoch=1, why="stale"))
+    await control.release("strict-0", Release(epoch=1, reason="stale"))
     del node.held["strict-0"]
     [work] = (await node.ask()).work
     assert (work.session.id, work.session.attempt, work.session.epoch) == ("strict-0", 1, 2)
@@ -329,7 +329,7 @@ async def test_who_does_not_stop_is_stopped(open_control: Open) -> None:
             await node.renew()
         assert (await control.result("t-0")).status is Status.CANCELLED
         [stop] = (await node.renew()).stop
-        assert stop.why is StopWhy.FENCED
+        assert stop.reason is StopKind.FENCED
 
 
 async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
@@ -373,7 +373,7 @@ async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -
         await one.submit([a_task("t", 2)])
         assert len((await asking).work) == 2
         assert time.monotonic() - began < 1
-        assert (await node.commit("t-0")).kept is CommitOutcome.COMMITTED
+        assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
         assert await one.node_of("nonsense") is None
         waiting = asyncio.ensure_future(one.results(after=(await one.results()).cursor, wait_s=10))
         await node.commit("t-1")
@@ -385,7 +385,7 @@ async def test_idle_questions_end_in_time(control: ControlPlane) -> None:
     asks = []
     for n in range(100):
         node = await Idler.join(control, f"n{n}")
-        asks.append(control.lease(node.node, LeaseRequest(room=1, wait_s=0.5)))
+        asks.append(control.lease(node.node, LeaseRequest(capacity=1, wait_s=0.5)))
     began = time.monotonic()
     orders = await asyncio.gather(*asks)
     assert all(one.work == () for one in orders)

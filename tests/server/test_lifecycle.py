@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import psycopg
 
 from tugline.errors import FencedError
-from tugline.protocol import CommitOutcome, HandBack, NodeRegistration, StopWhy, TaskState
-from tugline.protocol import Held as Holding
+from tugline.protocol import CommitOutcome, NodeRegistration, Release, StopKind, TaskState
+from tugline.protocol import HeldSession as Holding
 from tugline.server.store import groups, leases, nodes, results, sessions, tasks
 from tugline.server.store.base import Connection, Store, Tx
 from tugline.server.store.groups import End
@@ -81,7 +81,7 @@ class Lifecycle:
     def step(self) -> None:
         """Something happens."""
         names = ["give"] * 5 + ["hear"] * 5 + ["commit"] * 6 + ["submit"] * 3 + ["wait"] * 2
-        names += ["join", "again", "hand_back", "cancel", "announce"]
+        names += ["join", "again", "release", "cancel", "announce"]
         name = self.random.choice(names)
         self.history.append(name)
         getattr(self, f"_{name}")()
@@ -116,7 +116,7 @@ class Lifecycle:
         def op(tx: Tx) -> None:
             for before in nodes.named(tx, name):
                 leases.lose(tx, before, "another came", self.now)
-            hello = NodeRegistration(name=name, slots=2, room=4)
+            hello = NodeRegistration(name=name, slots=2, capacity=4)
             nodes.add(tx, node, hello, node, now=self.now, lease_s=LEASE_S)
 
         self._do(op)
@@ -155,9 +155,9 @@ class Lifecycle:
         assert {(entry.id, entry.epoch) for entry in has} <= mine
         for stop in heard.stop:
             lease = Lease(node, stop.session, stop.epoch)
-            if stop.why is StopWhy.FENCED:
+            if stop.reason is StopKind.FENCED:
                 self.known[node].discard(lease)
-            elif stop.why is StopWhy.STALE:
+            elif stop.reason is StopKind.STALE:
                 self._give_back(lease, None)
             elif self.random.random() < 0.5:  # the other half stop too late
                 self._keep(lease, End(Status.CANCELLED, digest=f"d{next(self.numbers)}"))
@@ -182,7 +182,7 @@ class Lifecycle:
         again = partial(leases.commit, session=session, epoch=0, end=self.kept[session])
         assert self._do(partial(again, now=self.now)) is CommitOutcome.ALREADY
 
-    def _hand_back(self) -> None:
+    def _release(self) -> None:
         """A node gives something back that it has, or had."""
         if self.leases:
             lease = self.random.choice(self.leases[-12:])
@@ -284,17 +284,17 @@ class Lifecycle:
             assert not holds
         else:
             assert holds
-            assert kept is CommitOutcome.COMMITTED or current.stop != StopWhy.CANCELLED
+            assert kept is CommitOutcome.COMMITTED or current.stop != StopKind.CANCELLED
             if kept is CommitOutcome.COMMITTED:
                 assert lease.session not in self.kept
                 self.kept[lease.session] = end
         self.known.get(lease.node, set()).discard(lease)
 
     def _give_back(self, lease: Lease, boundary: Boundary | None) -> None:
-        back = HandBack(epoch=lease.epoch, why="no more", boundary=boundary)
+        back = Release(epoch=lease.epoch, reason="no more", boundary=boundary)
         before = self._do(partial(sessions.get, session=lease.session))
         try:
-            self._do(partial(leases.hand_back, session=lease.session, back=back, now=self.now))
+            self._do(partial(leases.release, session=lease.session, back=back, now=self.now))
         except FencedError:
             assert not (before.leased and before.epoch == lease.epoch)
         else:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from observed import observed, read, task, until
 from served import TOKENS
-from tugline.protocol import HandBack, LeaseRequest, LeaseResponse, NodeRegistration
+from tugline.protocol import LeaseRequest, LeaseResponse, NodeRegistration, Release
 from tugline.recording.trajectories import pack
 from tugline.server.app import create_app, serve_api
 from tugline.server.control import ControlPlane
@@ -39,8 +39,8 @@ def server(
 
 async def leased(control: ControlPlane, room: int) -> tuple[str, LeaseResponse]:
     """A node that has taken so much work."""
-    welcome = await control.register(NodeRegistration(name="n", slots=3, room=9))
-    ask = LeaseRequest(room=room, wait_s=5, applied=welcome.control.generation)
+    welcome = await control.register(NodeRegistration(name="n", slots=3, capacity=9))
+    ask = LeaseRequest(capacity=room, wait_s=5, applied=welcome.control.generation)
     return welcome.node, await control.lease(welcome.node, ask)
 
 
@@ -91,10 +91,10 @@ async def test_what_has_happened(server: Served) -> None:
         await control.submit([task("a", samples=4)])
         _, orders = await leased(control, 4)
         one, two, three, four = (work.session for work in orders.work)
-        back = HandBack(epoch=one.epoch, why="drained")
-        await control.hand_back(one.id, back)
-        broken = HandBack(epoch=two.epoch, why="no disk", boundary=Boundary.INFRASTRUCTURE)
-        await control.hand_back(two.id, broken)
+        back = Release(epoch=one.epoch, reason="drained")
+        await control.release(one.id, back)
+        broken = Release(epoch=two.epoch, reason="no disk", boundary=Boundary.INFRASTRUCTURE)
+        await control.release(two.id, broken)
         await control.commit(three.id, three.epoch, result(three.id, three.sample))
         failure = Failure(Boundary.ENGINE, "it overflowed: twice")
         await control.commit(four.id, four.epoch, result(four.id, four.sample, failure))

@@ -149,7 +149,7 @@ def tasks_table(tasks: list[TaskView]) -> Table:
     """A line for each task."""
     table = Table("task", "state", Column("usable", justify="right"), "sessions", "age", box=None)
     for one in tasks:
-        state = f"{one.state}: {one.why}" if one.why else str(one.state)
+        state = f"{one.state}: {one.reason}" if one.reason else str(one.state)
         usable = f"{one.usable}/{one.samples}"
         table.add_row(Text(one.id), Text(state), usable, counts(one.counts), _ago(one.created))
     return table

@@ -158,7 +158,7 @@ class Watcher:
 def _failed(event: Event) -> Failed | None:
     detail, session = event.detail, event.session or ""
     if event.kind is EventKind.REQUEUED:
-        return Failed(session, event.created, f"again: {detail.get('why', '')}")
+        return Failed(session, event.created, f"again: {detail.get('reason', '')}")
     if event.kind is EventKind.RESULT and detail.get("status") in {"failed", "timed_out"}:
         return Failed(session, event.created, f"{detail['status']} {detail.get('boundary', '')}")
     return None

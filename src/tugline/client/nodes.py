@@ -21,11 +21,11 @@ from tugline.client.transport import Transport
 from tugline.errors import FencedError, ServerError
 from tugline.protocol import (
     Commit,
-    HandBack,
     LeaseRequest,
     LeaseResponse,
     NodeRegistered,
     NodeRegistration,
+    Release,
     Renewal,
 )
 
@@ -110,9 +110,9 @@ class NodeClient:
                 token=self._token,
             )
 
-    async def hand_back(self, session: str, back: HandBack) -> None:
+    async def release(self, session: str, back: Release) -> None:
         """Give a session back to the queue. Raises `FencedError` for a lost lease."""
-        path = f"/v1/sessions/{session}/hand-back"
+        path = f"/v1/sessions/{session}/release"
         with _lost():
             await self._http.ask("POST", path, type(None), body=back, token=self._token)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from tugline.protocol import Held, Work
+from tugline.protocol import HeldSession, Work
 from tugline.rollout.timeouts import Course
 from tugline.types import Status, Trajectory
 
@@ -55,9 +55,9 @@ class ActiveSession:
         return self.work.session.epoch
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldSession:
         """As the server is told of it."""
-        return Held(self.id, self.epoch, self.status)
+        return HeldSession(self.id, self.epoch, self.status)
 
     def call_off(self, fate: StopReason) -> None:
         """End its rollout without a result; no effect on one that has its trajectory."""

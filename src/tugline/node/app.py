@@ -157,7 +157,7 @@ class Node:
         return NodeRegistration(
             name=own.name,
             slots=own.slots,
-            room=own.room,
+            capacity=own.room,
             gateway=self._gateway.url,
             labels=own.labels,
             versions=own.versions,
@@ -196,7 +196,9 @@ class Node:
 
         def ask() -> LeaseRequest:
             applied = self._controls.applied
-            return LeaseRequest(room=room, held=self.crew.held(), applied=applied, wait_s=wait_s)
+            return LeaseRequest(
+                capacity=room, held=self.crew.held(), applied=applied, wait_s=wait_s
+            )
 
         poll = asyncio.create_task(self._link.answer(lambda: self._server.lease(node, ask())))
         try:

@@ -23,7 +23,7 @@ from tugline.node.logs import LogSender
 from tugline.node.settings import NodeSettings
 from tugline.node.stages import Stages
 from tugline.node.stats import Observer, Stats
-from tugline.protocol import CommitOutcome, HandBack, Held, Stop, StopWhy, Work
+from tugline.protocol import CommitOutcome, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack
 from tugline.rollout.failures import blamed
 from tugline.rollout.gateway import Gateway
@@ -67,7 +67,7 @@ class SessionRunner:
         self._paused = False
 
     # ----------------------------------------------------------------------- orders
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldSession, ...]:
         """All that this node has."""
         return tuple(live.held for live in self.live.values())
 
@@ -99,11 +99,11 @@ class SessionRunner:
         live = self.live.get(order.session)
         if live is None or live.epoch != order.epoch:
             return
-        _log.info("told to stop", session=live.id, why=order.why, by=order.by)
-        if order.why is StopWhy.CANCELLED:
+        _log.info("told to stop", session=live.id, why=order.reason, by=order.by)
+        if order.reason is StopKind.CANCELLED:
             live.course.halt.pull()
         else:
-            live.call_off(StopReason.STALE if order.why is StopWhy.STALE else StopReason.DROP)
+            live.call_off(StopReason.STALE if order.reason is StopKind.STALE else StopReason.DROP)
 
     def pause(self, paused: bool) -> None:  # noqa: FBT001 - told by `Controls`
         """Stop the clocks of all agents, or let them go on."""
@@ -200,10 +200,10 @@ class SessionRunner:
         if live.fate is None or live.fate is StopReason.DROP:
             self._stats.fenced += 1
             return
-        back = HandBack(epoch=live.epoch, why=live.fate.value)
+        back = Release(epoch=live.epoch, reason=live.fate.value)
         try:
             async with asyncio.timeout(_BACK_S):
-                await self._link.answer(lambda: self._link.server.hand_back(live.id, back))
+                await self._link.answer(lambda: self._link.server.release(live.id, back))
             self._stats.handed_back += 1
         except (ServerError, TimeoutError) as error:
             _log.warning("not handed back", session=live.id, error=str(error))
@@ -244,8 +244,8 @@ class SessionRunner:
                 await asyncio.to_thread(self.journal.refused, entry)
                 return
             else:
-                self._stats.requeued += answer.kept is CommitOutcome.REQUEUED
-                self._stats.committed += answer.kept is not CommitOutcome.REQUEUED
+                self._stats.requeued += answer.outcome is CommitOutcome.REQUEUED
+                self._stats.committed += answer.outcome is not CommitOutcome.REQUEUED
             await asyncio.to_thread(self._settle, entry)
             return
 

@@ -20,11 +20,11 @@ from tugline.errors import ConfigError, Invalid
 from tugline.plugins import packed
 from tugline.protocol import (
     LEASE_WAIT_S,
-    HandBack,
-    Held,
+    HeldSession,
     LeaseRequest,
     NodeRegistration,
     Pause,
+    Release,
     Version,
 )
 from tugline.types import PluginSpec, Task, Workspace
@@ -187,7 +187,7 @@ def check_hello(hello: NodeRegistration) -> None:
     """Raises `Invalid` for a node that cannot be taken in as it describes itself."""
     _matches("name", hello.name, _NODE, "1 to 100 of A-Z a-z 0-9 . _ -")
     _within(Bound("slots", 1, 100_000), hello.slots)
-    _within(Bound("room", 1, 1_000_000), hello.room)
+    _within(Bound("capacity", 1, 1_000_000), hello.capacity)
     _sized("gateway", hello.gateway, 0, 2048)
     for field, table in (("labels", hello.labels), ("versions", hello.versions)):
         if len(table) > MAX_TAGS:
@@ -199,12 +199,12 @@ def check_hello(hello: NodeRegistration) -> None:
 
 def check_ask(ask: LeaseRequest) -> None:
     """Raises `Invalid` for a question that cannot be answered."""
-    _within(Bound("room", 0, 1_000_000), ask.room)
+    _within(Bound("capacity", 0, 1_000_000), ask.capacity)
     _within(Bound("wait_s", 0, 2 * LEASE_WAIT_S), ask.wait_s)
     check_held(ask.held, ask.applied)
 
 
-def check_held(held: Iterable[Held], applied: int) -> None:
+def check_held(held: Iterable[HeldSession], applied: int) -> None:
     """Raises `Invalid` where a node names sessions that cannot be."""
     _within(Bound("applied", 0, BIG), applied)
     for number, one in enumerate(held):
@@ -212,10 +212,10 @@ def check_held(held: Iterable[Held], applied: int) -> None:
         _within(Bound(f"held.{number}.epoch", 0, 2**31 - 1), one.epoch)
 
 
-def check_hand_back(back: HandBack) -> None:
+def check_release(back: Release) -> None:
     """Raises `Invalid` for a session given back without a sensible reason."""
     _within(Bound("epoch", 0, 2**31 - 1), back.epoch)
-    _sized("why", back.why, 1, 4096)
+    _sized("reason", back.reason, 1, 4096)
 
 
 def check_version(version: Version) -> None:

@@ -31,7 +31,6 @@ from tugline.protocol import (
     Delivery,
     DeliveryState,
     Event,
-    HandBack,
     LeaseRequest,
     LeaseResponse,
     NodeRegistered,
@@ -39,6 +38,7 @@ from tugline.protocol import (
     NodeView,
     Page,
     Pause,
+    Release,
     Renewal,
     Results,
     ResultView,
@@ -284,9 +284,9 @@ class ControlPlane:
         self._logs.wake(session)
         return Commit(kept)
 
-    async def hand_back(self, session: str, back: HandBack) -> None:
+    async def release(self, session: str, back: Release) -> None:
         """Give a session back to the queue. Raises `FencedError` for a lost lease."""
-        give = partial(leases.hand_back, session=session, back=back, now=time.time())
+        give = partial(leases.release, session=session, back=back, now=time.time())
         await self.database.write(give)
 
     async def drain(self, node: str) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tugline import log
 from tugline.errors import StoreError
-from tugline.protocol import Held, LeaseRequest, LeaseResponse, Renewal, Stop, Work
+from tugline.protocol import HeldSession, LeaseRequest, LeaseResponse, Renewal, Stop, Work
 from tugline.server.hub import Subscription
 from tugline.server.store import leases, nodes, tasks
 from tugline.server.store.base import Tx
@@ -40,7 +40,7 @@ class _Asker:
     """A node that waits for work."""
 
     node: str
-    room: int
+    capacity: int
     bell: Subscription
     given: list[Session] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Dispatch:
         until = asyncio.get_running_loop().time() + min(ask.wait_s, LONGEST_S)
         with self._database.hub.listen(f"node:{node}", "control") as bell:
             heard = await self._hear(node, ask.held, ask.applied)
-            asker = _Asker(node, ask.room - len(heard.again), bell)
+            asker = _Asker(node, ask.capacity - len(heard.again), bell)
             with self._parked(asker):
                 while not (heard.again or self._news(node, heard, ask)):
                     rung = await bell.heard(until)
@@ -98,7 +98,7 @@ class Dispatch:
         return await self._orders(node, heard, renewal.held, ())
 
     # ------------------------------------------------------------------ one question
-    async def _hear(self, node: str, held: Sequence[Held], applied: int) -> Heard:
+    async def _hear(self, node: str, held: Sequence[HeldSession], applied: int) -> Heard:
         now = time.time()
 
         def op(tx: Tx) -> Heard:
@@ -110,7 +110,7 @@ class Dispatch:
     @contextlib.contextmanager
     def _parked(self, asker: _Asker) -> Iterator[None]:
         """Let it take part in the rounds. A newer question of the same node takes its place."""
-        if asker.room > 0:
+        if asker.capacity > 0:
             self._waiting[asker.node] = asker
             self._asked.ring()
         try:
@@ -130,14 +130,14 @@ class Dispatch:
             or now.follow - told.follow
         )
 
-    def _telling(self, heard: Heard, held: Sequence[Held]) -> _Told:
+    def _telling(self, heard: Heard, held: Sequence[HeldSession]) -> _Told:
         follow = {one.session for one in held}.intersection(self._followed())
         return _Told(
             frozenset(heard.stop), heard.control.generation, heard.draining, frozenset(follow)
         )
 
     async def _orders(
-        self, node: str, heard: Heard, held: Sequence[Held], given: Sequence[Session]
+        self, node: str, heard: Heard, held: Sequence[HeldSession], given: Sequence[Session]
     ) -> LeaseResponse:
         bodies = await self._tasks({session.task for session in given})
         told = self._told[node] = self._telling(heard, held)
@@ -184,8 +184,10 @@ class Dispatch:
         askers = dict(self._waiting)
         if not askers:
             return
-        rooms = {node: asker.room for node, asker in askers.items()}
-        given = await self._database.write(partial(leases.give, rooms=rooms, now=time.time()))
+        capacities = {node: asker.capacity for node, asker in askers.items()}
+        given = await self._database.write(
+            partial(leases.give, capacities=capacities, now=time.time())
+        )
         for node, sessions in given.items():
             asker = askers[node]
             if self._waiting.get(node) is asker:

@@ -38,7 +38,7 @@ tugline_position gauge: Number of the latest event.
 tugline_weights_version gauge: The newest version of the weights.
 tugline_weights_paused gauge: 1 while model calls are held.
 tugline_events_total{kind} counter: What happened, by kind.
-tugline_requeued_total{why} counter: Sessions that went back into the line, by boundary.
+tugline_requeued_total{reason} counter: Sessions that went back into the line, by boundary.
 tugline_results_total{status} counter: Results by status.
 tugline_failures_total{boundary} counter: Failed sessions by boundary.
 tugline_tokens_total{kind} counter: Tokens of the results.
@@ -68,8 +68,8 @@ class Happened:
         detail = event.detail
         self.kinds[event.kind] += 1
         if event.kind is EventKind.REQUEUED:
-            why = str(detail.get("why", "")).partition(":")[0]
-            self.requeued[why if why in _WHYS else "handed back"] += 1
+            reason = str(detail.get("reason", "")).partition(":")[0]
+            self.requeued[reason if reason in _WHYS else "handed back"] += 1
         elif event.kind is EventKind.LEASED and "waited" in detail:
             self.waited.add(float(detail["waited"]))
         elif event.kind is EventKind.RESULT:

@@ -68,7 +68,7 @@ class Timers:
         [(lease, group, stop)] = tx.all(
             "SELECT (SELECT MIN(deadline) FROM nodes WHERE state <> 'gone'),"
             " (SELECT MIN(deadline) FROM tasks"
-            "  WHERE released IS NULL AND deadline IS NOT NULL AND why = ''),"
+            "  WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''),"
             " (SELECT MIN(stop_at) FROM sessions WHERE stop IS NOT NULL)"
         )
         stop = None if stop is None else stop + self._lease_s

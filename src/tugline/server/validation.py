@@ -45,7 +45,7 @@ def greet(hello: NodeRegistration) -> None:
     if not _NODE_NAME.fullmatch(hello.name):
         msg = f"name is {hello.name!r}, must be 1 to 100 letters, digits, '.', '_' or '-'"
         raise Invalid(msg, field="name")
-    for field, value in (("slots", hello.slots), ("room", hello.room)):
+    for field, value in (("slots", hello.slots), ("capacity", hello.capacity)):
         if value < 1:
             msg = f"{field} is {value}, must be 1 or more"
             raise Invalid(msg, field=field)

@@ -87,8 +87,8 @@ async def test_a_result_is_committed_once_and_read_in_every_form(server: Served)
     sid, epoch = work.session.id, work.session.epoch
     assert (await server.ask("GET", f"/v1/sessions/{sid}/result")).status == 404
     data = result(sid, "t")
-    assert (await server.commit(node, sid, epoch, data)).json == {"kept": "committed"}
-    assert (await server.commit(node, sid, epoch, data)).json == {"kept": "already"}
+    assert (await server.commit(node, sid, epoch, data)).json == {"outcome": "committed"}
+    assert (await server.commit(node, sid, epoch, data)).json == {"outcome": "already"}
     other = await server.commit(node, sid, epoch, result(sid, "t", reward=0.5))
     assert (other.status, other.problem.type[20:]) == (409, "fenced")
     view = (await server.ask("GET", f"/v1/sessions/{sid}/result")).json
@@ -211,8 +211,8 @@ async def test_a_node_joins_works_and_goes(server: Served) -> None:
         "POST", f"/v1/nodes/{node.node}/renew", node.token, json={"held": held}
     )
     assert renewed.json["stop"] == []
-    back = {"epoch": work.session.epoch, "why": "it drains"}
-    path = f"/v1/sessions/{work.session.id}/hand-back"
+    back = {"epoch": work.session.epoch, "reason": "it drains"}
+    path = f"/v1/sessions/{work.session.id}/release"
     assert (await server.ask("POST", path, node.token, json=back)).status == 204
     assert (await server.ask("GET", "/v1/sessions/t-0")).json["status"] == "queued"
     assert (await server.ask("POST", f"/v1/nodes/{node.node}/drain")).status == 204
@@ -224,7 +224,7 @@ async def test_weights_are_a_barrier_for_all_nodes(server: Served) -> None:
     node = await server.join("slow")
     paused = await server.ask("POST", "/v1/weights/pause", json={"within_s": 0.05})
     assert (paused.json["paused"], paused.json["missing"]) == ("wait", ["slow"])
-    body = {"room": 0, "applied": paused.json["generation"], "wait_s": 0}
+    body = {"capacity": 0, "applied": paused.json["generation"], "wait_s": 0}
     await server.ask("POST", f"/v1/nodes/{node.node}/lease", node.token, json=body)
     again = await server.ask("POST", "/v1/weights/pause", json={"within_s": 0.05})
     assert again.status == 200

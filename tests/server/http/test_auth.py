@@ -47,7 +47,7 @@ async def test_the_roles_are_these() -> None:
         "POST /v1/nodes/{id}/drain",
         "POST /v1/sessions/{id}/result",
         "POST /v1/sessions/{id}/log",
-        "POST /v1/sessions/{id}/hand-back",
+        "POST /v1/sessions/{id}/release",
     }
     only_nodes = may[Role.NODE] - {"POST /v1/nodes/{id}/drain"}
     assert may[Role.CLIENT] == set(NAMES) - only_nodes - {"POST /v1/nodes"}
@@ -73,7 +73,7 @@ async def test_a_node_speaks_for_itself_alone(server: Served) -> None:
     """It can neither lease, renew nor drain as another node."""
     one, two = await server.join("one"), await server.join("two")
     for verb in ("lease", "renew", "drain"):
-        body = {"room": 1, "wait_s": 0} if verb == "lease" else {}
+        body = {"capacity": 1, "wait_s": 0} if verb == "lease" else {}
         told = await server.ask("POST", f"/v1/nodes/{two.node}/{verb}", one.token, json=body)
         assert told.status == 403, verb
     assert {one["state"] for one in (await server.ask("GET", "/v1/nodes")).json} == {"live"}
@@ -89,8 +89,8 @@ async def test_a_node_cannot_touch_the_session_of_another(server: Served) -> Non
     assert (told.status, told.problem.type[20:]) == (409, "fenced")
     log = f"/v1/sessions/{sid}/log?epoch={epoch}&offset=0"
     assert (await server.ask("POST", log, two.token, data=b"lies")).status == 409
-    back = {"epoch": epoch, "why": "because"}
-    path = f"/v1/sessions/{sid}/hand-back"
+    back = {"epoch": epoch, "reason": "because"}
+    path = f"/v1/sessions/{sid}/release"
     assert (await server.ask("POST", path, two.token, json=back)).status == 409
     assert (await server.commit(one, sid, epoch, result(sid, "t"))).status == 200
     assert (await server.ask("GET", f"/v1/sessions/{sid}/result")).json["reward"] == 1.0
@@ -113,7 +113,7 @@ async def test_the_token_of_a_replaced_node_is_no_longer_good(server: Served) ->
     """A node that comes again by its name takes its predecessor's place, and its rights."""
     old = await server.join("n")
     new = await server.join("n")
-    how = {"room": 1, "wait_s": 0}
+    how = {"capacity": 1, "wait_s": 0}
     told = await server.ask("POST", f"/v1/nodes/{old.node}/lease", old.token, json=how)
     assert told.status in {401, 409}
     assert (await server.lease(new, wait_s=0)).work == ()

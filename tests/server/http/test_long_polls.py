@@ -95,7 +95,7 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
         aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKENS.client}"}) as http,
     ):
         app = create_app(control, TOKENS)
-        node = await control.register(NodeRegistration(name="n", slots=1, room=1))
+        node = await control.register(NodeRegistration(name="n", slots=1, capacity=1))
 
         async def ask(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
             async with http.get(url, headers=headers) as got:
@@ -104,7 +104,7 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
         async def lease(url: str) -> tuple[int, bytes]:
             mine = {"authorization": f"Bearer {node.token}"}
             path = f"{url}/v1/nodes/{node.node}/lease"
-            async with http.post(path, json={"room": 1}, headers=mine) as got:
+            async with http.post(path, json={"capacity": 1}, headers=mine) as got:
                 return got.status, await got.read()
 
         async with serve_api(app) as url:

@@ -61,7 +61,7 @@ async def _live(server: Served, node: NodeRegistered) -> None:
     applied = 0
     while True:
         orders = await server.control.lease(
-            node.node, LeaseRequest(room=0, applied=applied, wait_s=0.3)
+            node.node, LeaseRequest(capacity=0, applied=applied, wait_s=0.3)
         )
         applied = orders.control.generation
 

@@ -24,7 +24,7 @@ from tugline.server.http.problems import Refusal
 T = TypeVar("T")
 Key = str | int
 
-_PLACE = re.compile(r" - at `(?:key in )?(\$[^`]*)`$")
+_PLACE = re.compile(r" - at (?:`key` in )?`(\$[^`]*)`$")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 

@@ -17,8 +17,8 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from tugline.errors import FencedError
-from tugline.protocol import Cancelled, Commit, HandBack, Page, ResultView, SessionView
-from tugline.server.checks import check_hand_back
+from tugline.protocol import Cancelled, Commit, Page, Release, ResultView, SessionView
+from tugline.server.checks import check_release
 from tugline.server.http.problems import Refusal
 from tugline.server.http.route import (
     CLIENTS,
@@ -167,11 +167,11 @@ async def commit(call: Call[Lease, bytes]) -> Commit:
     return await call.control.commit(call.id, call.query.epoch, call.body)
 
 
-async def hand_back(call: Call[Nothing, HandBack]) -> None:
+async def release(call: Call[Nothing, Release]) -> None:
     """Give a session back to the queue."""
-    check_hand_back(call.body)
+    check_release(call.body)
     await _not_of_another(call)
-    await call.control.hand_back(call.id, call.body)
+    await call.control.release(call.id, call.body)
 
 
 async def append(call: Call[Chunk, bytes]) -> Length:
@@ -198,7 +198,5 @@ ROUTES = (
     Route("GET", "/v1/sessions/{id}/result", READERS, result),
     Route("POST", "/v1/sessions/{id}/result", NODES, commit, problems=_FENCED, max_body=MAX_RESULT),
     Route("GET", "/v1/sessions/{id}/trajectory", READERS, trajectory, media=(ZSTD, JSON)),
-    Route(
-        "POST", "/v1/sessions/{id}/hand-back", NODES, hand_back, statuses=(204,), problems=_FENCED
-    ),
+    Route("POST", "/v1/sessions/{id}/release", NODES, release, statuses=(204,), problems=_FENCED),
 )

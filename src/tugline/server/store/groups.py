@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tugline.protocol import Cancelled, EventKind, ResultView, StopWhy
+from tugline.protocol import Cancelled, EventKind, ResultView, StopKind
 from tugline.server.store import events, outbox, results, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.sessions import Entry
@@ -65,9 +65,9 @@ def finish(tx: Tx, entry: Entry, end: End, now: float) -> None:
         now=now,
     )
     tx.run("UPDATE positions SET at = at + 1 WHERE name = :status", status=end.status.value)
-    [(samples, ended, have, enough, why, callback)] = tx.all(
+    [(samples, ended, have, enough, reason, callback)] = tx.all(
         "UPDATE tasks SET ended = ended + 1, usable = usable + :usable WHERE id = :task"
-        " RETURNING samples, ended, usable, enough, why, callback",
+        " RETURNING samples, ended, usable, enough, reason, callback",
         task=entry.task,
         usable=usable,
     )
@@ -77,20 +77,24 @@ def finish(tx: Tx, entry: Entry, end: End, now: float) -> None:
     tx.wake("results")
     if ended == samples:
         _release(tx, entry.task, have, callback, now)
-    elif enough is not None and have >= enough and not why:
+    elif enough is not None and have >= enough and not reason:
         close(tx, entry.task, "enough", now)
 
 
-def close(tx: Tx, task: str, why: str, now: float) -> Cancelled:
-    """End what is left of a task early; why stands in the task if nothing stood there before."""
-    tx.run("UPDATE tasks SET why = :why WHERE id = :task AND why = ''", task=task, why=why)
+def close(tx: Tx, task: str, reason: str, now: float) -> Cancelled:
+    """End what is left of a task early; the first reason given is stored."""
+    tx.run(
+        "UPDATE tasks SET reason = :reason WHERE id = :task AND reason = ''",
+        task=task,
+        reason=reason,
+    )
     left = sessions.select(
         tx,
         "task = :task AND status NOT IN ('completed', 'failed', 'timed_out', 'cancelled')"
         " ORDER BY sample",
         task=task,
     )
-    return _cancel(tx, left, why, now)
+    return _cancel(tx, left, reason, now)
 
 
 def cancel_task(tx: Tx, task: str, by: str, now: float) -> Cancelled:
@@ -112,7 +116,7 @@ def cancel_session(tx: Tx, session: str, by: str, now: float) -> Cancelled:
 def due(tx: Tx, now: float) -> list[str]:
     """Tasks whose deadline is over."""
     rows = tx.all(
-        "SELECT id FROM tasks WHERE released IS NULL AND deadline IS NOT NULL AND why = ''"
+        "SELECT id FROM tasks WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''"
         " AND deadline <= :now ORDER BY deadline LIMIT 100",
         now=now,
     )
@@ -122,8 +126,8 @@ def due(tx: Tx, now: float) -> list[str]:
 def _cancel(tx: Tx, entries: list[Entry], by: str, now: float) -> Cancelled:
     queued = [entry for entry in entries if not entry.leased]
     running = [entry for entry in entries if entry.leased]
-    untold = [entry for entry in running if entry.stop != StopWhy.CANCELLED]
-    sessions.stop(tx, untold, StopWhy.CANCELLED, by, now)
+    untold = [entry for entry in running if entry.stop != StopKind.CANCELLED]
+    sessions.stop(tx, untold, StopKind.CANCELLED, by, now)
     for entry in queued:
         finish(tx, entry, CANCELLED, now)
     return Cancelled(

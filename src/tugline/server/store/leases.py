@@ -15,13 +15,13 @@ from tugline.protocol import (
     CommitOutcome,
     Control,
     EventKind,
-    HandBack,
-    Held,
+    HeldSession,
     NodeRegistered,
     NodeRegistration,
     NodeState,
+    Release,
     Stop,
-    StopWhy,
+    StopKind,
 )
 from tugline.server.store import events, nodes, results, sessions, tenants
 from tugline.server.store.base import Tx
@@ -50,7 +50,7 @@ def join(tx: Tx, hello: NodeRegistration, now: float, lease_s: float) -> NodeReg
     return NodeRegistered(node=node, token=token, lease_s=lease_s, control=nodes.control(tx))
 
 
-def hear(tx: Tx, node: str, held: Sequence[Held], advance_at: float | None = None) -> Heard:
+def hear(tx: Tx, node: str, held: Sequence[HeldSession], advance_at: float | None = None) -> Heard:
     """Compare what a node holds with what the table says. Raises `FencedError` for a lost node.
 
     With `advance_at`, the time, the stages it tells of are noted; without, nothing is written.
@@ -61,26 +61,28 @@ def hear(tx: Tx, node: str, held: Sequence[Held], advance_at: float | None = Non
     for said in held:
         entry = entries.pop(said.session, None)
         if entry is None or entry.epoch != said.epoch:
-            stop.append(Stop(said.session, said.epoch, StopWhy.FENCED))
+            stop.append(Stop(said.session, said.epoch, StopKind.FENCED))
             continue
         if advance_at is not None:
             sessions.advance(tx, entry, said, advance_at)
         if entry.stop is not None:
-            stop.append(Stop(said.session, said.epoch, StopWhy(entry.stop), entry.stop_by))
+            stop.append(Stop(said.session, said.epoch, StopKind(entry.stop), entry.stop_by))
     again = tuple(_session(entry) for entry in entries.values())
     return Heard(again, tuple(stop), nodes.control(tx), draining)
 
 
-def give(tx: Tx, rooms: Mapping[str, int], now: float) -> dict[str, list[Session]]:
-    """Give queued sessions to nodes that wait for some, at most as many as each has room for.
+def give(tx: Tx, capacities: Mapping[str, int], now: float) -> dict[str, list[Session]]:
+    """Give queued sessions to nodes that wait for some, at most as many as each has capacity for.
 
-    Samples of a task go where its first one went as long as there is room, and an attempt that
-    follows a failure goes elsewhere if anybody else has room.
+    Samples of a task go where its first one went as long as there is capacity, and an attempt that
+    follows a failure goes elsewhere if anybody else has capacity.
     """
     if not tenants.waiting(tx):
         return {}
     live = nodes.live(tx)
-    left = {node: room for node, room in rooms.items() if node in live and room > 0}
+    left = {
+        node: capacity for node, capacity in capacities.items() if node in live and capacity > 0
+    }
     given: dict[str, list[Session]] = {node: [] for node in left}
     homes: dict[str, str] = {}
     leased, notes = [], []
@@ -112,7 +114,7 @@ def give(tx: Tx, rooms: Mapping[str, int], now: float) -> dict[str, list[Session
 
 
 def _place(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
-    free = [node for node, room in left.items() if room > 0]
+    free = [node for node, capacity in left.items() if capacity > 0]
     elsewhere = [node for node in free if node != avoid] or free
     return home if home in elsewhere else max(elsewhere, key=lambda node: left[node])
 
@@ -155,22 +157,22 @@ def commit(tx: Tx, session: str, epoch: int, end: End, now: float) -> CommitOutc
     return CommitOutcome.COMMITTED
 
 
-def hand_back(tx: Tx, session: str, back: HandBack, now: float) -> None:
+def release(tx: Tx, session: str, back: Release, now: float) -> None:
     """Give a session back to the line. Raises `FencedError` for a lost lease."""
     entry = sessions.held(tx, session, back.epoch)
-    if entry.stop == StopWhy.CANCELLED:
+    if entry.stop == StopKind.CANCELLED:
         finish(tx, entry, CANCELLED, now)
-    elif entry.stop == StopWhy.STALE:
+    elif entry.stop == StopKind.STALE:
         sessions.requeue(tx, entry, f"stale: {entry.stop_by}", now)
     elif back.boundary is None:
-        sessions.requeue(tx, entry, back.why, now, tries=0)
+        sessions.requeue(tx, entry, back.reason, now, tries=0)
     else:
-        give_up(tx, entry, Failure(back.boundary, back.why), now)
+        give_up(tx, entry, Failure(back.boundary, back.reason), now)
 
 
 def give_up(tx: Tx, entry: Entry, failure: Failure, now: float) -> None:
     """A leased session failed without a result: once more, or that was it."""
-    if entry.stop == StopWhy.CANCELLED:
+    if entry.stop == StopKind.CANCELLED:
         finish(tx, entry, CANCELLED, now)
     elif not retry(tx, entry, failure, now):
         said = f"{failure.message} (attempt {entry.attempt + 1}, the last)"
@@ -179,7 +181,7 @@ def give_up(tx: Tx, entry: Entry, failure: Failure, now: float) -> None:
 
 def retry(tx: Tx, entry: Entry, failure: Failure, now: float) -> bool:
     """Requeue after a failure that is tried again; False if it is not (`HANDLING`)."""
-    if entry.stop == StopWhy.CANCELLED:
+    if entry.stop == StopKind.CANCELLED:
         return False
     handling = HANDLING[failure.cause] if failure.cause else None
     allowed = handling.retries if handling else RETRIES[failure.boundary]
@@ -202,10 +204,10 @@ def more(tx: Tx, entry: Entry) -> bool:
     return bool(entry.attempt - entry.faults + 1 < attempts)
 
 
-def lose(tx: Tx, node: str, why: str, now: float) -> None:
+def lose(tx: Tx, node: str, reason: str, now: float) -> None:
     """A node is gone: what it held is given up, and nothing it says from now on counts."""
-    nodes.bury(tx, node, why)
-    said = f"node {node} was lost: {why}"
+    nodes.bury(tx, node, reason)
+    said = f"node {node} was lost: {reason}"
     failure = Failure(HANDLING[Cause.NODE].boundary, said, Cause.NODE)
     for entry in sessions.select(tx, "node = :node ORDER BY place", node=node):
         give_up(tx, entry, failure, now)
@@ -214,7 +216,7 @@ def lose(tx: Tx, node: str, why: str, now: float) -> None:
 def overdue(tx: Tx, before: float, now: float) -> None:
     """End sessions that were asked to stop before that time, and did not."""
     for entry in sessions.select(tx, "stop IS NOT NULL AND stop_at < :before", before=before):
-        if entry.stop == StopWhy.CANCELLED:
+        if entry.stop == StopKind.CANCELLED:
             finish(tx, entry, CANCELLED, now)
         else:
             sessions.requeue(tx, entry, f"stale: {entry.stop_by}", now)
@@ -229,4 +231,4 @@ def abort_stale(tx: Tx, version: int, now: float) -> None:
         version=version,
     )
     stale = [entry for entry in behind if more(tx, entry)]
-    sessions.stop(tx, stale, StopWhy.STALE, f"weights {version}", now)
+    sessions.stop(tx, stale, StopKind.STALE, f"weights {version}", now)

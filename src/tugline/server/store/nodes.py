@@ -78,10 +78,10 @@ def drain(tx: Tx, node: str) -> None:
         tx.wake(f"node:{node}")
 
 
-def bury(tx: Tx, node: str, why: str) -> None:
+def bury(tx: Tx, node: str, reason: str) -> None:
     """It is gone."""
     tx.run("UPDATE nodes SET state = 'gone' WHERE id = :node", node=node)
-    events.add(tx, EventKind.LOST, node=node, detail={"why": why})
+    events.add(tx, EventKind.LOST, node=node, detail={"reason": reason})
     tx.wake(f"node:{node}", "applied", "nodes")
 
 
@@ -174,7 +174,7 @@ def _view(row: Row, running: int) -> NodeView:
         name=name,
         state=NodeState(state_),
         slots=said.slots,
-        room=said.room,
+        capacity=said.capacity,
         running=running,
         gateway=said.gateway,
         labels=said.labels,

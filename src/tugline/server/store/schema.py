@@ -42,7 +42,7 @@ CREATE TABLE tasks (
     callback TEXT,                            -- its URL
     usable INTEGER NOT NULL DEFAULT 0,
     ended INTEGER NOT NULL DEFAULT 0,
-    why TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '',
     released BIGINT,                          -- position
     home TEXT,                                -- the node that its samples go to
     tags TEXT NOT NULL,                       -- JSON
@@ -52,7 +52,7 @@ CREATE INDEX tasks_released ON tasks (released) WHERE released IS NOT NULL;
 CREATE INDEX tasks_open ON tasks (place) WHERE released IS NULL;
 CREATE INDEX tasks_of_tenant ON tasks (tenant, place);
 CREATE INDEX tasks_due ON tasks (deadline)
-    WHERE released IS NULL AND deadline IS NOT NULL AND why = '';
+    WHERE released IS NULL AND deadline IS NOT NULL AND reason = '';
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY,
     place BIGINT NOT NULL UNIQUE,
@@ -66,7 +66,7 @@ CREATE TABLE sessions (
     turn DOUBLE PRECISION NOT NULL,           -- where it stands in its tenant's line, Unix seconds
     node TEXT,                                -- who holds the lease
     version BIGINT NOT NULL DEFAULT 0,        -- newest weights when it was leased
-    stop TEXT,                                -- why it is asked to stop, while it runs
+    stop TEXT,                                -- reason it is asked to stop, while it runs
     stop_by TEXT NOT NULL DEFAULT '',
     stop_at DOUBLE PRECISION,                 -- when it was asked to
     usable INTEGER NOT NULL DEFAULT 0,        -- 1 once it has a reward

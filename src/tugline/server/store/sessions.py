@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tugline.errors import FencedError, Invalid, Missing
-from tugline.protocol import EventKind, Held, Page, SessionView, StopWhy
+from tugline.protocol import EventKind, HeldSession, Page, SessionView, StopKind
 from tugline.server.store import events, tenants
 from tugline.server.store.base import Tx
 from tugline.types import TERMINAL, Status
@@ -128,7 +128,7 @@ def cursor(after: str | None) -> int:
 def requeue(  # noqa: PLR0913 - what is known of it
     tx: Tx,
     entry: Entry,
-    why: str,
+    reason: str,
     now: float,
     *,
     tries: int = 1,
@@ -150,27 +150,27 @@ def requeue(  # noqa: PLR0913 - what is known of it
         avoid=entry.node if elsewhere else None,
         now=now,
     )
-    detail: dict[str, str | int | float] = {"why": why, "attempt": entry.attempt + tries}
+    detail: dict[str, str | int | float] = {"reason": reason, "attempt": entry.attempt + tries}
     events.add(
         tx, EventKind.REQUEUED, task=entry.task, session=entry.id, node=entry.node, detail=detail
     )
     tx.wake("work")
 
 
-def stop(tx: Tx, entries: Sequence[Entry], why: StopWhy, by: str, now: float) -> None:
+def stop(tx: Tx, entries: Sequence[Entry], reason: StopKind, by: str, now: float) -> None:
     """Ask the nodes of these leased sessions to stop them."""
     tx.many(
-        "UPDATE sessions SET stop = :why, stop_by = :by, stop_at = :now WHERE id = :id",
-        [{"id": entry.id, "why": why.value, "by": by, "now": now} for entry in entries],
+        "UPDATE sessions SET stop = :reason, stop_by = :by, stop_at = :now WHERE id = :id",
+        [{"id": entry.id, "reason": reason.value, "by": by, "now": now} for entry in entries],
     )
-    detail = {"why": why.value, "by": by}
+    detail = {"reason": reason.value, "by": by}
     stopping = [events.Note(entry.task, entry.id, entry.node, detail) for entry in entries]
     if stopping:
         events.add_all(tx, EventKind.STOPPING, stopping)
     tx.wake("timers", *(f"node:{entry.node}" for entry in entries))
 
 
-def advance(tx: Tx, entry: Entry, said: Held, now: float) -> None:
+def advance(tx: Tx, entry: Entry, said: HeldSession, now: float) -> None:
     """Note the stage that a node says its session is in. Stages are never gone back."""
     if said.status in STAGES and STAGES.index(said.status) > STAGES.index(Status(entry.status)):
         tx.run(

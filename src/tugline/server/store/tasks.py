@@ -24,7 +24,7 @@ _AHEAD_S = 60.0
 _SHARE = 64
 """Samples of one task that stand together; the next as many stand a minute behind."""
 _CHUNK = 500
-_COLUMNS = "id, place, tenant, priority, samples, created, usable, why, released, tags"
+_COLUMNS = "id, place, tenant, priority, samples, created, usable, reason, released, tags"
 
 
 class Packed(NamedTuple):
@@ -247,7 +247,7 @@ def _views(tx: Tx, rows: Sequence[Row]) -> list[TaskView]:
 
 
 def _view(row: Row, counts: dict[str, int], missing: tuple[int, ...]) -> TaskView:
-    task, _, tenant, priority, samples, created, usable, why, released, tags = row
+    task, _, tenant, priority, samples, created, usable, reason, released, tags = row
     return TaskView(
         id=task,
         tenant=tenant,
@@ -258,7 +258,7 @@ def _view(row: Row, counts: dict[str, int], missing: tuple[int, ...]) -> TaskVie
         counts=counts,
         usable=usable,
         missing=missing,
-        why=why,
+        reason=reason,
         released=released,
         tags=json.loads(tags),
     )
