@@ -112,7 +112,9 @@ async def observed(
         control = await enter(
             ControlPlane(database, open_blobs(str(folder / "blobs")), folder=folder)
         )
-        gateway = await enter(Gateway(Upstream([url], Embedded()), RENDERING, folder / "segments"))
+        gateway = await enter(
+            Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
+        )
         watch = Telemetry(node="here", model="scripted", calls=gateway.calls, tracer=tracer)
         stack.push_async_callback(watch.close)
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)

@@ -94,7 +94,7 @@ async def rolled(folder: Path) -> Rollout:
     began: list[tuple[Stage, float]] = []
     async with (
         serve(create_app(engine, model_name="scripted")) as url,
-        Gateway(Upstream([url], Embedded()), RENDERING, folder / "segments") as gateway,
+        Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings") as gateway,
     ):
         trajectory = await roll_out(
             TASK,

@@ -1,6 +1,6 @@
 """What each builder makes of recorded sessions of real harnesses: traces, and tokens to compute.
 
-The sessions are those that ``tugline harness check --all`` records, or any folder of segments. A
+The sessions are those that ``tugline harness check --all`` records, or any folder of recordings. A
 trainer forwards every token of every trace that trains something, one that packs tries each token
 of the tree; what is trained is the same with each builder. `docs/benchmarks.md` says what each
 figure means.
@@ -29,7 +29,7 @@ from rich.table import Table
 from tugline.errors import TuglineError, UsageError
 from tugline.plugins import find
 from tugline.recording import file as recordings
-from tugline.recording.folder import segments_in
+from tugline.recording.folder import list_recordings
 from tugline.traces.tree import grow
 from tugline.types import (
     Branch,
@@ -44,7 +44,7 @@ from tugline.types import (
 
 BUILDERS = ("per_request", "prefix_merging", "tree")
 CHECKED = "check"
-"""The task of ``tugline harness check``; its stages are the folders above ``segments``."""
+"""The task of ``tugline harness check``; its stages are the folders above ``recordings``."""
 STAGES = ("plain", "team", "title")
 """Those that say something about building; the others end early or repeat themselves."""
 LONG = {"turns": 40, "base": 8000, "sampled": 300, "added": 300}
@@ -146,11 +146,11 @@ def worth_computing(traces: Iterable[Trace]) -> list[Trace]:
 def recorded(folder: Path) -> list[Recorded]:
     """Every session below `folder` that made calls and says something about building."""
     found = []
-    for path in segments_in(folder):
-        segment = recordings.read(path)
-        if segment.header is None or not segment.calls:
+    for path in list_recordings(folder):
+        recording = recordings.read(path)
+        if recording.header is None or not recording.calls:
             continue
-        header, stage = segment.header, path.parent.parent.name
+        header, stage = recording.header, path.parent.parent.name
         checked = header.task.id == CHECKED
         if checked and stage not in STAGES:
             continue
@@ -161,7 +161,7 @@ def recorded(folder: Path) -> list[Recorded]:
                 header.task.id,
                 harness,
                 stage if checked else "",
-                tuple(segment.calls),
+                tuple(recording.calls),
             )
         )
     if not found:

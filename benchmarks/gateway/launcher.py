@@ -1,10 +1,10 @@
 """The real gateway as a process of its own, steered line by line over its standard input.
 
-``open N`` opens N sessions and answers with a JSON list of ``[path, key, segment]``; ``close``
+``open N`` opens N sessions and answers with a JSON list of ``[path, key, recording]``; ``close``
 closes every open one and answers ``{}``. Prints ``{"port": N}`` when it is up and ends when the
 input closes.
 
-    python launcher.py exact|observed ENGINE_URL TOKENIZER_FOLDER SEGMENTS_FOLDER
+    python launcher.py exact|observed ENGINE_URL TOKENIZER_FOLDER RECORDINGS_FOLDER
 """
 
 # ruff: noqa: INP001 - programs, not a package
@@ -63,7 +63,7 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
                     session = Session(id=f"bench-{next(numbers)}", task=TASK.id, sample=0)
                     access = await opened.enter_async_context(gateway.open(session, TASK))
                     path = urlsplit(access.base_url).path
-                    sessions.append([path, access.key, str(gateway.segment(session))])
+                    sessions.append([path, access.key, str(gateway.recording_path(session))])
                 say(sessions)
 
 

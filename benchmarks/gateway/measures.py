@@ -180,8 +180,8 @@ async def memory(rig: Rig, mode: Mode, calls: int) -> float:
         await asyncio.gather(*(seat.connect() for seat in seats))
         await closed_loop(seats, TURNS)
         _close(seats)
-        for segment in gateway.close():
-            segment.unlink()
+        for recording in gateway.close():
+            recording.unlink()
         made += WAVE * TURNS
         seen.append((made, gateway.child.rss()))
         if len(seen) % 8 == 0:

@@ -47,24 +47,24 @@ class Gateway:
     child: Child
     told: list[Told] = field(default_factory=list)
     waiting: deque[tuple[Place, Path]] = field(default_factory=deque)
-    segments: list[Path] = field(default_factory=list)
+    recordings: list[Path] = field(default_factory=list)
     """Of sessions that were begun since the last `close`."""
 
     def open(self, sessions: int) -> None:
         """Have so many more sessions ready."""
-        for path, key, segment in self.child.ask(f"open {sessions}"):
-            self.waiting.append((Place(f"{path}/v1/chat/completions", key), Path(segment)))
+        for path, key, recording in self.child.ask(f"open {sessions}"):
+            self.waiting.append((Place(f"{path}/v1/chat/completions", key), Path(recording)))
 
     def fresh(self) -> Place:
         """A session nobody used yet."""
-        place, segment = self.waiting.popleft()
-        self.segments.append(segment)
+        place, recording = self.waiting.popleft()
+        self.recordings.append(recording)
         return place
 
     def close(self) -> list[Path]:
-        """End every session; the segments of those that were begun."""
+        """End every session; the recordings of those that were begun."""
         self.child.ask("close")
-        begun, self.segments = self.segments, []
+        begun, self.recordings = self.recordings, []
         self.waiting.clear()
         return begun
 

@@ -1,6 +1,6 @@
 """What a session costs on its way from the gateway to a trainer: bytes, time and memory by length.
 
-Sessions of 10, 100 and 400 turns are written to segments, read back and built by `prefix_merging`.
+Sessions of 10, 100 and 400 turns are recorded, read back and built by `prefix_merging`.
 Nothing waits for anything, so times are CPU times of this thread (a busy machine disturbs them
 less than a clock on the wall), and medians. `docs/benchmarks.md` says what each figure means.
 
@@ -94,7 +94,7 @@ def record(words: Words, path: Path, turns: int, *, raw: bool = True) -> list[fl
 def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, float]:
     """One length of session."""
     note(f"{turns} turns")
-    path, bare = folder / f"{turns}.seg", folder / f"{turns}.bare.seg"
+    path, bare = folder / f"{turns}.rec", folder / f"{turns}.bare.rec"
     appended = record(words, path, turns)
     record(words, bare, turns, raw=False)
     recorded = recordings.read(path, bodies=False).calls
@@ -107,8 +107,8 @@ def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, f
     times = timed(lambda: builder.build(recorded), repeats)
     low, middle, high = statistics.quantiles(times, n=4)
     return {
-        "segment_bytes": path.stat().st_size,
-        "segment_bytes_without_raw": bare.stat().st_size,
+        "recording_bytes": path.stat().st_size,
+        "recording_bytes_without_raw": bare.stat().st_size,
         "unique_ids": len(last.prompt_ids) + len(last.sampled_ids),
         "sampled": turns * SAMPLED,
         "append_cpu_ms": statistics.median(appended),
@@ -123,7 +123,7 @@ def measure(words: Words, folder: Path, turns: int, repeats: int) -> dict[str, f
 def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
     """Reading 40 calls whole, raw requests too, and how much of it the parts take."""
     note(f"reading {DECODED} calls")
-    path = folder / "decoded.seg"
+    path = folder / "decoded.rec"
     record(words, path, DECODED)
     data = path.read_bytes()
 
@@ -171,11 +171,11 @@ def run(size: str) -> dict[str, Any]:
     limit = _SLACK * (hundred["unique_ids"] * _ALLOWANCE + hundred["sampled"] * _LOGPROB)
     told: dict[str, Any] = {
         "slope_time": slope(found, "build_ms"),
-        "slope_bytes": slope(found, "segment_bytes"),
+        "slope_bytes": slope(found, "recording_bytes"),
         "slope_read": slope(found, "read_ms"),
         "slope_peak": slope(found, "peak_bytes"),
         **{f"{key}_100": _rounded(value) for key, value in hundred.items()},
-        "segment_bytes_limit_100": round(limit),
+        "recording_bytes_limit_100": round(limit),
         "peak_to_ids_100": round(hundred["peak_bytes"] / (_ID * hundred["unique_ids"]), 2),
         "decode_ms_40": _rounded(parts.pop("whole")),
         "decode_parts_ms_40": {name: _rounded(value) for name, value in parts.items()},
@@ -201,7 +201,13 @@ def _rounded(value: float) -> float:
 
 def table(told: dict[str, Any]) -> str:
     """The result for people."""
-    columns = ("segment_bytes", "segment_bytes_without_raw", "append_cpu_ms", "read_ms", "build_ms")
+    columns = (
+        "recording_bytes",
+        "recording_bytes_without_raw",
+        "append_cpu_ms",
+        "read_ms",
+        "build_ms",
+    )
     head = f"{'turns':>6}{'unique ids':>12}" + "".join(f"{name:>27}" for name in columns)
     rows = [head]
     for turns, one in told["by_turns"].items():

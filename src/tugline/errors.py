@@ -17,7 +17,7 @@ TuglineError
  +- RuntimeFault          the sandbox cannot be made or used
  |   +- NetworkFault, ImageFault, WorkspaceFault, DiskFull  what of it
  +- EvaluatorError        the verdict could not be had; says nothing about the agent
- +- CaptureError          a segment cannot be written or read; names file and offset
+ +- CaptureError          a recording cannot be written or read; names file and offset
  +- ServerError           the rollout server cannot be reached or refuses; carries the problem
  |   +- Invalid, Missing, Conflict  a field is wrong, an id unknown or taken (422, 404, 409)
  |   +- FencedError       a lease was lost; what came with its epoch is refused (409)
@@ -167,7 +167,7 @@ class EvaluatorError(TuglineError):
 
 
 class CaptureError(TuglineError):
-    """A segment is damaged, foreign or cannot be written."""
+    """A recording is damaged, foreign or cannot be written."""
 
 
 class ServerError(TuglineError):

@@ -29,6 +29,24 @@ Mask = npt.NDArray[np.bool_]
 """True where a token is trained on, shape ``(n,)``."""
 
 
+def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Return how many leading items two arrays have in common.
+
+    Arrays that are views of the same memory are not compared.
+    """
+    n = min(len(a), len(b))
+    if not n or _start_of(a) == _start_of(b):
+        return n
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax())
+    return first if differs[first] else n
+
+
+def _start_of(array: npt.NDArray[Any]) -> tuple[int, tuple[int, ...]]:
+    address: int = array.__array_interface__["data"][0]
+    return address, array.strides
+
+
 # --------------------------------------------------------------------------- status and failure
 class Status(StrEnum):
     """Where a session is. `TRANSITIONS` says what may follow, `TERMINAL` what is final."""
@@ -359,7 +377,7 @@ class Image(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of the URL's text: the name of the picture in a segment and a trace."""
+        """SHA-256 of the URL in hex: the name of the picture in recordings and traces."""
         return hashlib.sha256(self.url.encode()).hexdigest()
 
 
@@ -629,7 +647,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = True
     """False where the context is not, id for id, the one that was sampled in (I1)."""
     images: tuple[str, ...] = ()
-    """SHA-256, in hex, of the pictures in the context, in order; the segment has their data."""
+    """SHA-256, in hex, of the pictures in the context, in order; the recording has their data."""
 
 
 class Reward(msgspec.Struct, frozen=True):

@@ -53,7 +53,7 @@ def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: 
 
 
 def write(path: Path, task: str, calls: Sequence[Call]) -> None:
-    """A segment as the gateway writes it."""
+    """A recording as the gateway writes it."""
     asked = Task(id=task, instruction="", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
     session = Session(id=path.stem.partition(".")[0], task=task, sample=0)
     with Writer(path, Header(session=session, task=asked, created=0.0, tugline="0")) as writer:
@@ -98,7 +98,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     folder = tmp_path_factory.mktemp("kept")
     stages = {"plain": TURNS, "team": EDITED, "title": TITLE, "budget": TURNS}
     for stage, calls in stages.items():
-        write(folder / "pi-openai_chat" / stage / "segments" / "check-0.0.seg", "check", calls)
+        write(folder / "pi-openai_chat" / stage / "recordings" / "check-0.0.rec", "check", calls)
     return {(row["harness"], row["stage"]): row for row in told(folder)["rows"]}
 
 
@@ -152,8 +152,8 @@ def test_the_made_up_session_shows_what_length_does(
 def test_samples_of_a_task_share_what_they_begin_with(tmp_path: Path) -> None:
     """Two attempts with one prompt: its two tokens are computed once in one tree."""
     other = [call(0, [1, 2], [4, 4, END])]
-    write(tmp_path / "segments" / "a.1.seg", "t", TURNS[:1])
-    write(tmp_path / "segments" / "b.1.seg", "t", other)
+    write(tmp_path / "recordings" / "a.1.rec", "t", TURNS[:1])
+    write(tmp_path / "recordings" / "b.1.rec", "t", other)
     (group,) = told(tmp_path)["groups"]
     assert group == {"task": "t", "sessions": 2, "prefix_merging": 9, "tree": 9, "forest": 7}
 
@@ -169,4 +169,4 @@ def test_a_folder_without_sessions_is_one_clear_line(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"tugline: {tmp_path} holds no segment")
+    assert line.startswith(f"tugline: {tmp_path} holds no recording")

@@ -37,8 +37,8 @@ def test_the_session_is_the_one_that_is_spoken_of(told: dict[str, Any]) -> None:
 def test_bytes_are_linear_and_few(told: dict[str, Any]) -> None:
     """Raw requests included, and these cost little."""
     limit = 1.5 * (told["unique_ids_100"] * 1.4 + told["sampled_100"] * 4)
-    assert told["sampled_100"] * 4 < told["segment_bytes_100"] <= limit
-    assert told["segment_bytes_100"] < 1.1 * told["segment_bytes_without_raw_100"]
+    assert told["sampled_100"] * 4 < told["recording_bytes_100"] <= limit
+    assert told["recording_bytes_100"] < 1.1 * told["recording_bytes_without_raw_100"]
     assert 0 < told["slope_bytes"] <= 1.1
 
 

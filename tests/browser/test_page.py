@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from browser.chromium import Tab, chromium
-from inspector.synthetic import HOSTILE, LAST_WORD, long, small
+from recording.view.synthetic import HOSTILE, LAST_WORD, long, small
 from tugline.recording.file import read
 from tugline.recording.folder import tokenizer_of
 from tugline.recording.view.document import document
@@ -42,13 +42,13 @@ _SCROLL = """(async () => {
 """200 steps from the first row to the last; `work` is script, style and layout of a step."""
 
 
-def page(segment: Path) -> tuple[Path, Told]:
+def page(recording: Path) -> tuple[Path, Told]:
     """Its page, written beside it, and what it tells."""
-    found = read(segment)
+    found = read(recording)
     assert found.header
-    told = tell(segment, found)
-    file = segment.with_suffix(".html")
-    file.write_text(document(told, Texts(tokenizer_of(segment, found.header))), encoding="utf-8")
+    told = tell(recording, found)
+    file = recording.with_suffix(".html")
+    file.write_text(document(told, Texts(tokenizer_of(recording, found.header))), encoding="utf-8")
     return file, told
 
 
@@ -89,7 +89,7 @@ async def test_a_long_session_scrolls_with_few_elements(
 
 
 async def test_a_click_on_a_token_tells_what_is_known_of_it(tab: Tab, tmp_path: Path) -> None:
-    """Its id, logprob, version and call are those of the segment."""
+    """Its id, logprob, version and call are those of the recording."""
     file, told = page(small(tmp_path))
     trace = told.traces[0]
     span = trace.spans[1]
@@ -198,11 +198,11 @@ async def test_each_trace_is_put_together_from_what_its_parent_has(
 
 async def test_a_session_without_calls_is_shown(tab: Tab, tmp_path: Path) -> None:
     """A harness that never asked for anything has a page, too."""
-    segment = small(tmp_path)
-    found = read(segment)
+    recording = small(tmp_path)
+    found = read(recording)
     found.calls = ()
     file = tmp_path / "none.html"
-    file.write_text(document(tell(segment, found), Texts(None)), encoding="utf-8")
+    file.write_text(document(tell(recording, found), Texts(None)), encoding="utf-8")
     await tab.open(file)
     assert "no calls" in await tab.js("document.getElementById('conversation').innerText")
     await asyncio.sleep(0.2)  # observers of sizes run late; `tab` sees what they complain about

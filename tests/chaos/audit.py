@@ -16,7 +16,7 @@ from chaos.fleet import Fleet
 from chaos.storm import Story, Strike
 from chaos.wire import Api, Book
 from tugline.recording import file as recordings
-from tugline.recording.folder import segments_in
+from tugline.recording.folder import list_recordings
 from tugline.recording.trajectories import unpack
 from tugline.types import Status, Trajectory
 
@@ -171,10 +171,10 @@ def _ledgers(fleet: Fleet, told: Evidence) -> Iterator[Row]:
         or sum(int(trace.mask.sum()) for trace in one.traces) != one.ledger.trained
     ]
     yield _none("sessions whose tokens do not add up", off)
-    files = [file for node in fleet.nodes for file in segments_in(fleet.folder / node.name)]
+    files = [file for node in fleet.nodes for file in list_recordings(fleet.folder / node.name)]
     recorded = {file.stem: recordings.read(file) for file in files}
     calls = sum(len(one.calls) for one in recorded.values())
-    yield Row("segments read, model calls in them", f"{len(files)}, {calls}", "> 0", calls > 0)
+    yield Row("recordings read, model calls in them", f"{len(files)}, {calls}", "> 0", calls > 0)
     epochs = {one["session"]: one["detail"]["epoch"] for one in told.events
               if one["kind"] == "session.leased"}  # fmt: skip
     foreign = [
@@ -185,10 +185,10 @@ def _ledgers(fleet: Fleet, told: Evidence) -> Iterator[Row]:
     yield _none("results that are not of their session's last lease", foreign)
 
 
-def _same(result: Trajectory, segment: recordings.Recording | None) -> bool:
+def _same(result: Trajectory, recording: recordings.Recording | None) -> bool:
     """Whether a result is of the run that was recorded there: no two take the same time."""
-    sampled = sum(len(call.sampled_ids) for call in segment.calls) if segment else -1
-    run = segment.result if segment else None
+    sampled = sum(len(call.sampled_ids) for call in recording.calls) if recording else -1
+    run = recording.result if recording else None
     return run is not None and (run.seconds.get("run"), sampled) == (
         result.seconds.get("run"),
         result.ledger.sampled,

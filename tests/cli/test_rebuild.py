@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from recording.verify.recorded import work
 from tugline.recording.trajectories import read_folder
-from verification.recording import work
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 
@@ -23,7 +23,7 @@ def rebuild(*options: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def segments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one session."""
     folder = tmp_path_factory.mktemp("rebuild")
     asyncio.run(work(folder))
@@ -31,11 +31,11 @@ def segments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_is_rebuilt_with_another_builder_and_its_options(
-    segments: Path, tmp_path: Path
+    recordings: Path, tmp_path: Path
 ) -> None:
     """The index is told as JSON, and a trainer can load what it names."""
     options = ("--builder", "per_request", "--option", "max_length=500", "--out", tmp_path / "out")
-    done = rebuild(segments, *options, "--json")
+    done = rebuild(recordings, *options, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["builder"] == {"name": "per_request", "options": {"max_length": 500}}
@@ -46,16 +46,16 @@ def test_a_folder_is_rebuilt_with_another_builder_and_its_options(
     assert max(len(trace.ids) for trace in one.traces) == 500
 
 
-def test_a_damaged_segment_is_named_and_exit_code_1(segments: Path, tmp_path: Path) -> None:
+def test_a_damaged_recording_is_named_and_exit_code_1(recordings: Path, tmp_path: Path) -> None:
     """The others are built all the same."""
-    (good,) = segments.glob("*.seg")
+    (good,) = recordings.glob("*.rec")
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.0.seg").write_bytes(good.read_bytes())
-    (tmp_path / "in" / "b.0.seg").write_bytes(b"not a segment")
+    (tmp_path / "in" / "a.0.rec").write_bytes(good.read_bytes())
+    (tmp_path / "in" / "b.0.rec").write_bytes(b"not a recording")
     done = rebuild(tmp_path / "in", "--out", tmp_path / "out")
     assert done.returncode == 1
-    assert "b.0.seg" in done.stdout
-    assert "1 of 2 segments" in done.stdout
+    assert "b.0.rec" in done.stdout
+    assert "1 of 2 recordings" in done.stdout
     assert len(list(read_folder(tmp_path / "out"))) == 1
 
 
@@ -69,10 +69,10 @@ def test_a_damaged_segment_is_named_and_exit_code_1(segments: Path, tmp_path: Pa
     ],
 )
 def test_mistakes_are_told_in_one_line(
-    options: list[str], line: str, segments: Path, tmp_path: Path
+    options: list[str], line: str, recordings: Path, tmp_path: Path
 ) -> None:
     """Exit code 2, nothing written."""
-    done = rebuild(segments, *options, "--out", tmp_path / "out")
+    done = rebuild(recordings, *options, "--out", tmp_path / "out")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert line in done.stderr

@@ -40,19 +40,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_session_is_found_by_its_id_and_told_in_a_line(run: Path) -> None:
     """As recorded: exit code 0, and nothing is left behind."""
-    before = sorted(run.rglob("*.seg"))
+    before = sorted(run.rglob("*.rec"))
     done = tugline("s1", cwd=run)
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     assert first == "s1 by shell: 3 of 3 requests as recorded"
     assert "  reward: recorded 1, now 1" in rest
-    assert sorted(run.rglob("*.seg")) == before
+    assert sorted(run.rglob("*.rec")) == before
 
 
 def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path) -> None:
     """Exit code 1, where it is, and both texts; the run is kept if asked for."""
     changed = tampered(
-        run / "runs" / "one" / "segments" / "s1.0.seg",
+        run / "runs" / "one" / "recordings" / "s1.0.rec",
         tmp_path / "tampered",
         lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
     )
@@ -67,27 +67,27 @@ def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path
     assert told.returncode == 1
     (session,) = json.loads(told.stdout)["sessions"]
     assert (session["replayed"], session["differences"][0]["request"]) == (1, 1)
-    assert Path(session["segment"]).is_relative_to(tmp_path / "kept")
-    assert Path(session["segment"]).exists()
+    assert Path(session["recording"]).is_relative_to(tmp_path / "kept")
+    assert Path(session["recording"]).exists()
 
 
 async def test_a_fork_is_kept_below_runs(run: Path) -> None:
-    """The engine's format is found out, each sample has its segment, the next has another name."""
+    """The engine format is probed, each sample has its recording, the next has another name."""
     async with observed(TURNS) as model:
         options = ("s1", "--fork-at", "2", "--engine", model.upstream.replicas[0].url)
         done = await asyncio.to_thread(tugline, *options, cwd=run)
         assert done.returncode == 0, done.stdout + done.stderr
         first, *_, last = done.stdout.splitlines()
         assert first == "s1-at2-0 by shell: 2 of 2 requests as recorded, then 1 live"
-        assert last == "  runs/s1-at2/segments/s1-at2-0.0.seg"
+        assert last == "  runs/s1-at2/recordings/s1-at2-0.0.rec"
         again = await asyncio.to_thread(tugline, *options, cwd=run)
-    assert again.stdout.splitlines()[-1] == "  runs/s1-at2-2/segments/s1-at2-1.0.seg"
+    assert again.stdout.splitlines()[-1] == "  runs/s1-at2-2/recordings/s1-at2-1.0.rec"
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["nope"], "there is no segment 'nope'"),
+        (["nope"], "there is no recording 'nope'"),
         (["s1", "--fork-at", "x", "--engine", "http://e"], "--fork-at is 'x', must be the number"),
         (["s1", "--fork-at", "1", "--keep", "/dev/null/x"], "--fork-at and --engine go together"),
     ],

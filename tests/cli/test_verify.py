@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verification.recording import changed, read_in, rewritten, work
+from recording.verify.recorded import changed, read_in, rewritten, work
 
 TUGLINE = Path(sys.executable).with_name("tugline")
 
@@ -25,7 +25,7 @@ def verify(*options: str | Path, cwd: Path | None = None) -> subprocess.Complete
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one session, ``s1``."""
     folder = tmp_path_factory.mktemp("verify")
-    asyncio.run(work(folder / "runs" / "one" / "segments"))
+    asyncio.run(work(folder / "runs" / "one" / "recordings"))
     return folder
 
 
@@ -58,8 +58,8 @@ def test_json_has_every_turn_and_the_sum(run: Path) -> None:
 def test_a_falsehood_is_exit_code_1(tmp_path: Path) -> None:
     """The line that fails names the call and what is wrong with it."""
     asyncio.run(work(tmp_path))
-    path, segment = read_in(tmp_path)
-    rewritten(path, segment, changed(3, branch=None))
+    path, recording = read_in(tmp_path)
+    rewritten(path, recording, changed(3, branch=None))
     done = verify(path)
     assert done.returncode == 1
     assert "fail seams: call 3 has only" in done.stdout
@@ -85,8 +85,8 @@ def test_damage_is_told_and_salvaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "code", "line"),
     [
-        (["nobody"], 2, "there is no segment 'nobody', and no session of that id below runs/"),
-        (["."], 2, "holds no segment (*.seg)"),
+        (["nobody"], 2, "there is no recording 'nobody', and no session of that id below runs/"),
+        (["."], 2, "holds no recording (*.rec)"),
         (["s1", "--engine", "http://127.0.0.1:9"], 1, "no engine answers at http://127.0.0.1:9"),
         (["s1", "--tokenizer", "nowhere"], 2, "cannot read the tokenizer nowhere"),
     ],

@@ -21,7 +21,7 @@ from tugline.launch.server import STORE, control_plane
 from tugline.launch.settings import ServerSettings
 from tugline.protocol import ResultView
 from tugline.recording import file as recordings
-from tugline.recording.folder import segments_in
+from tugline.recording.folder import list_recordings
 from tugline.trainers.grpo import checkpoint
 from tugline.types import Reason, Status
 
@@ -90,7 +90,7 @@ def test_the_real_pi_is_trained_and_every_number_is_told(tmp_path: Path) -> None
     assert merged["tokens_forwarded"] <= single["tokens_forwarded"]
     for name in ("learning.png", "summary.json", "metrics.jsonl", "settings.yaml", "log.jsonl"):
         assert (folder / name).stat().st_size > 0
-    files = segments_in(folder / "segments")
+    files = list_recordings(folder / "recordings")
     calls = [call for file in files for call in recordings.read(file).calls]
     turns = [call for call in calls if call.number > 0]
     assert turns

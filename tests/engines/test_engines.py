@@ -22,6 +22,7 @@ from engines.conftest import FURTHEST, Served
 from engines.embedded_server import WINDOW
 from engines.tool_model import RECITE, TOOLS
 from inference.tiny_model import truth
+from recording.verify.recorded import read_in
 from tugline.chat.engines.base import EngineFormat
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -46,7 +47,6 @@ from tugline.types import (
     Task,
 )
 from tugline.types import Outcome as End
-from verification.recording import read_in
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 ROUTE_NAMES = ("generate", "completions", "chat")
@@ -493,11 +493,11 @@ async def test_verify_finds_what_the_engine_itself_recomputes(
         messages: list[Any] = [{"role": "user", "content": "Mend north wharf."}]
         for _ in range(2):
             await it.turn(messages, max_tokens=400)  # now and then it loses the thread for good
-        path, segment = read_in(tmp_path)
-        found = judge(path, segment, Texts(served.folders.first))
+        path, recording = read_in(tmp_path)
+        found = judge(path, recording, Texts(served.folders.first))
         async with scorer_at(served.url) as scorer:
             assert scorer.version == served.version
-            await judge_logprobs(found, segment, scorer, CLOSE)
+            await judge_logprobs(found, recording, scorer, CLOSE)
     assert not found.failed, found
     assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
     told = found.checks["engine"]

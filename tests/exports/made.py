@@ -94,7 +94,7 @@ def record(
     header = Header(
         session=who, task=what, created=0.0, tugline="0", model="tiny", tokenizer=tokenizer
     )
-    path = folder / f"{session}.{epoch}.seg"
+    path = folder / f"{session}.{epoch}.rec"
     with Writer(path, header, sync=False) as writer:
         for one in two_turns() if calls is None else calls:
             writer.append(replace(one, session=session))
@@ -109,7 +109,7 @@ def record(
 def export(
     form: str, where: Path, out: Path, *, options: Mapping[str, Any] | None = None, **plan: Any
 ) -> Summary:
-    """Export every segment of a folder."""
+    """Export every recording of a folder."""
     exporter = find("export", form)(**options or {})
-    paths = sorted(where.rglob("*.seg"))
+    paths = sorted(where.rglob("*.rec"))
     return run(Export(exporter=exporter, out=out, **plan), paths, lambda *_: None)

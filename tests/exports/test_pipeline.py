@@ -62,7 +62,7 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.jsonl"]
 
 
-def test_a_damaged_segment_is_named_and_the_rest_exported(tmp_path: Path) -> None:
+def test_a_damaged_recording_is_named_and_the_rest_exported(tmp_path: Path) -> None:
     """So is one that a builder refuses, and one that ends before its header."""
     record(tmp_path, "a")
     broken = record(tmp_path, "b", sample=1)
@@ -70,7 +70,7 @@ def test_a_damaged_segment_is_named_and_the_rest_exported(tmp_path: Path) -> Non
     data[len(data) // 2] ^= 0xFF
     broken.write_bytes(data)
     record(tmp_path, "c", sample=2, calls=[call(0, [], [1])])
-    (tmp_path / "d.0.seg").write_bytes(b"")
+    (tmp_path / "d.0.rec").write_bytes(b"")
     summary = export("parquet", tmp_path, tmp_path / "out")
     assert (summary.found, summary.kept) == (4, 1)
     assert summary.left_out == {Left.DAMAGED: 2, Left.NO_HEADER: 1}
@@ -81,9 +81,9 @@ def test_a_damaged_segment_is_named_and_the_rest_exported(tmp_path: Path) -> Non
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
     """An empty file would be found much later."""
     record(tmp_path, "a", status=None)
-    with pytest.raises(UsageError, match="nothing is left to export: of 1 segments, 1 no_reward"):
+    with pytest.raises(UsageError, match="nothing is left to export: of 1 recordings, 1 no_reward"):
         export("verl", tmp_path, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.0.seg"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.0.rec"]
 
 
 def test_traces_are_those_of_the_builder_asked_for(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tugline.types import Status
 def entry(name: str, **fields: Any) -> Entry:
     """A completed session of task ``t`` that earned 1."""
     told: dict[str, Any] = {
-        "path": Path(f"runs/{name}.0.seg"),
+        "path": Path(f"runs/{name}.0.rec"),
         "session": name,
         "task": "t",
         "sample": 0,
@@ -84,8 +84,8 @@ def test_one_per_task_is_drawn_by_the_seed() -> None:
 
 def test_the_last_attempt_of_a_session_counts() -> None:
     """An attempt whose lease was lost is not a second sample; another run's session is."""
-    again = entry("a", epoch=1, path=Path("runs/a.1.seg"))
-    other = entry("a", path=Path("other/a.0.seg"))
+    again = entry("a", epoch=1, path=Path("runs/a.1.rec"))
+    other = entry("a", path=Path("other/a.0.rec"))
     found, left = select([again, entry("a"), other], Selection())
     assert [one.path for one in found] == [other.path, again.path]
     assert left == {Left.SUPERSEDED: 1}

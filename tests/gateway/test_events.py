@@ -1,4 +1,4 @@
-"""What happens beside the model calls stands in the session's segment, too."""
+"""What happens beside the model calls stands in the session's recording, too."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tugline.recording.file import Recording, read
 from tugline.recording.records import Event, EventKind
 
 
-def segment(folder: Path) -> Recording:
+def recording(folder: Path) -> Recording:
     """The only one."""
-    (path,) = folder.glob("*.seg")
+    (path,) = folder.glob("*.rec")
     return read(path)
 
 
 def events(folder: Path, kind: EventKind) -> list[Event]:
     """Those of one kind."""
-    return [event for event in segment(folder).events if event.kind is kind]
+    return [event for event in recording(folder).events if event.kind is kind]
 
 
 async def test_a_refused_request_is_noted_without_its_words(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ async def test_a_refused_request_is_noted_without_its_words(tmp_path: Path) -> N
     async with rig(tmp_path, says("ok")) as it:
         assert (await it.ask(top_k=-5))["status"] == 400
         assert (await it.ask(messages="Mend"))["status"] == 400
-        found = segment(tmp_path)
+        found = recording(tmp_path)
     assert [event.kind for event in found.events] == [EventKind.REFUSED] * 2
     assert found.calls == ()
     for event in found.events:
@@ -45,7 +45,7 @@ async def test_a_retry_that_is_given_the_first_answer_is_noted(tmp_path: Path) -
         await it.ask()
         async with it.post(it.body(), **{"x-stainless-retry-count": "1"}) as response:
             assert response.status == 200
-        assert len(segment(tmp_path).calls) == 1
+        assert len(recording(tmp_path).calls) == 1
         assert [event.call for event in events(tmp_path, EventKind.REPEATED)] == [0]
 
 
@@ -56,7 +56,7 @@ async def test_a_replica_that_dies_in_the_middle_is_noted(tmp_path: Path) -> Non
         async with it.post(it.body(stream=True)) as response:
             await response.read()
         (fault,) = events(tmp_path, EventKind.ENGINE_FAULT)
-        (call,) = segment(tmp_path).calls
+        (call,) = recording(tmp_path).calls
     assert fault.call == call.number
     assert fault.detail == f"{call.replicas[0]} after 5 tokens"
 
@@ -67,7 +67,7 @@ async def test_pauses_and_weights_are_noted_in_live_sessions(tmp_path: Path) -> 
         await it.gateway.pause("abort")
         it.gateway.weights(7)
         it.gateway.resume()
-        found = segment(tmp_path).events
+        found = recording(tmp_path).events
     assert [(event.kind, event.detail) for event in found] == [
         (EventKind.PAUSED, "abort"),
         (EventKind.WEIGHTS, "7"),
@@ -80,11 +80,11 @@ async def test_where_every_record_is_flushed_events_go_with_the_next_call(tmp_pa
     """No event waits for the disk by itself, and none is lost."""
     async with rig(tmp_path, says("ok"), flush_s=0) as it:
         it.gateway.weights(1)
-        assert segment(tmp_path).events == ()
+        assert recording(tmp_path).events == ()
         await it.ask()
-        assert len(segment(tmp_path).events) == 1
+        assert len(recording(tmp_path).events) == 1
         it.gateway.weights(2)
-    assert [event.detail for event in segment(tmp_path).events] == ["1", "2"]
+    assert [event.detail for event in recording(tmp_path).events] == ["1", "2"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,7 +93,7 @@ async def test_raw_bodies_are_kept_as_they_were_told(tmp_path: Path, stream: boo
     async with rig(tmp_path, says("ok"), raw="all") as it:
         async with it.post(it.body(stream=stream)) as response:
             told = await response.read()
-        found = segment(tmp_path)
+        found = recording(tmp_path)
     (event,) = found.events
     assert (event.kind, event.call, event.data) == (EventKind.RESPONSE, 0, told)
     assert b"Mend it." in found.calls[0].request
@@ -104,7 +104,7 @@ async def test_raw_bodies_are_left_out_as_asked(tmp_path: Path, raw: str) -> Non
     """Requests alone by default; nothing if so asked."""
     async with rig(tmp_path, says("ok"), raw=raw) as it:
         await it.ask()
-        found = segment(tmp_path)
+        found = recording(tmp_path)
     assert found.events == ()
     assert bool(found.calls[0].request) is (raw == "requests")
 
@@ -116,7 +116,7 @@ async def test_a_body_over_the_limit_says_what_is_left_out(tmp_path: Path) -> No
         body: dict[str, Any] = it.body()
         async with it.post(body) as response:
             told = await response.read()
-        found = segment(tmp_path)
+        found = recording(tmp_path)
     rest = told[limit:]
     marker = f"\n[tugline left out {len(rest)} bytes, sha256 {hashlib.sha256(rest).hexdigest()}]"
     assert found.events[0].data == told[:limit] + marker.encode()

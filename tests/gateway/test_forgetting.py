@@ -24,5 +24,5 @@ async def test_sessions_that_are_over_are_forgotten_in_time(
         assert it.gateway.calls("o8") == ()
         with pytest.raises(KeyError):
             it.gateway.calls("o0")
-        assert len(it.gateway._segments) == 4
+        assert len(it.gateway._recordings) == 4
         assert len(it.gateway._faults) == 3

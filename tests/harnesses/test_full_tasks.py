@@ -114,7 +114,7 @@ async def rolled(cell: Case, place: PluginSpec, folder: Path, operator: str = "+
     limits = Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0)
     async with scripted({INSTRUCTION: script(cell, operator)}, hitches) as model:
         assert model.player is not None
-        gateway = Gateway(model.upstream, model.rendering, folder / "segments")
+        gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         course = Course(total_s=200.0)
         held = released(course, model.player, 2) if stalls else contextlib.nullcontext()
         async with gateway, held:

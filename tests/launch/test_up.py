@@ -36,7 +36,7 @@ def test_everything_in_one_process_outlives_its_death(world: World) -> None:
     tokens = (world.folder / DATA / "tokens.json").read_bytes()
     quick, slow = task("quick", samples=3), task("slow", turns=3, pause_s=0.5)
     world.ask("submit", write(world.folder / "tasks.jsonl", [quick, slow]))
-    recorded = world.folder / DATA / "nodes/n/segments"
+    recorded = world.folder / DATA / "nodes/n/recordings"
     until(lambda: any(recorded.glob("slow-0.*")), "a slow session", lambda: world.said("up"))
     world.end("up", signal.SIGKILL)
     world.tugline("up", *up)
@@ -70,7 +70,7 @@ def _cancel_what_is_followed(world: World) -> None:
 
 
 def _calls(world: World, session: str) -> int:
-    paths = list((world.folder / DATA).glob(f"nodes/n/segments/{session}.*.seg"))
+    paths = list((world.folder / DATA).glob(f"nodes/n/recordings/{session}.*.rec"))
     return sum(len(recordings.read(path).calls) for path in paths)
 
 
@@ -94,7 +94,7 @@ def test_a_signal_drains_what_runs_and_hands_back_what_waits(world: World) -> No
 
 
 def _running(world: World, name: str) -> bool:
-    return any((world.folder / DATA).glob(f"nodes/*/segments/{name}-*.seg"))
+    return any((world.folder / DATA).glob(f"nodes/*/recordings/{name}-*.rec"))
 
 
 @pytest.mark.slow

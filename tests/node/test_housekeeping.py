@@ -21,28 +21,28 @@ KB = 1 << 10
 
 
 class Disk:
-    """Folders of sessions and segments, of given age and size."""
+    """Folders of sessions and recordings, of given age and size."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.sessions, self.segments = folder / "sessions", folder / "segments"
+        self.sessions, self.recordings = folder / "sessions", folder / "recordings"
         self.sessions.mkdir()
-        self.segments.mkdir()
+        self.recordings.mkdir()
         self.needed: set[str] = set()
         self.stats = Stats()
         told = NodeSettings(**{"disk_floor_gb": 0.0, **settings})
         self.keeper = Housekeeping(
-            self.sessions, self.segments, told, self.stats, self.needed.__contains__
+            self.sessions, self.recordings, told, self.stats, self.needed.__contains__
         )
 
     def session(self, name: str, *, age_s: float = 0.0, kb: int = 1, done: bool = True) -> None:
-        """One that was run, with its segment of 1 kB."""
+        """One that was run, with its recording of 1 kB."""
         folder = self.sessions / name / "agent"
         folder.mkdir(parents=True)
         (folder / "file").write_bytes(bytes(kb * KB))
-        segment = self.segments / f"{name}.seg"
-        segment.write_bytes(bytes(KB))
+        recording = self.recordings / f"{name}.rec"
+        recording.write_bytes(bytes(KB))
         then = time.time() - age_s
-        os.utime(segment, (then, then))
+        os.utime(recording, (then, then))
         if done:
             (self.sessions / name / DONE).touch()
             os.utime(self.sessions / name / DONE, (then, then))
@@ -50,17 +50,17 @@ class Disk:
     @property
     def left(self) -> list[str]:
         """What is still there."""
-        return sorted(path.name for path in (*self.sessions.iterdir(), *self.segments.iterdir()))
+        return sorted(path.name for path in (*self.sessions.iterdir(), *self.recordings.iterdir()))
 
 
 def test_what_is_too_old_goes(tmp_path: Path) -> None:
-    """Folder and segment alike, but nothing that runs or waits for its commit."""
+    """Folder and recording alike, but nothing that runs or waits for its commit."""
     disk = Disk(tmp_path, keep_s=100)
     disk.needed.add("live.1")
     for name in ("old.1", "new.1", "live.1", "open.1"):
         disk.session(name, age_s=0 if name == "new.1" else 1000, done=name != "open.1")
     disk.keeper.sweep()
-    assert disk.left == ["live.1", "live.1.seg", "new.1", "new.1.seg", "open.1"]
+    assert disk.left == ["live.1", "live.1.rec", "new.1", "new.1.rec", "open.1"]
 
 
 def test_the_oldest_go_when_it_is_too_much(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_oldest_go_when_it_is_too_much(tmp_path: Path) -> None:
     for number in range(4):
         disk.session(f"s{number}.1", age_s=100 - number, kb=100)
     disk.keeper.sweep()
-    assert disk.left == ["s2.1", "s2.1.seg", "s3.1", "s3.1.seg"]
+    assert disk.left == ["s2.1", "s2.1.rec", "s3.1", "s3.1.rec"]
     assert disk.stats.disk_bytes == 202 * KB
 
 

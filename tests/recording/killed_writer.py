@@ -78,7 +78,7 @@ def main(folder: Path, times: int) -> None:
     delays = random.Random(0)
     fates = []
     for index in range(times):
-        path = folder / f"{index}.seg"
+        path = folder / f"{index}.rec"
         ours, theirs = os.pipe()
         child = os.fork()
         if not child:

@@ -128,7 +128,7 @@ def test_any_calls_come_back(
     tmp_path_factory: pytest.TempPathFactory, calls: list[Call], data: st.DataObject
 ) -> None:
     """Forks, repeats, pictures, cut bodies and files closed in between make no difference."""
-    path = tmp_path_factory.mktemp("any") / "a.seg"
+    path = tmp_path_factory.mktemp("any") / "a.rec"
     writer = Writer(path, sync=False)
     for one in calls:
         if data.draw(st.booleans()):
@@ -161,7 +161,7 @@ def test_floats_keep_every_bit(values: list[float]) -> None:
 )
 def test_a_picture_is_kept_once(tmp_path: Path, told: dict[str, Any]) -> None:
     """However many calls hold it, in messages and in raw requests, extended or rendered anew."""
-    path, ids = tmp_path / "a.seg", np.arange(50, dtype=np.int32)
+    path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     picture = Message(Role.USER, "look", images=(Image(LARGE, 2),))
     calls, history = [], [json.dumps(told).encode()]
     for number in range(12):
@@ -181,7 +181,7 @@ def test_a_picture_is_kept_once(tmp_path: Path, told: dict[str, Any]) -> None:
 
 def test_calls_of_one_conversation_share_memory(tmp_path: Path) -> None:
     """A conversation of T turns takes its length in memory, not T times that (I7)."""
-    path, calls = tmp_path / "a.seg", []
+    path, calls = tmp_path / "a.rec", []
     whole = np.arange(2000, dtype=np.int32)
     for number in range(20):
         end = 1000 + 50 * number
@@ -203,7 +203,7 @@ def test_calls_of_one_conversation_share_memory(tmp_path: Path) -> None:
 
 def test_a_call_that_cannot_be_encoded_leaves_the_file_sound(tmp_path: Path) -> None:
     """Half a character is refused; what comes after can still be read."""
-    path, ids = tmp_path / "a.seg", np.arange(50, dtype=np.int32)
+    path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     seen = Message(Role.USER, "look", images=(Image(LARGE, 2),))
     first, second = call(0, ids, ids[:5]), call(2, ids, ids[:9], messages=(seen,))
     broken = call(1, ids[:30], ids, messages=(seen,), thread="\ud800")

@@ -19,11 +19,11 @@ from tugline.recording.records import Event, EventKind
 from tugline.types import Call, Image, Message, Role
 
 ROOT = Path(__file__).parents[2]
-READER = ROOT / "examples" / "read_segment.py"
+READER = ROOT / "examples" / "read_recording.py"
 
 
 def told(path: Path) -> list[dict[str, Any]]:
-    """What the example says of a segment."""
+    """What the example says of a recording."""
     done = subprocess.run(
         [sys.executable, str(READER), str(path), "--json"],
         capture_output=True,
@@ -49,7 +49,7 @@ async def test_the_example_reads_what_a_gateway_wrote(tmp_path: Path) -> None:
         more = [*ASK, {"role": "assistant", "content": first["content"]}]
         await it.ask([*more, {"role": "user", "content": "And then?"}])
         await it.ask([{"role": "user", "content": "Something \u00e4lse entirely."}])
-    path = tmp_path / "s1.0.seg"
+    path = tmp_path / "s1.0.rec"
     calls = read(path).calls
     assert len(calls) == 3
     assert told(path) == [ours(call) for call in calls]
@@ -57,7 +57,7 @@ async def test_the_example_reads_what_a_gateway_wrote(tmp_path: Path) -> None:
 
 def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
     """Forks, pictures, events, sections and a torn tail."""
-    path, calls = tmp_path / "a.seg", conversation(1)[:60]
+    path, calls = tmp_path / "a.rec", conversation(1)[:60]
     url = "data:image/png;base64," + "QUJD" * 500
     for number in (20, 40):
         seen = Message(Role.USER, "look", images=(Image(url, 1, "high"),))

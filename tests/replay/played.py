@@ -80,23 +80,23 @@ async def record(
     hitches: dict[int, Fault] | None = None,
     model: Model | None = None,
 ) -> Path:
-    """Run one session to its end and give its segment."""
+    """Run one session to its end and give its recording."""
     async with contextlib.AsyncExitStack() as stack:
         answering = scripted({INSTRUCTION: turns}, hitches or {})
         answers = model or await stack.enter_async_context(answering)
-        gateway = Gateway(answers.upstream, answers.rendering, folder / "segments")
+        gateway = Gateway(answers.upstream, answers.rendering, folder / "recordings")
         await stack.enter_async_context(gateway)
         session = Session(id="s1", task="t", sample=0)
         directory = folder / "sessions" / "s1.0"
         await roll_out(what or task(), session, gateway=gateway, directory=directory, parts=Parts())
-    return folder / "segments" / "s1.0.seg"
+    return folder / "recordings" / "s1.0.rec"
 
 
-def tampered(segment: Path, folder: Path, change: Callable[[Sequence[Call]], list[Call]]) -> Path:
+def tampered(recording: Path, folder: Path, change: Callable[[Sequence[Call]], list[Call]]) -> Path:
     """A copy of a recording with other calls in it."""
-    found: Recording = read(segment)
+    found: Recording = read(recording)
     assert found.header is not None
-    path = folder / segment.name
+    path = folder / recording.name
     keep_tokenizer(tokenizer(), folder)
     with Writer(path, found.header) as writer:
         for call in change(found.calls):

@@ -45,24 +45,24 @@ def unhurried(cell: Case) -> Stage:
 
 
 async def recorded(name: str, stage: Callable[[Case], Stage], folder: Path) -> Path:
-    """The segment of one session of the real program."""
+    """The recording of one session of the real program."""
     cell = cells_of(name)[0]
     await rehearse(cell, stage(cell), folder)
-    return folder / "segments" / "check-0.0.seg"
+    return folder / "recordings" / "check-0.0.rec"
 
 
 @pytest.mark.harness
 @pytest.mark.parametrize("name", HARNESSES)
 async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> None:
     """All requests are as recorded; what the world says otherwise is found where it is said."""
-    segment = await recorded(name, unhurried, tmp_path / "first")
-    recording = Recording.load(segment)
+    recording = await recorded(name, unhurried, tmp_path / "first")
+    recording = Recording.load(recording)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.replayed == len(recording.calls) == 4
     assert report.same_place
     changed = tampered(
-        segment,
+        recording,
         tmp_path / "tampered",
         lambda calls: [*calls[:3], saying(calls[3], "heron", "bittern")],
     )
@@ -83,7 +83,7 @@ async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
         (report,) = await fork(recording, tmp_path / "fork", Live(model.upstream, 2))
     assert report.as_recorded, report.differences
     assert (report.replayed, report.live) == (2, 2)
-    calls = read(Path(report.segment)).calls
+    calls = read(Path(report.recording)).calls
     assert [(call.replayed, call.branch) for call in calls] == [
         (True, None),
         (True, None),

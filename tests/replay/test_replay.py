@@ -28,7 +28,7 @@ PI = PluginSpec("pi")
 
 
 @pytest.fixture(scope="module")
-def segment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One session of three calls, recorded once."""
     return asyncio.run(record(tmp_path_factory.mktemp("first")))
 
@@ -49,7 +49,7 @@ async def test_the_same_program_asks_the_same(harness: PluginSpec, tmp_path: Pat
     assert report.same_place
     assert report.exact is not None
     assert report.exact >= 1, "only a second that has passed changes a later prompt"
-    again, header = read(Path(report.segment)), recording.header
+    again, header = read(Path(report.recording)), recording.header
     assert again.header is not None
     assert (again.header.workdir, again.header.home) == (header.workdir, header.home)
     assert all(call.replayed for call in again.calls)
@@ -79,9 +79,9 @@ async def test_where_folders_cannot_be_laid_over_paths_are_masked(
 
 async def test_a_folder_that_is_gone_is_lent_and_taken_back(tmp_path: Path) -> None:
     """A recording whose run was moved is replayed at its old path, of which nothing stays."""
-    segment = await record(tmp_path / "first")
+    recording = await record(tmp_path / "first")
     (tmp_path / "first").rename(tmp_path / "moved")
-    recording = Recording.load(tmp_path / "moved" / "segments" / segment.name)
+    recording = Recording.load(tmp_path / "moved" / "recordings" / recording.name)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.same_place
@@ -89,11 +89,11 @@ async def test_a_folder_that_is_gone_is_lent_and_taken_back(tmp_path: Path) -> N
 
 
 async def test_the_first_difference_is_told_with_its_tool_call(
-    segment: Path, tmp_path: Path
+    recording: Path, tmp_path: Path
 ) -> None:
     """A tool that answers otherwise than recorded is found at its request, with both texts."""
     changed = tampered(
-        segment,
+        recording,
         tmp_path / "tampered",
         lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
     )
@@ -105,10 +105,10 @@ async def test_the_first_difference_is_told_with_its_tool_call(
     assert (told.recorded[:13], told.replayed[:12]) == ("tool: wallaby", "tool: walrus")
 
 
-async def test_after_a_difference_the_rest_can_be_seen_too(segment: Path, tmp_path: Path) -> None:
+async def test_after_a_difference_the_rest_can_be_seen_too(recording: Path, tmp_path: Path) -> None:
     """With `go_on` the recorded answers are told all the same, and each difference once."""
     changed = tampered(
-        segment,
+        recording,
         tmp_path / "tampered",
         lambda calls: [
             calls[0],
@@ -126,10 +126,10 @@ async def test_after_a_difference_the_rest_can_be_seen_too(segment: Path, tmp_pa
     assert masked.masked["mask1"] == {"wallaby": "walrus"}
 
 
-async def test_other_wishes_are_told_and_answered(segment: Path, tmp_path: Path) -> None:
+async def test_other_wishes_are_told_and_answered(recording: Path, tmp_path: Path) -> None:
     """A harness that asks for other sampling than it did is told so, once, and goes on."""
     changed = tampered(
-        segment,
+        recording,
         tmp_path / "tampered",
         lambda calls: [
             msgspec.structs.replace(one, asked=msgspec.structs.replace(one.asked, temperature=0.25))
@@ -142,9 +142,9 @@ async def test_other_wishes_are_told_and_answered(segment: Path, tmp_path: Path)
     assert report.replayed == 3
 
 
-async def test_more_and_fewer_requests_are_differences(segment: Path, tmp_path: Path) -> None:
+async def test_more_and_fewer_requests_are_differences(recording: Path, tmp_path: Path) -> None:
     """One request beyond the recording, and one that was not made."""
-    short = tampered(segment, tmp_path / "short", lambda calls: list(calls[:2]))
+    short = tampered(recording, tmp_path / "short", lambda calls: list(calls[:2]))
     report = await replay(Recording.load(short), tmp_path / "again")
     (told,) = report.differences
     assert (told.request, told.call) == (2, 1)
@@ -155,14 +155,14 @@ async def test_more_and_fewer_requests_are_differences(segment: Path, tmp_path: 
         more = msgspec.structs.replace(last, number=3, parent=2, messages=last.messages)
         return [*all_, last, more]
 
-    long = tampered(segment, tmp_path / "long", longer)  # type: ignore[arg-type]
+    long = tampered(recording, tmp_path / "long", longer)  # type: ignore[arg-type]
     report = await replay(Recording.load(long), tmp_path / "once more")
     (told,) = report.differences
     assert (told.request, told.call, report.replayed) == (3, 3, 3)
     assert told.where == "the end: 1 of the recorded requests were not made"
 
 
-async def test_an_answer_that_was_taken_up_is_one_answer(segment: Path, tmp_path: Path) -> None:
+async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_path: Path) -> None:
     """What broke off and went on in a second call is told whole, once."""
 
     def halved(calls: object) -> list[object]:
@@ -193,7 +193,7 @@ async def test_an_answer_that_was_taken_up_is_one_answer(segment: Path, tmp_path
         ]
         return [gone, again, *later]
 
-    broken = tampered(segment, tmp_path / "broken", halved)  # type: ignore[arg-type]
+    broken = tampered(recording, tmp_path / "broken", halved)  # type: ignore[arg-type]
     report = await replay(Recording.load(broken), tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.recorded, report.replayed) == (3, 3)
@@ -211,21 +211,21 @@ async def test_budgets_end_a_replay_where_they_ended_the_session(tmp_path: Path)
 async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_path: Path) -> None:
     """Observed mode: requests are told apart by what they say, answers told as they were."""
     async with observed(TURNS) as model:
-        segment = await record(tmp_path / "first", model=model)
-    recording = Recording.load(segment)
+        recording = await record(tmp_path / "first", model=model)
+    recording = Recording.load(recording)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.replayed, report.exact) == (3, None)
-    again = read(Path(report.segment)).calls
+    again = read(Path(report.recording)).calls
     for old, new in zip(recording.calls, again, strict=True):
         assert np.array_equal(old.sampled_ids, new.sampled_ids)
         assert old.answer == new.answer
 
 
 # --------------------------------------------------------------------------- going live
-async def test_a_fork_goes_on_live_and_trains_what_is_new(segment: Path, tmp_path: Path) -> None:
+async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_path: Path) -> None:
     """Samples share the recorded prefix, sample their own rest, are judged, and verify."""
-    recording = Recording.load(segment)
+    recording = Recording.load(recording)
     other = (
         *TURNS[:1],
         Turn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
@@ -242,7 +242,7 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(segment: Path, tmp_pat
         assert (report.replayed, report.live, report.failure) == (1, 2, None)
         assert report.reward is not None
         assert report.reward.value == 1.0
-        path = Path(report.segment)
+        path = Path(report.recording)
         forked = read(path)
         assert forked.header is not None
         assert forked.header.forked_from == "s1@1"
@@ -258,10 +258,12 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(segment: Path, tmp_pat
         await fork(recording, tmp_path / "beyond", Live(model.upstream, 4))
 
 
-async def test_a_fork_that_does_not_reach_its_turn_says_why(segment: Path, tmp_path: Path) -> None:
+async def test_a_fork_that_does_not_reach_its_turn_says_why(
+    recording: Path, tmp_path: Path
+) -> None:
     """A difference before the fork ends the session; nothing is sampled."""
     changed = tampered(
-        segment,
+        recording,
         tmp_path / "tampered",
         lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
     )
@@ -289,14 +291,14 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
         *(sys.executable, "-c", _KILLED, str(folder)),
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )
-    segment = folder / "segments" / "s1.0.seg"
+    recording = folder / "recordings" / "s1.0.rec"
     async with asyncio.timeout(40):
-        while not segment.exists() or len(read(segment).calls) < 2:  # noqa: ASYNC110
+        while not recording.exists() or len(read(recording).calls) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     await process.wait()
     Local().reap(folder)
-    recording = Recording.load(segment)
+    recording = Recording.load(recording)
     assert recording.result is None
     async with scripted({INSTRUCTION: TURNS}, {}) as model:
         live = Live(model.upstream, len(recording.calls))
@@ -313,15 +315,15 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
 async def test_what_cannot_be_replayed_is_told(tmp_path: Path) -> None:
     """No file, no calls, no tokenizer: one line each that says what is missing."""
     with pytest.raises(CaptureError, match="cannot read"):
-        Recording.load(tmp_path / "none.seg")
-    segment = await record(tmp_path / "first")
-    empty = tampered(segment, tmp_path / "empty", lambda _calls: [])
+        Recording.load(tmp_path / "none.rec")
+    recording = await record(tmp_path / "first")
+    empty = tampered(recording, tmp_path / "empty", lambda _calls: [])
     with pytest.raises(UsageError, match="holds no calls"):
         Recording.load(empty)
-    for one in segment.parent.glob("tokenizer-*.json"):
+    for one in recording.parent.glob("tokenizer-*.json"):
         one.unlink()
     with pytest.raises(UsageError, match="give it with --tokenizer"):
-        Recording.load(segment)
+        Recording.load(recording)
 
 
 def test_results_of_parallel_calls_may_come_in_any_order() -> None:

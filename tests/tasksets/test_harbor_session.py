@@ -33,7 +33,7 @@ async def rolled(name: str, command: str, engine: str, folder: Path) -> Trajecto
     first = Turn("I do it.", calls=((PI.tool, {PI.argument: command, **PI.arguments}),))
     turns = (first, Turn("That is it."))
     async with scripted({task.instruction.strip(): turns}, {}) as model:
-        gateway = Gateway(model.upstream, model.rendering, folder / "segments")
+        gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         async with gateway:
             return await roll_out(
                 task,

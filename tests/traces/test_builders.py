@@ -236,7 +236,7 @@ def test_a_fork_tells_what_it_shares_with_its_parent() -> None:
 
 @pytest.mark.parametrize("builder", ALL)
 def test_a_trace_names_the_pictures_in_its_context(builder: type[PerRequest]) -> None:
-    """In order, once each, by the digest under which a segment keeps them."""
+    """In order, once each, by the digest under which a recording keeps them."""
     calls = [
         call(0, [1, 0], [2], messages=showing("data:a")),
         call(1, [1, 0, 2, 0], [3], parent=0, messages=showing("data:b")),

@@ -19,7 +19,7 @@ from tugline.types import Call
 
 
 def conversation(turns: int, base: int = 8000, new: int = 600) -> list[Call]:
-    """Half of each turn is sampled; the prompts are views of one buffer, as a segment has them."""
+    """Half of each turn is sampled; the prompts are views of one buffer, as `read` returns them."""
     ids = np.random.default_rng(0).integers(0, 150_000, base + new * turns, np.int32)
     ends = [base + new * number for number in range(turns)]
     half = new // 2

@@ -1,4 +1,4 @@
-"""Trained from segments alone: what a builder makes again gives the trainer the same samples."""
+"""Trained from recordings alone: what a builder makes again gives the trainer the same samples."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ async def rolled_out(folder: Path) -> list[Trajectory]:
 
 
 def rebuilt(folder: Path, out: Path, part: PluginSpec | None) -> list[Trajectory]:
-    """The trajectories of all segments, from files."""
-    segments = folder / "segments"
-    rebuild_all(sorted(segments.glob("*.seg")), segments, out, part)
+    """The trajectories of all recordings, from files."""
+    recordings = folder / "recordings"
+    rebuild_all(sorted(recordings.glob("*.rec")), recordings, out, part)
     return list(read_folder(out))
 
 
@@ -98,8 +98,8 @@ def to_bytes(prepared: Prepared) -> list[bytes]:
     return [encode(one) for one in (*prepared.samples, prepared.ledger)]
 
 
-async def test_segments_are_enough_to_train_from(tmp_path: Path) -> None:
-    """Real sessions with a fork: samples from segments and from the node are equal to the byte."""
+async def test_recordings_are_enough_to_train_from(tmp_path: Path) -> None:
+    """Real sessions with a fork: samples from recordings and from the node are byte-equal."""
     live = await rolled_out(tmp_path)
     assert [one.failure for one in live] == [None] * 6
     assert [len(one.traces) for one in live] == [2] * 6

@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tugline.types import Ids
+from tugline.types import Ids, shared_prefix
 
 
 def digits(ids: Ids) -> bytes:
@@ -80,13 +80,9 @@ class Tokens:
         """How many leading ids these and `ids` have in common."""
         at = 0
         for node in self._chain():
-            part = ids[at : at + len(node.ids)]
-            differs = node.ids[: len(part)] != part
-            first = int(differs.argmax()) if len(part) else 0
-            if len(part) and differs[first]:
-                return at + first
-            at += len(part)
-            if len(part) < len(node.ids):
+            same = shared_prefix(node.ids, ids[at:])
+            at += same
+            if same < len(node.ids):
                 break
         return at
 

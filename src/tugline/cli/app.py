@@ -20,7 +20,7 @@ from tugline.errors import ServerError, TuglineError, UsageError
 
 COMMANDS = (
     "bench", "cancel", "demo", "doctor", "export", "harness", "logs", "node", "rebuild", "replay",
-    "results", "run", "status", "submit", "task", "tasks", "top", "trace", "up", "verify",
+    "results", "run", "status", "submit", "task", "tasks", "top", "up", "verify", "view",
 )  # fmt: skip
 """Each is a function, or a group of commands, of the same name in the file of that name."""
 

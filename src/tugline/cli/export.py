@@ -18,7 +18,7 @@ from tugline.exports.base import Wanted
 from tugline.exports.pipeline import Export, Summary, run
 from tugline.exports.select import Selection, Split
 from tugline.plugins import find
-from tugline.recording.folder import locate, segments_in
+from tugline.recording.folder import list_recordings, locate
 from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
@@ -31,7 +31,7 @@ Form = Annotated[
     typer.Argument(metavar="FORMAT", help="parquet, arrow, calls, sft, trl, verl, slime or yours."),
 ]
 Sessions = Annotated[
-    list[str], typer.Argument(help="Segment files, folders of them, or ids of sessions.")
+    list[str], typer.Argument(help="Recording files, folders of them, or ids of sessions.")
 ]
 Out = Annotated[Path, typer.Option(help="File to write; with --split, a folder.")]
 With = Annotated[_Texts, typer.Option("--with", help="key=value for the format; repeatable.")]
@@ -137,7 +137,7 @@ def _paths(sessions: Iterable[str]) -> list[Path]:
     found = [
         path
         for name in sessions
-        for path in (segments_in(Path(name)) if Path(name).is_dir() else [locate(name)])
+        for path in (list_recordings(Path(name)) if Path(name).is_dir() else [locate(name)])
     ]
     return list(dict.fromkeys(found))
 

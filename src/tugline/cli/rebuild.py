@@ -1,6 +1,6 @@
 """``tugline rebuild``: make trajectories again from recorded sessions, byte for byte the same.
 
-Exit code 0 if every segment gave a trajectory, 1 if one could not be read or built.
+Exit code 0 if every recording gave a trajectory, 1 if one could not be read or built.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tugline.errors import UsageError
-from tugline.recording.folder import locate, segments_in
+from tugline.recording.folder import list_recordings, locate
 from tugline.recording.rebuild import rebuild_all
 from tugline.recording.trajectories import INDEX, Index
 from tugline.types import PluginSpec
 
 _MANY = 20
-"""Segments from which on progress is shown."""
+"""Recordings from which on progress is shown."""
 
 
 def rebuild(
     session: Annotated[
-        str, typer.Argument(help="A segment file, a folder of them, or the id of a session.")
+        str, typer.Argument(help="A recording file, a folder of them, or the id of a session.")
     ],
     *,
     out: Annotated[Path, typer.Option(help="New folder for <session>.traj and index.json.")],
@@ -44,7 +44,7 @@ def rebuild(
 ) -> None:
     """Build trajectories from recorded sessions alone, for a trainer to load."""
     where = Path(session)
-    found = segments_in(where) if where.is_dir() else [locate(session)]
+    found = list_recordings(where) if where.is_dir() else [locate(session)]
     part = _part(builder, option or [])
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=len(found) < _MANY) as progress:
@@ -91,9 +91,9 @@ def _show(index: Index, out: Path) -> None:
     made = [entry for entry in index.entries if entry.file]
     for entry in index.entries:
         if entry.error or entry.note:
-            console.print(f"{entry.segment}: {entry.error or entry.note}", markup=False)
+            console.print(f"{entry.recording}: {entry.error or entry.note}", markup=False)
     console.print(
-        f"{len(made)} of {len(index.entries)} segments to {out}/{INDEX}: "
+        f"{len(made)} of {len(index.entries)} recordings to {out}/{INDEX}: "
         f"{sum(entry.traces for entry in made)} traces, "
         f"{sum(entry.tokens for entry in made)} tokens, "
         f"{sum(entry.ledger.trained for entry in made)} of "

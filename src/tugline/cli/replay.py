@@ -27,7 +27,7 @@ _LAST = "last"
 
 
 def replay(  # noqa: PLR0913 - each is a flag
-    session: Annotated[str, typer.Argument(help="A segment file, or the id of a session.")],
+    session: Annotated[str, typer.Argument(help="A recording file, or the id of a session.")],
     *,
     fork_at: Annotated[
         str | None, typer.Option(help="Go live from this call on; 'last' is after the last one.")
@@ -47,7 +47,7 @@ def replay(  # noqa: PLR0913 - each is a flag
         str | None, typer.Option(help="Run this version of the harness instead.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the segment.")
+        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the recording.")
     ] = None,
     keep: Annotated[
         Path | None,
@@ -71,7 +71,7 @@ def replay(  # noqa: PLR0913 - each is a flag
         else:
             reports = asyncio.run(fork(recording, folder, live, options))
     if keep is None:  # nothing is there any more
-        reports = [msgspec.structs.replace(report, segment="") for report in reports]
+        reports = [msgspec.structs.replace(report, recording="") for report in reports]
     if as_json:
         typer.echo(msgspec.json.encode({"sessions": reports}))
     else:
@@ -95,7 +95,7 @@ def _live(
         raise UsageError(msg)
     number = len(recording.calls) if at == _LAST else int(at)
     source = asyncio.run(connect([engine], mode=recording.header.mode))
-    earlier = RUNS.rglob(f"{recording.header.session.id}-at{number}-*.seg")
+    earlier = RUNS.rglob(f"{recording.header.session.id}-at{number}-*.rec")
     return Live(source, number, *many, first=len(list(earlier)))
 
 
@@ -142,8 +142,8 @@ def _show(report: Report) -> None:
         f"{one.value:g}" if one else "none" for one in (report.recorded_reward, report.reward)
     ]
     say(f"  reward: recorded {rewards[0]}, now {rewards[1]}")
-    if report.segment:
-        say(f"  {report.segment}")
+    if report.recording:
+        say(f"  {report.recording}")
 
 
 def _show_difference(one: Difference) -> None:

@@ -1,6 +1,6 @@
 """``tugline verify``: whether what was recorded may be trained on, turn by turn.
 
-Exit code 0 if every check that could be made passed, 1 if one failed or a segment cannot be read.
+Exit code 0 if every check that could be made passed, 1 if one failed or a recording cannot be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from tugline.errors import CaptureError
 from tugline.recording import file as recordings
-from tugline.recording.folder import locate, segments_in
+from tugline.recording.folder import list_recordings, locate
 from tugline.recording.verify.findings import Seam, SessionReport, Total, Verdict, total
 from tugline.recording.verify.scoring import Scorer, scorer_at
 from tugline.recording.verify.sessions import TOLERANCE, judge, judge_logprobs
@@ -39,7 +39,7 @@ _MANY = 20
 
 def verify(
     session: Annotated[
-        str, typer.Argument(help="A segment file, a folder of them, or the id of a session.")
+        str, typer.Argument(help="A recording file, a folder of them, or the id of a session.")
     ],
     *,
     engine: Annotated[
@@ -49,7 +49,7 @@ def verify(
         float, typer.Option(help="Mean logprob difference of a turn that passes, in nats.")
     ] = TOLERANCE,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the segment.")
+        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the recording.")
     ] = None,
     salvage: Annotated[
         bool, typer.Option("--salvage", help="Judge what comes before the damage of a broken file.")
@@ -58,7 +58,7 @@ def verify(
 ) -> None:
     """Check that recorded ids, texts, seams, ledgers and logprobs are what they claim to be."""
     where = Path(session)
-    found = segments_in(where) if where.is_dir() else [locate(session)]
+    found = list_recordings(where) if where.is_dir() else [locate(session)]
     judged = asyncio.run(
         _all(found, engine, tolerance, Texts(tokenizer), salvage=salvage, show=not as_json)
     )
@@ -95,19 +95,19 @@ async def _one(
     path: Path, scorer: Scorer | None, tolerance: float, texts: Texts, *, salvage: bool
 ) -> SessionReport:
     try:
-        segment = recordings.read(path, salvage=salvage, bodies=False)
+        recording = recordings.read(path, salvage=salvage, bodies=False)
     except CaptureError as error:
-        return SessionReport(session=path.stem, segment=str(path), error=str(error))
-    judged = judge(path, segment, texts)
+        return SessionReport(session=path.stem, recording=str(path), error=str(error))
+    judged = judge(path, recording, texts)
     if scorer is not None:
-        await judge_logprobs(judged, segment, scorer, tolerance)
+        await judge_logprobs(judged, recording, scorer, tolerance)
     return judged
 
 
 # --------------------------------------------------------------------------- on the terminal
 def _show(judged: SessionReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(judged.session)}[/] {escape(judged.segment)}")
+    console.print(f"[bold]{escape(judged.session)}[/] {escape(judged.recording)}")
     if judged.error is not None:
         console.print(judged.error, style="red", markup=False)
         return

@@ -139,13 +139,13 @@ async def rehearse(cell: Case, stage: Stage, folder: Path, engine: Engine | None
     """Run the program once in `folder`, which must be empty and stays."""
     answering = served(engine) if engine else scripted(stage.scripts, stage.hitches)
     async with answering as model, Local().open(folder, SandboxSpec(files=stage.files)) as box:
-        gateway = RecordingGateway(model.upstream, model.rendering, folder / "segments")
+        gateway = RecordingGateway(model.upstream, model.rendering, folder / "recordings")
         gateway.broken = stage.broken
         async with gateway:
             end = await _session(cell, stage, gateway, box)
         return Run(
             exit=end,
-            calls=recordings.read(gateway.segment(_SESSION)).calls,
+            calls=recordings.read(gateway.recording_path(_SESSION)).calls,
             seen=tuple(gateway.seen),
             files=_texts(box.workdir),
             log="\n".join(_texts(box.logs).values()),

@@ -47,8 +47,8 @@ class Rig:
         return results
 
     async def recorded(self, task_ids: list[str]) -> dict[str, tuple[Call, ...]]:
-        """The calls of every session of these tasks that made any, from its segment."""
-        paths = await self.cluster.segments(task_ids)
+        """The calls of every session of these tasks that made any, from its recording."""
+        paths = await self.cluster.recordings(task_ids)
         return {one: recordings.read(path).calls for one, path in paths.items()}
 
 

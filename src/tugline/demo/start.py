@@ -73,6 +73,6 @@ def start(folder: Path, settings: DemoSettings) -> Summary | None:
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"stopped; go on with: tugline demo --resume --out {folder}")
         return None
-    names = (PICTURE, SUMMARY, METRICS, "checkpoints", "segments", "log.jsonl")
+    names = (PICTURE, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
     console.print(closing(summary, [folder / name for name in names]))
     return summary

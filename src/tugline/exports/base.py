@@ -72,7 +72,7 @@ class Item:
     """One session on its way to a file."""
 
     header: Header
-    segment: Recording
+    recording: Recording
     builder_name: str
     builder: Builder
     wanted: Wanted
@@ -86,12 +86,12 @@ class Item:
     @cached_property
     def built(self) -> Built:
         """Its traces and ledger. Raises `CaptureError` on calls that cannot be built."""
-        return self.builder.build(self.segment.calls)
+        return self.builder.build(self.recording.calls)
 
     @property
     def reward(self) -> float | None:
         """The session's outcome; None if it has none."""
-        result = self.segment.result
+        result = self.recording.result
         return result.reward.value if result is not None and result.reward is not None else None
 
 

@@ -71,7 +71,7 @@ class Calls(TableExporter):
     def rows(self, item: Item) -> Iterator[Row | Left]:
         """Every call, whatever became of it; the filters of traces do not apply."""
         shared = _session(item)
-        for call in item.segment.calls:
+        for call in item.recording.calls:
             told = {
                 "call": call.number,
                 "messages": _json([message_of(message) for message in call.messages]),
@@ -107,7 +107,7 @@ def _session(item: Item) -> dict[str, object]:
 
 def _outcome(item: Item, index: int) -> dict[str, object]:
     """A trace's own reward is there if it was given under the builder of this export."""
-    result, ledger = item.segment.result, item.built.ledger
+    result, ledger = item.recording.result, item.built.ledger
     reward = result.reward if result is not None else None
     own = reward.per_trace if reward is not None else ()
     if result is None or result.builder != item.builder_name:

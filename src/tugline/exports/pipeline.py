@@ -1,4 +1,4 @@
-"""From segments to files: look at each session once, choose, then write one after the other.
+"""From recordings to files: look at each session once, choose, then write one after the other.
 
 Files are written beside their place and moved there when all are whole, so nothing half written
 ever has the name that was asked for. Memory holds one session, and a line about each other one.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from tugline.errors import CaptureError, UsageError
 from tugline.exports.base import Exporter, Item, Left, Sink, Wanted
@@ -19,6 +18,7 @@ from tugline.exports.select import Entry, Selection, Split, select, survey
 from tugline.plugins import find
 from tugline.recording.file import read
 from tugline.traces.base import Builder
+from tugline.trainers.grpo.advantage import group_advantages
 from tugline.types import PluginSpec
 
 Progress = Callable[[str, int, int], None]
@@ -26,7 +26,6 @@ Progress = Callable[[str, int, int], None]
 WHOLE = "all"
 """The one file of an export that is not split."""
 _ERRORS = 20
-_EPS = 1e-6
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,17 +58,17 @@ class Summary(msgspec.Struct):
     """What came of an export."""
 
     found: int
-    """Segments."""
+    """Recordings."""
     kept: int = 0
     """Sessions with a row in a file."""
     left_out: dict[Left, int] = {}
-    """Segments that have none, by reason; ``found == kept + sum(left_out)``."""
+    """Recordings that have none, by reason; ``found == kept + sum(left_out)``."""
     rows_left_out: dict[Left, int] = {}
     """Traces or conversations, by reason."""
     files: dict[str, Written] = {}
     """By split; a single one is `WHOLE`."""
     errors: list[str] = []
-    """Of the first damaged segments."""
+    """Of the first damaged recordings."""
 
 
 def run(export: Export, paths: Sequence[Path], tell: Progress) -> Summary:
@@ -162,14 +161,14 @@ class _Writing:
         return bool(rows)
 
     def _item(self, entry: Entry, place: tuple[int, int, float | None]) -> Item:
-        segment = read(entry.path, bodies=False)
-        if segment.header is None:
+        recording = read(entry.path, bodies=False)
+        if recording.header is None:
             msg = f"{entry.path} was cut off while it was exported"
             raise CaptureError(msg)
-        part = self.export.builder or segment.header.task.builder
+        part = self.export.builder or recording.header.task.builder
         builder = self.builder or _builder(part)
         wanted = self.export.wanted
-        return Item(segment.header, segment, part.name, builder, wanted, *place)
+        return Item(recording.header, recording, part.name, builder, wanted, *place)
 
     def _damaged(self, error: CaptureError) -> None:
         self.left[Left.DAMAGED] += 1
@@ -180,7 +179,7 @@ class _Writing:
         if not self.summary.kept:
             why = ", ".join(f"{count} {left}" for left, count in self.summary.left_out.items())
             first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
-            msg = f"nothing is left to export: of {self.summary.found} segments, {why}{first}"
+            msg = f"nothing is left to export: of {self.summary.found} recordings, {why}{first}"
             raise UsageError(msg)
         self._close()
         for path in self.targets.values():
@@ -207,16 +206,10 @@ def _partial(path: Path) -> Path:
 
 
 def _advantages(kept: Sequence[Entry]) -> list[float | None]:
-    """(reward - mean) / std within each task, 0 where all earned the same; sessions count once."""
-    rewards: dict[str, list[float]] = defaultdict(list)
+    """Return the advantage of each session within its task; None without a reward."""
+    groups: dict[str, list[float]] = defaultdict(list)
     for entry in kept:
-        rewards[entry.task] += [entry.reward] if entry.reward is not None else []
-    worth = {task: (np.mean(all_), np.std(all_)) for task, all_ in rewards.items() if all_}
-    advantages: list[float | None] = []
-    for entry in kept:
-        if entry.reward is None:
-            advantages.append(None)
-            continue
-        mean, std = worth[entry.task]
-        advantages.append(float((entry.reward - mean) / (std + _EPS)) if std > 0 else 0.0)
-    return advantages
+        if entry.reward is not None:
+            groups[entry.task].append(entry.reward)
+    advantages = {task: iter(group_advantages(rewards)) for task, rewards in groups.items()}
+    return [None if one.reward is None else next(advantages[one.task]) for one in kept]

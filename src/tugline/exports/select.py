@@ -1,6 +1,6 @@
 """Which sessions are exported, and into which file: decided once, from a line about each.
 
-A first pass over the segments keeps only an `Entry` per session, so ten thousand of them are a
+A first pass over the recordings keeps only an `Entry` per session, so ten thousand of them are a
 few megabytes; everything here is a pure function of those. Order never depends on the file system
 or on chance: what is drawn is drawn by hashes of names and a seed.
 """
@@ -73,9 +73,9 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survey(path: Path) -> Entry | None:
-    """What a segment says of its session; None if it has no header. Raises `CaptureError`."""
-    segment = read(path, bodies=False)
-    header, result = segment.header, segment.result
+    """What a recording says of its session; None if it has no header. Raises `CaptureError`."""
+    recording = read(path, bodies=False)
+    header, result = recording.header, recording.result
     if header is None:
         return None
     reward = result.reward if result is not None else None
@@ -89,13 +89,13 @@ def survey(path: Path) -> Entry | None:
         status=result.status if result is not None else None,
         reward=reward.value if reward is not None and math.isfinite(reward.value) else None,
         ids=header.tokenizer or header.model,
-        said=_said(segment),
+        said=_said(recording),
     )
 
 
-def _said(segment: Recording) -> bytes:
+def _said(recording: Recording) -> bytes:
     digest = hashlib.sha256()
-    for call in segment.calls:
+    for call in recording.calls:
         said = call.sampled_ids.tobytes() or msgspec.json.encode(call.answer)
         digest.update(len(said).to_bytes(8) + said)
     return digest.digest()

@@ -38,7 +38,7 @@ class Sft(Exporter):
 
     def rows(self, item: Item) -> Iterator[Row | Left]:
         """The longest conversation of each thread."""
-        for kind, chain in conversations(item.segment.calls):
+        for kind, chain in conversations(item.recording.calls):
             yield Left.SHORTER if kind is None else self._row(item, kind, chain)
 
     def _row(self, item: Item, kind: TraceKind, calls: Sequence[Call]) -> Row | Left:

@@ -45,8 +45,8 @@ class Slime(Exporter):
 
 
 def _status(item: Item, trace: Trace) -> str:
-    result, last = item.segment.result, max(span.call for span in trace.spans)
+    result, last = item.recording.result, max(span.call for span in trace.spans)
     if result is None or result.status is not Status.COMPLETED:
         out_of_time = result is not None and result.status is Status.TIMED_OUT
         return "truncated" if out_of_time else "failed"
-    return _WORDS[next(call.finish for call in item.segment.calls if call.number == last)]
+    return _WORDS[next(call.finish for call in item.recording.calls if call.number == last)]

@@ -80,7 +80,7 @@ class Gateway:
         self,
         upstream: Source,
         rendering: Rendering | None,
-        segments_dir: Path,
+        recordings_dir: Path,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -89,7 +89,7 @@ class Gateway:
         raw: RawMode = "requests",
         raw_limit: int = 4 << 20,
     ) -> None:
-        """Calls are kept under `segments_dir`, one file per session; port 0 takes any free one.
+        """Calls are kept under `recordings_dir`, one file per session; port 0 takes any free one.
 
         `rendering` makes the prompts in exact mode and is None in the other modes. With `stream`
         ``buffered`` an answer is told when it is complete. A call that was answered survives the
@@ -101,7 +101,7 @@ class Gateway:
             wants = "a rendering" if rendering is None else "no rendering"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise UsageError(msg)
-        self._upstream, self._folder, self._mode = upstream, segments_dir, stream
+        self._upstream, self._folder, self._mode = upstream, recordings_dir, stream
         self._flush_s, self._raw, self._raw_limit = flush_s, raw, raw_limit
         self._backend = EngineContext(upstream, ModelCard("", 0), rendering)
         self._backend.gate.set()
@@ -109,7 +109,7 @@ class Gateway:
         self._host, self._port = host, port
         self._sessions = Sessions()
         self._recent: dict[str, deque[ModelCall]] = {}
-        self._segments: dict[str, Path] = {}
+        self._recordings: dict[str, Path] = {}
         self._overflow: dict[str, ContextOverflow] = {}
         self._faults: dict[str, TuglineError | None] = {}
         """How the last call of a session that is over ended."""
@@ -123,7 +123,7 @@ class Gateway:
             await asyncio.to_thread(self._backend.keep_tokenizer, self._folder)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
             if self._flush_s:
-                flusher = asyncio.create_task(self._flush(), name="flush-segments")
+                flusher = asyncio.create_task(self._flush(), name="flush-recordings")
                 stack.callback(flusher.cancel)
             self._stack = stack.pop_all()
         return self
@@ -159,14 +159,16 @@ class Gateway:
         `offers_tools` says that its calls declare tools, so that one without is beside the task.
         `workdir` and `home` are its folders, kept for whoever replays it.
         """
-        segment = self._segments[session.id] = self.segment(session)
+        recording = self._recordings[session.id] = self.recording_path(session)
         contract = policy.contract_of(task.sampling, session.sample)
         live, secret = self._sessions.open(
             session.id,
             terms=SessionPolicy(contract, task.sampling_policy, task.limits, spent_status),
             conversation=Conversation(self._backend.rendering),
             writer=Writer(
-                segment, self._backend.header(session, task, workdir, home), sync=not self._flush_s
+                recording,
+                self._backend.header(session, task, workdir, home),
+                sync=not self._flush_s,
             ),
         )
         live.saw_tools = offers_tools
@@ -181,24 +183,24 @@ class Gateway:
             self._faults[session.id] = recent[-1].error if recent else overflow
             if len(self._faults) > _KEPT:
                 old = next(iter(self._faults))
-                del self._faults[old], self._segments[old]
+                del self._faults[old], self._recordings[old]
 
     async def _flush(self) -> None:
         while True:
             await asyncio.sleep(self._flush_s)
             await self._sessions.flush()
 
-    def segment(self, session: Session) -> Path:
+    def recording_path(self, session: Session) -> Path:
         """Where an attempt's calls are kept."""
-        return self._folder / f"{session.id}.{session.epoch}.seg"
+        return self._folder / f"{session.id}.{session.epoch}.rec"
 
     def calls(self, session: str) -> tuple[Call, ...]:
         """What the session's last attempt recorded, read back without raw requests."""
-        return recordings.read(self._segments[session], bodies=False).calls
+        return recordings.read(self._recordings[session], bodies=False).calls
 
     async def conclude(self, session: str, result: Result) -> None:
         """Write down what became of a session that has been left. Raises `CaptureError`."""
-        await asyncio.to_thread(conclude, self._segments[session], result)
+        await asyncio.to_thread(conclude, self._recordings[session], result)
 
     def failure(self, session: str) -> Failure | None:
         """Why its last call got no answer, if the engine or its window is to blame.

@@ -65,7 +65,7 @@ class EngineContext:
     card: ModelCard
     rendering: Rendering | None
     tokenizer: str = ""
-    """SHA-256 of the tokenizer's file, once it is kept beside the segments."""
+    """SHA-256 of the tokenizer's file, once it is kept beside the recordings."""
     version: int = 0
     """Of the weights, as announced; for engines that do not say it themselves."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,12 +78,12 @@ class EngineContext:
         return self.upstream.wire.mode
 
     def keep_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer beside the segments in `folder`, so that these can be read for good."""
+        """Write the tokenizer beside the recordings in `folder`, so that they stay readable."""
         if self.rendering is not None:
             self.tokenizer = keep_tokenizer(self.rendering.tokenizer, folder)
 
     def header(self, session: Session, task: Task, workdir: str, home: str) -> Header:
-        """What a segment begins with."""
+        """What a recording begins with."""
         rendering = self.rendering
         return Header(
             session=session,

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from tugline.errors import UsageError
 from tugline.inference.base import GenerateRequest, Stats
-from tugline.inference.kv import KVPool, PrefixTable, shared_prefix
+from tugline.inference.kv import KVPool, PrefixTable
 from tugline.inference.sampling import sample, uniforms
-from tugline.types import Finish
+from tugline.types import Finish, shared_prefix
 
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, of one prefill: bounds how long running rows wait for it."""

@@ -127,10 +127,3 @@ class PrefixTable:
     def length(self, row: int) -> int:
         """How many tokens `row` stands for."""
         return int(self._lengths[row])
-
-
-def shared_prefix(a: Ids, b: Ids) -> int:
-    """How many leading tokens two sequences have in common."""
-    width = min(len(a), len(b))
-    differs = a[:width] != b[:width]
-    return int(differs.argmax()) if differs.any() else width

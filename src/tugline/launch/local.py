@@ -97,10 +97,10 @@ class Local:
                 after, rest = page.next, page.next is not None
         return found
 
-    async def segments(self, tasks: Sequence[str]) -> dict[str, Path]:
+    async def recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
         """By session, where the calls of its last attempt are, if it made any."""
         paths = {
-            one.id: self.gateway.segment(
+            one.id: self.gateway.recording_path(
                 Session(id=one.id, task=one.task, sample=one.sample, epoch=one.epoch)
             )
             for one in await self.sessions(tasks)

@@ -23,7 +23,7 @@ from tugline.protocol import Dispatcher
 from tugline.rollout.parts import Parts
 from tugline.tracing.tracer import open_tracer
 
-SEGMENTS = "segments"
+RECORDINGS = "recordings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ async def worker(
 ) -> AsyncIterator[Worker]:
     """A node that works in `folder` and gets its work from `dispatcher` once it is run.
 
-    With `keep` it never removes a segment, however old: they are what the run is for.
+    With `keep` it never removes a recording, however old: they are what the run is for.
     """
     settings = told.node.model_copy(
         update={
@@ -57,13 +57,13 @@ async def worker(
         }
     )
     tracer = open_tracer(os.environ, node=settings.name)
-    segments = folder / SEGMENTS
+    recordings = folder / RECORDINGS
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(
             Gateway(
                 reached.upstream,
                 reached.rendering,
-                segments,
+                recordings,
                 host=told.gateway.host,
                 port=told.gateway.port,
             )
@@ -80,7 +80,7 @@ async def worker(
             parts,
             folder,
             settings,
-            segments=None if keep else segments,
+            recordings=None if keep else recordings,
             observer=watch,
         )
         yield Worker(node, gateway, NodeMetrics(node, watch, gateway.traffic, engines), parts)

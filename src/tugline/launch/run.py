@@ -1,6 +1,6 @@
 """A batch of tasks from first to last in this process, with every result as a file when it ends.
 
-The folder is the run: its store, segments and results. The same tasks in the same folder go on
+The folder is the run: its store, recordings and results. The same tasks in the same folder go on
 where a killed run was; what is saved is not run again (I3).
 """
 

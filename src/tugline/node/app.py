@@ -53,10 +53,10 @@ class Node:
         folder: Path,
         settings: NodeSettings,
         *,
-        segments: Path | None = None,
+        recordings: Path | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`segments` is the folder of the gateway's segments, kept as long as the sessions are."""
+        """`recordings` is the gateway's folder of recordings, kept as long as the sessions are."""
         self.stats = Stats()
         self.settings = settings
         self._gateway, self._parts, self._server = gateway, parts, dispatcher
@@ -75,7 +75,7 @@ class Node:
         self.stages = self.crew.stages
         self._controls = Controls(gateway, self.crew.pause)
         sessions = folder / "sessions"
-        self._disk = Housekeeping(sessions, segments, settings, self.stats, self.crew.is_needed)
+        self._disk = Housekeeping(sessions, recordings, settings, self.stats, self.crew.is_needed)
         self._draining = asyncio.Event()
         self._said_so = ""
         """As which node it has told the server that it drains."""

@@ -1,6 +1,6 @@
 """The disk of a node: what a dead predecessor left, how long sessions stay, and when it is full.
 
-Folders of sessions (``<session>.<epoch>``) and segments stay after their commit, so that somebody
+Folders of sessions (``<session>.<epoch>``) and recordings stay after their commit, so that somebody
 can look at them, but not for ever: too old, too much in all, or too little free space, and the
 oldest go. What is still needed (running, or not committed) is never touched. A folder without the
 mark of a committed session is an orphan: its programs are ended and it is removed at the start.
@@ -44,18 +44,18 @@ class _Item(NamedTuple):
 
 
 class Housekeeping:
-    """Keeps `sessions` and `segments` within their bounds."""
+    """Keeps `sessions` and `recordings` within their bounds."""
 
     def __init__(
         self,
         sessions: Path,
-        segments: Path | None,
+        recordings: Path | None,
         settings: NodeSettings,
         stats: Stats,
         is_needed: Callable[[str], bool],
     ) -> None:
         """`is_needed` says whether a name ``<session>.<epoch>`` is one to be left alone."""
-        self._sessions, self._segments = sessions, segments
+        self._sessions, self._recordings = sessions, recordings
         self._settings, self._stats, self._is_needed = settings, stats, is_needed
         self._sizes: dict[str, int] = {}
         """Of folders that do not change any more."""
@@ -114,10 +114,10 @@ class Housekeeping:
                     self._sizes[folder.name] = _size(folder)
                 size = self._sizes[folder.name]
                 found.append(_Item((folder / DONE).stat().st_mtime, size, folder))
-        for segment in self._segments.glob("*.seg") if self._segments else ():
-            if not self._is_needed(segment.stem):
-                stat = segment.stat()
-                found.append(_Item(stat.st_mtime, stat.st_size, segment))
+        for recording in self._recordings.glob("*.rec") if self._recordings else ():
+            if not self._is_needed(recording.stem):
+                stat = recording.stat()
+                found.append(_Item(stat.st_mtime, stat.st_size, recording))
         return found
 
 

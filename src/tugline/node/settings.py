@@ -35,7 +35,7 @@ class NodeSettings(Config):
     grace_s: float = Field(default=600.0, ge=0)
     """How long agents may go on after the node is asked to stop."""
     keep_s: float = Field(default=7 * 86400.0, ge=0)
-    """How long the folders and segments of committed sessions stay."""
+    """How long the folders and recordings of committed sessions stay."""
     quota_gb: float = Field(default=50.0, gt=0)
     """How much they may take up together; the oldest go first."""
     disk_floor_gb: float = Field(default=1.0, ge=0)

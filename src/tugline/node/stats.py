@@ -32,7 +32,7 @@ class Stats:
     masked: Counter[Reason] = field(default_factory=Counter)
     dropped: Counter[Reason] = field(default_factory=Counter)
     disk_bytes: int = 0
-    """That sessions and segments take up."""
+    """That sessions and recordings take up."""
     disk_low: bool = False
 
     def ended(self, trajectory: Trajectory) -> None:

@@ -1,1 +1,1 @@
-"""Keep what was sampled: a growing answer becomes a `Call`, calls become a segment file."""
+"""Keep what was sampled: a growing answer becomes a `Call`, calls become a recording file."""

@@ -18,11 +18,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from tugline.recording.records import Event, Header, Result
-from tugline.types import Call, Ids, Image, Logprobs, Message, Tool, decode, encode
+from tugline.types import Call, Ids, Image, Logprobs, Message, Tool, decode, encode, shared_prefix
 
 Packed = tuple[bytes, bytes]
 """What a record adds to the stream, and what stands behind it uncompressed."""
@@ -102,14 +101,6 @@ class MessageRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 Record = Header | CallRecord | Picture | Event | Result
 _said_encoder = msgspec.json.Encoder()
 _said_decoder = msgspec.json.Decoder(MessageRecord)
-
-
-def shared_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """How many leading items `a` and `b` have in common."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
 
 
 # --------------------------------------------------------------------------- writing

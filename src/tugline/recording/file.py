@@ -32,7 +32,7 @@ from tugline.recording.records import Event, Header, Result
 from tugline.types import Call
 
 VERSION = 3
-_NAME = b"TUGSEG\x00"
+_NAME = b"TUGREC\x00"
 MAGIC = _NAME + bytes([VERSION])
 _HEAD = struct.Struct("<IIII")
 _LIMIT = 1 << 30
@@ -68,13 +68,13 @@ class Recording:
 
 
 def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Recording:
-    """Everything in a segment. Raises `CaptureError` on anything but a torn tail.
+    """Everything in a recording. Raises `CaptureError` on anything but a torn tail.
 
     With `salvage` the good records before a damaged place are enough. Without `bodies` the calls'
     raw requests are left out: as each repeats the one before, all of them are O(turns x tokens).
     """
     data = _load(path)
-    segment, unpacker = Recording(), Unpacker(bodies=bodies)
+    recording, unpacker = Recording(), Unpacker(bodies=bodies)
     events: list[Event] = []
     good = 0
     try:
@@ -83,18 +83,18 @@ def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Recording
             if isinstance(found, Event):
                 events.append(found)
             elif isinstance(found, Header):
-                segment.header = segment.header or found
+                recording.header = recording.header or found
             elif found is not None:
-                segment.result = found
+                recording.result = found
             good = frame.end
-        segment.torn_bytes = len(data) - good
+        recording.torn_bytes = len(data) - good
     except CaptureError as error:
         if not salvage or not good:
             raise
-        segment.damage = str(error)
-    segment.calls, segment.events = unpacker.calls(), tuple(events)
-    segment.pictures = unpacker.pictures
-    return segment
+        recording.damage = str(error)
+    recording.calls, recording.events = unpacker.calls(), tuple(events)
+    recording.pictures = unpacker.pictures
+    return recording
 
 
 class Frame(NamedTuple):
@@ -110,7 +110,7 @@ def _load(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        msg = f"cannot read segment {path}: {error.strerror}"
+        msg = f"cannot read recording {path}: {error.strerror}"
         raise CaptureError(msg) from error
 
 
@@ -145,7 +145,7 @@ def _section(path: Path, data: bytes, at: int) -> Frame:
     if data.startswith(MAGIC, at):
         return Frame(at, at + len(MAGIC))
     msg = (
-        f"{path} has version {data[at + len(_NAME)]} of the segment format (offset {at}); "
+        f"{path} has version {data[at + len(_NAME)]} of the recording format (offset {at}); "
         f"this release reads version {VERSION} alone"
     )
     raise CaptureError(msg)
@@ -186,7 +186,7 @@ def _damaged(path: Path, at: int, what: str) -> CaptureError:
 def _foreign(path: Path, data: bytes) -> CaptureError:
     known = next((what for start, what in _LOOKS if data.startswith(start)), None)
     what = known or ("text" if data[:64].isascii() and b"\0" not in data[:64] else "something else")
-    return CaptureError(f"{path} is no segment: it looks like {what} (offset 0: {data[:8]!r})")
+    return CaptureError(f"{path} is no recording: it looks like {what} (offset 0: {data[:8]!r})")
 
 
 class Writer:
@@ -205,7 +205,7 @@ class Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            msg = f"cannot open segment {path}: {error.strerror}"
+            msg = f"cannot open recording {path}: {error.strerror}"
             raise CaptureError(msg) from error
         fresh = self._end <= len(MAGIC)
         os.ftruncate(self._fd, self._end)
@@ -229,7 +229,7 @@ class Writer:
 
     def _records(self, packed: Iterable[Packed]) -> int:
         if self.closed:
-            msg = f"segment {self.path} is closed"
+            msg = f"recording {self.path} is closed"
             raise CaptureError(msg)
         records = b"".join(_framed(*one) for one in packed)
         self._write(records)
@@ -270,7 +270,7 @@ class Writer:
     def _failed(self, error: OSError) -> CaptureError:
         self._release()  # what was written of the last record is a torn tail
         why = error.strerror
-        msg = f"cannot write segment {self.path}: {why}; free some space and resume"
+        msg = f"cannot write recording {self.path}: {why}; free some space and resume"
         return CaptureError(msg)
 
     def __enter__(self) -> Self:
@@ -291,6 +291,6 @@ def _framed(packed: bytes, plain: bytes) -> bytes:
 
 
 def conclude(path: Path, result: Result) -> None:
-    """Append what became of a session to its segment, safe from a loss of power."""
+    """Append what became of a session to its recording, safe from a loss of power."""
     with Writer(path) as writer:
         writer.note(result)

@@ -11,9 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from tugline.recording.codec import shared_prefix
 from tugline.recording.verify.findings import Seam, Turn
-from tugline.types import Call, Mode, Outcome
+from tugline.types import Call, Mode, Outcome, shared_prefix
 
 CERTAIN = 1e-4
 """How far above 0 rounding may lift a log probability."""

@@ -1,6 +1,6 @@
-"""Trajectories made again from segments alone: the trainer depends on nothing that is not there.
+"""Trajectories made again from recordings alone: the trainer depends on nothing that is not there.
 
-The outcome comes from the recorded result, never from a clock, so the same segments and the same
+The outcome comes from the recorded result, never from a clock, so the same recordings and the same
 builder give the same bytes, run after run. One session is in memory at a time.
 """
 
@@ -22,19 +22,19 @@ from tugline.types import Boundary, Failure, PluginSpec, Status, Trajectory
 UNENDED = Failure(Boundary.INFRASTRUCTURE, "no result is recorded: the session did not end")
 
 
-def rebuild(segment: Recording, part: PluginSpec | None = None) -> Trajectory:
+def rebuild(recording: Recording, part: PluginSpec | None = None) -> Trajectory:
     """The trajectory of a session, by its task's own builder or the one that `part` names.
 
     A session without a recorded result is a failed one, so that no trainer learns from it. Rewards
     per trace are left out where another builder makes other traces. Raises `CaptureError` on a call
-    or a segment that lacks parts, `UsageError` on a builder that is not here.
+    or a recording that lacks parts, `UsageError` on a builder that is not here.
     """
-    header, result = segment.header, segment.result
+    header, result = recording.header, recording.result
     if header is None:
-        msg = "the segment has no header, so it is not known whose it is"
+        msg = "the recording has no header, so it is not known whose it is"
         raise CaptureError(msg)
     own = header.task.builder
-    traces, ledger = builder_of(part or own).build(segment.calls)
+    traces, ledger = builder_of(part or own).build(recording.calls)
     reward = result.reward if result else None
     if reward is not None and part not in (None, own):
         reward = msgspec.structs.replace(reward, per_trace=())
@@ -61,10 +61,10 @@ def rebuild_all(
     salvage: bool = False,
     on_file: Callable[[], None] = lambda: None,
 ) -> Index:
-    """Write ``<session>.traj`` for each segment, and the index; `root` is what names are below.
+    """Write ``<session>.traj`` for each recording, and the index; `root` is what names are below.
 
     `part` is the builder of all, None each session's own. Of several attempts at a session the last
-    one counts. A segment that cannot be read or built has an entry that says why.
+    one counts. A recording that cannot be read or built has an entry that says why.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         msg = f"--out {out} must be a new or an empty folder"
@@ -76,7 +76,9 @@ def rebuild_all(
     for path in found:
         name, (session, _) = path.relative_to(root).as_posix(), _attempt(path)
         if path in superseded:
-            entries.append(IndexEntry(session=session, segment=name, note="a later attempt counts"))
+            entries.append(
+                IndexEntry(session=session, recording=name, note="a later attempt counts")
+            )
         else:
             file = Path(name).with_name(f"{session}.traj")
             entries.append(_one(path, name, out, file, part, salvage=salvage))
@@ -93,33 +95,33 @@ def _one(
 ) -> IndexEntry:
     session = file.stem
     try:
-        segment = recordings.read(path, salvage=salvage, bodies=False)
-        trajectory = rebuild(segment, part)
+        recording = recordings.read(path, salvage=salvage, bodies=False)
+        trajectory = rebuild(recording, part)
     except (CaptureError, UsageError) as error:
-        return IndexEntry(session=session, segment=name, error=str(error))
+        return IndexEntry(session=session, recording=name, error=str(error))
     data = pack(trajectory)
     target = out / file
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(data)
     return IndexEntry(
         session=trajectory.session,
-        segment=name,
+        recording=name,
         file=file.as_posix(),
         sha256=hashlib.sha256(data).hexdigest(),
         traces=len(trajectory.traces),
         tokens=sum(len(trace.ids) for trace in trajectory.traces),
         ledger=trajectory.ledger,
-        note="; ".join(_notes(segment)),
+        note="; ".join(_notes(recording)),
     )
 
 
-def _notes(segment: Recording) -> Iterator[str]:
-    if segment.result is None:
+def _notes(recording: Recording) -> Iterator[str]:
+    if recording.result is None:
         yield UNENDED.message
-    if segment.torn_bytes:
-        yield f"a torn tail of {segment.torn_bytes} bytes was not read"
-    if segment.damage:
-        yield f"made of what comes before the damage: {segment.damage}"
+    if recording.torn_bytes:
+        yield f"a torn tail of {recording.torn_bytes} bytes was not read"
+    if recording.damage:
+        yield f"made of what comes before the damage: {recording.damage}"
 
 
 def _superseded(found: list[Path]) -> set[Path]:

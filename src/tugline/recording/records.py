@@ -1,7 +1,7 @@
-"""What a segment holds: one header, then calls, events and, in the end, what became of the session.
+"""Records of a recording: one header, then calls and events, and at the end the result.
 
 Everything that a trainer, an inspector or a replay wants to know is in these records, so that a
-segment is enough to do the work again: the task and its harness, how the prompts were made, every
+recording is enough to do the work again: the task and its harness, how the prompts were made, every
 call, and the verdict. Nothing here needs the server that wrote it.
 """
 
@@ -17,7 +17,7 @@ from tugline.types import Failure, Ledger, Mode, Reward, Session, Status, Task
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """Whose calls follow, and how their prompts were made. The first record of a segment."""
+    """Whose calls follow, and how their prompts were made. The first record of a recording."""
 
     session: Session
     task: Task
@@ -36,7 +36,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """The chat template of exact mode, by its name in `docs/templates.md`; else empty."""
     thinking_retention: str = ""
     tokenizer: str = ""
-    """SHA-256, in hex, of the ``tokenizer.json`` that is kept once beside the segments (see
+    """SHA-256, in hex, of the ``tokenizer.json`` that is kept once beside the recordings (see
     `tugline.recording.folder`); empty where the engine makes the ids."""
     workdir: str = ""
     """Where the agent worked, as its programs saw it; a replay runs in the same place."""

@@ -61,11 +61,11 @@ class ResultFolder:
     def _entry(self, view: ResultView) -> IndexEntry:
         path = self.path(view.session)
         if not view.bytes:
-            return IndexEntry(session=view.session, segment="", error=f"it was {view.status}")
+            return IndexEntry(session=view.session, recording="", error=f"it was {view.status}")
         trajectory = read(path)
         return IndexEntry(
             session=view.session,
-            segment="",
+            recording="",
             file=path.name,
             sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
             traces=len(trajectory.traces),

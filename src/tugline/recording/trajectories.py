@@ -1,4 +1,4 @@
-"""Trajectories on disk: what a builder made of segments, for a trainer to load.
+"""Trajectories on disk: what a builder made of recordings, for a trainer to load.
 
 A file holds one `Trajectory`: msgpack in one zstd frame, the same bytes for equal trajectories.
 ``index.json`` beside them names each file with its digest, so that a damaged or missing one is an
@@ -22,10 +22,10 @@ _LEVEL = 3
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One segment and the file that was made of it."""
+    """One recording and the file that was made of it."""
 
     session: str
-    segment: str
+    recording: str
     """Path below the folder that was read."""
     file: str = ""
     """Path below the index; empty where none was made."""
@@ -36,13 +36,13 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
     """In all its traces, context included."""
     ledger: Ledger = Ledger()
     note: str = ""
-    """What is unusual: a segment that was cut short, a session without a result."""
+    """What is unusual: a recording that was cut short, a session without a result."""
     error: str = ""
     """Why no file was made."""
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a folder of trajectories, in the order of the segments."""
+    """What is in a folder of trajectories, in the order of the recordings."""
 
     builder: PluginSpec | None
     """None where each session's own was used."""

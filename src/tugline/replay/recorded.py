@@ -27,12 +27,11 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import BudgetExhausted
 from tugline.gateway.canonical import Mark
 from tugline.gateway.replicas import ModelCard, Replica, Source
-from tugline.recording.codec import shared_prefix
 from tugline.recording.records import Header
 from tugline.replay.difference import Difference, of_messages, of_sampling, shared
 from tugline.replay.masks import Normalizers
 from tugline.replay.takes import RecordedResponse, order, ordered, takes
-from tugline.types import Call, Message, Mode
+from tugline.types import Call, Message, Mode, shared_prefix
 
 _PIECE = 16
 """Tokens that are told together."""

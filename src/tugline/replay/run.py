@@ -1,7 +1,7 @@
 """Replay a recorded session, or fork from it: the whole rollout, with a recording for an engine.
 
-Everything that a rollout has is there: runtime, budgets, evaluator, and a segment of its own, from
-which a fork builds like any other session.
+Everything that a rollout has is there: runtime, budgets, evaluator, and a recording of its own,
+from which a fork builds like any other session.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Recording:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def load(cls, segment: Path, tokenizer: Path | None = None) -> Recording:
-        """Read a segment and its tokenizer. Raises `CaptureError`, or `UsageError` if they lack."""
-        found = read(segment, bodies=False)
+    def load(cls, recording: Path, tokenizer: Path | None = None) -> Recording:
+        """Read a recording and its tokenizer. Raises `CaptureError` or `UsageError`."""
+        found = read(recording, bodies=False)
         if found.header is None or not found.calls:
             what = "says not whose session it is" if found.header is None else "holds no calls"
-            msg = f"{segment} {what}; there is nothing to replay"
+            msg = f"{recording} {what}; there is nothing to replay"
             raise UsageError(msg)
-        known = tokenizer_of(segment, found.header, tokenizer)
+        known = tokenizer_of(recording, found.header, tokenizer)
         if known is None and found.header.mode is Mode.EXACT:
-            msg = f"the tokenizer of {segment} is not beside it; give it with --tokenizer"
+            msg = f"the tokenizer of {recording} is not beside it; give it with --tokenizer"
             raise UsageError(msg)
         return cls(found.header, found.calls, found.result, known)
 
@@ -87,7 +87,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Mask to recorded value to this run's, where the two differ."""
     same_place: bool
     """Whether programs found their folder where the recorded ones did."""
-    segment: str
+    recording: str
     """Its path; empty where it was not kept."""
     status: Status
     reward: Reward | None = None
@@ -127,7 +127,7 @@ async def fork(
 ) -> list[Report]:
     """Sessions that are replayed up to call `live.at` and sampled from there on.
 
-    Each has a segment of its own in the new `folder`, with the replayed calls marked as such. The
+    Each has a recording of its own in the new `folder`, with the replayed calls marked as such. The
     samples are numbered after those of the task, so that none draws from a seed that was used.
     """
     if not 0 <= live.at <= len(recording.calls):
@@ -156,7 +156,7 @@ async def _perform(
         harness = parts.harness(task.harness)
         here = {} if start else {one.id: _places(_directory(folder, one)) for one in sessions}
         source = _source(recording, options, live, here, spent_status(harness))
-        gateway = _Gateway(source, recording.rendering(), folder / "segments")
+        gateway = _Gateway(source, recording.rendering(), folder / "recordings")
         if start:
             gateway.folders = {"workdir": header.workdir, "home": header.home}
         gate = asyncio.Semaphore(live.slots if live else 1)
@@ -184,7 +184,7 @@ async def _perform(
                 differences=tuple(run.differences),
                 masked=run.masked,
                 same_place=start is not None,
-                segment=str(gateway.segment(session)),
+                recording=str(gateway.recording_path(session)),
                 status=trajectory.status,
                 reward=trajectory.reward,
                 recorded_reward=recording.result.reward if recording.result else None,

@@ -1,6 +1,6 @@
 """The answers of a recording, each with the whole conversation that it answers. Pure.
 
-A segment keeps what each request added; here conversations are whole again, so that a request can
+A recording keeps what each request added; here conversations are whole again, so that a request can
 be recognised by what it says. An answer that broke off and was taken up again is one answer.
 """
 

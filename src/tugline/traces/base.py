@@ -6,7 +6,7 @@ chosen, the same sampled tokens are trained, each in the same context.
 
 Invariants: a call joins a chain only when the chain's ids and pictures, all of them, begin its
 prompt (I1); every sampled token ends up trained, masked or dropped, with a reason (I2); prompts
-that are views of one buffer, as a segment's reader hands them out, are not compared again, so the
+that are views of one buffer, as a recording's reader hands them out, are not compared again, so the
 work is linear in the ids that there are (I7).
 """
 
@@ -32,6 +32,7 @@ from tugline.types import (
     Span,
     Trace,
     TraceKind,
+    shared_prefix,
 )
 
 
@@ -82,22 +83,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return "" if isinstance(value, bool) else "true or false"
 
 
-# --------------------------------------------------------------------------- equal ids
-def common(a: Ids, b: Ids) -> int:
-    """How many leading ids two sequences share; at once if they are views of one buffer."""
-    n = min(len(a), len(b))
-    if not n or _address(a) == _address(b):
-        return n
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax())
-    return first if differs[first] else n
-
-
-def _address(ids: Ids) -> tuple[int, tuple[int, ...]]:
-    at: int = ids.__array_interface__["data"][0]
-    return at, ids.strides
-
-
 # --------------------------------------------------------------------------- exact chains
 class Chain:
     """Calls of which each one's prompt begins with all ids of the one before it."""
@@ -132,7 +117,7 @@ class Chain:
             (call.kind is TraceKind.SIDE) == (tip.kind is TraceKind.SIDE)
             and images[: len(self.images[-1])] == self.images[-1]
             and np.array_equal(call.prompt_ids[asked:end], tip.sampled_ids)
-            and common(call.prompt_ids, tip.prompt_ids) == asked
+            and shared_prefix(call.prompt_ids, tip.prompt_ids) == asked
         )
 
     @property
@@ -360,4 +345,4 @@ def shared(a: Trace, b: Trace) -> int:
     An id does not tell which picture it stands for: pictures that differ leave nothing to share.
     """
     n = min(len(a.images), len(b.images))
-    return common(a.ids, b.ids) if a.images[:n] == b.images[:n] else 0
+    return shared_prefix(a.ids, b.ids) if a.images[:n] == b.images[:n] else 0

@@ -24,8 +24,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from tugline.traces.base import Answer, Options, TraceMeta, checked, common, trace, untrained
-from tugline.types import Call, Finish, Ids, Mode, Trace
+from tugline.traces.base import Answer, Options, TraceMeta, checked, trace, untrained
+from tugline.types import Call, Finish, Ids, Mode, Trace, shared_prefix
 
 
 def traces(calls: Iterable[Call], options: Options) -> list[Trace]:
@@ -58,7 +58,9 @@ def _chains(calls: Iterable[Call]) -> list[list[Call]]:
     with_ids = (call for call in checked(calls) if call.mode is not Mode.TEXT)
     for call in sorted(with_ids, key=lambda call: (len(call.prompt_ids), call.number)):
         asked = call.prompt_ids
-        fitting = [c for c in found if common(c[-1].prompt_ids, asked) == len(c[-1].prompt_ids)]
+        fitting = [
+            c for c in found if shared_prefix(c[-1].prompt_ids, asked) == len(c[-1].prompt_ids)
+        ]
         if fitting:
             max(fitting, key=lambda chain: len(chain[-1].prompt_ids)).append(call)
         else:

@@ -1,1 +1,1 @@
-"""Judges recorded sessions, and makes their trajectories again, from segments alone."""
+"""Judges recorded sessions, and makes their trajectories again, from recordings alone."""

@@ -67,10 +67,10 @@ class Turn(msgspec.Struct, kw_only=True):
 
 
 class SessionReport(msgspec.Struct, kw_only=True):
-    """One session. `error` is set where its segment cannot be read; then nothing else is."""
+    """One session. `error` is set where its recording cannot be read; then nothing else is."""
 
     session: str
-    segment: str
+    recording: str
     error: str | None = None
     turns: list[Turn] = []
     checks: dict[str, Check] = {}

@@ -32,11 +32,11 @@ def builder_of(part: PluginSpec) -> Builder:
     return made
 
 
-def ledger_checks(segment: Recording) -> dict[str, Check]:
+def ledger_checks(recording: Recording) -> dict[str, Check]:
     """The checks ``ledger`` and ``traces``."""
     try:
-        part = segment.header.task.builder if segment.header else PluginSpec("prefix_merging")
-        traces, ledger = builder_of(part).build(segment.calls)
+        part = recording.header.task.builder if recording.header else PluginSpec("prefix_merging")
+        traces, ledger = builder_of(part).build(recording.calls)
     except UsageError as error:
         unknown = Check(Verdict.UNCHECKED, str(error))
         return {"ledger": unknown, "traces": unknown}
@@ -45,7 +45,7 @@ def ledger_checks(segment: Recording) -> dict[str, Check]:
         return {"ledger": wrong, "traces": wrong}
     told = f"{ledger.sampled} sampled = {ledger.trained} trained"
     told += "".join(f" + {count} {reason}" for reason, count in _reasons(ledger))
-    known = {call.number: call for call in segment.calls}
+    known = {call.number: call for call in recording.calls}
     faults = [fault for number, one in enumerate(traces) for fault in _wrong(number, one, known)]
     trained = sum(int(one.mask.sum()) for one in traces)
     if trained != ledger.trained:
@@ -53,7 +53,7 @@ def ledger_checks(segment: Recording) -> dict[str, Check]:
     inexact = sum(not one.exact for one in traces)
     count = f"{len(traces)}" + (f", {inexact} of them inexact" if inexact else "")
     return {
-        "ledger": settled(_unbalanced(segment, ledger), told),
+        "ledger": settled(_unbalanced(recording, ledger), told),
         "traces": settled(faults, count),
     }
 
@@ -62,14 +62,14 @@ def _reasons(ledger: Ledger) -> Sequence[tuple[str, int]]:
     return [*ledger.masked.items(), *ledger.dropped.items()]
 
 
-def _unbalanced(segment: Recording, ledger: Ledger) -> list[str]:
+def _unbalanced(recording: Recording, ledger: Ledger) -> list[str]:
     faults = []
     if not ledger.balanced:
         faults.append(f"the ledger does not balance: {ledger}")
-    sampled = sum(len(call.sampled_ids) + call.unseen for call in segment.calls)
+    sampled = sum(len(call.sampled_ids) + call.unseen for call in recording.calls)
     if ledger.sampled != sampled:
         faults.append(f"{sampled} tokens were sampled, the ledger has {ledger.sampled}")
-    result = segment.result
+    result = recording.result
     never_built = result is not None and result.failure is not None and not result.ledger.sampled
     if result is not None and not never_built and result.ledger != ledger:
         faults.append(f"the recorded ledger is another: {result.ledger}, not {ledger}")

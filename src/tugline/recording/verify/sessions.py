@@ -1,4 +1,4 @@
-"""Everything that can be said about one recorded session, from its segment alone or with an engine.
+"""Checks of one recorded session, from its recording alone or with an engine.
 
 The checks: `seams` (every prompt goes on exactly from where it says), `text` (ids say what the
 harness was told), `numbers` (logprobs and versions are whole), `ledger` and `traces` (what is
@@ -22,32 +22,32 @@ TOLERANCE = 0.1
 """Largest mean difference of a turn's captured and recomputed logprobs that passes, in nats."""
 
 
-def judge(path: Path, segment: Recording, texts: Texts) -> SessionReport:
-    """What the segment at `path` says of itself; `texts` may be shared by many sessions."""
+def judge(path: Path, recording: Recording, texts: Texts) -> SessionReport:
+    """What the recording at `path` says of itself; `texts` may be shared by many sessions."""
     judged = SessionReport(
-        session=segment.header.session.id if segment.header else path.stem,
-        segment=str(path),
-        turns=turns(segment.calls),
+        session=recording.header.session.id if recording.header else path.stem,
+        recording=str(path),
+        turns=turns(recording.calls),
     )
     judged.checks["seams"] = settled([one for turn in judged.turns for one in turn.faults])
-    judged.checks["text"] = _text(judged, path, segment, texts)
-    numbers = {call.number: number_faults(call) for call in segment.calls}
+    judged.checks["text"] = _text(judged, path, recording, texts)
+    numbers = {call.number: number_faults(call) for call in recording.calls}
     for turn in judged.turns:
         turn.faults += numbers[turn.call]
     judged.checks["numbers"] = settled([one for faults in numbers.values() for one in faults])
-    judged.checks |= ledger_checks(segment)
-    if segment.torn_bytes:
-        judged.notes.append(f"a torn tail of {segment.torn_bytes} bytes was not read")
-    if segment.damage:
-        judged.notes.append(f"only what comes before the damage was judged: {segment.damage}")
-    if segment.result is None:
+    judged.checks |= ledger_checks(recording)
+    if recording.torn_bytes:
+        judged.notes.append(f"a torn tail of {recording.torn_bytes} bytes was not read")
+    if recording.damage:
+        judged.notes.append(f"only what comes before the damage was judged: {recording.damage}")
+    if recording.result is None:
         judged.notes.append("no result is recorded")
     return judged
 
 
-def _text(judged: SessionReport, path: Path, segment: Recording, texts: Texts) -> Check:
+def _text(judged: SessionReport, path: Path, recording: Recording, texts: Texts) -> Check:
     try:
-        faults = texts.faults(path, segment.header, segment.calls)
+        faults = texts.faults(path, recording.header, recording.calls)
     except ConfigError as error:
         return Check(Verdict.UNCHECKED, str(error))
     except CaptureError as error:
@@ -58,17 +58,17 @@ def _text(judged: SessionReport, path: Path, segment: Recording, texts: Texts) -
 
 
 async def judge_logprobs(
-    judged: SessionReport, segment: Recording, scorer: Scorer, tolerance: float = TOLERANCE
+    judged: SessionReport, recording: Recording, scorer: Scorer, tolerance: float = TOLERANCE
 ) -> None:
     """Add the check `engine`: ask for every log probability again. Raises `EngineError`."""
     if judged.checks["numbers"].verdict is Verdict.FAIL:
         judged.checks["engine"] = Check(Verdict.UNCHECKED, "the recorded numbers are not whole")
         return
-    again = await recompute(scorer, segment.calls)
+    again = await recompute(scorer, recording.calls)
     refused: list[str] = []
     far: list[str] = []
     compared: list[Turn] = []
-    for turn, call in _pairs(judged, segment):
+    for turn, call in _pairs(judged, recording):
         if call.number in again:
             compare(turn, call, again[call.number])
         why = refusal(call, scorer)
@@ -81,7 +81,7 @@ async def judge_logprobs(
                 far.append(f"call {call.number}: captured and recomputed logprobs are {apart}")
                 turn.faults.append(far[-1])
     judged.notes += [settled(refused).detail] if refused else []
-    versions = sorted({span.version for call in segment.calls for span in call.versions})
+    versions = sorted({span.version for call in recording.calls for span in call.versions})
     if scorer.version is None and len(versions) > 1:
         judged.notes.append(f"sampled under versions {versions}; the engine does not tell its own")
     if compared:
@@ -91,13 +91,13 @@ async def judge_logprobs(
 
 
 def _summary(compared: list[Turn]) -> str:
-    sums = total([SessionReport(session="", segment="", turns=compared)])
+    sums = total([SessionReport(session="", recording="", turns=compared)])
     return (
         f"{sums.scored} tokens: max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, "
         f"KL {sums.kl:.2g} (k3 {sums.kl3:.2g})"
     )
 
 
-def _pairs(judged: SessionReport, segment: Recording) -> list[tuple[Turn, Call]]:
-    calls = sorted(segment.calls, key=lambda call: call.number)
+def _pairs(judged: SessionReport, recording: Recording) -> list[tuple[Turn, Call]]:
+    calls = sorted(recording.calls, key=lambda call: call.number)
     return list(zip(judged.turns, calls, strict=True))

@@ -47,12 +47,14 @@ class Texts:
     """Reads answers back; tokenizers and templates are made once for many sessions."""
 
     def __init__(self, tokenizer: Path | None = None) -> None:
-        """`tokenizer` is used in place of those beside the segments. Raises `ConfigError`."""
+        """`tokenizer` is used in place of those beside the recordings. Raises `ConfigError`."""
         self._other = None if tokenizer is None else Tokenizer.load(tokenizer)
         self._tokenizers: dict[str, Tokenizer] = {}
         self._renderings: dict[tuple[str, str, str], Rendering] = {}
 
-    def faults(self, segment: Path, header: Header | None, calls: Sequence[Call]) -> dict[int, str]:
+    def faults(
+        self, recording: Path, header: Header | None, calls: Sequence[Call]
+    ) -> dict[int, str]:
         """One line for each call, by number, whose ids do not say its answer.
 
         Raises `ConfigError` saying what is missing, where that cannot be found out.
@@ -61,10 +63,10 @@ class Texts:
         if not told:
             return {}
         if header is None:
-            msg = "the segment has no header, so its tokenizer is not known"
+            msg = "the recording has no header, so its tokenizer is not known"
             raise ConfigError(msg)
         known = {call.number: call for call in calls}
-        tokenizer = self._tokenizer(segment, header)
+        tokenizer = self._tokenizer(recording, header)
         rendering = self._rendering(header, tokenizer) if header.template else None
         faults = {}
         for call in told:
@@ -75,12 +77,12 @@ class Texts:
                 faults[call.number] = f"call {call.number} was told as {told_as}; its ids: {said}"
         return faults
 
-    def _tokenizer(self, segment: Path, header: Header) -> Tokenizer:
+    def _tokenizer(self, recording: Path, header: Header) -> Tokenizer:
         known = self._other or self._tokenizers.get(header.tokenizer)
         if known is None:
-            known = tokenizer_of(segment, header)
+            known = tokenizer_of(recording, header)
             if known is None:
-                msg = "no tokenizer is kept beside the segment; give --tokenizer"
+                msg = "no tokenizer is kept beside the recording; give --tokenizer"
                 raise ConfigError(msg)
             self._tokenizers[header.tokenizer] = known
         return known

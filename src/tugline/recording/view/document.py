@@ -73,7 +73,7 @@ def document(told: Told, texts: Texts) -> str:
     )
     folder, header = files("tugline.recording.view") / "page", told.story.header
     parts = {
-        "title": html.escape(f"{header.session.id if header else told.story.segment} - Tugline"),
+        "title": html.escape(f"{header.session.id if header else told.story.recording} - Tugline"),
         "style": (folder / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join(
             (folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS
@@ -122,7 +122,7 @@ def _spelled(piece: bytes) -> str | list[int]:
 
 
 def _slim(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages without pictures that are too large for a page; the segment has them."""
+    """Messages without pictures that are too large for a page; the recording has them."""
     return tuple(
         msgspec.structs.replace(message, images=tuple(map(_small, message.images)))
         for message in messages

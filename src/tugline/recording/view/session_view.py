@@ -1,4 +1,4 @@
-"""Tell a segment: who ran, turn by turn what happened, and what is trained of it.
+"""Tell a recording: who ran, turn by turn what happened, and what is trained of it.
 
 What is said here is measured on the ids wherever it can be: a turn is exact because its prompt
 begins with its parent's ids, not because a record says so (I1). Every sampled token is in its
@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from tugline.errors import CaptureError, UsageError
 from tugline.plugins import find
-from tugline.recording.codec import shared_prefix
 from tugline.recording.file import Recording
 from tugline.recording.records import EventKind
 from tugline.recording.view.story import (
@@ -32,7 +31,7 @@ from tugline.recording.view.story import (
 )
 from tugline.traces.base import Builder
 from tugline.traces.ledger import per_call
-from tugline.types import Call, Ledger, Mode, Outcome, PluginSpec, Trace
+from tugline.types import Call, Ledger, Mode, Outcome, PluginSpec, Trace, shared_prefix
 
 
 class Told(NamedTuple):
@@ -43,30 +42,30 @@ class Told(NamedTuple):
     traces: tuple[Trace, ...]
 
 
-def tell(path: Path, segment: Recording, builder: str | None = None) -> Told:
-    """The story of a segment, with the traces of `builder` (by default the task's own)."""
-    header = segment.header
+def tell(path: Path, recording: Recording, builder: str | None = None) -> Told:
+    """The story of a recording, with the traces of `builder` (by default the task's own)."""
+    header = recording.header
     part = header.task.builder if header else PluginSpec("prefix_merging")
     if builder is not None and builder != part.name:
         part = PluginSpec(builder)
-    calls = tuple(sorted(segment.calls, key=lambda call: call.number))
+    calls = tuple(sorted(recording.calls, key=lambda call: call.number))
     traces, ledger, unbuilt = _build(part, calls)
     start = header.created if header else min((c.timings.received for c in calls), default=0.0)
     if header:
         header = replace(header, task=replace(header.task, files={}))
     story = SessionView(
-        segment=str(path),
-        damage=segment.damage,
-        torn_bytes=segment.torn_bytes,
+        recording=str(path),
+        damage=recording.damage,
+        torn_bytes=recording.torn_bytes,
         started=start,
         header=header,
-        result=segment.result,
+        result=recording.result,
         turns=_turns(calls, traces, start),
         events=tuple(
             TimelineEvent(
                 kind=event.kind, at=event.at - start, call=event.call, detail=event.detail
             )
-            for event in sorted(segment.events, key=lambda event: event.at)
+            for event in sorted(recording.events, key=lambda event: event.at)
             if event.kind is not EventKind.RESPONSE
         ),
         builder=part.name,

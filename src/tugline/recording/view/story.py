@@ -1,7 +1,7 @@
 """What there is to see of a session: the one value that every view of it shows.
 
 The terminal, the HTML page and ``--json`` all show this value, so they cannot disagree; its fields
-are the documented shape of the JSON (see `docs/trace.md`). `tugline.recording.view.session_view`
+are the documented shape of the JSON (see `docs/view.md`). `tugline.recording.view.session_view`
 makes it from a recording.
 """
 
@@ -132,7 +132,7 @@ class TraceView(msgspec.Struct, frozen=True, kw_only=True):
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     """A session."""
 
-    segment: str
+    recording: str
     """Path of the file."""
     damage: str
     """Why the end of the file could not be read; empty if all of it was."""

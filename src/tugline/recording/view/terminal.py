@@ -68,7 +68,7 @@ class Terminal:
     # ----------------------------------------------------------------------- header
     def _header(self) -> None:
         story, header, result = self.told.story, self.told.story.header, self.told.story.result
-        facts = {"file": story.segment}
+        facts = {"file": story.recording}
         if header is not None:
             facts |= {
                 "task": f"{header.task.id} (sample {header.session.sample})",

@@ -1,30 +1,29 @@
-"""How much better a session did than its group, and what each turn gets of it; numpy only.
+"""Group-relative advantages of sessions and their turns (numpy only).
 
-The unit is the session. A group's mean and spread are those of this draw: a session of the group,
-each as likely, then one of its trained tokens, each as likely; the value is the reward that this
-token earned. So a session counts once however many traces it was built into, and cutting it into
-other traces changes nothing. Were traces averaged, a chatty session would weigh more in the very
-baseline that it is judged against, and the choice of builder would change the objective. Sessions
-without a reward are left out before this point.
+The unit is the session. The mean and standard deviation of a group are those of a two-stage draw:
+a session of the group, uniformly, then one of its trained tokens, uniformly; the value is the
+reward of that token. A session therefore counts once, however many traces it was built into, and
+the choice of builder does not change the objective. Averaging traces instead would give a session
+with many traces more weight in its own baseline. Sessions without a reward must be filtered out by
+the caller.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from tugline.trainers.grpo.config import Estimator
-
+Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Rewards = npt.NDArray[np.float64]
 """Shape ``(k,)``."""
 
 
 class SessionReward(NamedTuple):
-    """What the trained tokens of a session earned: distinct rewards, and the share of each."""
+    """Distinct rewards of a session's trained tokens, and the share of tokens of each."""
 
     rewards: Rewards
     """Ascending."""
@@ -45,23 +44,23 @@ class SessionReward(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The session's one number."""
+        """Mean reward over the trained tokens."""
         return float(self.rewards @ self.shares)
 
 
 class Baseline(NamedTuple):
-    """What a session's rewards are measured against."""
+    """Baseline and scale of a session's advantages."""
 
     level: float
     scale: float
 
     def advantage(self, reward: float) -> float:
-        """How much better `reward` is."""
+        """Return the advantage of `reward`."""
         return (reward - self.level) * self.scale
 
 
 def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) -> list[Baseline]:
-    """The baseline of each session of one group; scale 0 where nothing tells them apart.
+    """Return the baseline of each session of one group; scale 0 if all rewards are equal.
 
     With ``R`` the sessions' means, ``m`` the mean of ``R``, and ``s`` the standard deviation of
     the draw described above (that of ``R`` itself where each session earned one reward):
@@ -82,18 +81,27 @@ def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) 
     return [Baseline(centre, 1 / (float(np.sqrt(variance)) + eps))] * count
 
 
+def group_advantages(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
+    """Return ``(r - mean) / (std + eps)`` for the rewards of a group's sessions, one each."""
+    group = [SessionReward(np.array([reward]), np.ones(1)) for reward in rewards]
+    return [
+        baseline.advantage(reward)
+        for baseline, reward in zip(baselines(group, "grpo", eps), rewards, strict=True)
+    ]
+
+
 def has_signal(group: Sequence[SessionReward]) -> bool:
-    """Whether the group has several sessions, and some of its tokens earned more than others."""
+    """Whether the group has several sessions whose tokens differ in reward."""
     return len(group) > 1 and bool(np.ptp(np.concatenate([one.rewards for one in group])) > 0)
 
 
 def turn_shares(calls: Sequence[int], discount: float) -> Mapping[int, float]:
-    """What the turns of a session get of its advantage, by the numbers of its trained calls.
+    """Return the weight of each turn's advantage, by the number of its call.
 
     Turn ``t`` of ``T`` (from 0, in the order of their numbers) gets ``discount ** (T - 1 - t)``:
     the discounted return of a reward that comes at the end (Sutton and Barto 2018, eq. 3.8; for
     turns of a conversation, Kevin, arXiv 2507.11948), applied to the advantage and not the reward,
-    so that an early turn is blamed and praised less and never changes sides.
+    so that the sign of an early turn's advantage never changes.
     """
     order = sorted(set(calls), reverse=True)
     return {call: discount**distance for distance, call in enumerate(order)}

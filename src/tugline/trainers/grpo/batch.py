@@ -2,7 +2,7 @@
 
 `prepare` decides what is trained: it gives every token its advantage and keeps the books, so that
 over a whole step sampled = trained + masked + dropped (I2). It needs trajectories alone, so those
-built again from segments give the same samples. `pack` decides how it is
+built again from recordings give the same samples. `pack` decides how it is
 computed: traces of like length share a forward pass, and where asked, the ids that all of them
 begin with are laid out once.
 

@@ -12,9 +12,9 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from tugline.config import Config
+from tugline.trainers.grpo.advantage import Estimator
 
 RewardOf = Literal["outcome", "per_trace", "discounted"]
-Estimator = Literal["grpo", "dr_grpo", "rloo"]
 Normalisation = Literal["token", "sequence", "constant"]
 
 

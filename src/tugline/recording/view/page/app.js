@@ -2,12 +2,12 @@
 
 const $ = (id) => document.getElementById(id);
 
-function showHeader({ header, result, segment, builder, turns, started, damage, torn_bytes, unbuilt }) {
+function showHeader({ header, result, recording, builder, turns, started, damage, torn_bytes, unbuilt }) {
   const kinds = { failed: "bad", timed_out: "bad", cancelled: "mid", completed: "good" };
   const badge = (kind, text) => make("span", { class: `badge ${kind}` }, text);
   const reward = result?.reward;
   $("headline").replaceChildren(
-    header ? header.session.id : segment,
+    header ? header.session.id : recording,
     badge(kinds[result?.status] || "mid", (result?.status || "no result").replace("_", " ")),
     reward ? badge(reward.value > 0 ? "good" : "mid", `reward ${Number(reward.value.toFixed(4))}`) : "",
   );

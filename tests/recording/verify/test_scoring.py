@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inference.tiny_model import tiny
+from recording.verify.recorded import Modelled, changed, modelled, read_in, rewritten
 from rig import rig, says
 from tugline.errors import EngineError
 from tugline.recording.verify.findings import SessionReport, Verdict, total
@@ -16,7 +17,6 @@ from tugline.recording.verify.scoring import scorer_at
 from tugline.recording.verify.sessions import judge, judge_logprobs
 from tugline.recording.verify.texts import Texts
 from tugline.types import LogprobMeaning, Sampling
-from verification.recording import Modelled, changed, modelled, read_in, rewritten
 
 CLOSE = 1e-4
 
@@ -29,10 +29,10 @@ def one_thread() -> None:
 
 async def scored(folder: Path, it: Modelled) -> SessionReport:
     """All checks of the session in `folder`, the engine's included."""
-    path, segment = read_in(folder)
-    found = judge(path, segment, Texts())
+    path, recording = read_in(folder)
+    found = judge(path, recording, Texts())
     async with scorer_at(it.url) as scorer:
-        await judge_logprobs(found, segment, scorer)
+        await judge_logprobs(found, recording, scorer)
     return found
 
 
@@ -59,11 +59,11 @@ async def test_a_wrong_context_shows(tmp_path: Path) -> None:
     """Some changed prompt ids put that turn, and no other, nats away."""
     async with modelled(tmp_path) as it:
         await it.talk(2)
-        path, segment = read_in(tmp_path)
-        call = segment.calls[1]
+        path, recording = read_in(tmp_path)
+        call = recording.calls[1]
         prompt = call.prompt_ids.copy()
         prompt[-20:] = 65
-        rewritten(path, segment, changed(1, prompt_ids=prompt))
+        rewritten(path, recording, changed(1, prompt_ids=prompt))
         found = await scored(tmp_path, it)
     first, second = found.turns
     assert first.max_dlogprob is not None
@@ -106,13 +106,13 @@ async def test_what_means_something_else_is_not_judged(
     """Truncated and constrained draws have no counterpart; raw ones have, whatever was drawn."""
     async with modelled(tmp_path) as it:
         await it.talk(1)
-        path, segment = read_in(tmp_path)
-        rewritten(path, segment, changed(0, **change))
+        path, recording = read_in(tmp_path)
+        rewritten(path, recording, changed(0, **change))
         found = await scored(tmp_path, it)
         assert found.checks["engine"].verdict is Verdict.UNCHECKED
         assert why in found.checks["engine"].detail
         raw = {**change, "logprob_meaning": LogprobMeaning.RAW}
-        rewritten(path, segment, changed(0, **raw))
+        rewritten(path, recording, changed(0, **raw))
         found = await scored(tmp_path, it)
         assert found.checks["engine"].verdict is Verdict.PASS
 
@@ -122,8 +122,8 @@ async def test_what_was_replayed_is_judged_where_it_was_sampled(tmp_path: Path) 
     """A fork's prompts may differ from those that its replayed answers were sampled after."""
     async with modelled(tmp_path) as it:
         await it.talk(1)
-        path, segment = read_in(tmp_path)
-        rewritten(path, segment, changed(0, replayed=True))
+        path, recording = read_in(tmp_path)
+        rewritten(path, recording, changed(0, replayed=True))
         found = await scored(tmp_path, it)
     assert found.checks["engine"].verdict is Verdict.UNCHECKED
     assert "another session" in found.checks["engine"].detail
@@ -146,9 +146,9 @@ async def test_broken_numbers_are_not_compared(tmp_path: Path) -> None:
     """A logprob that is none fails by itself; the engine is not asked."""
     async with modelled(tmp_path) as it:
         await it.talk(1)
-        path, segment = read_in(tmp_path)
-        logprobs = np.full_like(segment.calls[0].logprobs, np.inf)
-        rewritten(path, segment, changed(0, logprobs=logprobs))
+        path, recording = read_in(tmp_path)
+        logprobs = np.full_like(recording.calls[0].logprobs, np.inf)
+        rewritten(path, recording, changed(0, logprobs=logprobs))
         found = await scored(tmp_path, it)
     assert found.checks["numbers"].verdict is Verdict.FAIL
     assert found.checks["engine"].verdict is Verdict.UNCHECKED
@@ -158,12 +158,12 @@ async def test_an_engine_that_cannot_score_says_so(tmp_path: Path) -> None:
     """No model, no server: an `EngineError` in one line, never a passed check."""
     async with rig(tmp_path, says("Hi.")) as it:
         await it.ask()
-        path, segment = read_in(tmp_path)
-        found = judge(path, segment, Texts())
+        path, recording = read_in(tmp_path)
+        found = judge(path, recording, Texts())
         url = it.gateway._upstream.replicas[0].url
         async with scorer_at(url) as scorer:
             with pytest.raises(EngineError, match="prompt_logprobs=0 cannot be served"):
-                await judge_logprobs(found, segment, scorer)
+                await judge_logprobs(found, recording, scorer)
     with pytest.raises(EngineError, match="no engine answers at"):
         async with scorer_at("http://127.0.0.1:9"):
             pass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from inspector.synthetic import Script, encode, long, small, tokenizer
+from recording.view.synthetic import Script, encode, long, small, tokenizer
 from tugline.recording.file import read
 from tugline.recording.view.document import document
 from tugline.recording.view.session_view import tell
@@ -19,7 +19,7 @@ from tugline.types import Image, Message, Role
 
 
 def page(path: Path, builder: str | None = None) -> str:
-    """The page of a segment."""
+    """The page of a recording."""
     return document(tell(path, read(path), builder), Texts(tokenizer()))
 
 

@@ -1,4 +1,4 @@
-"""``tugline trace`` as a program: what it prints, writes and refuses."""
+"""``tugline view`` as a program: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from inspector.synthetic import small, tokenizer
-from tugline.cli.trace import trace
+from recording.view.synthetic import small, tokenizer
+from tugline.cli.view import view
 from tugline.errors import CaptureError, UsageError
 
 TUGLINE = Path(sys.executable).with_name("tugline")
@@ -21,7 +21,7 @@ TUGLINE = Path(sys.executable).with_name("tugline")
 def tugline(*options: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The command, to its end, in a folder."""
     return subprocess.run(
-        [TUGLINE, "trace", *options],
+        [TUGLINE, "view", *options],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -33,7 +33,7 @@ def tugline(*options: str, cwd: Path, **env: str) -> subprocess.CompletedProcess
 
 def test_a_session_is_found_by_its_id_and_piped_without_colour(tmp_path: Path) -> None:
     """Below runs/, with the tokenizer that is kept there."""
-    small(tmp_path / "runs" / "one" / "segments")
+    small(tmp_path / "runs" / "one" / "recordings")
     done = tugline("s-1", cwd=tmp_path, FORCE_COLOR="", NO_COLOR="1")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
@@ -51,14 +51,14 @@ def test_json_and_html_at_once(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the one beside the segment is gone, ids are shown until another is given."""
+    """Where the one beside the recording is gone, ids are shown until another is given."""
     path = small(tmp_path)
     for kept in tmp_path.glob("tokenizer-*.json"):
         kept.unlink()
-    trace(str(path))
+    view(str(path))
     assert "I read it." not in capsys.readouterr().out
     tokenizer().save(tmp_path)
-    trace(str(path), tokenizer=tmp_path)
+    view(str(path), tokenizer=tmp_path)
     assert "I read it." in capsys.readouterr().out
 
 
@@ -71,8 +71,8 @@ def test_a_damaged_file_is_shown_as_far_as_it_goes(
     data[-len(data) // 4] ^= 255
     path.write_bytes(data)
     with pytest.raises(CaptureError, match="is damaged at offset"):
-        trace(str(path))
-    trace(str(path), salvage=True)
+        view(str(path))
+    view(str(path), salvage=True)
     said = capsys.readouterr().out
     assert f"{path} is damaged at offset" in said
     assert "I read it." in said
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_shown_as_far_as_it_goes(
 @pytest.mark.parametrize(
     ("session", "options", "line"),
     [
-        ("nobody", {}, "no segment 'nobody'"),
+        ("nobody", {}, "no recording 'nobody'"),
         ("FILE", {"turn": 9}, "--turn 9: there is no such call .* its calls are 0 to 5"),
         ("FILE", {"builder": "trie"}, "unknown builder 'trie'"),
         ("FILE", {"tokenizer": Path("nothing")}, "cannot read the tokenizer nothing"),
@@ -93,7 +93,7 @@ def test_mistakes_are_named(
     """Whatever cannot be shown is a `UsageError`, which is one line and exit code 2."""
     path = str(small(tmp_path))
     with pytest.raises(UsageError, match=line):
-        trace(path if session == "FILE" else session, **options)
+        view(path if session == "FILE" else session, **options)
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Script:
             template="qwen3",
             tokenizer=keep_tokenizer(tokenizer(), folder),
         )
-        self.path = folder / f"{name}.0.seg"
+        self.path = folder / f"{name}.0.rec"
         self.writer = Writer(self.path, header, sync=False)
         self.calls: list[Call] = []
 

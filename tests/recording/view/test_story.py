@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from inspector.synthetic import START, Script, encode, small, whole
+from recording.view.synthetic import START, Script, encode, small, whole
 from tugline.errors import ConfigError, UsageError
 from tugline.recording.file import read
 from tugline.recording.view.session_view import Told, as_json, tell
@@ -26,7 +26,7 @@ from tugline.types import Branch, EchoChange, Mode, Outcome, Reason, TraceKind
 
 
 def told_of(path: Path, builder: str | None = None) -> Told:
-    """The story of a segment."""
+    """The story of a recording."""
     return tell(path, read(path), builder)
 
 
@@ -90,7 +90,7 @@ def test_events_stand_between_the_turns(tmp_path: Path) -> None:
 
 
 def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
-    """Without --full neither messages nor tokens; with it both, as they are in the segment."""
+    """Without --full neither messages nor tokens; with it both, as they are in the recording."""
     told = told_of(small(tmp_path))
     brief = msgspec.json.decode(as_json(told, turn=None, full=False))
     assert set(brief) == set(told.story.__struct_fields__)
@@ -124,11 +124,11 @@ def test_a_session_that_cannot_be_built_is_told_all_the_same(tmp_path: Path) -> 
     assert not story.ledger.balanced
 
 
-def test_a_segment_without_its_header_is_told(tmp_path: Path) -> None:
+def test_a_recording_without_its_header_is_told(tmp_path: Path) -> None:
     """A file whose first record is lost has calls to show."""
-    segment = read(small(tmp_path))
-    segment.header = segment.result = None
-    story = tell(tmp_path, segment).story
+    recording = read(small(tmp_path))
+    recording.header = recording.result = None
+    story = tell(tmp_path, recording).story
     assert (story.header, story.result, story.builder) == (None, None, "prefix_merging")
     assert len(story.turns) == 6
 
@@ -138,13 +138,13 @@ def test_a_wrong_builder_is_named(tmp_path: Path) -> None:
     path = small(tmp_path)
     with pytest.raises(UsageError, match="per_request"):
         told_of(path, "per_requests")
-    segment = read(path)
-    assert segment.header
-    part = msgspec.structs.replace(segment.header.task.builder, options={"no_such": 1})
-    task = msgspec.structs.replace(segment.header.task, builder=part)
-    segment.header = msgspec.structs.replace(segment.header, task=task)
+    recording = read(path)
+    assert recording.header
+    part = msgspec.structs.replace(recording.header.task.builder, options={"no_such": 1})
+    task = msgspec.structs.replace(recording.header.task, builder=part)
+    recording.header = msgspec.structs.replace(recording.header, task=task)
     with pytest.raises(ConfigError, match="no_such"):
-        tell(path, segment)
+        tell(path, recording)
 
 
 def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
 
 
 def test_every_field_of_the_json_is_documented() -> None:
-    """Whoever reads the object finds each of its keys in docs/trace.md."""
-    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
+    """Whoever reads the object finds each of its keys in docs/view.md."""
+    page = (Path(__file__).parents[2] / "docs" / "view.md").read_text(encoding="utf-8")
     shapes = (SessionView, Turn, Detail, TimelineEvent, TraceView, Tokens)
     names = [name for shape in shapes for name in shape.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []

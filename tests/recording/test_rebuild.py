@@ -1,4 +1,4 @@
-"""Trajectories made from segments are the committed ones, byte for byte, run after run."""
+"""Trajectories made from recordings are the committed ones, byte for byte, run after run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from launch.test_local import local, task
+from recording.verify.recorded import work
 from tugline.errors import CaptureError, UnknownPlugin, UsageError
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer, conclude
@@ -19,12 +20,11 @@ from tugline.recording.rebuild import rebuild, rebuild_all
 from tugline.recording.records import Result
 from tugline.recording.trajectories import INDEX, pack, read, read_folder, read_index
 from tugline.types import Boundary, Ledger, PluginSpec, Reward, Status
-from verification.recording import work
 
 REBUILD = (
     "import sys; from pathlib import Path; from tugline.types import Part;"
     "from tugline.recording.rebuild import rebuild_all as r; a, b = map(Path, sys.argv[1:]);"
-    "r(sorted(a.rglob('*.seg')), a, b, Part('per_request'))"
+    "r(sorted(a.rglob('*.rec')), a, b, Part('per_request'))"
 )
 
 
@@ -35,11 +35,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 async def test_a_rebuilt_trajectory_is_the_one_that_was_committed(tmp_path: Path) -> None:
-    """From the segment alone: traces, ledger, reward, report and seconds, to the byte."""
+    """From the recording alone: traces, ledger, reward, report and seconds, to the byte."""
     async with local(tmp_path) as cluster:
         committed = await cluster.run([task("a")])
-    where, out = tmp_path / "segments", tmp_path / "out"
-    rebuild_all(segments_of(where), where, out, None)
+    where, out = tmp_path / "recordings", tmp_path / "out"
+    rebuild_all(recordings_of(where), where, out, None)
     again = {one.session: one for one in read_folder(out)}
     assert again.keys() == {one.session for one in committed}
     assert [pack(again[one.session]) for one in committed] == [pack(one) for one in committed]
@@ -49,29 +49,37 @@ async def test_a_rebuilt_trajectory_is_the_one_that_was_committed(tmp_path: Path
 async def test_rewards_per_trace_stay_with_the_traces_they_are_for(tmp_path: Path) -> None:
     """Another builder's traces get the session's reward alone."""
     await work(tmp_path)
-    (path,) = segments_of(tmp_path)
+    (path,) = recordings_of(tmp_path)
     reward = Reward(1.0, {"tests": 1.0}, per_trace=(1.0, 0.5))
     result = Result(
         status=Status.COMPLETED, builder="prefix_merging", ledger=Ledger(), reward=reward
     )
     conclude(path, result)
-    segment = recordings.read(path)
+    recording = recordings.read(path)
     assert (
-        rebuild(segment).reward == rebuild(segment, PluginSpec("prefix_merging")).reward == reward
+        rebuild(recording).reward
+        == rebuild(recording, PluginSpec("prefix_merging")).reward
+        == reward
     )
-    assert rebuild(segment, PluginSpec("per_request")).reward == Reward(1.0, {"tests": 1.0})
+    assert rebuild(recording, PluginSpec("per_request")).reward == Reward(1.0, {"tests": 1.0})
 
 
-def segments_of(folder: Path) -> list[Path]:
-    """Its segments, in order."""
-    return sorted(folder.rglob("*.seg"))
+def recordings_of(folder: Path) -> list[Path]:
+    """Its recordings, in order."""
+    return sorted(folder.rglob("*.rec"))
 
 
 def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
     """Whatever seed Python's hashes have."""
-    asyncio.run(work(tmp_path / "segments"))
+    asyncio.run(work(tmp_path / "recordings"))
     for seed in ("1", "2"):
-        command = [sys.executable, "-c", REBUILD, str(tmp_path / "segments"), str(tmp_path / seed)]
+        command = [
+            sys.executable,
+            "-c",
+            REBUILD,
+            str(tmp_path / "recordings"),
+            str(tmp_path / seed),
+        ]
         env = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run(command, env=env, check=True, timeout=60)
     assert files(tmp_path / "1") == files(tmp_path / "2")
@@ -80,9 +88,9 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
 
 async def test_a_session_without_a_result_is_a_failed_one(tmp_path: Path) -> None:
     """No trainer learns from a session whose end is not known; its traces are there to look at."""
-    await work(tmp_path / "segments")
-    found = segments_of(tmp_path / "segments")
-    index = rebuild_all(found, tmp_path / "segments", tmp_path / "out", None)
+    await work(tmp_path / "recordings")
+    found = recordings_of(tmp_path / "recordings")
+    index = rebuild_all(found, tmp_path / "recordings", tmp_path / "out", None)
     (entry,) = index.entries
     assert "no result is recorded" in entry.note
     one = read(tmp_path / "out" / entry.file, entry.sha256)
@@ -93,13 +101,13 @@ async def test_a_session_without_a_result_is_a_failed_one(tmp_path: Path) -> Non
 
 
 async def test_of_several_attempts_the_last_one_counts(tmp_path: Path) -> None:
-    """A session is not trained twice; the index says what became of the other segment."""
-    await work(tmp_path / "segments")
-    (path,) = segments_of(tmp_path / "segments")
-    later = path.with_name("s1.10.seg")
-    segment = recordings.read(path)
-    with Writer(later, segment.header) as writer:
-        writer.append(segment.calls[0])
+    """A session is not trained twice; the index says what became of the other recording."""
+    await work(tmp_path / "recordings")
+    (path,) = recordings_of(tmp_path / "recordings")
+    later = path.with_name("s1.10.rec")
+    recording = recordings.read(path)
+    with Writer(later, recording.header) as writer:
+        writer.append(recording.calls[0])
     index = rebuild_all([path, later], path.parent, tmp_path / "out", None)
     earlier, _ = index.entries
     assert (earlier.file, earlier.note) == ("", "a later attempt counts")
@@ -111,7 +119,7 @@ async def test_damage_is_named_and_the_rest_is_built(tmp_path: Path) -> None:
     """A flipped byte costs one session, or with `salvage` what comes behind it."""
     for name in ("a", "b"):
         await work(tmp_path / name)
-    bad, good = segments_of(tmp_path / "a")[0], segments_of(tmp_path / "b")[0]
+    bad, good = recordings_of(tmp_path / "a")[0], recordings_of(tmp_path / "b")[0]
     data = bytearray(bad.read_bytes())
     data[-40] ^= 1
     bad.write_bytes(data)
@@ -125,9 +133,9 @@ async def test_damage_is_named_and_the_rest_is_built(tmp_path: Path) -> None:
 
 async def test_a_changed_file_is_refused_by_its_digest(tmp_path: Path) -> None:
     """A trainer that reads the folder gets what was built, or an error that names the file."""
-    await work(tmp_path / "segments")
+    await work(tmp_path / "recordings")
     out = tmp_path / "out"
-    rebuild_all(segments_of(tmp_path / "segments"), tmp_path / "segments", out, None)
+    rebuild_all(recordings_of(tmp_path / "recordings"), tmp_path / "recordings", out, None)
     (path,) = out.glob("*.traj")
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(CaptureError, match=r"s1\.traj is not the file that index\.json names"):

@@ -1,4 +1,4 @@
-"""Segments keep every call exactly, survive a crash at any byte, and name any other damage."""
+"""Recordings keep every call exactly, survive a crash at any byte, and name any other damage."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def growing(turns: int) -> list[Call]:
 def test_calls_come_back_exactly(tmp_path: Path) -> None:
     """What is read is what was written, arrays and raw bodies included."""
     calls = growing(6)
-    with Writer(tmp_path / "a.seg") as writer:
+    with Writer(tmp_path / "a.rec") as writer:
         for item in calls:
             writer.append(item)
-    assert [encode(item) for item in read(tmp_path / "a.seg").calls] == [
+    assert [encode(item) for item in read(tmp_path / "a.rec").calls] == [
         encode(item) for item in calls
     ]
 
 
 def test_a_turn_costs_what_is_new(tmp_path: Path) -> None:
     """The last of forty turns takes no more bytes than the second (I7)."""
-    with Writer(tmp_path / "a.seg", sync=False) as writer:
+    with Writer(tmp_path / "a.rec", sync=False) as writer:
         sizes = [writer.append(item) for item in growing(40)]
     assert max(sizes[2:]) < 1.2 * min(sizes[2:])
     assert max(sizes[2:]) < 300
@@ -86,7 +86,7 @@ def test_any_torn_tail_is_cut_and_nothing_before_it(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """A file cut at any byte yields whole calls only, and can be written on."""
-    path = tmp_path_factory.mktemp("torn") / "a.seg"
+    path = tmp_path_factory.mktemp("torn") / "a.rec"
     calls = growing(4)
     ends = [len(MAGIC)]
     with Writer(path, sync=False) as writer:
@@ -95,9 +95,9 @@ def test_any_torn_tail_is_cut_and_nothing_before_it(
     cut = data.draw(st.integers(0, ends[-1]))
     path.write_bytes(path.read_bytes()[:cut])
     whole = sum(end <= cut for end in ends[1:])
-    segment = read(path)
-    assert len(segment.calls) == whole
-    assert segment.torn_bytes == cut - max(end for end in (0, *ends) if end <= cut)
+    recording = read(path)
+    assert len(recording.calls) == whole
+    assert recording.torn_bytes == cut - max(end for end in (0, *ends) if end <= cut)
     with Writer(path, sync=False) as writer:
         for item in calls[whole:]:
             writer.append(item)
@@ -106,7 +106,7 @@ def test_any_torn_tail_is_cut_and_nothing_before_it(
 
 def test_unfilled_blocks_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
     """A file system that lost its last blocks to a power cut leaves zeros; they are dropped."""
-    path = tmp_path / "a.seg"
+    path = tmp_path / "a.rec"
     with Writer(path) as writer:
         writer.append(growing(1)[0])
     path.write_bytes(path.read_bytes() + bytes(4096))
@@ -115,7 +115,7 @@ def test_unfilled_blocks_at_the_end_are_a_torn_tail(tmp_path: Path) -> None:
 
 def test_a_record_whose_blocks_were_not_all_filled_is_a_torn_tail(tmp_path: Path) -> None:
     """Zeros from a sector's start to the end are a power cut's; zeros from elsewhere are damage."""
-    path = tmp_path / "a.seg"
+    path = tmp_path / "a.rec"
     with Writer(path) as writer:
         first = len(MAGIC) + writer.append(growing(1)[0])
         writer.append(call(1, list(range(900, 0, -1)), list(range(700)), os.urandom(3000)))
@@ -129,7 +129,7 @@ def test_a_record_whose_blocks_were_not_all_filled_is_a_torn_tail(tmp_path: Path
 
 
 def written(path: Path, turns: int = 3) -> list[int]:
-    """Write a segment; returns the offset of each record."""
+    """Write a recording; returns the offset of each record."""
     starts = [len(MAGIC)]
     with Writer(path) as writer:
         for item in growing(turns):
@@ -143,25 +143,25 @@ def test_any_flipped_bit_names_the_file_and_the_offset(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Damage anywhere is an error, never silently fewer calls; what is before can be salvaged."""
-    path = tmp_path_factory.mktemp("flip") / "a.seg"
+    path = tmp_path_factory.mktemp("flip") / "a.rec"
     starts = written(path)
     whole = bytearray(path.read_bytes())
     place = data.draw(st.integers(len(MAGIC), len(whole) - 1))
     whole[place] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(whole)
     good = sum(start <= place for start in starts) - 1
-    with pytest.raises(CaptureError, match=rf"a\.seg is damaged at offset {starts[good]}: "):
+    with pytest.raises(CaptureError, match=rf"a\.rec is damaged at offset {starts[good]}: "):
         read(path)
-    segment = read(path, salvage=True)
-    assert len(segment.calls) == good
-    assert f"offset {starts[good]}" in segment.damage
+    recording = read(path, salvage=True)
+    assert len(recording.calls) == good
+    assert f"offset {starts[good]}" in recording.damage
     with pytest.raises(CaptureError, match="damaged"):
         Writer(path)
 
 
 def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
     """A record that claims 4 GiB is not waited for, however well its head is formed."""
-    path = tmp_path / "a.seg"
+    path = tmp_path / "a.rec"
     starts = written(path)
     data = bytearray(path.read_bytes())
     head = struct.pack("<III", 2**32 - 1, 0, 0)
@@ -174,7 +174,7 @@ def test_an_absurd_length_is_refused(tmp_path: Path) -> None:
 
 def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
     """What is whole but makes no sense names its offset, too."""
-    path = tmp_path / "a.seg"
+    path = tmp_path / "a.rec"
     start = path.stat().st_size if written(path) and path.exists() else 0
     packed = zstandard.ZstdCompressor().compress(b"\x81\xa4type\xa3odd")
     head = struct.pack("<III", len(packed), 0, zlib.crc32(packed))
@@ -187,31 +187,31 @@ def test_a_record_of_another_make_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "looks"),
     [
-        (b"not a segment at all", "looks like text"),
+        (b"not a recording at all", "looks like text"),
         (b'{"calls": []}', "looks like JSON"),
         (zstandard.ZstdCompressor().compress(b"x"), "looks like zstd"),
-        (b"TUGSEG\x00\x63rest", r"has version 99 .*reads version 3"),
-        (b"TUGSEG\x00\x02rest", r"has version 2 .*reads version 3"),
+        (b"TUGREC\x00\x63rest", r"has version 99 .*reads version 3"),
+        (b"TUGREC\x00\x02rest", r"has version 2 .*reads version 3"),
     ],
 )
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, looks: str) -> None:
     """Another format or another version is named as such, and there is nothing to salvage."""
-    path = tmp_path / "a.seg"
+    path = tmp_path / "a.rec"
     path.write_bytes(content)
     for salvage in (False, True):
-        with pytest.raises(CaptureError, match=rf"a\.seg .*{looks}"):
+        with pytest.raises(CaptureError, match=rf"a\.rec .*{looks}"):
             read(path, salvage=salvage)
 
 
 def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
     """The error says which file."""
-    with pytest.raises(CaptureError, match=r"cannot read segment .*gone\.seg"):
-        read(tmp_path / "gone.seg")
+    with pytest.raises(CaptureError, match=r"cannot read recording .*gone\.rec"):
+        read(tmp_path / "gone.rec")
 
 
 def test_a_full_disk_leaves_what_was_acknowledged(tmp_path: Path) -> None:
     """A record that cannot be written is an error that says so, and nothing before it is hurt."""
-    path = tmp_path / "a.seg"
+    path = tmp_path / "a.rec"
     first, second, third = growing(3)
     with Writer(path) as writer:
         writer.append(first)

@@ -31,8 +31,8 @@ WINDOW = 700
 
 
 def read_in(folder: Path) -> tuple[Path, Recording]:
-    """The one segment below a folder."""
-    (path,) = folder.rglob("*.seg")
+    """The one recording below a folder."""
+    (path,) = folder.rglob("*.rec")
     return path, recordings.read(path)
 
 
@@ -63,14 +63,14 @@ async def work(folder: Path) -> None:
         await it.ask([{"role": "user", "content": "Mend it, please."}, *told[1:], *more])
 
 
-def rewritten(path: Path, segment: Recording, change: Callable[[Call], Call]) -> None:
-    """Write the segment anew with changed calls."""
+def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) -> None:
+    """Write the recording anew with changed calls."""
     path.unlink()
-    with Writer(path, segment.header, sync=False) as writer:
-        for call in segment.calls:
+    with Writer(path, recording.header, sync=False) as writer:
+        for call in recording.calls:
             writer.append(change(call))
-        if segment.result is not None:
-            writer.note(segment.result)
+        if recording.result is not None:
+            writer.note(recording.result)
 
 
 def changed(number: int, **fields: Any) -> Callable[[Call], Call]:

@@ -1,6 +1,6 @@
-"""Read a segment without Tugline: zstandard, msgspec and numpy are all it takes (docs/format.md).
+"""Read a recording without Tugline: zstandard, msgspec and numpy are all it takes (docs/format.md).
 
-    python3 read_segment.py runs/demo/segments/some-session.0.seg [--json]
+    python3 read_recording.py runs/demo/recordings/some-session.0.rec [--json]
 
 A line for each call; with --json one object for each, with ids, logprobs, messages and raw request.
 """
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-MAGIC = b"TUGSEG\x00\x03"
+MAGIC = b"TUGREC\x00\x03"
 HEAD = struct.Struct("<IIII")
 
 

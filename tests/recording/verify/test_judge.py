@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from recording.verify.recorded import LOOK, changed, judged, read_in, rewritten, work
 from rig import RENDERING, ids, rig, says
 from tugline.chat.dialects.base import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import Decoder
@@ -39,7 +40,6 @@ from tugline.types import (
     ToolCall,
     VersionSpan,
 )
-from verification.recording import LOOK, changed, judged, read_in, rewritten, work
 
 LONG = " ".join(f"word{i}" for i in range(20))
 
@@ -114,8 +114,8 @@ async def test_what_is_false_is_found(
 ) -> None:
     """One changed id, number, text or link fails its check and is named with its call."""
     await work(tmp_path)
-    path, segment = read_in(tmp_path)
-    rewritten(path, segment, change)
+    path, recording = read_in(tmp_path)
+    rewritten(path, recording, change)
     found = judged(tmp_path)
     failed = {name for name, check in found.checks.items() if check.verdict is Verdict.FAIL}
     assert failed == wrong
@@ -126,8 +126,8 @@ async def test_what_is_false_is_found(
 async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
     """A result with the same books passes, one with others fails."""
     await work(tmp_path)
-    path, segment = read_in(tmp_path)
-    ledger = PrefixMerging().build(segment.calls).ledger
+    path, recording = read_in(tmp_path)
+    ledger = PrefixMerging().build(recording.calls).ledger
     conclude(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger))
     found = judged(tmp_path)
     assert found.checks["ledger"].verdict is Verdict.PASS
@@ -170,12 +170,12 @@ async def test_a_builder_is_held_to_what_was_sampled(
 ) -> None:
     """A wrong context, a lost trace and a builder that is not here are told apart."""
     await work(tmp_path)
-    path, segment = read_in(tmp_path)
-    assert segment.header is not None
-    segment.header = replace(
-        segment.header, task=replace(segment.header.task, builder=PluginSpec(builder))
+    path, recording = read_in(tmp_path)
+    assert recording.header is not None
+    recording.header = replace(
+        recording.header, task=replace(recording.header.task, builder=PluginSpec(builder))
     )
-    found = judge(path, segment, Texts())
+    found = judge(path, recording, Texts())
     assert (found.checks["ledger"].verdict, found.checks["traces"].verdict) == (ledger, traces)
 
 
@@ -222,11 +222,11 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
         (told,) = (await it.ask(**fields))["content"]
     assert told.get("text") == LONG or told["input"] == {"path": LONG, "n": 1}
     found = judged(tmp_path)
-    path, segment = read_in(tmp_path)
-    assert [call.outcome for call in segment.calls] == [Outcome.CLIENT_GONE, Outcome.COMPLETE]
+    path, recording = read_in(tmp_path)
+    assert [call.outcome for call in recording.calls] == [Outcome.CLIENT_GONE, Outcome.COMPLETE]
     assert [turn.status for turn in found.turns] == [Seam.EXACT, Seam.EXACT]
     assert not found.failed, found.checks
-    rewritten(path, segment, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
+    rewritten(path, recording, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
     assert judged(tmp_path).checks["text"].verdict is Verdict.FAIL
 
 
@@ -295,14 +295,14 @@ def test_whatever_is_sampled_reads_the_same_again(
     told = _joined(pieces) if gone else decoder.finish()[1]
     outcome = Outcome.CLIENT_GONE if gone else Outcome.COMPLETE
     call = _call(sampled[: decoder.cut], told, outcome, stop)
-    assert Texts(folder).faults(folder / "s.seg", HEADER, [call]) == {}
+    assert Texts(folder).faults(folder / "s.rec", HEADER, [call]) == {}
     lie = replace(call, answer=replace(told, content=told.content + "!"))
-    assert Texts(folder).faults(folder / "s.seg", HEADER, [lie])
+    assert Texts(folder).faults(folder / "s.rec", HEADER, [lie])
 
 
 # --------------------------------------------------------------------------- other modes
 def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, Recording]:
-    path = tmp_path / "s.0.seg"
+    path = tmp_path / "s.0.rec"
     call = replace(
         _call(ids("Hi. "), Message(Role.ASSISTANT, content), Outcome.COMPLETE, ""), mode=mode
     )
@@ -318,17 +318,17 @@ def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, R
 
 def test_an_observed_answer_is_checked_with_a_tokenizer_and_never_without(tmp_path: Path) -> None:
     """No tokenizer: said so, not passed. With one, the told words must be among the sampled."""
-    path, segment = _observed(tmp_path, Mode.OBSERVED)
-    check = judge(path, segment, Texts()).checks["text"]
+    path, recording = _observed(tmp_path, Mode.OBSERVED)
+    check = judge(path, recording, Texts()).checks["text"]
     assert check.verdict is Verdict.UNCHECKED
     assert "give --tokenizer" in check.detail
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     RENDERING.tokenizer.save(folder)
-    assert judge(path, segment, Texts(folder)).checks["text"].verdict is Verdict.PASS
-    lie = replace(segment.calls[0], answer=Message(Role.ASSISTANT, "Ho."))
-    segment.calls = (lie,)
-    assert judge(path, segment, Texts(folder)).checks["text"].verdict is Verdict.FAIL
+    assert judge(path, recording, Texts(folder)).checks["text"].verdict is Verdict.PASS
+    lie = replace(recording.calls[0], answer=Message(Role.ASSISTANT, "Ho."))
+    recording.calls = (lie,)
+    assert judge(path, recording, Texts(folder)).checks["text"].verdict is Verdict.FAIL
 
 
 def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path: Path) -> None:

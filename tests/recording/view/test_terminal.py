@@ -12,7 +12,7 @@ from rich.console import Console
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from inspector.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
+from recording.view.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
 from tugline.chat.tokenizer import Tokenizer
 from tugline.recording.file import read
 from tugline.recording.view.session_view import Told, tell

@@ -1,4 +1,4 @@
-"""``tugline trace``: look into one session, on the terminal, as JSON or as one HTML file."""
+"""``tugline view``: look into one session, on the terminal, as JSON or as one HTML file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tugline.recording.view.terminal import By, Terminal
 from tugline.recording.view.texts import Texts
 
 
-def trace(  # noqa: PLR0913 - each is a flag
-    session: Annotated[str, typer.Argument(help="A segment file, or the id of a session.")],
+def view(  # noqa: PLR0913 - each is a flag
+    session: Annotated[str, typer.Argument(help="A recording file, or the id of a session.")],
     *,
     builder: Annotated[
         str | None, typer.Option(help="Show the traces of this builder (default: the task's own).")
@@ -29,7 +29,7 @@ def trace(  # noqa: PLR0913 - each is a flag
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Fold nothing.")] = False,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the segment.")
+        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the recording.")
     ] = None,
     as_json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; token by token with --full.")
@@ -41,19 +41,19 @@ def trace(  # noqa: PLR0913 - each is a flag
 ) -> None:
     """Show what happened in a session: turns, tokens, forks, ledger and timings."""
     path = locate(session)
-    segment = read(path, salvage=salvage, bodies=False)
-    told = tell(path, segment, builder)
+    recording = read(path, salvage=salvage, bodies=False)
+    told = tell(path, recording, builder)
     numbers = [one.call for one in told.story.turns]
     if turn is not None and turn not in numbers:
         known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
         msg = f"--turn {turn}: there is no such call in {path}; {known}"
         raise UsageError(msg)
-    texts = Texts(tokenizer_of(path, segment.header, tokenizer) if segment.header else None)
+    texts = Texts(tokenizer_of(path, recording.header, tokenizer) if recording.header else None)
     if html is not None:
         html.write_text(document(told, texts), encoding="utf-8")
         typer.echo(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", err=as_json_)
     if as_json_:
         typer.echo(as_json(told, turn=turn, full=full))
     elif html is None:
-        view = Terminal(Console(highlight=False), told, texts, by=by, full=full)
-        view.show() if turn is None else view.turn(turn)
+        terminal = Terminal(Console(highlight=False), told, texts, by=by, full=full)
+        terminal.show() if turn is None else terminal.turn(turn)
