@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_sessions import SESSIONS, Drawn, whole
-from tugline.traces.base import Builder, common
+from tugline.traces.base import Builder
 from tugline.traces.ledger import per_call, per_trace, total
 from tugline.traces.per_request import PerRequest
 from tugline.traces.prefix_merging import PrefixMerging
@@ -27,6 +27,7 @@ from tugline.types import (
     Trace,
     TraceKind,
     encode,
+    shared_prefix,
 )
 
 MANY = settings(max_examples=2000 if os.environ.get("CI") else 300)
@@ -77,7 +78,7 @@ def linked_rightly(traces: Sequence[Trace]) -> None:
         n = trace.shared
         assert np.array_equal(trace.ids[:n], parent.ids[:n])
         same_pictures = all(a == b for a, b in zip(trace.images, parent.images, strict=False))
-        assert n == (common(trace.ids, parent.ids) if same_pictures else 0)
+        assert n == (shared_prefix(trace.ids, parent.ids) if same_pictures else 0)
 
 
 def booked(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> None:
