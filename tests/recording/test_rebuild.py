@@ -22,9 +22,9 @@ from tugline.recording.trajectories import INDEX, pack, read, read_folder, read_
 from tugline.types import Boundary, Ledger, PluginSpec, Reward, Status
 
 REBUILD = (
-    "import sys; from pathlib import Path; from tugline.types import Part;"
+    "import sys; from pathlib import Path; from tugline.types import PluginSpec;"
     "from tugline.recording.rebuild import rebuild_all as r; a, b = map(Path, sys.argv[1:]);"
-    "r(sorted(a.rglob('*.rec')), a, b, Part('per_request'))"
+    "r(sorted(a.rglob('*.rec')), a, b, PluginSpec('per_request'))"
 )
 
 
