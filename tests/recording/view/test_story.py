@@ -159,7 +159,7 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
 
 def test_every_field_of_the_json_is_documented() -> None:
     """Whoever reads the object finds each of its keys in docs/view.md."""
-    page = (Path(__file__).parents[2] / "docs" / "view.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "view.md").read_text(encoding="utf-8")
     shapes = (SessionView, Turn, Detail, TimelineEvent, TraceView, Tokens)
     names = [name for shape in shapes for name in shape.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []
