@@ -24,16 +24,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import MOST, Content, Exit, SandboxSpec
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.files import packed
-from tugline.sandbox.patch import Caps, Patch, compare_archives
-from tugline.sandbox.pausable_timeout import PausableTimeout, limit
+from tugline.sandbox.patch import Patch, PatchLimits, diff_archives
+from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.types import Workspace
 
 KILL = "test ! -e {0}/pid || kill -s KILL -- -$(cat {0}/pid) 2>/dev/null || true"
 
 
-class Remote:
+class Remote(Runtime):
     """Boxes below `folder` of the machine that `connect` leads to."""
 
     def __init__(self, *, connect: Sequence[str] = ("sh", "-c"), folder: str = "/var/lib") -> None:
@@ -41,19 +41,21 @@ class Remote:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
-    ) -> AsyncIterator[RemoteBox]:
+        self, directory: Path, spec: SandboxSpec | None = None
+    ) -> AsyncIterator[RemoteSandbox]:
         """Folders there; only logs and a note are here."""
-        place = place or SandboxSpec()
-        if place.mounts or place.snapshot or place.workspace != Workspace():
+        spec = spec or SandboxSpec()
+        if spec.mounts or spec.snapshot or spec.workspace != Workspace():
             msg = "runtime 'remote' takes files only: no workspace, mounts or snapshot"
             raise UsageError(msg)
-        box = RemoteBox(self.connect, f"{self.folder}/{secrets.token_hex(8)}", directory / "logs")
+        box = RemoteSandbox(
+            self.connect, f"{self.folder}/{secrets.token_hex(8)}", directory / "logs"
+        )
         box.logs.mkdir(parents=True)
         (directory / "remote.txt").write_text(box.root)  # before there is anything to be found
         try:
             await box.call(f"mkdir -p {box.workdir} {box.home}")
-            await box.put(box.workdir, place.files)
+            await box.put(box.workdir, spec.files)
             box.before = await box.call(f"tar -c -C {box.workdir} .")
             yield box
         finally:
@@ -68,19 +70,19 @@ class Remote:
             note.unlink()
         return len(notes)
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """Whether the machine answers and has what is needed."""
         look = [*self.connect, "command -v tar && command -v setsid"]
         done = subprocess.run(look, capture_output=True, check=False, timeout=60)
         return f"no tar or setsid by {self.connect}: {done.stderr!r}" if done.returncode else None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """What the other machine must see to."""
         return ("boxes on the other machine are not kept apart",)
 
 
-class RemoteBox:
-    """See `tugline.sandbox.base.Box`."""
+class RemoteSandbox(Sandbox):
+    """See `tugline.sandbox.base.Sandbox`."""
 
     def __init__(self, connect: Sequence[str], root: str, logs: Path) -> None:
         self.connect, self.root, self.logs, self.before = connect, root, logs, b""
@@ -100,20 +102,20 @@ class RemoteBox:
         archive = packed(files)
         await self.call(f"cd {root} && rm -rf -- {shlex.join(files)} && tar -x", archive)
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """An empty line, and then the file."""
         at = shlex.quote(str(path))
-        head = f"echo; head -c {most + 1} {at}"
+        head = f"echo; head -c {max_bytes + 1} {at}"
         data = await self.call(f"if test -f {at} && test ! -L {at}; then {head}; fi")
-        return data[1:] if 0 < len(data) <= most + 1 else None
+        return data[1:] if 0 < len(data) <= max_bytes + 1 else None
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """The difference of two archives."""
         before = io.BytesIO(self.before)
         now = io.BytesIO(await self.call(f"tar -c -C {self.workdir} ."))
-        return await asyncio.to_thread(compare_archives, before, now, caps)
+        return await asyncio.to_thread(diff_archives, before, now, limits)
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """The same, where that machine reaches this one."""
         return url
 
@@ -134,7 +136,7 @@ class RemoteBox:
         with (self.logs / f"{log_name}.log").open("ab") as log:
             child = await asyncio.create_subprocess_exec(*self.connect, line, stdout=log)
         try:
-            async with limit(timeout_s):
+            async with enforce_timeout(timeout_s):
                 await child.wait()
         except TimeoutError:
             timed_out = True

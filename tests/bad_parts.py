@@ -70,11 +70,11 @@ class Slow(Local):
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[Sandbox]:  # type: ignore[override]
         """Waits first."""
         await asyncio.sleep(30)
-        async with super().open(directory, place) as box:
+        async with super().open(directory, spec) as box:
             yield box
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from tugline.evaluators.base import Evaluator, Outcome, Verdict
 from tugline.sandbox.base import Content, Exit, Sandbox
 from tugline.sandbox.local import Local
-from tugline.sandbox.patch import Change, Patch
+from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import (
     Call,
     Finish,
@@ -42,14 +42,14 @@ def task(files: Mapping[str, str] | None = None, workspace: Workspace | None = N
     )
 
 
-def change(content: str | bytes | Change | None) -> Change | None:
+def change(content: str | bytes | FileChange | None) -> FileChange | None:
     """What a patch has for it."""
-    if content is None or isinstance(content, Change):
+    if content is None or isinstance(content, FileChange):
         return content
-    return Change(content.encode() if isinstance(content, str) else content)
+    return FileChange(content.encode() if isinstance(content, str) else content)
 
 
-def patch(files: Mapping[str, str | Change | None]) -> Patch:
+def patch(files: Mapping[str, str | FileChange | None]) -> Patch:
     """A patch to texts."""
     return Patch({path: change(content) for path, content in files.items()})
 
@@ -77,12 +77,12 @@ class Judge:
             await box.put(box.workdir, files)
             yield box
 
-    def outcome(self, files: Mapping[str, str | Change | None] | None = None) -> Outcome:
+    def outcome(self, files: Mapping[str, str | FileChange | None] | None = None) -> Outcome:
         """What an agent left that made this patch."""
         return Outcome(self.task, patch(files or {}), self.open_box, self.timeout_s, exit=DONE)
 
     async def __call__(
-        self, evaluator: Evaluator, files: Mapping[str, str | Change | None] | None = None
+        self, evaluator: Evaluator, files: Mapping[str, str | FileChange | None] | None = None
     ) -> Verdict:
         """The verdict on a patch."""
         return await evaluator.evaluate(self.outcome(files))

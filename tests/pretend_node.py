@@ -31,10 +31,10 @@ from tugline.protocol import (
 )
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
-from tugline.sandbox.base import MOST, Content, Exit, Sandbox, SandboxSpec
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Sandbox, SandboxSpec
 from tugline.sandbox.files import put
-from tugline.sandbox.patch import Caps, Patch
-from tugline.sandbox.pausable_timeout import PausableTimeout, limit
+from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.types import Limits, PluginSpec, Reward, Session, Task, Trajectory
 
 LEASE_S = 0.6
@@ -269,27 +269,27 @@ class Script:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[Sandbox]:
         """A box in a folder, after the time of INIT if it is for an agent."""
         for name in ("work", "home", "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        put(directory / "work", place.files if place else {})
+        put(directory / "work", spec.files if spec else {})
         if directory.name == "agent":
             with self.going("init"):
                 await asyncio.sleep(self.times["init"])
         with self.going("boxes"):
-            yield PretendBox(self, directory)
+            yield PretendSandbox(self, directory)
 
     def reap(self, directory: Path) -> int:
         """Nothing is ever left."""
         return 0
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """Never."""
         return None
 
-    def weaknesses(self) -> tuple[str, ...]:
+    def list_weaknesses(self) -> tuple[str, ...]:
         """None that matter here."""
         return ()
 
@@ -301,7 +301,7 @@ class Script:
         return Verdict(Reward(0.5), {})
 
 
-class PretendBox:
+class PretendSandbox(Sandbox):
     """A program in it asks the model once, says so, and takes its time."""
 
     def __init__(self, script: Script, directory: Path) -> None:
@@ -313,15 +313,15 @@ class PretendBox:
         """Put them there."""
         put(Path(root), files)
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """Nothing is asked for."""
         return None
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """It does nothing."""
         return Patch()
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """As it is."""
         return url
 
@@ -341,7 +341,7 @@ class PretendBox:
             script.gateway.requests.setdefault(session, []).append({})
             (self.logs / f"{log_name}.log").write_text(f"I am {session}\n")
             try:
-                async with limit(timeout_s):
+                async with enforce_timeout(timeout_s):
                     await script.gateway.gate.wait()
                     hangs = what == "hang" or session in script.hang
                     await asyncio.sleep(3600 if hangs else script.times["run"])

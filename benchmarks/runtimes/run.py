@@ -45,10 +45,10 @@ _console = Console(stderr=True, highlight=False)
 
 
 # --------------------------------------------------------------------------- one session
-async def timed(runtime: Runtime, folder: Path, place: SandboxSpec, execs: int) -> dict[str, Any]:
+async def timed(runtime: Runtime, folder: Path, spec: SandboxSpec, execs: int) -> dict[str, Any]:
     """Milliseconds of each part of one session."""
     began = time.perf_counter()
-    async with runtime.open(folder, place) as box:
+    async with runtime.open(folder, spec) as box:
         opened = time.perf_counter()
         spent = [await _command(box) for _ in range(execs)]
         leaving = time.perf_counter()
@@ -73,18 +73,18 @@ async def _command(box: Sandbox) -> float:
 
 
 async def measured(
-    name: str, runtime: Runtime, place: SandboxSpec, root: Path, sizes: Sizes
+    name: str, runtime: Runtime, spec: SandboxSpec, root: Path, sizes: Sizes
 ) -> dict[str, Any]:
     """The figures of one runtime."""
-    await timed(runtime, root / f"{name}-warm", place, 1)  # probes the machine, loads the image
+    await timed(runtime, root / f"{name}-warm", spec, 1)  # probes the machine, loads the image
     seen = [
-        await timed(runtime, root / f"{name}-{number}", place, sizes.execs)
+        await timed(runtime, root / f"{name}-{number}", spec, sizes.execs)
         for number in range(sizes.sessions(name))
     ]
     rates = {}
     for at_once in CONCURRENCY:
         sessions = sizes.sessions(name)
-        rates[str(at_once)] = round(await rate(runtime, place, root / name, at_once, sessions))
+        rates[str(at_once)] = round(await rate(runtime, spec, root / name, at_once, sessions))
     starts = [one["start"] for one in seen]
     return {
         "start_ms_p50": round(statistics.median(starts), 2),
@@ -97,14 +97,14 @@ async def measured(
 
 
 async def rate(
-    runtime: Runtime, place: SandboxSpec, root: Path, at_once: int, sessions: int
+    runtime: Runtime, spec: SandboxSpec, root: Path, at_once: int, sessions: int
 ) -> float:
     """Sessions a minute, so many at once."""
     numbers = iter(range(sessions))
 
     async def work() -> None:
         for number in numbers:
-            await timed(runtime, root / f"{at_once}-{number}", place, 1)
+            await timed(runtime, root / f"{at_once}-{number}", spec, 1)
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -217,9 +217,9 @@ async def leaks(
     engine = ("podman",) if "container" in usable and shutil.which("podman") else None
     before = await asyncio.to_thread(there, root, engine)
     folder = root / "many"
-    for name, (runtime, place) in usable.items():
-        large = SandboxSpec(workspace=msgspec.structs.replace(place.workspace, folder=str(base)))
-        await rate(runtime, place, folder / name, 4, sessions - sessions // 2)
+    for name, (runtime, spec) in usable.items():
+        large = SandboxSpec(workspace=msgspec.structs.replace(spec.workspace, folder=str(base)))
+        await rate(runtime, spec, folder / name, 4, sessions - sessions // 2)
         await rate(runtime, large, folder / f"{name}-large", 4, sessions // 2)
     await asyncio.sleep(2.0)  # what ends by itself may do so
     after = await asyncio.to_thread(there, root, engine)
@@ -250,7 +250,7 @@ def unusable(name: str, runtime: Runtime) -> str | None:
     """Why there are no figures for it here."""
     if name == "container" and not Path(BUSYBOX).exists():
         return f"its image is made of {BUSYBOX}, which is not there"
-    return runtime.unavailable()
+    return runtime.check_available()
 
 
 async def measure(root: Path, *, quick: bool) -> dict[str, Any]:
@@ -266,10 +266,10 @@ async def measure(root: Path, *, quick: bool) -> dict[str, Any]:
             told[name] = {"unavailable": why}
             continue
         _console.print(f"{name} ...")
-        place = SandboxSpec(workspace=image(root / "image") if name == "container" else Workspace())
-        told[name] = await measured(name, runtime, place, root, sizes)
+        spec = SandboxSpec(workspace=image(root / "image") if name == "container" else Workspace())
+        told[name] = await measured(name, runtime, spec, root, sizes)
         if name != "local":
-            usable[name] = (runtime, place)
+            usable[name] = (runtime, spec)
     _console.print(f"a workspace of {FILES} files ...")
     base = await asyncio.to_thread(repository, root / "repository")
     told |= await asyncio.to_thread(workspaces, base, root, sizes.layers)

@@ -16,8 +16,8 @@ import aiohttp
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Outcome, Verdict
 from tugline.harnesses.base import Launch, LaunchContext
-from tugline.sandbox.base import MOST, Content, Exit, SandboxSpec
-from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import Reward
 
 
@@ -43,7 +43,7 @@ class Verdicts:
         return Verdict(Reward(1.0), {})
 
 
-class Memory:
+class Memory(Runtime):
     """Boxes without programs: what is run is a request of this process."""
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class Memory:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
-    ) -> AsyncIterator[MemoryBox]:
+        self, directory: Path, spec: SandboxSpec | None = None
+    ) -> AsyncIterator[MemorySandbox]:
         """Three empty folders: what is told of an agent is read from there."""
         if self._client is None:
             self._client = aiohttp.ClientSession()  # as long as the process
-        box = MemoryBox(directory, self._client)
+        box = MemorySandbox(directory, self._client)
         for folder in (box.workdir, box.home, box.logs):
             folder.mkdir(parents=True)
         (box.logs / "agent.log").touch()
@@ -66,17 +66,17 @@ class Memory:
         """Nothing can be left."""
         return 0
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """It is everywhere."""
         return None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """Nothing runs in it."""
         return ()
 
 
-class MemoryBox:
-    """See `tugline.sandbox.base.Box`."""
+class MemorySandbox(Sandbox):
+    """See `tugline.sandbox.base.Sandbox`."""
 
     def __init__(self, directory: Path, client: aiohttp.ClientSession) -> None:
         self.workdir, self.home = directory / "work", directory / "home"
@@ -85,15 +85,15 @@ class MemoryBox:
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """There are none."""
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """There are none."""
         return None
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """Nothing was done."""
         return Patch()
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """As it is."""
         return url
 

@@ -26,9 +26,9 @@ from tugline.harnesses.base import Launch, LaunchContext
 from tugline.node.admission import Pressure
 from tugline.recording.records import Result
 from tugline.rollout.parts import Parts as Made
-from tugline.sandbox.base import MOST, Content, Exit, Sandbox, SandboxSpec
-from tugline.sandbox.patch import Caps, Patch
-from tugline.sandbox.pausable_timeout import PausableTimeout, limit
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.types import (
     Call,
     Failure,
@@ -137,7 +137,7 @@ class Marks:
     judged: dict[str, float] = field(default_factory=dict)
 
 
-class Rollouts:
+class Rollouts(Runtime):
     """Harness, runtime and evaluator whose programs only take time."""
 
     name = "simulated"
@@ -159,23 +159,23 @@ class Rollouts:
     # ------------------------------------------------------------------ runtime
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[Sandbox]:
         """A box without folders of its own, after the time that it takes to open."""
         session = directory.parent.name.rpartition(".")[0]
         agent = directory.name == "agent"
         await asyncio.sleep(draw(self.seed, session).init if agent else OPEN_S * SCALE)
-        yield _Box(self, directory)
+        yield _Sandbox(self, directory)
 
     def reap(self, directory: Path) -> int:
         """Nothing is ever left."""
         return 0
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """It is everywhere."""
         return None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """Nothing runs in it."""
         return ()
 
@@ -218,7 +218,7 @@ class _Door:
     key: str
 
 
-class _Box:
+class _Sandbox(Sandbox):
     def __init__(self, rollouts: Rollouts, directory: Path) -> None:
         self.workdir, self.home = directory / "work", directory / "home"
         self.logs = directory / "logs"
@@ -230,15 +230,15 @@ class _Box:
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """There are none."""
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """There are none."""
         return None
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """Nothing was done."""
         return Patch()
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """As it is."""
         return url
 
@@ -251,7 +251,7 @@ class _Box:
         log_name: str = "agent",
     ) -> Exit:
         """The agent's turns, one after the other."""
-        async with limit(timeout_s):
+        async with enforce_timeout(timeout_s):
             await self._rollouts.agent(argv[0])
         return Exit(0, timed_out=False, seconds=0.0)
 

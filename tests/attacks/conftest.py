@@ -11,7 +11,7 @@ SANDBOXES = ["bubblewrap", pytest.param("podman", marks=pytest.mark.podman)]
 
 def _arena(name: str, folder: Path) -> Arena:
     arena = Arena(name, folder)
-    why = arena.runtime().unavailable()
+    why = arena.runtime().check_available()
     if why is not None:
         pytest.skip(f"{name}: {why}")
     return arena

@@ -77,7 +77,7 @@ async def test_read_through_planted_links(anywhere: Arena, outside: Path) -> Non
             for path in (*(f"{link}/secret" for link in LINKS), "file", "loop", "../x"):
                 with contextlib.suppress(UsageError, SandboxError):
                     assert await box.get(root / path) is None
-        patch = await box.changes()
+        patch = await box.diff()
     assert b"the node's own" not in b"".join(
         change.data for change in patch.files.values() if change
     )
@@ -150,7 +150,7 @@ async def test_set_traps_for_who_looks(anywhere: Arena) -> None:
         got = await python(box, TRAPS, box.workdir)
         assert got.exit.code == 0, got.text
         async with asyncio.timeout(DEADLINE):
-            patch = await box.changes()
+            patch = await box.diff()
             for name in ("pipe", "socket", "zero", "in", "kmsg", "sparse", "report.xml"):
                 assert await box.get(box.workdir / name) is None
             await box.put(box.workdir, {"pipe": "put", "report.xml": "put", "sparse": "put"})
@@ -168,7 +168,7 @@ async def test_link_what_is_shared_into_the_work(sandbox: Arena) -> None:
     async with sandbox.box(files={"given.txt": "given"}) as box:
         await shell(box, "ln given.txt linked; ln -s given.txt soft; echo more >> linked")
         await box.put(box.workdir, {"linked": "put"})
-        patch = await box.changes()
+        patch = await box.diff()
     changed = {path: change.data for path, change in patch.files.items() if change}
     assert changed["linked"] == b"put"
     assert changed["given.txt"] == b"givenmore\n"

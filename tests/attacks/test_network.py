@@ -46,7 +46,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Rig]:
 async def asked(arena: Arena, url: str, asks: list[tuple[str, str, str]]) -> list[str]:
     """The answers to (method, path, key), asked in a box that reaches `url`."""
     async with arena.box() as box:
-        inside = await box.reach(url)
+        inside = await box.expose(url)
         origin = f"http://{urlsplit(inside).netloc}"
         lines = [f"{method} {origin}{path} {key}" for method, path, key in asks]
         await box.put(box.home, {"asks": "\n".join(lines)})
@@ -73,7 +73,7 @@ async def test_reach_the_engine(anywhere: Arena, gateway: Rig) -> None:
     """Tokens that are sampled past the gateway are in no record."""
     replica = gateway.gateway._upstream.replicas[0].url
     async with anywhere.box() as box:
-        await box.reach(gateway.url)
+        await box.expose(gateway.url)
         got = await python(box, CONNECT, urlsplit(replica).netloc)
     assert ("reached" in got.text) is not anywhere.contains, got.text
 
@@ -183,7 +183,7 @@ async def test_command_the_gateway(sandbox: Arena, gateway: Rig) -> None:
 async def test_an_evaluators_box_has_no_network(sandbox: Arena, gateway: Rig) -> None:
     """What does not reach for the gateway has no way to it; nor to another box's."""
     async with sandbox.box("agent") as agent, sandbox.box("judge") as judge:
-        inside = urlsplit(await agent.reach(gateway.url)).netloc
+        inside = urlsplit(await agent.expose(gateway.url)).netloc
         assert "reached" in (await python(agent, CONNECT, inside)).text
         assert "refused" in (await python(judge, CONNECT, inside)).text
 
@@ -207,6 +207,6 @@ async def test_go_beyond_the_allow_list(sandbox: Arena, gateway: Rig) -> None:
             "http://a.example/",
         ]
         async with sandbox.box(options={"allow": ["localhost:*", "b.example:443"]}) as box:
-            await box.reach(gateway.url)
+            await box.expose(gateway.url)
             got = await python(box, code, *urls)
     assert got.text.count("403") == len(urls), got.text

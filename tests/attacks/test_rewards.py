@@ -162,7 +162,7 @@ async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
         env = {"HOME": str(box.home)}
         end = await box.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
-        patch = await box.changes()
+        patch = await box.diff()
     outcome = Outcome(task=task, patch=patch, open_box=open_box, timeout_s=20.0)
     return (await evaluator.evaluate(outcome)).reward.value
 

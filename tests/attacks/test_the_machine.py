@@ -86,7 +86,9 @@ async def test_eat_memory_with_many_processes(sandbox: Arena) -> None:
         "print('living', 20 - dead)"
     )
     async with sandbox.box(options={"memory_mb": 256}) as box:
-        if any("memory" in line for line in await asyncio.to_thread(sandbox.runtime().weaknesses)):
+        if any(
+            "memory" in line for line in await asyncio.to_thread(sandbox.runtime().list_weaknesses)
+        ):
             pytest.skip("this machine bounds no memory of a whole box, and the runtime says so")
         got = await python(box, eat)
         if got.exit.cause is not Cause.AGENT_MEMORY:

@@ -12,13 +12,13 @@ SMALL = """
 import asyncio, json, subprocess, tempfile
 from pathlib import Path
 from run import leaks, rate, there, timed
-from tugline.sandbox.base import Place
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.local import Local
 
 async def main(root):
-    runtime, place = Local(), Place()
-    one = await timed(runtime, root / "one", place, 2)
-    many = await rate(runtime, place, root / "many", 2, 6)
+    runtime, spec = Local(), SandboxSpec()
+    one = await timed(runtime, root / "one", spec, 2)
+    many = await rate(runtime, spec, root / "many", 2, 6)
     before = there(root, None)
     left = subprocess.Popen(["sleep", "30"])
     seen = there(root, None)["processes"] - before["processes"]

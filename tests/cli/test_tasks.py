@@ -65,7 +65,7 @@ def tugline(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With a task-set file, its rows and a task file, for sandboxes that this machine has."""
-    why = find("runtime", "bubblewrap")().unavailable()
+    why = find("runtime", "bubblewrap")().check_available()
     if why is not None:
         pytest.skip(why)
     for name, script in (("good", GOOD), ("bad", "exit 1")):
@@ -224,7 +224,7 @@ def test_a_task_that_cannot_be_tried_has_its_cause(podman: str, tmp_path: Path) 
 
 def test_what_tasks_begin_with_is_fetched_ahead(tmp_path: Path) -> None:
     """A repository is checked out once; one that is not there is named, and the others are had."""
-    why = find("runtime", "bubblewrap")().unavailable()
+    why = find("runtime", "bubblewrap")().check_available()
     if why is not None:
         pytest.skip(why)
     repo = tmp_path / "repo"

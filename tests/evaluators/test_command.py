@@ -11,7 +11,7 @@ import pytest
 from judging import Judge, task
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.tests import Tests
-from tugline.sandbox.patch import Change
+from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
 BILL = "def total(a, b):\n    return a - b\n"
@@ -114,7 +114,7 @@ async def test_files_are_laid_over_last(judge: Judge) -> None:
         {"sitecustomize.py": "import os\nos._exit(0)\n"},
         {"bill.py": "import os\nos._exit(0)\n"},
         {"bill.py": f"print('{TOTAL} ... ok')\nprint('Ran 1 test in 0.1s')\n" + BILL},
-        {"test_bill.py": Change(b"/dev/null", link=True)},
+        {"test_bill.py": FileChange(b"/dev/null", link=True)},
     ],
     ids=["edits tests", "shadows", "sitecustomize", "exits", "prints results", "links tests away"],
 )

@@ -7,7 +7,7 @@ import pytest
 from tugline.errors import ConfigError
 from tugline.evaluators.filters import PYTHON, TESTS, Rules, check_patterns, laid, matches, sift
 from tugline.sandbox.base import Mount
-from tugline.sandbox.patch import Change, Patch
+from tugline.sandbox.patch import FileChange, Patch
 
 RULES = Rules(
     trusted=["tests/test_bill.py"],
@@ -16,7 +16,7 @@ RULES = Rules(
     workdir=PurePosixPath("/workspace"),
     mounts=[Mount("/workspace/verifier", "/srv/verifier"), Mount("/tests")],
 )
-TEXT = Change(b"x = 1\n")
+TEXT = FileChange(b"x = 1\n")
 REFUSED: dict[str, str] = {
     "tests/test_bill.py": "belongs to the tests",
     "tests": "stands in the way",
@@ -50,7 +50,7 @@ KEPT = (
 
 @pytest.mark.parametrize("path", REFUSED)
 @pytest.mark.parametrize("change", [TEXT, None], ids=["written", "removed"])
-def test_what_changes_the_judge_is_refused(path: str, change: Change | None) -> None:
+def test_what_changes_the_judge_is_refused(path: str, change: FileChange | None) -> None:
     """By name, whether it is written or removed, with a reason; the rest is kept."""
     kept, refused = sift(Patch({path: change, "bill.py": TEXT}, ("a note",)), RULES)
     assert kept == Patch({"bill.py": TEXT}, ("a note",))
@@ -81,19 +81,19 @@ def test_work_is_kept() -> None:
 )
 def test_links_stay_in_the_workdir(path: str, target: str, stays: bool) -> None:  # noqa: FBT001
     """A link is laid on when it cannot lead out, alone or by way of another one."""
-    link = Change(target.encode(errors="surrogateescape"), link=True)
+    link = FileChange(target.encode(errors="surrogateescape"), link=True)
     kept, refused = sift(Patch({path: link}), RULES)
     assert (path in kept.files, path in refused) == (stays, not stays)
 
 
 def test_a_link_may_stand_for_a_module() -> None:
     """A folder of any name, linked to from the top, would be imported as json."""
-    patch = Patch({"json": Change(b"mine", link=True), "jason": Change(b"mine", link=True)})
+    patch = Patch({"json": FileChange(b"mine", link=True), "jason": FileChange(b"mine", link=True)})
     assert sift(patch, RULES).refused == {"json": "would be imported in place of json"}
 
 
-@pytest.mark.parametrize("stands", [TEXT, Change(b"mine", link=True)], ids=["file", "link"])
-def test_a_folder_of_what_is_protected_is_not_replaced(stands: Change) -> None:
+@pytest.mark.parametrize("stands", [TEXT, FileChange(b"mine", link=True)], ids=["file", "link"])
+def test_a_folder_of_what_is_protected_is_not_replaced(stands: FileChange) -> None:
     """Else removing tests one by one would be refused, and all at once would not."""
     rules = Rules(protected=["test_*.py"])
     patch = Patch({"a/b/test_x.py": None, "a/b/x.py": None, "a/b": stands, "c": stands})
@@ -104,7 +104,7 @@ def test_a_folder_of_what_is_protected_is_not_replaced(stands: Change) -> None:
 
 def test_no_link_is_absolute_where_nobody_knows_the_workdir() -> None:
     """Without a workdir, a link to /workspace may lead anywhere."""
-    patch = Patch({"a": Change(b"/workspace/b", link=True)})
+    patch = Patch({"a": FileChange(b"/workspace/b", link=True)})
     assert "leads out" in sift(patch, Rules()).refused["a"]
 
 

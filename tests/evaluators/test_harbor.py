@@ -45,7 +45,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
         runtime = PluginSpec("container", {"engine": request.getfixturevalue("podman")})
         workspace = msgspec.structs.replace(workspace, image=DEBIAN)
     else:
-        why = find("runtime", "bubblewrap")().unavailable()
+        why = find("runtime", "bubblewrap")().check_available()
         if why is not None:
             pytest.skip(why)
 

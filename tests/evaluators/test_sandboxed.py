@@ -51,7 +51,7 @@ def judged(
     if request.param == "container":
         runtime, image = Container(engine=request.getfixturevalue("podman")), DEBIAN
     else:
-        why = runtime.unavailable()
+        why = runtime.check_available()
         if why is not None:
             pytest.skip(why)
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
@@ -80,7 +80,7 @@ def judged(
         async with opened() as box:
             end = await box.run(("sh", "-ec", command), env={}, timeout_s=20.0)
             assert end.code == 0, (box.logs / "agent.log").read_text()
-            patch = await box.changes()
+            patch = await box.diff()
         return await evaluator.evaluate(Outcome(given, patch, open_box, 30.0, exit=DONE))
 
     return judge

@@ -95,7 +95,7 @@ def parts() -> Parts:
 async def test_in_a_sandbox(tmp_path: Path, parts: Parts) -> None:
     """Without images: files from the repository, programs of this machine."""
     runtime = PluginSpec("bubblewrap")
-    if why := parts.runtime(runtime).unavailable():
+    if why := parts.runtime(runtime).check_available():
         pytest.skip(why)
     await Toy(tmp_path, parts, runtime, repos="{repo}").check(first=0)
 

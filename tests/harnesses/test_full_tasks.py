@@ -65,7 +65,7 @@ def place(request: pytest.FixtureRequest) -> PluginSpec:
     if request.param == "container":
         options = {"engine": request.getfixturevalue("podman"), "image": DEBIAN}
     part = PluginSpec(request.param, options)
-    reason = PARTS.runtime(part).unavailable()
+    reason = PARTS.runtime(part).check_available()
     if reason is not None:
         pytest.skip(reason)
     return part

@@ -415,7 +415,7 @@ def mounts(folder: Path) -> list[str]:
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
     """One of them, with its folder prepared."""
     one: Case = request.param
-    why = Bubblewrap().unavailable() if one.runtime.name == "bubblewrap" else None
+    why = Bubblewrap().check_available() if one.runtime.name == "bubblewrap" else None
     if why is not None:
         pytest.skip(why)
     if one.before is not None:

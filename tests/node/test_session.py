@@ -259,7 +259,7 @@ class Broken:
         """Break."""
         raise self.error
 
-    def weaknesses(self) -> tuple[str, ...]:
+    def list_weaknesses(self) -> tuple[str, ...]:
         """None."""
         return ()
 
@@ -426,12 +426,12 @@ async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
     """What is told of it is for people: a full disk meanwhile fails no session, and passes."""
     looks = [SandboxError("cannot write to the cache"), None]
 
-    def weaknesses() -> tuple[str, ...]:
+    def list_weaknesses() -> tuple[str, ...]:
         if (error := looks.pop(0)) is not None:
             raise error
         return ()
 
-    parts = Given(runtime=SimpleNamespace(weaknesses=weaknesses))
+    parts = Given(runtime=SimpleNamespace(list_weaknesses=list_weaknesses))
     for _ in range(3):
         await parts.introduce(PluginSpec("odd"))
     assert looks == []

@@ -18,7 +18,7 @@ import pytest
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
 from tugline.sandbox.apptainer.runtime import Apptainer
 from tugline.sandbox.base import HOME, WORKDIR, Mount, SandboxSpec
-from tugline.sandbox.patch import Change, Patch
+from tugline.sandbox.patch import FileChange, Patch
 from tugline.sandbox.workspace.mounts import unmount_all
 from tugline.types import Workspace
 
@@ -86,7 +86,7 @@ def runtime(
         program.write_text(STAND_IN)
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    elif why := Apptainer().unavailable():
+    elif why := Apptainer().check_available():
         pytest.skip(why)
     return Apptainer(disk_mb=64)
 
@@ -140,7 +140,7 @@ async def test_a_program_runs_and_its_work_comes_back(
         assert await box.get(box.workdir / "out.txt") == b"out\n"
         assert await box.get(PurePosixPath("/own/o")) == b"o\n"
         assert (await box.run(["test", "-e", "out.txt"], env={}, timeout_s=20)).code == 0
-        assert await box.changes() == Patch({"in.txt": None, "out.txt": Change(b"out\n")})
+        assert await box.diff() == Patch({"in.txt": None, "out.txt": FileChange(b"out\n")})
         with pytest.raises(UsageError, match="files are put under"):
             await box.put(PurePosixPath("/etc"), {"x": "x"})
     assert (tmp_path / "shared" / "tool").read_text() == "tool\n"
@@ -155,7 +155,7 @@ async def test_the_images_own_folder_is_the_workspace(
     async with runtime.open(tmp_path / "box", place) as box:
         end = await box.run(["sh", "-c", "cat a.txt; echo new > a.txt"], env={}, timeout_s=20)
         assert end.code == 0
-        assert await box.changes() == Patch({"a.txt": Change(b"new\n")})
+        assert await box.diff() == Patch({"a.txt": FileChange(b"new\n")})
     assert (image / "task" / "a.txt").read_text() == "from the image\n"
     assert unmount_all(tmp_path / "box") == 0
 
@@ -178,7 +178,7 @@ async def test_nothing_of_this_machine_is_seen_and_nothing_reached(
         server,
         runtime.open(tmp_path / "box", SandboxSpec(workspace=Workspace(image=str(image)))) as box,
     ):
-        url = await box.reach(f"http://127.0.0.1:{port}")
+        url = await box.expose(f"http://127.0.0.1:{port}")
         script = f"""env; ls {tmp_path} /root; test -e /proc/{os.getpid()}/root && echo seen
         wget -q -O- {url}/; wget -q -T 2 -O- http://127.0.0.1:{port}/ && echo reached"""
         await box.run(["sh", "-c", script], env={}, timeout_s=20)
@@ -202,7 +202,7 @@ async def test_the_shell_that_runs_programs_is_out_of_their_reach(
         await box.run(["sh", "-c", script], env={}, timeout_s=20)
         words = (box.logs / "agent.log").read_text().split()
     assert words == ["0", "0" if "stand-in" in request.node.name else "2"]
-    assert not any("shell" in line for line in runtime.weaknesses())
+    assert not any("shell" in line for line in runtime.list_weaknesses())
 
 
 async def test_an_apptainer_without_seccomp_is_told(
@@ -220,7 +220,7 @@ async def test_an_apptainer_without_seccomp_is_told(
     async with runtime.open(tmp_path / "box", place) as box:
         assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
     told = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
-    assert any(told in line for line in runtime.weaknesses())
+    assert any(told in line for line in runtime.list_weaknesses())
 
 
 async def test_what_outlives_its_time_is_killed_and_the_box_goes_on(
@@ -244,10 +244,10 @@ async def test_what_a_killed_node_left_is_ended(
         import asyncio
         from pathlib import Path
         from tugline.sandbox.apptainer.runtime import Apptainer
-        from tugline.sandbox.base import Place
+        from tugline.sandbox.base import SandboxSpec
         from tugline.types import Workspace
         async def main():
-            place = Place(workspace=Workspace(image={str(image)!r}, path="/task"))
+            place = SandboxSpec(workspace=Workspace(image={str(image)!r}, path="/task"))
             async with Apptainer().open(Path({str(tmp_path / "box")!r}), place) as box:
                 await box.run(["sh", "-c", "echo up > up; sleep 5432"], env={{}}, timeout_s=60)
         asyncio.run(main())"""
@@ -307,7 +307,7 @@ async def test_without_the_program_it_says_how_to_get_it(
 ) -> None:
     """In `unavailable`, and for a task that insists."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "there is no apptainer on PATH: see https://" in (Apptainer().unavailable() or "")
+    assert "there is no apptainer on PATH: see https://" in (Apptainer().check_available() or "")
     with pytest.raises(SandboxError, match="no apptainer on PATH"):
         async with Apptainer().open(tmp_path / "box"):
             pass
@@ -321,4 +321,4 @@ def test_its_options_are_checked() -> None:
         Apptainer(network="bridge")
     with pytest.raises(ConfigError, match=r"Unexpected.*'memory'.* limits are memory_mb, "):
         Apptainer(memory=3)
-    assert any("network is open" in line for line in Apptainer(network="host").weaknesses())
+    assert any("network is open" in line for line in Apptainer(network="host").list_weaknesses())

@@ -14,7 +14,7 @@ from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 
 async def test_a_sandbox_is_taken_where_there_is_one(tmp_path: Path) -> None:
     """Nothing is said then, and the box is one."""
-    if Bubblewrap().unavailable():
+    if Bubblewrap().check_available():
         pytest.skip("no bubblewrap here")
     with capture_logs() as said:
         async with Auto(memory_mb=512).open(tmp_path, SandboxSpec(files={"a": "1"})) as box:
@@ -41,7 +41,7 @@ async def test_without_one_it_says_once_what_is_open(
     assert said[0]["ignored"] == ["memory_mb"]
     assert "apt install bubblewrap" in said[0]["why"]
     assert "the network is open" in said[0]["so"]
-    assert runtime.weaknesses()
+    assert runtime.list_weaknesses()
     assert runtime.reap(tmp_path) == 0
 
 

@@ -21,7 +21,7 @@ from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.sandbox.bubblewrap.view import pythons
 from tugline.sandbox.exec.limits import places
-from tugline.sandbox.patch import Change
+from tugline.sandbox.patch import FileChange
 from tugline.types import Cause, Workspace
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -31,7 +31,7 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 def runtime() -> Bubblewrap:
     """The runtime with what it is by itself, where it can be had."""
     made = Bubblewrap()
-    why = made.unavailable()
+    why = made.check_available()
     if why is not None:
         pytest.skip(why)
     return made
@@ -185,8 +185,8 @@ async def test_daemons_end_with_their_program_and_before_the_changes(box: Sandbo
     sleep = unique_sleep()
     await sh(box, f"(setsid {sleep} >/dev/null 2>&1 &); echo 1 >new; rm c")
     assert not running(sleep)
-    patch = await box.changes()
-    assert patch.files == {"new": Change(b"1\n"), "c": None}
+    patch = await box.diff()
+    assert patch.files == {"new": FileChange(b"1\n"), "c": None}
 
 
 async def test_a_sandbox_that_cannot_be_ended_leaves_no_files(
@@ -225,7 +225,7 @@ async def test_files_go_in_and_come_out(runtime: Bubblewrap, tmp_path: Path) -> 
     mounts = (Mount("/logs/verifier"), Mount(str(tool), str(tool)), Mount("/usr/bin", str(tool)))
     optional = Mount("/usr/bin", str(tool), optional=True)
     async with runtime.open(tmp_path / "b", SandboxSpec(mounts=(*mounts[:2], optional))) as box:
-        await box.put(box.workdir, {"d/run": Change(b"#!/bin/sh\ncat d/x\n", executable=True)})
+        await box.put(box.workdir, {"d/run": FileChange(b"#!/bin/sh\ncat d/x\n", executable=True)})
         await box.put(box.workdir, {"d/x": "xx"})
         await box.put(box.home, {".settings": b"\xff"})
         script = f"d/run; cat {tool}/t; echo 1 >/logs/verifier/reward; touch {tool}/u; ln -s / l"
@@ -235,7 +235,7 @@ async def test_files_go_in_and_come_out(runtime: Bubblewrap, tmp_path: Path) -> 
         assert await box.get(PurePosixPath("/logs/verifier/reward")) == b"1\n"
         assert await box.get(box.home / ".settings") == b"\xff"
         assert await box.get(box.workdir / "d/x") == b"xx"
-        assert await box.get(box.workdir / "d/x", most=1) is None
+        assert await box.get(box.workdir / "d/x", max_bytes=1) is None
         assert await box.get(box.workdir / "l/etc/passwd") is None
         for wrong in ("/etc/passwd", "/workspace/../etc/passwd"):
             with pytest.raises(UsageError):
@@ -265,12 +265,12 @@ async def test_a_base_is_seen_through_a_layer_and_never_changed(
         await box.put(box.workdir, {"put": "p"})
         assert (await sh(box, "cat put n grows; ! test -e goes")).code == 0
         assert await box.get(box.workdir / "grows") == b"growsmore\n"
-        patch = await box.changes()
+        patch = await box.diff()
         assert patch.files == {
             "goes": None,
-            "grows": Change(b"growsmore\n"),
-            "n": Change(b"n\n"),
-            "put": Change(b"p"),
+            "grows": FileChange(b"growsmore\n"),
+            "n": FileChange(b"n\n"),
+            "put": FileChange(b"p"),
         }
         assert (await sh(box, "cat n put")).code == 0  # a sandbox again
         assert str(tmp_path) not in mounts()
@@ -285,7 +285,7 @@ async def test_one_server_is_reached_and_nothing_else(box: Sandbox) -> None:
     server, url = await served("hello")
     other, far = await served("secret")
     async with server, other:
-        inside = await box.reach(url)
+        inside = await box.expose(url)
         assert inside.endswith("/a?b")
         fetch = "import sys,urllib.request as u; print(u.urlopen(sys.argv[1],timeout=3).read())"
         for _ in range(2):
@@ -293,7 +293,7 @@ async def test_one_server_is_reached_and_nothing_else(box: Sandbox) -> None:
             assert done.code == 0, log(box)
             assert (await sh(box, "sleep 9", 0.2)).timed_out
         assert log(box) == "b'hello'\n" * 2
-        await box.changes()  # after which only an evaluator has business here
+        await box.diff()  # after which only an evaluator has business here
         for url in (far, inside):
             done = await box.run(("python3", "-c", fetch, url), env={}, timeout_s=10)
             assert done.code == 1
@@ -432,7 +432,7 @@ def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path
                 await box.run(("sleep", "99"), env={{}}, timeout_s=99)
         async def main():
             runtime = Bubblewrap()
-            runtime.weaknesses()
+            runtime.list_weaknesses()
             print("go", flush=True)
             await asyncio.gather(*(session(runtime, number) for number in range(20)))
         asyncio.run(main())
@@ -461,11 +461,11 @@ def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> 
     (tmp_path / "base").mkdir()
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
-        from tugline.sandbox.base import Place
+        from tugline.sandbox.base import SandboxSpec
         from tugline.sandbox.bubblewrap.runtime import Bubblewrap
         from tugline.types import Workspace
         async def main():
-            place = Place(workspace=Workspace(folder={str(tmp_path / "base")!r}))
+            place = SandboxSpec(workspace=Workspace(folder={str(tmp_path / "base")!r}))
             async with Bubblewrap().open(pathlib.Path({str(tmp_path / "box")!r}), place) as box:
                 await box.run(("sh", "-c", "setsid {sleep} & echo x; {sleep}"), env={{}},
                     timeout_s=300)
@@ -530,14 +530,14 @@ def test_a_user_without_rights_can_do_it_all() -> None:
 
 AS_USER = """
 import asyncio, pathlib, sys
-from tugline.sandbox.base import Place
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.types import Cause, Workspace
 
 async def main(here):
     runtime = Bubblewrap(processes=60)
-    assert runtime.unavailable() is None, runtime.unavailable()
-    print(runtime.weaknesses())
+    assert runtime.check_available() is None, runtime.check_available()
+    print(runtime.list_weaknesses())
     async def serve(reader, writer):
         await reader.readuntil(b"\\r\\n\\r\\n")
         writer.write(b"HTTP/1.1 200 OK\\r\\nconnection: close\\r\\ncontent-length: 2\\r\\n\\r\\nok")
@@ -545,14 +545,14 @@ async def main(here):
         writer.close()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    place = Place(workspace=Workspace(folder=str(here / "base")), files={"f": "1"})
+    place = SandboxSpec(workspace=Workspace(folder=str(here / "base")), files={"f": "1"})
     async with server, runtime.open(here / "box", place) as box:
         async def sh(script, timeout_s=20):
             return await box.run(("sh", "-c", script), env={}, timeout_s=timeout_s)
         async def ok(script):
             assert (await sh(script)).code == 0, (box.logs / "agent.log").read_text()
         await ok("cat b f; id; echo 2 >b; echo 3 >n; ! touch /usr/x")
-        inside = await box.reach(url)
+        inside = await box.expose(url)
         fetch = "import sys,urllib.request as u; print(u.urlopen(sys.argv[1],timeout=5).read())"
         await ok(f"python3 -c '{fetch}' {inside}")
         assert (await sh("sleep 9 & sleep 9", 0.3)).timed_out
@@ -561,10 +561,10 @@ async def main(here):
         await ok("cat n")
         await box.put(box.workdir, {"p": "4"})
         await ok("cat p")
-        changed = (await box.changes()).files
+        changed = (await box.diff()).files
         assert set(changed) == {"b", "n", "p"}, changed
     plain = here / "plain"
-    async with runtime.open(plain, Place(files={"f": "1"})) as box:
+    async with runtime.open(plain, SandboxSpec(files={"f": "1"})) as box:
         assert (await box.run(("cat", "f"), env={}, timeout_s=5)).code == 0
     async with Bubblewrap(disk_mb=8).open(here / "hidden") as box:
         hide = "mkdir -p d/e; head -c 20000000 /dev/zero >d/e/x; chmod 0 d/e d; sleep 20"

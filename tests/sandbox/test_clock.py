@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tugline.sandbox.pausable_timeout import PausableTimeout, limit
+from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 
 
 async def test_a_limit_ends_in_time() -> None:
@@ -13,7 +13,7 @@ async def test_a_limit_ends_in_time() -> None:
     for one in (0.05, PausableTimeout(0.05)):
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            async with limit(one):
+            async with enforce_timeout(one):
                 await asyncio.sleep(5)
         assert 0.04 < time.monotonic() - began < 1
 
@@ -25,40 +25,40 @@ async def test_a_held_clock_stands_still() -> None:
 
     async def hold_twice() -> None:
         for _ in range(2):
-            clock.hold()
-            clock.hold()
+            clock.pause()
+            clock.pause()
             await asyncio.sleep(0.4)
-            clock.go()
-            clock.go()
+            clock.resume()
+            clock.resume()
             await asyncio.sleep(0.05)
         await asyncio.sleep(5)
 
     with pytest.raises(TimeoutError):
-        async with clock.limit():
+        async with clock.enforce():
             await hold_twice()
     assert 1.0 < time.monotonic() - began < 2.0
-    assert clock.spent == pytest.approx(0.3, abs=0.1)
+    assert clock.elapsed == pytest.approx(0.3, abs=0.1)
 
 
 async def test_a_clock_goes_on_where_it_was() -> None:
     """A second program has what the first one left, and nothing once it is over."""
     clock = PausableTimeout(0.2)
-    async with clock.limit():
+    async with clock.enforce():
         await asyncio.sleep(0.1)
     with pytest.raises(TimeoutError):
-        async with clock.limit():
+        async with clock.enforce():
             await asyncio.sleep(5)
-    clock.hold()
-    clock.go()
+    clock.pause()
+    clock.resume()
     with pytest.raises(TimeoutError):
-        async with clock.limit():
+        async with clock.enforce():
             await asyncio.sleep(5)
 
 
 async def test_a_clock_that_is_held_from_the_start() -> None:
     """It does not begin before it goes."""
     clock = PausableTimeout(0.1)
-    clock.hold()
-    async with clock.limit():
+    clock.pause()
+    async with clock.enforce():
         await asyncio.sleep(0.2)
-        assert clock.spent == 0.0
+        assert clock.elapsed == 0.0

@@ -11,7 +11,7 @@ import pytest
 
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.files import folder, get, put, remove
-from tugline.sandbox.patch import Change
+from tugline.sandbox.patch import FileChange
 
 
 @pytest.fixture
@@ -36,8 +36,13 @@ def names(directory: Path) -> list[str]:
 
 def test_what_is_put_is_there_byte_for_byte(root: Path) -> None:
     """Text, bytes, modes and links; a mode survives new text; None removes."""
-    put(root, {"a/b.sh": Change(b"#!/bin/sh\r\n", executable=True), "c": b"\0\xff", "d": "d\r\n"})
-    put(root, {"a/b.sh": "new", "e": Change(b"a/b.sh", link=True), "d": None, "none/none": None})
+    put(
+        root,
+        {"a/b.sh": FileChange(b"#!/bin/sh\r\n", executable=True), "c": b"\0\xff", "d": "d\r\n"},
+    )
+    put(
+        root, {"a/b.sh": "new", "e": FileChange(b"a/b.sh", link=True), "d": None, "none/none": None}
+    )
     assert (root / "a" / "b.sh").read_text() == "new"
     assert (root / "a" / "b.sh").stat().st_mode & 0o777 == 0o755
     assert (root / "c").read_bytes() == b"\0\xff"
@@ -143,7 +148,7 @@ def test_modes_that_forbid_it_do_not_keep_a_folder(root: Path, tmp_path: Path) -
 def test_new_files_belong_to_whom_their_folder_belongs_to(root: Path) -> None:
     """A program that runs as another user can change what was put for it."""
     os.chown(root, 1234, 1235)
-    put(root, {"a/b": "x", "link": Change(b"a", link=True)})
+    put(root, {"a/b": "x", "link": FileChange(b"a", link=True)})
     for path in ("a", "a/b", "link"):
         found = (root / path).lstat()
         assert (found.st_uid, found.st_gid) == (1234, 1235), path

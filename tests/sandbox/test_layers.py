@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import SandboxError
-from tugline.sandbox.patch import Caps, Change, Patch
+from tugline.sandbox.patch import FileChange, Patch, PatchLimits
 from tugline.sandbox.workspace import overlay
 from tugline.sandbox.workspace.mounts import mounted, unmount_all
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
@@ -108,7 +108,7 @@ def layer(base: Path, tmp_path: Path) -> Iterator[OverlayWorkspace]:
 def test_nothing_done_is_an_empty_patch(layer: OverlayWorkspace, way: object) -> None:
     """Initial files are no change; nor is what was only touched, copied up or written again."""
     way(layer, "touch a.py blob run.sh; chmod 600 a.py; cat a.py > t; cat t > a.py; rm t; ls -R .")  # type: ignore[operator]
-    assert layer.changes() == Patch()
+    assert layer.diff() == Patch()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -121,20 +121,20 @@ def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: object) -> 
     mkdir __pycache__; touch __pycache__/a.pyc; echo ref2 > .git/HEAD
     """
     way(layer, script)  # type: ignore[operator]
-    assert layer.changes() == Patch(
+    assert layer.diff() == Patch(
         {
-            "a.py": Change(b"x = 2\n"),
+            "a.py": FileChange(b"x = 2\n"),
             "pkg/b.py": None,
             "task.md": None,
             "docs/deep/two.md": None,
-            "docs/moved/two.md": Change(b"2\n"),
-            "pkg/given.py": Change(b"g = 1\n", executable=True),
-            "out": Change(b"/etc/passwd", link=True),
-            "link": Change(b"pkg", link=True),
-            "bin": Change(b"\0\xff"),
-            "new/er/n": Change(b"n"),
-            "new/hard": Change(b"n"),
-            "run.sh": Change(b"#!/bin/sh\n"),
+            "docs/moved/two.md": FileChange(b"2\n"),
+            "pkg/given.py": FileChange(b"g = 1\n", executable=True),
+            "out": FileChange(b"/etc/passwd", link=True),
+            "link": FileChange(b"pkg", link=True),
+            "bin": FileChange(b"\0\xff"),
+            "new/er/n": FileChange(b"n"),
+            "new/hard": FileChange(b"n"),
+            "run.sh": FileChange(b"#!/bin/sh\n"),
         }
     )
 
@@ -150,17 +150,17 @@ def test_folders_and_files_that_change_places_are_found(
     rm link; mkdir link; echo in > link/in; rm -rf .git
     """
     way(layer, script)  # type: ignore[operator]
-    assert layer.changes() == Patch(
+    assert layer.diff() == Patch(
         {
             "docs/deep/two.md": None,
-            "docs/three.md": Change(b"3\n"),
+            "docs/three.md": FileChange(b"3\n"),
             "pkg/b.py": None,
             "pkg/given.py": None,
-            "pkg": Change(b"file\n"),
+            "pkg": FileChange(b"file\n"),
             "a.py": None,
-            "a.py/in": Change(b"in\n"),
+            "a.py/in": FileChange(b"in\n"),
             "link": None,
-            "link/in": Change(b"in\n"),
+            "link/in": FileChange(b"in\n"),
         }
     )
 
@@ -173,7 +173,7 @@ def test_what_is_left_out_is_said(layer: OverlayWorkspace, way: object) -> None:
     touch "$(printf 'a\\nb')"; mkdir node_modules; touch node_modules/x
     """
     way(layer, script)  # type: ignore[operator]
-    patch = layer.changes()
+    patch = layer.diff()
     assert patch.files == {}
     notes = sorted(note.split(":")[0] for note in patch.notes)
     assert notes == ["'a\\nb'", "a.py", "blob", "node_modules", "pipe"]
@@ -185,7 +185,7 @@ def test_links_of_the_base_are_not_followed(base: Path, tmp_path: Path) -> None:
     layer = OverlayWorkspace(tmp_path / "box", base, {})
     layer.make()
     by_kernel(layer, "rm out; mkdir out; printf secret > out/secret")
-    assert layer.changes() == Patch({"out": None, "out/secret": Change(b"secret")})
+    assert layer.diff() == Patch({"out": None, "out/secret": FileChange(b"secret")})
     layer.clear()
     assert (tmp_path / "secret").read_text() == "secret"
 
@@ -203,18 +203,18 @@ def test_a_tree_deeper_than_any_path_is_noted(layer: OverlayWorkspace, way: obje
         for name in ("a", "b" * 60, "c" * 120, "e" * 180):
             os.close(os.open(name, os.O_CREAT, dir_fd=here))
     os.close(here)
-    patch = layer.changes(Caps(files=5000))
-    assert patch.files["a.py"] == Change(b"2\n")
+    patch = layer.diff(PatchLimits(files=5000))
+    assert patch.files["a.py"] == FileChange(b"2\n")
     assert any("name too long" in note for note in patch.notes), patch.notes
 
 
 def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: OverlayWorkspace) -> None:
-    """Caps are on what was touched."""
+    """PatchLimits are on what was touched."""
     by_kernel(layer, "for n in 1 2 3 4 5 6; do echo $n > f$n; done")
-    assert len(layer.changes(Caps(seen_files=9)).files) == 6
-    assert layer.changes(Caps(files=5)).files == {}
-    assert "no change is taken along" in layer.changes(Caps(files=5)).notes[0]
-    small = layer.changes(Caps(total_bytes=4))
+    assert len(layer.diff(PatchLimits(seen_files=9)).files) == 6
+    assert layer.diff(PatchLimits(files=5)).files == {}
+    assert "no change is taken along" in layer.diff(PatchLimits(files=5)).notes[0]
+    small = layer.diff(PatchLimits(total_bytes=4))
     assert (len(small.files), len(small.notes)) == (2, 4)
 
 
@@ -226,7 +226,7 @@ def test_boxes_of_one_base_do_not_see_each_other(base: Path, tmp_path: Path) -> 
     by_kernel(boxes[0], "echo mine > a.py; rm -r docs")
     by_kernel(boxes[1], "test -e docs/one.md; grep -q 'x = 1' a.py")
     assert (base / "a.py").read_text() == "x = 1\n"
-    assert boxes[1].changes() == Patch()
+    assert boxes[1].diff() == Patch()
     for box in boxes:
         box.clear()
 
@@ -240,10 +240,10 @@ def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path
     check = 'test "$(cat docs/one.md a.py/x pkg docs/deep/two.md | tr "\\n" .)" = '
     by_kernel(layer, check + '"mine.below a file.over a folder.2."')
     assert (layer.work / "docs").stat().st_mode & 0o777 == 0o750
-    assert layer.changes() == Patch()
+    assert layer.diff() == Patch()
     _run("rm -r a.py; rm pkg; echo new > a.py", layer.work)
-    changed = {"a.py/x": None, "pkg": None, "a.py": Change(b"new\n")}
-    assert layer.changes() == Patch(changed)
+    changed = {"a.py/x": None, "pkg": None, "a.py": FileChange(b"new\n")}
+    assert layer.diff() == Patch(changed)
     layer.clear()
 
 
@@ -257,7 +257,7 @@ def test_an_initial_file_can_be_run_where_the_bases_can(
     )
     layer.make()
     way(layer, "./run.sh; test ! -x a.py; echo y > new")  # type: ignore[operator]
-    assert layer.changes() == Patch({"new": Change(b"y\n")})
+    assert layer.diff() == Patch({"new": FileChange(b"y\n")})
     layer.clear()
 
 
@@ -268,8 +268,8 @@ def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -
         "touch -r a.py t; printf 'x = 2\\n' > a.py; touch -r t a.py; chmod 755 run.sh\n"
         "ln -s x u; touch -hr link u; ln -sfn b.py link; touch -hr u link; rm t u",
     )
-    changed = {"a.py": Change(b"x = 2\n"), "link": Change(b"b.py", link=True)}
-    assert layer.changes() == Patch(changed)
+    changed = {"a.py": FileChange(b"x = 2\n"), "link": FileChange(b"b.py", link=True)}
+    assert layer.diff() == Patch(changed)
 
 
 @pytest.mark.parametrize("way", [by_kernel, in_private])
@@ -280,13 +280,13 @@ def test_a_snapshot_is_a_box_begun_where_another_stood(
     first = OverlayWorkspace(tmp_path / "first", base, FILES)
     first.make()
     way(first, "rm a.py; echo new > n; rm -r docs; mkdir docs")  # type: ignore[operator]
-    patch = first.changes()
+    patch = first.diff()
     first.snapshot(tmp_path / "kept")
     first.clear()
     second = OverlayWorkspace(tmp_path / "second", base, FILES, tmp_path / "kept")
     second.make()
     way(second, "test ! -e a.py; test ! -e docs/one.md; test -e pkg/b.py; test -e n")  # type: ignore[operator]
-    assert second.changes() == patch
+    assert second.diff() == patch
     second.clear()
 
 
@@ -295,15 +295,15 @@ def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
     layer = OverlayWorkspace(tmp_path / "box", None, FILES)
     layer.make()
     assert layer.mount() == layer.own == layer.work
-    assert layer.changes() == Patch()
+    assert layer.diff() == Patch()
     _run("rm task.md; chmod +x pkg/given.py; echo n > n", layer.work)
-    patch = layer.changes()
-    given = Change(b"g = 1\n", executable=True)
-    assert patch == Patch({"task.md": None, "pkg/given.py": given, "n": Change(b"n\n")})
+    patch = layer.diff()
+    given = FileChange(b"g = 1\n", executable=True)
+    assert patch == Patch({"task.md": None, "pkg/given.py": given, "n": FileChange(b"n\n")})
     layer.snapshot(tmp_path / "kept")
     again = OverlayWorkspace(tmp_path / "again", None, FILES, tmp_path / "kept")
     again.make()
-    assert again.changes() == patch
+    assert again.diff() == patch
     with pytest.raises(SandboxError, match="no base"):
         layer.prepare(private=False)
 
@@ -312,7 +312,7 @@ def test_a_folder_is_not_used_twice(layer: OverlayWorkspace, base: Path, tmp_pat
     """What one session left is not the next one's head start."""
     with pytest.raises(SandboxError, match="is not empty; each session needs a folder of its own"):
         OverlayWorkspace(tmp_path / "box", base, {}).make()
-    assert layer.changes() == Patch()
+    assert layer.diff() == Patch()
 
 
 def test_what_a_killed_process_left_mounted_is_found(
@@ -336,7 +336,7 @@ def test_it_can_be_mounted_again_after_its_sandbox_died(layer: OverlayWorkspace)
     by_kernel(layer, "echo one > one")
     layer.unmount()
     by_kernel(layer, "test -e one; rm one")
-    assert layer.changes() == Patch()
+    assert layer.diff() == Patch()
 
 
 def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path
     layer = OverlayWorkspace(tmp_path / "b:o,x\\ d", strange, {})
     layer.make()
     by_kernel(layer, "rm a.py")
-    assert layer.changes() == Patch({"a.py": None})
+    assert layer.diff() == Patch({"a.py": None})
     layer.clear()
     assert not mounted(layer.work)
 
@@ -363,7 +363,7 @@ def test_a_layer_costs_the_same_for_a_large_base(tmp_path: Path) -> None:
         began = time.perf_counter()
         layer.make()
         by_kernel(layer, "true")
-        patch = layer.changes()
+        patch = layer.diff()
         took.append(time.perf_counter() - began)
         assert patch == Patch()
         layer.clear()

@@ -16,7 +16,7 @@ from tugline.errors import ConfigError, SandboxError, UsageError
 from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
 from tugline.sandbox.exec.processes import MARK, Started, end, start_time
 from tugline.sandbox.local import Local
-from tugline.sandbox.patch import Change
+from tugline.sandbox.patch import FileChange
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 from tugline.types import Workspace
 
@@ -225,8 +225,8 @@ async def test_a_base_is_seen_and_never_changed(tmp_path: Path) -> None:
         assert (await sh(box, "cat a b c; echo 4 >a; rm b; echo 5 >d")).code == 0
         assert log(box) == "123"
         assert await box.get(box.workdir / "d") == b"5\n"
-        patch = await box.changes()
-        assert patch.files == {"a": Change(b"4\n"), "b": None, "d": Change(b"5\n")}
+        patch = await box.diff()
+        assert patch.files == {"a": FileChange(b"4\n"), "b": None, "d": FileChange(b"5\n")}
     assert (base / "a").read_text() == "1"
     assert str(tmp_path) not in mounted()
 

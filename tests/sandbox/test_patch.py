@@ -9,7 +9,7 @@ import pytest
 
 from tugline.errors import SandboxError
 from tugline.sandbox.files import put
-from tugline.sandbox.patch import Caps, Change, Gatherer, Patch, compare, compare_archives
+from tugline.sandbox.patch import FileChange, Gatherer, Patch, PatchLimits, compare, diff_archives
 
 BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
 
@@ -41,10 +41,10 @@ def test_changes_additions_and_deletions_are_found(workdir: Path) -> None:
     (workdir / "pkg" / "c.py").chmod(0o755)
     assert compare(BEFORE, workdir) == Patch(
         {
-            "a.py": Change(b"x = 2\r\n"),
-            "new/deep/d.bin": Change(b"\0\xff"),
+            "a.py": FileChange(b"x = 2\r\n"),
+            "new/deep/d.bin": FileChange(b"\0\xff"),
             "pkg/b.py": None,
-            "pkg/c.py": Change(b"z = 3\n", executable=True),
+            "pkg/c.py": FileChange(b"z = 3\n", executable=True),
         }
     )
 
@@ -57,11 +57,11 @@ def test_links_are_taken_as_links_and_pipes_noted(workdir: Path) -> None:
     (workdir / "a.py").symlink_to("../secret.txt")
     os.mkfifo(workdir / "pipe")
     (workdir / "pkg" / "b.py").write_text("y" * 5000)
-    patch = compare(BEFORE, workdir, Caps(file_bytes=1000))
+    patch = compare(BEFORE, workdir, PatchLimits(file_bytes=1000))
     assert patch.files == {
-        "a.py": Change(b"../secret.txt", link=True),
-        "out": Change(b"../secret.txt", link=True),
-        "outdir": Change(b"..", link=True),
+        "a.py": FileChange(b"../secret.txt", link=True),
+        "out": FileChange(b"../secret.txt", link=True),
+        "outdir": FileChange(b"..", link=True),
     }
     assert [note.partition(":")[0] for note in patch.notes] == ["pipe", "pkg/b.py"]
 
@@ -70,7 +70,7 @@ def test_what_is_past_the_bound_in_all_is_left_out_with_a_note(workdir: Path) ->
     """What still fits is taken along."""
     for number in range(4):
         (workdir / f"f{number}").write_text("x" * 10)
-    patch = compare(BEFORE, workdir, Caps(total_bytes=25))
+    patch = compare(BEFORE, workdir, PatchLimits(total_bytes=25))
     assert list(patch.files) == ["f0", "f1"]
     assert patch.notes == tuple(
         f"f{number}: past 25 bytes in all, change left out" for number in (2, 3)
@@ -83,7 +83,7 @@ def test_programs_that_were_installed_are_noted_not_taken_along(workdir: Path) -
         path = workdir / "node_modules" / f"p{number}"
         path.mkdir(parents=True)
         (path / "index.js").touch()
-    patch = compare(BEFORE, workdir, Caps(seen_files=20))
+    patch = compare(BEFORE, workdir, PatchLimits(seen_files=20))
     assert patch == Patch({}, ("node_modules: a folder of installed programs, left out",))
 
 
@@ -91,7 +91,7 @@ def test_a_flood_of_files_is_not_taken_along(workdir: Path) -> None:
     """A million files cost the agent its patch, not us our disk; deletions are not made up."""
     for number in range(30):
         (workdir / f"f{number}").write_text("x")
-    patch = compare(BEFORE, workdir, Caps(files=20))
+    patch = compare(BEFORE, workdir, PatchLimits(files=20))
     assert patch.files == {}
     assert "no change is taken along" in patch.notes[0]
 
@@ -111,9 +111,9 @@ def test_a_name_that_no_box_can_be_given_is_noted(tmp_path: Path) -> None:
     (tmp_path / "x\\y").write_text("x")
     (tmp_path / "good").write_text("x")
     patch = compare({}, tmp_path)
-    assert patch == Patch({"good": Change(b"x")}, ("x\\y: a name with a backslash",))
+    assert patch == Patch({"good": FileChange(b"x")}, ("x\\y: a name with a backslash",))
     put(tmp_path, patch.files)
-    gatherer = Gatherer(Caps(), lambda _path: None)
+    gatherer = Gatherer(PatchLimits(), lambda _path: None)
     for path in ("a\tb", "a\\b", "ab"):
         gatherer.gone(path)
     patch = gatherer.patch()
@@ -155,13 +155,13 @@ def test_archives_are_compared_without_unpacking_them(workdir: Path) -> None:
     (workdir / ".git").mkdir()
     (workdir / ".git" / "HEAD").touch()
     os.mkfifo(workdir / "pipe")
-    patch = compare_archives(before, archive(workdir), Caps(file_bytes=1000))
+    patch = diff_archives(before, archive(workdir), PatchLimits(file_bytes=1000))
     assert patch.files == {
-        "a.py": Change(b"x = 2\n"),
-        "same": Change(b"x = 2\n"),
+        "a.py": FileChange(b"x = 2\n"),
+        "same": FileChange(b"x = 2\n"),
         "pkg/b.py": None,
-        "pkg/c.py": Change(b"z = 3\n", executable=True),
-        "out": Change(b"../secret.txt", link=True),
+        "pkg/c.py": FileChange(b"z = 3\n", executable=True),
+        "out": FileChange(b"../secret.txt", link=True),
     }
     assert sorted(note.partition(":")[0] for note in patch.notes) == ["grows", "pipe"]
 
@@ -169,8 +169,8 @@ def test_archives_are_compared_without_unpacking_them(workdir: Path) -> None:
 def test_an_archive_that_leads_out_or_is_none_is_refused(workdir: Path) -> None:
     """A hostile machine cannot name files of ours."""
     hostile = archive(workdir, "--transform=s,^./a.py,../../a.py,", "-P")
-    patch = compare_archives(io.BytesIO(archive(workdir).getvalue()), hostile)
+    patch = diff_archives(io.BytesIO(archive(workdir).getvalue()), hostile)
     assert patch.files == {"a.py": None}
     assert patch.notes == ("../../a.py: a name that leaves its folder",)
     with pytest.raises(SandboxError, match="no tar archive"):
-        compare_archives(archive(workdir), io.BytesIO(b"x" * 2000))
+        diff_archives(archive(workdir), io.BytesIO(b"x" * 2000))

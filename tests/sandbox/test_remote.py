@@ -14,7 +14,7 @@ import pytest
 from tugline import plugins
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Mount, SandboxSpec
-from tugline.sandbox.patch import Change, Patch
+from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "remote_runtime.py"
@@ -47,11 +47,11 @@ async def test_a_session_goes_its_way(remote: Any, tmp_path: Path) -> None:
         assert (box.logs / "agent.log").read_text() == "{}it's\n$HOME\n"
         changed = {
             "a.py": None,
-            "pkg/b.py": Change(b"new"),
-            "out": Change(b"/etc", link=True),
+            "pkg/b.py": FileChange(b"new"),
+            "out": FileChange(b"/etc", link=True),
         }
-        assert await box.changes() == Patch(changed)
-        assert await box.reach("http://127.0.0.1:1/s/x") == "http://127.0.0.1:1/s/x"
+        assert await box.diff() == Patch(changed)
+        assert await box.expose("http://127.0.0.1:1/s/x") == "http://127.0.0.1:1/s/x"
     assert list((tmp_path / "there").iterdir()) == []
     assert sorted(path.name for path in (tmp_path / "box").iterdir()) == ["logs"]
 
@@ -65,14 +65,14 @@ async def test_a_patch_is_laid_over_a_new_box(remote: Any, tmp_path: Path) -> No
             "b": None,
             "b/in": "below",
             "c": b"\0",
-            "run.sh": Change(b"#!/bin/sh\nexit 5\n", executable=True),
-            "link": Change(b"run.sh", link=True),
+            "run.sh": FileChange(b"#!/bin/sh\nexit 5\n", executable=True),
+            "link": FileChange(b"run.sh", link=True),
         }
         await box.put(box.workdir, patch)
         assert (await box.run(["./link"], env={}, timeout_s=20)).code == 5
         assert await box.get(box.workdir / "b/in") == b"below"
         assert await box.get(box.workdir / "c") == b"\0"
-        assert await box.get(box.workdir / "c", most=0) is None
+        assert await box.get(box.workdir / "c", max_bytes=0) is None
         for missing in ("a", "link", "c/d", "none"):
             assert await box.get(box.workdir / missing) is None, missing
         with pytest.raises(UsageError, match="must be relative"):
@@ -120,13 +120,13 @@ async def test_what_a_killed_node_left_there_is_removed(remote: Any, tmp_path: P
 
 async def test_what_it_cannot_give_or_reach_is_told(remote: Any, tmp_path: Path) -> None:
     """A workspace or a mount is refused; a machine that is not there is a fault of the place."""
-    for place in (SandboxSpec(workspace=Workspace(image="x")), SandboxSpec(mounts=(Mount("/x"),))):
+    for spec in (SandboxSpec(workspace=Workspace(image="x")), SandboxSpec(mounts=(Mount("/x"),))):
         with pytest.raises(UsageError, match="takes files only"):
-            async with remote.open(tmp_path / "box", place):
+            async with remote.open(tmp_path / "box", spec):
                 pass
-    assert remote.unavailable() is None
+    assert remote.check_available() is None
     away = type(remote)(connect=("sh", "-c", "echo no route >&2; exit 255"))
-    assert "no route" in away.unavailable()
+    assert "no route" in away.check_available()
     box = remote.open(tmp_path / "other")
     async with box as opened:
         with pytest.raises(SandboxError, match=r"sh: .*not found"):

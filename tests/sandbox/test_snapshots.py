@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tugline.sandbox.base import Runtime, SandboxSpec, Snapshots
+from tugline.sandbox.base import Runtime, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.sandbox.local import Local
-from tugline.sandbox.patch import Change, Patch
+from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
 
@@ -15,7 +15,7 @@ from tugline.types import Workspace
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     """Each that can be had here without a container engine."""
     made: Runtime = request.param()
-    if why := made.unavailable():
+    if why := made.check_available():
         pytest.skip(why)
     return made
 
@@ -32,14 +32,13 @@ async def test_a_box_begins_where_another_stood(
     async with runtime.open(tmp_path / "first", place) as box:
         script = "echo 2 > a; rm -f old; mkdir d; echo n > d/n"
         assert (await box.run(["sh", "-c", script], env={}, timeout_s=20)).code == 0
-        before = await box.changes()
-        assert isinstance(box, Snapshots)
+        before = await box.diff()
         await box.snapshot(tmp_path / "kept")
-    done = {"a": Change(b"2\n"), "d/n": Change(b"n\n"), **({"old": None} if based else {})}
+    done = {"a": FileChange(b"2\n"), "d/n": FileChange(b"n\n"), **({"old": None} if based else {})}
     assert before == Patch(done)
     again = SandboxSpec(workspace=workspace, files={"a": "1\n"}, snapshot=tmp_path / "kept")
     for name in ("second", "third"):
         async with runtime.open(tmp_path / name, again) as box:
             script = "grep -q 2 a && test ! -e old && test ! -e mine && cat d/n && touch mine"
             assert (await box.run(["sh", "-c", script], env={}, timeout_s=20)).code == 0
-            assert await box.changes() == Patch({**done, "mine": Change(b"")})
+            assert await box.diff() == Patch({**done, "mine": FileChange(b"")})

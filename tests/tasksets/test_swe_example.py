@@ -67,7 +67,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_the_toy_runs_to_its_end(world: World) -> None:
     """Sandbox, agent, model, patch, and SWE-bench's grading: half of the sessions earn 1."""
-    if why := Bubblewrap().unavailable():
+    if why := Bubblewrap().check_available():
         pytest.skip(why)
     make(world.folder / "toy")
     engine = str(Path(__file__).with_name("swe_engine.py"))

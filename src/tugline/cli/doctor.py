@@ -95,8 +95,8 @@ def _list_runtimes(*, as_json: bool) -> None:
     seen: dict[str, Found] = {}
     for name in known("runtime"):
         runtime: Runtime = find("runtime", name)()
-        why = runtime.unavailable()
-        seen[name] = Found(why, () if why else tuple(runtime.weaknesses()))
+        why = runtime.check_available()
+        seen[name] = Found(why, () if why else tuple(runtime.list_weaknesses()))
     if as_json:
         typer.echo(msgspec.json.encode({name: one._asdict() for name, one in seen.items()}))
         return

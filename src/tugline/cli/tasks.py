@@ -28,7 +28,6 @@ from tugline.datasets.files import Chosen, gather
 from tugline.errors import ConfigError, UsageError
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, prove
-from tugline.sandbox import base
 from tugline.types import Cause, PluginSpec, Task, Workspace
 
 tasks = typer.Typer(help="Task sets.", no_args_is_help=True)
@@ -124,7 +123,7 @@ async def _prefetch(wanted: Sequence[tuple[PluginSpec, Sequence[Workspace]]]) ->
         for part, workspaces in wanted:
             for number, one in enumerate(dict.fromkeys(workspaces), 1):
                 status.update(f"{part.name}: workspace {number} of {len(set(workspaces))}")
-                failed += await base.prefetch(Parts().runtime(part), [one])
+                failed += await Parts().runtime(part).prefetch([one])
     return failed
 
 
@@ -173,7 +172,7 @@ def validate(
 def _check_runtimes(parts: Parts, found: Sequence[Task]) -> None:
     """Raises `UsageError` for one that cannot be used here: no task is to blame for that."""
     for part in {msgspec.json.encode(task.runtime): task.runtime for task in found}.values():
-        why = parts.runtime(part).unavailable()
+        why = parts.runtime(part).check_available()
         if why is not None:
             msg = f"runtime {part.name!r} cannot be used here: {why}"
             raise UsageError(msg)

@@ -80,7 +80,7 @@ class CommandRun:
             report = box.home / f"{secrets.token_hex(16)}.report"
         end = await self._start(outcome, box, self._argv, "tests", report)
         if report is not None:
-            data = await box.get(report, most=_MOST_REPORT) or b""
+            data = await box.get(report, max_bytes=_MOST_REPORT) or b""
         else:
             data = await asyncio.to_thread(_head, box.logs / "tests.log")
         told = await asyncio.to_thread(self._format.read, data)

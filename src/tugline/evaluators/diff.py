@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.patch import Patch, PatchLimits
 
 _LONGEST = 1 << 20
 """Characters after which nothing more is shown."""
 
 
-def unified(before: Mapping[str, str], patch: Patch, caps: Caps | None = None) -> str:
+def unified(before: Mapping[str, str], patch: Patch, limits: PatchLimits | None = None) -> str:
     """The patch as people read it, ending with its notes."""
-    caps = caps or Caps()
+    limits = limits or PatchLimits()
     parts: list[str] = []
     size = 0
     for path, change in sorted(patch.files.items()):
@@ -26,7 +26,7 @@ def unified(before: Mapping[str, str], patch: Patch, caps: Caps | None = None) -
             continue
         old = before.get(path, "").splitlines(keepends=True)
         new = text.splitlines(keepends=True)
-        if max(len(old), len(new)) > caps.diff_lines:
+        if max(len(old), len(new)) > limits.diff_lines:
             parts.append(f"{path}: {len(old)} lines became {len(new)}; too long to show\n")
             continue
         names = (

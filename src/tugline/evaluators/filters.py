@@ -23,7 +23,7 @@ import msgspec
 
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Content, Mount
-from tugline.sandbox.patch import Change, Patch
+from tugline.sandbox.patch import FileChange, Patch
 
 LOADED_UNASKED = (
     "sitecustomize.*",
@@ -184,7 +184,7 @@ def laid(
     return result
 
 
-def _reasons(path: PurePosixPath, change: Change | None, rules: Rules) -> Iterator[str]:
+def _reasons(path: PurePosixPath, change: FileChange | None, rules: Rules) -> Iterator[str]:
     """Why it is refused; the first is told."""
     if str(path) in rules.trusted:
         yield "belongs to the tests"
@@ -210,7 +210,7 @@ def _folders(paths: Iterable[str]) -> set[str]:
     return {str(up) for path in paths for up in PurePosixPath(path).parents} - {"."}
 
 
-def _shadowed(path: PurePosixPath, change: Change | None, rules: Rules) -> str | None:
+def _shadowed(path: PurePosixPath, change: FileChange | None, rules: Rules) -> str | None:
     """The module that a new name would hide: at the top, or beside the tests, is where it could."""
     if str(path) in rules.known:
         return None

@@ -24,7 +24,7 @@ async def texts(box: Sandbox, patch: Patch, given: Mapping[str, str]) -> dict[st
     """What changed files said before: the task's own text, else the workspace's."""
     found = dict(given)
     for path in [path for path in patch.files if path not in given][:_TEXTS]:
-        data = await box.get(box.workdir / path, most=_TEXT_BYTES)
+        data = await box.get(box.workdir / path, max_bytes=_TEXT_BYTES)
         if data is not None:
             found[path] = data.decode(errors="replace")
     return found

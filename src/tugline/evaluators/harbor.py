@@ -33,7 +33,7 @@ from tugline.evaluators.filters import Rules, check_patterns, laid, matches, sha
 from tugline.evaluators.fresh import tail
 from tugline.evaluators.network import open_doors
 from tugline.sandbox.base import Content, Exit, Mount, Sandbox
-from tugline.sandbox.patch import Change
+from tugline.sandbox.patch import FileChange
 from tugline.sandbox.variables import check_variables, filled
 from tugline.types import Reward, Task
 
@@ -181,7 +181,7 @@ class Harbor:
             log_name="place",
         )
         for path, change in files.items():
-            if await box.get(TESTS / path, most=_MOST_TESTS) != change.data:
+            if await box.get(TESTS / path, max_bytes=_MOST_TESTS) != change.data:
                 return _Ran(end, None, f"{TESTS / path} could not be put there", "")
         if await _rewards_there(box):
             return _Ran(end, None, f"{LOGS} could not be emptied", "")
@@ -225,7 +225,7 @@ class Harbor:
 async def _rewards(box: Sandbox) -> Mapping[str, float] | None:
     """What the script left; reward.json comes first. Raises `ValueError` for what is no reward."""
     for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
-        data = await box.get(LOGS / name, most=_MOST)
+        data = await box.get(LOGS / name, max_bytes=_MOST)
         if data is not None:
             return read(data)
     return None
@@ -260,19 +260,19 @@ def read_text(data: bytes) -> dict[str, float]:
 
 
 async def _rewards_there(box: Sandbox) -> bool:
-    found = [await box.get(LOGS / name, most=_MOST) for name in ("reward.json", "reward.txt")]
+    found = [await box.get(LOGS / name, max_bytes=_MOST) for name in ("reward.json", "reward.txt")]
     return any(data is not None for data in found)
 
 
-def _read_folder(folder: Path) -> dict[str, Change]:
+def _read_folder(folder: Path) -> dict[str, FileChange]:
     """The task's tests as changes. Raises `EvaluatorError` if they are too many to bring along."""
-    files: dict[str, Change] = {}
+    files: dict[str, FileChange] = {}
     size = 0
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             data = path.read_bytes()
             size += len(data)
-            files[path.relative_to(folder).as_posix()] = Change(data, os.access(path, os.X_OK))
+            files[path.relative_to(folder).as_posix()] = FileChange(data, os.access(path, os.X_OK))
         if size > _MOST_TESTS:
             msg = f"{folder}: more than {_MOST_TESTS >> 20} MB of tests, too much for in_place"
             raise EvaluatorError(msg)

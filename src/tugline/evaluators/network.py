@@ -12,4 +12,4 @@ async def open_doors(box: Sandbox) -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        await box.reach(f"http://127.0.0.1:{port}")
+        await box.expose(f"http://127.0.0.1:{port}")

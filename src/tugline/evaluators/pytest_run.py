@@ -81,7 +81,7 @@ class PytestRun:
             log_name="tests",
         )
         junit = FORMATS["junit"]
-        told = junit.read(await box.get(report, most=_MOST) or b"")
+        told = junit.read(await box.get(report, max_bytes=_MOST) or b"")
         if not told.complete and not end.timed_out:
             await self._check_pytest(outcome)
         verdict = score(told, asked, end, junit.name, codes=codes if not asked.partial else ())

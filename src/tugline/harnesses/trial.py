@@ -39,7 +39,7 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
                 instruction="Say hello.",
                 workdir=str(box.workdir),
                 home=str(box.home),
-                base_url=await box.reach(url),
+                base_url=await box.expose(url),
                 key="trial",
                 model="tugline-trial",
             )

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from tugline.errors import UsageError
-from tugline.sandbox.base import MOST, Content, Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.pausable_timeout import PausableTimeout
 
 Start = tuple[tuple[str, ...], tuple[str, ...]]
@@ -56,7 +56,7 @@ def _works(start: Start, old: Path) -> bool:
     return done.returncode == 0
 
 
-class SamePlace:
+class SamePlace(Runtime):
     """A runtime whose programs find their folder at `old`; `start` is what `mountable` gave."""
 
     def __init__(self, inner: Runtime, old: Path, start: Start) -> None:
@@ -64,27 +64,27 @@ class SamePlace:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[Sandbox]:
         """A box in `directory`, which its programs know by the other name."""
-        async with self._inner.open(directory, place) as box:
+        async with self._inner.open(directory, spec) as box:
             yield _Box(box, self._old, self._start)
 
     def reap(self, directory: Path) -> int:
         """As the inner runtime does."""
         return self._inner.reap(directory)
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """As the inner runtime says."""
-        return self._inner.unavailable()
+        return self._inner.check_available()
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """As the inner runtime says."""
-        return self._inner.weaknesses()
+        return self._inner.list_weaknesses()
 
 
-class _Box:
-    """See `tugline.sandbox.base.Box`; paths are this machine's, programs are told the others."""
+class _Box(Sandbox):
+    """Paths of the inner sandbox are this machine's; programs are told the others."""
 
     def __init__(self, inner: Sandbox, old: Path, start: Start) -> None:
         self.workdir, self.home, self.logs = inner.workdir, inner.home, inner.logs
@@ -104,17 +104,17 @@ class _Box:
             },
         )
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """As the inner box has it."""
-        return await self._inner.get(path, most=most)
+        return await self._inner.get(path, max_bytes=max_bytes)
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """As in the inner box."""
-        return await self._inner.changes(caps)
+        return await self._inner.diff(limits)
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """As in the inner box."""
-        return await self._inner.reach(url)
+        return await self._inner.expose(url)
 
     async def run(
         self,

@@ -21,7 +21,7 @@ from tugline.types import PluginSpec, Task
 _log = log.get("node")
 _DOES = {
     "harness": ("install", "launch"),
-    "runtime": ("open", "reap", "unavailable", "weaknesses"),
+    "runtime": ("open", "reap", "check_available", "list_weaknesses"),
     "evaluator": ("evaluate",),
     "builder": ("build",),
 }
@@ -60,7 +60,7 @@ class Parts:
 
     async def _introduce(self, part: PluginSpec) -> None:
         try:
-            weaknesses = await asyncio.to_thread(self.runtime(part).weaknesses)
+            weaknesses = await asyncio.to_thread(self.runtime(part).list_weaknesses)
         except TuglineError as error:  # whatever it is, the box will say so itself
             del self._introduced[part.name]
             _log.warning("runtime cannot be looked at", runtime=part.name, error=str(error))

@@ -156,7 +156,7 @@ class _Rollout:
                     box = self.box = await self.place.enter_async_context(self._agents_box())
                     endpoint = await stack.enter_async_context(self._endpoint(box))
                     self.opened = True
-                    url = await box.reach(endpoint.base_url.rstrip("/"))
+                    url = await box.expose(endpoint.base_url.rstrip("/"))
                     launch = self.harness.launch(self._seat(box, url, endpoint.key))
                     await box.put(box.home, launch.files)
             self.course.log = box.logs / "agent.log"
@@ -168,7 +168,7 @@ class _Rollout:
                 _check_disk(self.directory)
                 home = self.directory / "agent" / "home"  # where built-in runtimes have it
                 await asyncio.to_thread(keep, home, harnesses.keeps(self.harness), box.logs)
-                patch = await box.changes()
+                patch = await box.diff()
                 said = await asyncio.to_thread(_tail, box.logs)
                 self.ran = _Ran(end, patch, said)
         if not evaluators.in_place(self.evaluator):

@@ -60,7 +60,7 @@ class _Try:
                 box = await place.enter_async_context(self._agents_box(solution, in_place=in_place))
             self.at = Status.RUN
             end, said = await self._solve(box, solution or Solution())
-            patch = await box.changes()
+            patch = await box.diff()
             if not in_place:
                 await place.aclose()
             self.at = Status.EVAL

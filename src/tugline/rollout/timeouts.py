@@ -77,4 +77,4 @@ class Course:
         """Stop the agent's clock while no model call is answered, or let it go on."""
         self._held = held
         if self._clock is not None:
-            (self._clock.hold if held else self._clock.go)()
+            (self._clock.pause if held else self._clock.resume)()

@@ -16,7 +16,7 @@ from typing import Any
 
 from tugline import log
 from tugline.errors import ConfigError
-from tugline.sandbox.base import Runtime, Sandbox, SandboxSpec, prefetch
+from tugline.sandbox.base import Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.sandbox.local import Local
 from tugline.types import Workspace
@@ -24,7 +24,7 @@ from tugline.types import Workspace
 _log = log.get("runtimes")
 
 
-class Auto:
+class Auto(Runtime):
     """Boxes of `Bubblewrap`, or of `Local` where there is none; `options` are those of the former.
 
     Options that `Local` does not have are dropped with it, and said to be.
@@ -44,38 +44,38 @@ class Auto:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[Sandbox]:
         """A box under `directory`."""
         runtime = await asyncio.to_thread(self._choose)
-        async with runtime.open(directory, place) as box:
+        async with runtime.open(directory, spec) as box:
             yield box
 
     async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
         """As what was chosen has it."""
         runtime = await asyncio.to_thread(self._choose)
-        return await prefetch(runtime, workspaces)
+        return await runtime.prefetch(workspaces)
 
     def reap(self, directory: Path) -> int:
         """What either left: another choice may have been made before."""
         return self._plain.reap(directory) + self._sandbox.reap(directory)
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """Nothing: there is always this machine."""
         return None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """Those of what was chosen."""
-        return self._choose().weaknesses()
+        return self._choose().list_weaknesses()
 
     def _choose(self) -> Runtime:
         """Blocks the first time."""
         with self._choosing:
             if self._chosen is None:
-                why = self._sandbox.unavailable()
+                why = self._sandbox.check_available()
                 self._chosen = self._plain if why else self._sandbox
                 if why:
-                    open_ = "; ".join(self._plain.weaknesses())
+                    open_ = "; ".join(self._plain.list_weaknesses())
                     ignored = {"ignored": self._dropped} if self._dropped else {}
                     _log.warning("no sandbox here", why=why, so=open_, **ignored)
             return self._chosen

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
 from tugline.errors import DiskFull, SandboxError, UsageError
-from tugline.sandbox.base import MOST, Content, check_path
-from tugline.sandbox.patch import Change
+from tugline.sandbox.base import MAX_READ_BYTES, Content, check_path
+from tugline.sandbox.patch import FileChange
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -82,7 +82,7 @@ def packed(files: Mapping[str, Content]) -> bytes:
         for path, content in files.items():
             member = tarfile.TarInfo(check_path(path))
             data = content.encode() if isinstance(content, str) else content
-            change = data if isinstance(data, Change | None) else Change(data)
+            change = data if isinstance(data, FileChange | None) else FileChange(data)
             if change is None:
                 continue
             member.mode = 0o755 if change.executable else 0o644
@@ -94,7 +94,7 @@ def packed(files: Mapping[str, Content]) -> bytes:
     return archive.getvalue()
 
 
-def get(root: Root, path: str, most: int = MOST) -> bytes | None:
+def get(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
     """A regular file's bytes; None if there is none, a link is in the way or it is larger."""
     parts = PurePosixPath(check_path(path))
     with contextlib.suppress(OSError), folder(root, parts.parent) as parent:
@@ -102,8 +102,8 @@ def get(root: Root, path: str, most: int = MOST) -> bytes | None:
             return None  # not even opened: a device may do something then
         with os.fdopen(os.open(parts.name, _READ, dir_fd=parent), "rb") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                data = file.read(most + 1)
-                return data if len(data) <= most else None
+                data = file.read(max_bytes + 1)
+                return data if len(data) <= max_bytes else None
     return None
 
 
@@ -150,7 +150,7 @@ def remove(root: Root, name: str) -> None:
             os.rmdir(name, dir_fd=parent)
 
 
-def _put(root: Root, path: PurePosixPath, data: bytes | Change | None) -> None:
+def _put(root: Root, path: PurePosixPath, data: bytes | FileChange | None) -> None:
     if data is None:
         gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with gone, folder(root, path.parent) as parent:
@@ -170,8 +170,8 @@ def _put(root: Root, path: PurePosixPath, data: bytes | Change | None) -> None:
             raise
 
 
-def _write(parent: int, new: str, name: str, data: bytes | Change) -> None:
-    change = data if isinstance(data, Change) else Change(data, _executable(parent, name))
+def _write(parent: int, new: str, name: str, data: bytes | FileChange) -> None:
+    change = data if isinstance(data, FileChange) else FileChange(data, _executable(parent, name))
     if change.link:
         os.symlink(change.data, os.fsencode(new), dir_fd=parent)
         _give(parent, new)

@@ -26,11 +26,11 @@ import msgspec
 
 from tugline.errors import ConfigError, SandboxError, UsageError
 from tugline.sandbox import files as beneath
-from tugline.sandbox.base import MOST, Content, Exit, SandboxSpec
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.exec.output import MOST_MB, Output
 from tugline.sandbox.exec.processes import MARK, Started, end, finish, records, start_time
-from tugline.sandbox.patch import Caps, Patch
-from tugline.sandbox.pausable_timeout import PausableTimeout, limit
+from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.sandbox.workspace.cache import WorkspaceCache
 from tugline.sandbox.workspace.mounts import unmount_all
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
@@ -39,7 +39,7 @@ _RECORD = ".started"
 _ENDERS = 32
 
 
-class Local:
+class Local(Runtime):
     """Boxes that are folders, programs that are children of this process.
 
     `cpu_s` is processor time of each single process, `file_mb` the largest file it may write,
@@ -73,13 +73,13 @@ class Local:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[LocalSandbox]:
         """A box under `directory` with its files in its workdir; leaving it deletes nothing."""
-        place = place or SandboxSpec()
-        _check(place)
-        async with self._bases.open(place.workspace) as base:
-            layer = OverlayWorkspace(Path.cwd() / directory, base, place.files, place.snapshot)
+        spec = spec or SandboxSpec()
+        _check(spec)
+        async with self._bases.open(spec.workspace) as base:
+            layer = OverlayWorkspace(Path.cwd() / directory, base, spec.files, spec.snapshot)
             box = LocalSandbox(
                 Path.cwd() / directory, layer, self._limits, self._grace_s, self._enders, self._most
             )
@@ -98,11 +98,11 @@ class Local:
                 record.unlink(missing_ok=True)
         return count + unmount_all(directory)
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """Nothing: there is always this machine."""
         return None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """What docs/runtimes.md says at length."""
         return (
             "files of this user can be read and changed",
@@ -112,8 +112,11 @@ class Local:
         )
 
 
-class LocalSandbox:
-    """See `tugline.sandbox.base.Box`."""
+class LocalSandbox(Sandbox):
+    """See `tugline.sandbox.base.Sandbox`."""
+
+    workdir: Path
+    home: Path
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class LocalSandbox:
         self.logs = directory / "logs"
         self._tmp = directory / "tmp"
         self._directory = directory
-        self._layer = layer
+        self._workspace = layer
         self._limits = limits
         self._grace_s = grace_s
         self._enders = enders
@@ -140,28 +143,28 @@ class LocalSandbox:
         with beneath.faults(f"cannot make {self._directory}"):
             for folder in (self.home, self.logs, self._tmp):
                 folder.mkdir(parents=True, exist_ok=True)
-        self._layer.make()
-        self._layer.mount()
+        self._workspace.make()
+        self._workspace.mount()
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """Put `files` under `root`."""
         await asyncio.to_thread(beneath.put, Path(root), files)
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """A regular file's bytes."""
         own = {PurePosixPath(root): root for root in (self.workdir, self.home)}
         folder, below = beneath.placed(path, own)
-        return await asyncio.to_thread(beneath.get, folder, below, most)
+        return await asyncio.to_thread(beneath.get, folder, below, max_bytes)
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """What differs from what it was opened with."""
-        return await asyncio.to_thread(self._layer.changes, caps)
+        return await asyncio.to_thread(self._workspace.diff, limits)
 
     async def snapshot(self, to: Path) -> None:
         """Copy what was done to the workdir."""
-        await asyncio.to_thread(self._layer.snapshot, to)
+        await asyncio.to_thread(self._workspace.snapshot, to)
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """The same: this machine's network is the programs' own."""
         return url
 
@@ -192,7 +195,7 @@ class LocalSandbox:
             process = await self._spawn(argv, env, started.mark, output)
             started = Started(process.pid, start_time(process.pid), started.mark)
             await asyncio.to_thread(self._remember, started)
-            async with limit(timeout_s):
+            async with enforce_timeout(timeout_s):
                 await process.wait()
         except TimeoutError:
             timed_out = True
@@ -255,16 +258,16 @@ class LocalSandbox:
             raise SandboxError(msg) from error
 
 
-def _check(place: SandboxSpec) -> None:
+def _check(spec: SandboxSpec) -> None:
     """Raises `UsageError` for what only a sandbox can give."""
-    workspace = place.workspace
+    workspace = spec.workspace
     for name in ("image", "build", "path"):
         value = getattr(workspace, name)
         if value is not None:
             other = "container" if name != "path" else "bubblewrap"
             msg = f"runtime 'local' cannot give workspace.{name} ({value!r}); take {other!r}"
             raise UsageError(msg)
-    for mount in place.mounts:
+    for mount in spec.mounts:
         there = mount.optional and Path(mount.target).exists()
         if mount.source != mount.target and not there:
             what = mount.source or "a folder of its own"

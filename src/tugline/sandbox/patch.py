@@ -3,7 +3,7 @@
 The workdir is hostile ground: links that point out of it, pipes that never end, names that are no
 text, trees without bottom. Only regular files are opened, no link is followed (where it leads is
 its content), everything is capped, and what was left out is said in `Patch.notes`, never passed
-over. How a copy-on-write layer is read is in `layers.py`; the caps and the reading are these.
+over. How a copy-on-write layer is read is in `layers.py`; the limits and the reading are these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK = 1 << 20
 _FLOOD = "more files than are looked at; no change is taken along"
 
 
-class Caps(msgspec.Struct, frozen=True, kw_only=True):
+class PatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How much of what an agent did is taken along."""
 
     files: int = 500
@@ -46,7 +46,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
     """Length of a file, before or after, that is shown in a diff."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class FileChange(msgspec.Struct, frozen=True):
     """What stands at a path now."""
 
     data: bytes
@@ -66,31 +66,31 @@ class Change(msgspec.Struct, frozen=True):
 class Patch(msgspec.Struct, frozen=True):
     """Changed files (None for one that is gone) by relative POSIX path, and what was left out."""
 
-    files: dict[str, Change | None] = {}
+    files: dict[str, FileChange | None] = {}
     notes: tuple[str, ...] = ()
 
 
 class _FloodError(Exception):
-    """There is more than the caps allow to look at."""
+    """There is more than the limits allow to look at."""
 
 
 class Gatherer:
-    """Collects changes within `caps` and notes what it leaves out.
+    """Collects changes within `limits` and notes what it leaves out.
 
     `before` tells what stood at a path: a file or link, or None.
     """
 
-    def __init__(self, caps: Caps, before: Callable[[str], Change | None]) -> None:
-        self.caps = caps
+    def __init__(self, limits: PatchLimits, before: Callable[[str], FileChange | None]) -> None:
+        self.limits = limits
         self._before = before
-        self._changed: dict[str, Change | None] = {}
+        self._changed: dict[str, FileChange | None] = {}
         self._notes: dict[str, None] = {}
         self._seen = self._bytes = 0
 
     def look(self) -> None:
         """Count a file that is looked at."""
         self._seen += 1
-        if self._seen > self.caps.seen_files:
+        if self._seen > self.limits.seen_files:
             raise _FloodError
 
     def note(self, path: str, why: str) -> None:
@@ -107,25 +107,25 @@ class Gatherer:
 
     def file(self, path: str, found: os.DirEntry[str]) -> None:
         """What is at `path` now."""
-        change = read(found.path, self.caps.file_bytes)
-        if isinstance(change, Change):
+        change = read(found.path, self.limits.file_bytes)
+        if isinstance(change, FileChange):
             self.now(path, change)
         else:
             self._changed.pop(path, None)
             self.note(path, change)
 
-    def now(self, path: str, change: Change) -> None:
+    def now(self, path: str, change: FileChange) -> None:
         """The same, read already."""
         self._changed.pop(path, None)
         if change == self._before(path):
             return
         self._bytes += len(change.data)
-        if self._bytes > self.caps.total_bytes:
+        if self._bytes > self.limits.total_bytes:
             self._bytes -= len(change.data)
-            self.note(path, f"past {self.caps.total_bytes} bytes in all, change left out")
+            self.note(path, f"past {self.limits.total_bytes} bytes in all, change left out")
             return
         self._changed[path] = change
-        if len(self._changed) > self.caps.files and self._new() > self.caps.files:
+        if len(self._changed) > self.limits.files and self._new() > self.limits.files:
             raise _FloodError
 
     def entries(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -164,7 +164,7 @@ class Gatherer:
 
     def patch(self) -> Patch:
         """All of it, what is gone first: applied in order it takes away nothing that is new."""
-        gone: dict[str, Change | None] = {
+        gone: dict[str, FileChange | None] = {
             path: None for path, change in self._changed.items() if change is None
         }
         notes, rest = list(self._notes), len(self._notes) - _MAX_NOTES
@@ -191,9 +191,9 @@ def gathered(gatherer: Gatherer, gather: Callable[[Gatherer], None]) -> Patch:
     return gatherer.patch()
 
 
-def compare(before: Mapping[str, str], workdir: Path, caps: Caps | None = None) -> Patch:
+def compare(before: Mapping[str, str], workdir: Path, limits: PatchLimits | None = None) -> Patch:
     """The changes that turn `before` into what `workdir` holds now."""
-    known = {str(PurePosixPath(path)): Change(text.encode()) for path, text in before.items()}
+    known = {str(PurePosixPath(path)): FileChange(text.encode()) for path, text in before.items()}
 
     def gather(gatherer: Gatherer) -> None:
         # A file that is too large or unreadable now stays as it was; it is not taken for deleted.
@@ -205,10 +205,10 @@ def compare(before: Mapping[str, str], workdir: Path, caps: Caps | None = None) 
             if not set(path.split("/")) & PASSED:
                 gatherer.gone(path)
 
-    return gathered(Gatherer(caps or Caps(), known.get), gather)
+    return gathered(Gatherer(limits or PatchLimits(), known.get), gather)
 
 
-def compare_archives(before: BinaryIO, after: BinaryIO, caps: Caps | None = None) -> Patch:
+def diff_archives(before: BinaryIO, after: BinaryIO, limits: PatchLimits | None = None) -> Patch:
     """The changes between two tar archives of a workdir, for boxes on another machine.
 
     Both must be seekable; nothing is unpacked. Raises `SandboxError` for what is no archive.
@@ -223,23 +223,23 @@ def compare_archives(before: BinaryIO, after: BinaryIO, caps: Caps | None = None
             if known.get(path) == _digest(tar, member):
                 continue
             gatherer.look()
-            change = _member(tar, member, gatherer.caps.file_bytes)
-            if isinstance(change, Change):
+            change = _member(tar, member, gatherer.limits.file_bytes)
+            if isinstance(change, FileChange):
                 gatherer.now(path, change)
             else:
                 gatherer.note(path, change)
         for path in known.keys() - seen:
             gatherer.gone(path)
 
-    return gathered(Gatherer(caps or Caps(), lambda _path: None), gather)
+    return gathered(Gatherer(limits or PatchLimits(), lambda _path: None), gather)
 
 
-def read(path: str, most: int) -> Change | str:
+def read(path: str, most: int) -> FileChange | str:
     """A file's or a link's content; in words, why not."""
     try:
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
-            return Change(os.fsencode(os.readlink(path)), link=True)  # noqa: PTH115 - bytes matter
+            return FileChange(os.fsencode(os.readlink(path)), link=True)  # noqa: PTH115 - bytes matter
         if not stat.S_ISREG(mode):
             return "not a regular file"
         # NONBLOCK and NOFOLLOW: a pipe must not hold us, nor a link lead us out.
@@ -250,7 +250,7 @@ def read(path: str, most: int) -> Change | str:
         return f"cannot be read ({error.strerror})"
     if len(data) > most:
         return f"larger than {most} bytes, change left out"
-    return Change(data, executable=bool(mode & stat.S_IXUSR))
+    return FileChange(data, executable=bool(mode & stat.S_IXUSR))
 
 
 def _members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tarfile.TarInfo]]:
@@ -265,20 +265,20 @@ def _members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tarfile.
         raise SandboxError(msg) from error
 
 
-def _member(tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> Change | str:
+def _member(tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> FileChange | str:
     if ".." in member.name.split("/") or member.name.startswith("/"):
         return "a name that leaves its folder"
     if (why := strange(member.name)) is not None:
         return why
     if member.issym():
-        return Change(os.fsencode(member.linkname), link=True)
+        return FileChange(os.fsencode(member.linkname), link=True)
     file = _content(tar, member)
     if file is None:
         return "not a regular file"
     data = file.read(most + 1)
     if len(data) > most:
         return f"larger than {most} bytes, change left out"
-    return Change(data, executable=bool(member.mode & stat.S_IXUSR))
+    return FileChange(data, executable=bool(member.mode & stat.S_IXUSR))
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:

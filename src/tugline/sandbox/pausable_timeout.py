@@ -1,8 +1,7 @@
-"""A time limit that can stand still: what an agent waits for through no fault of its own is free.
+"""A timeout that can be paused: time an agent waits through no fault of its own is not charged.
 
-While weights are swapped no model call is answered; a limit that went on would end agents for
-having waited. Whoever stops the calls holds the clocks, and every `limit` in force moves with its
-clock. Times are those of the event loop.
+While weights are swapped no model call is answered, and a timeout that kept running would end
+agents for having waited. Times are those of the running event loop.
 """
 
 from __future__ import annotations
@@ -14,56 +13,60 @@ from collections.abc import AsyncIterator
 
 
 class PausableTimeout:
-    """`limit_s` seconds that pass only while nobody holds it."""
+    """`limit_s` seconds that pass only while the timeout is not paused."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._spent = 0.0
-        self._since: float | None = None
-        """When it last began to tick; None before its first limit and while it is held."""
-        self._held = False
-        self._limits: set[asyncio.Timeout] = set()
+        self._elapsed = 0.0
+        self._running_since: float | None = None
+        """When it last began to run; None before its first use and while it is paused."""
+        self._paused = False
+        self._timeouts: set[asyncio.Timeout] = set()
 
     @property
-    def spent(self) -> float:
-        """Seconds that have passed on it."""
-        running = time.monotonic() - self._since if self._since is not None else 0.0
-        return self._spent + running
+    def elapsed(self) -> float:
+        """Seconds that have been charged."""
+        since = self._running_since
+        return self._elapsed + (time.monotonic() - since if since is not None else 0.0)
 
-    def hold(self) -> None:
-        """Stand still; holding a held clock changes nothing."""
-        self._held, self._spent, self._since = True, self.spent, None
-        self._move(None)
+    def pause(self) -> None:
+        """Stop charging time; pausing twice changes nothing."""
+        self._elapsed = self.elapsed
+        self._running_since = None
+        self._paused = True
+        self._reschedule(None)
 
-    def go(self) -> None:
-        """Tick again."""
-        self._held = False
-        if self._limits:
+    def resume(self) -> None:
+        """Charge time again."""
+        self._paused = False
+        if self._timeouts:
             self._start()
 
     @contextlib.asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
-        """Raises `TimeoutError` when the time is over; the clock ticks from the first entry on."""
-        async with asyncio.timeout(None) as limit:
-            self._limits.add(limit)
+    async def enforce(self) -> AsyncIterator[None]:
+        """Raise `TimeoutError` in the block once the time is over. Runs from its first use on."""
+        async with asyncio.timeout(None) as timeout:
+            self._timeouts.add(timeout)
             try:
-                if not self._held:
+                if not self._paused:
                     self._start()
                 yield
             finally:
-                self._limits.discard(limit)
+                self._timeouts.discard(timeout)
 
     def _start(self) -> None:
-        if self._since is None:
-            self._since = time.monotonic()
-        self._move(asyncio.get_running_loop().time() + self.limit_s - self.spent)
+        if self._running_since is None:
+            self._running_since = time.monotonic()
+        self._reschedule(asyncio.get_running_loop().time() + self.limit_s - self.elapsed)
 
-    def _move(self, ends: float | None) -> None:
-        for limit in self._limits:
-            if not limit.expired():
-                limit.reschedule(ends)
+    def _reschedule(self, when: float | None) -> None:
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(when)
 
 
-def limit(time_s: float | PausableTimeout) -> contextlib.AbstractAsyncContextManager[object]:
-    """Raises `TimeoutError` after so many seconds, or when the clock says so."""
-    return time_s.limit() if isinstance(time_s, PausableTimeout) else asyncio.timeout(time_s)
+def enforce_timeout(
+    timeout: float | PausableTimeout,
+) -> contextlib.AbstractAsyncContextManager[object]:
+    """Raise `TimeoutError` in the block after so many seconds, or when the timeout expires."""
+    return timeout.enforce() if isinstance(timeout, PausableTimeout) else asyncio.timeout(timeout)

@@ -22,7 +22,7 @@ from tugline.sandbox.container.engine import Engine
 from tugline.sandbox.container.images import name_of
 from tugline.sandbox.container.runtime import Container
 from tugline.sandbox.container.sandbox import Record
-from tugline.sandbox.patch import Change
+from tugline.sandbox.patch import FileChange
 from tugline.sandbox.workspace import mounts, overlay
 from tugline.types import Cause, Workspace
 
@@ -59,13 +59,13 @@ async def test_changes_are_what_programs_did(container: Container, tmp_path: Pat
         await box.put(box.workdir, {"late": "x"})
         script = "echo 2 >edit; rm drop; printf '\\377' >new; chmod +x new; ln -s keep link"
         await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        patch = await box.changes()
+        patch = await box.diff()
     assert patch.files == {
-        "edit": Change(b"2\n"),
+        "edit": FileChange(b"2\n"),
         "drop": None,
-        "new": Change(b"\xff", executable=True),
-        "late": Change(b"x"),
-        "link": Change(b"keep", link=True),
+        "new": FileChange(b"\xff", executable=True),
+        "late": FileChange(b"x"),
+        "link": FileChange(b"keep", link=True),
     }
 
 
@@ -84,7 +84,7 @@ async def test_folder_of_the_node_is_seen_and_never_changed(
         script = "pwd; cat extra; echo 'x = 2' >code.py; touch more"
         await box.run(["sh", "-c", script], env={}, timeout_s=20)
         assert said(box).startswith("/testbed\ne")
-        assert set((await box.changes()).files) == {"code.py", "more"}
+        assert set((await box.diff()).files) == {"code.py", "more"}
         assert await box.get(PurePosixPath("/testbed/code.py")) == b"x = 2\n"
     assert (base / "code.py").read_text() == "x = 1\n"
     assert [one.name for one in base.iterdir()] == ["code.py"]
@@ -176,13 +176,13 @@ async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> N
     script = f"""
 import asyncio
 from pathlib import Path
-from tugline.sandbox.base import Place
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container.images import name_of
 from tugline.sandbox.container.runtime import Container
 from tugline.types import Workspace
 async def main():
     container = Container(engine={podman!r}, image={DEBIAN!r})
-    place = Place(workspace=Workspace(folder={str(base)!r}))
+    place = SandboxSpec(workspace=Workspace(folder={str(base)!r}))
     async with container.open(Path({str(tmp_path / "s" / "agent")!r}), place) as box:
         print("open", flush=True)
         await box.run(["sleep", "300"], env={{}}, timeout_s=300)
@@ -284,14 +284,14 @@ async def test_reached_url_is_all_that_answers(container: Container, tmp_path: P
     port = server.sockets[0].getsockname()[1]
     fetch = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read())"
     async with server, container.open(tmp_path / "box") as box:
-        url = await box.reach(f"http://127.0.0.1:{port}/s/1")
+        url = await box.expose(f"http://127.0.0.1:{port}/s/1")
         for _ in range(2):
             end = await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)
             assert end.code == 0, said(box)
             assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
         direct = f"http://127.0.0.1:{port}/"
         assert (await box.run(["python3", "-c", fetch, direct], env={}, timeout_s=30)).code == 1
-        await box.changes()
+        await box.diff()
         assert (await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)).code == 1
 
 
@@ -305,7 +305,7 @@ async def test_all_is_dead_when_work_is_looked_at(
         left_over = await asyncio.create_subprocess_exec(*inside)
         await asyncio.sleep(0.1)
         assert left_over.returncode is None
-        await (box.changes() if look == "changes" else box.snapshot(tmp_path / "snapshot"))
+        await (box.diff() if look == "changes" else box.snapshot(tmp_path / "snapshot"))
         await asyncio.wait_for(left_over.wait(), 5)
         assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
 
@@ -320,11 +320,11 @@ async def test_two_at_once_in_a_killed_container(container: Container, tmp_path:
             for n in range(2)
         )
         port = server.sockets[0].getsockname()[1]
-        *ends, url = await asyncio.gather(*asked, box.reach(f"http://127.0.0.1:{port}"))
+        *ends, url = await asyncio.gather(*asked, box.expose(f"http://127.0.0.1:{port}"))
         assert [getattr(end, "code", None) for end in ends] == [0, 1]
         assert url == "http://127.0.0.1:10040"
         assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
-        assert await box.reach(f"http://127.0.0.1:{port}") == url
+        assert await box.expose(f"http://127.0.0.1:{port}") == url
 
 
 async def test_memory_that_a_program_left_behind(podman: str, tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ async def test_user_can_write_where_an_agent_must(podman: str, tmp_path: Path, u
         script = "id -u; touch b ~/c /tmp/d && echo ok; touch /usr/e 2>/dev/null || echo kept"
         await box.run(["sh", "-c", script], env={}, timeout_s=20)
         assert said(box).split()[1:] == ["ok", "kept"]
-        assert set((await box.changes()).files) == {"b"}
+        assert set((await box.diff()).files) == {"b"}
 
 
 async def test_read_only_image(podman: str, tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None
     lines = await asyncio.to_thread(container.weaknesses)
     assert facts.seccomp
     assert facts.guard is not None
-    unguarded = msgspec.structs.replace(facts, guard=None).weaknesses()
+    unguarded = msgspec.structs.replace(facts, guard=None).list_weaknesses()
     assert any("take over the shell" in line for line in {*unguarded} - {*lines})
     assert facts.rootless is (os.geteuid() != 0)
     assert any("memory has no bound" in line for line in lines) is not facts.memory

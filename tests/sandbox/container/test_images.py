@@ -17,7 +17,7 @@ from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container.engine import Engine
 from tugline.sandbox.container.images import BUILT, name_of
 from tugline.sandbox.container.runtime import Container
-from tugline.sandbox.patch import Change
+from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
 pytestmark = pytest.mark.podman
@@ -92,13 +92,13 @@ async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
     workspace = context(tmp_path / "context", dockerfile)
     runtime = Container(engine=podman)
 
-    async def session(number: int) -> tuple[bytes | None, dict[str, Change | None], str]:
+    async def session(number: int) -> tuple[bytes | None, dict[str, FileChange | None], str]:
         place = SandboxSpec(workspace=workspace, files={"task.txt": "t"})
         async with runtime.open(tmp_path / f"box{number}", place) as box:
             assert str(box.workdir) == "/app"
             await box.run(["sh", "-c", "echo $K; cat task.txt; rm own"], env={}, timeout_s=20)
             said = (box.logs / "agent.log").read_text()
-            return await box.get(box.workdir / "stamp"), (await box.changes()).files, said
+            return await box.get(box.workdir / "stamp"), (await box.diff()).files, said
 
     try:
         found = await asyncio.gather(*map(session, range(3)))

@@ -53,7 +53,7 @@ class Hardening:
             _log.warning("container not guarded", error=self.why)
         return True
 
-    def weaknesses(self) -> list[str]:
+    def list_weaknesses(self) -> list[str]:
         """What it does not keep apart."""
         what = "a program can take over the shell that runs it, so forge its exit code"
         return [f"{what}: {' '.join(self.why.split())}"] if self.why else []

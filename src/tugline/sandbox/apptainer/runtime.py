@@ -26,7 +26,7 @@ from tugline.errors import ConfigError, DiskFull, ImageError, SandboxError, Usag
 from tugline.sandbox.apptainer import sandbox as contained
 from tugline.sandbox.apptainer.hardening import Hardening
 from tugline.sandbox.apptainer.sandbox import ApptainerSandbox
-from tugline.sandbox.base import HOME, WORKDIR, SandboxSpec
+from tugline.sandbox.base import HOME, WORKDIR, Runtime, SandboxSpec
 from tugline.sandbox.exec import limits
 from tugline.sandbox.exec.limits import Limits
 from tugline.sandbox.exec.processes import Child, finish, records
@@ -45,7 +45,7 @@ _HOW = (
 )
 
 
-class Apptainer:
+class Apptainer(Runtime):
     """Boxes that are Apptainer containers.
 
     `image` is for workspaces without one; `network` is "none", or "host" where Apptainer may make
@@ -78,21 +78,21 @@ class Apptainer:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[ApptainerSandbox]:
         """A container of the workspace's image, with its files bound in."""
-        place = place or SandboxSpec()
-        if not self._usable and (why := await asyncio.to_thread(self.unavailable)):
+        spec = spec or SandboxSpec()
+        if not self._usable and (why := await asyncio.to_thread(self.check_available)):
             raise SandboxError(why)
         self._usable = True
-        workdir = _workdir(place.workspace)
+        workdir = _workdir(spec.workspace)
         directory = Path.cwd() / directory
         async with contextlib.AsyncExitStack() as kept:
-            image = await self._have(place.workspace, kept)
-            base = await self._base(place.workspace, image, workdir, kept)
-            layer = OverlayWorkspace(directory, base, place.files, place.snapshot)
+            image = await self._have(spec.workspace, kept)
+            base = await self._base(spec.workspace, image, workdir, kept)
+            layer = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
             where = await asyncio.to_thread(limits.places)
-            mounts = [one for one in place.mounts if not (one.optional and _has(image, one.target))]
+            mounts = [one for one in spec.mounts if not (one.optional and _has(image, one.target))]
             allow = self._allow if self._network == "none" else None
             bounds, guard = self._limits, self._guard
             box = ApptainerSandbox(
@@ -111,7 +111,7 @@ class Apptainer:
         ended += sum(limits.reap(record) for record in records(directory, limits.RECORD))
         return ended + unmount_all(Path.cwd() / directory)
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """Whether there is a program that says its version."""
         if shutil.which("apptainer") is None:
             return _HOW
@@ -123,9 +123,9 @@ class Apptainer:
             return f"apptainer cannot be used here: {error}"
         return f"apptainer does not run here: {_end(done.stderr)}" if done.returncode else None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """What is not kept apart."""
-        lines = [*limits.unenforced(limits.places()), *self._guard.weaknesses()]
+        lines = [*limits.unenforced(limits.places()), *self._guard.list_weaknesses()]
         if self._network == "host":
             lines.append("the network is open (network='host')")
         return lines

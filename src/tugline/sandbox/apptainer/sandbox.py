@@ -15,7 +15,7 @@ import msgspec
 from tugline.errors import SandboxError
 from tugline.sandbox import files
 from tugline.sandbox.apptainer.hardening import Hardening
-from tugline.sandbox.base import HOME, MOST, Content, Exit, Mount
+from tugline.sandbox.base import HOME, MAX_READ_BYTES, Content, Exit, Mount, Sandbox
 from tugline.sandbox.exec import limits
 from tugline.sandbox.exec.limits import Group, Limits, Places
 from tugline.sandbox.exec.processes import Child, start_time
@@ -23,7 +23,7 @@ from tugline.sandbox.exec.resource_monitor import ResourceMonitor
 from tugline.sandbox.exec.runner import ARGV, INSIDE, Runner
 from tugline.sandbox.network.port_forwards import PortForwards
 from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.pausable_timeout import PausableTimeout
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 
@@ -41,8 +41,8 @@ class First(msgspec.Struct, frozen=True):
     """See `processes.start_time`; a number that is used again has another one."""
 
 
-class ApptainerSandbox:
-    """See `tugline.sandbox.base.Box`."""
+class ApptainerSandbox(Sandbox):
+    """See `tugline.sandbox.base.Sandbox`."""
 
     home = HOME
 
@@ -59,7 +59,7 @@ class ApptainerSandbox:
         guard: Hardening,
     ) -> None:
         self.workdir, self.logs = workdir, directory / "logs"
-        self._directory, self._image, self._layer = directory, image, layer
+        self._directory, self._image, self._workspace = directory, image, layer
         self._limits, self._where, self._guard = bounds, where, guard
         self._allow = allow
         """None where the network is this machine's."""
@@ -80,8 +80,8 @@ class ApptainerSandbox:
 
     def make(self) -> None:
         """Make its folders."""
-        self._layer.make()
-        self._layer.mount()
+        self._workspace.make()
+        self._workspace.mount()
         with files.faults(f"cannot make {self._directory}"):
             for folder in (self.logs, *self._folders.values()):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -135,30 +135,30 @@ class ApptainerSandbox:
     async def aclose(self) -> None:
         """End all of it; its folders stay."""
         await self._down()
-        await asyncio.to_thread(self._layer.unmount)
+        await asyncio.to_thread(self._workspace.unmount)
         await asyncio.to_thread(self._group.remove)
 
     async def put(self, root: PurePath, contents: Mapping[str, Content]) -> None:
         """Put files under the workdir or the home."""
         await asyncio.to_thread(files.put, files.folder_of(root, self._folders), contents)
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """A regular file's bytes."""
         folder, below = files.placed(path, self._folders)
-        return await asyncio.to_thread(files.get, folder, below, most)
+        return await asyncio.to_thread(files.get, folder, below, max_bytes)
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """What was done to the workdir, after the end of the whole container and its doors."""
         await self._down()
         self._doors = PortForwards(self._allow)
-        return await asyncio.to_thread(self._layer.changes, caps)
+        return await asyncio.to_thread(self._workspace.diff, limits)
 
     async def snapshot(self, to: Path) -> None:
         """Copy what was done to the workdir, after the end of the whole container."""
         await self._down()
-        await asyncio.to_thread(self._layer.snapshot, to)
+        await asyncio.to_thread(self._workspace.snapshot, to)
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """The URL of a door that leads to `url`; the same where the network is this machine's."""
         await self.up()
         return url if self._allow is None else await self._doors.open(self._pid, url)
@@ -184,8 +184,8 @@ class ApptainerSandbox:
         return await self._share.run(program, self._pid)
 
     def _own(self) -> list[Path]:
-        work = self._layer.work  # seen through the layer's own folder
-        return [self._layer.own, *(one for one in self._folders.values() if one != work)]
+        work = self._workspace.work  # seen through the layer's own folder
+        return [self._workspace.own, *(one for one in self._folders.values() if one != work)]
 
     async def _kill(self) -> None:
         """SIGKILL for process 1, and with it for all in its namespace."""

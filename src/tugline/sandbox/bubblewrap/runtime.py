@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 from tugline.errors import ConfigError, SandboxError, UsageError
-from tugline.sandbox.base import HOME, WORKDIR, SandboxSpec
+from tugline.sandbox.base import HOME, WORKDIR, Runtime, SandboxSpec
 from tugline.sandbox.bubblewrap import view
 from tugline.sandbox.bubblewrap.command import end_strays
 from tugline.sandbox.bubblewrap.sandbox import BubblewrapSandbox, Ground
@@ -48,7 +48,7 @@ _HINT = (
 )
 
 
-class Bubblewrap:
+class Bubblewrap(Runtime):
     """Boxes that are bubblewrap sandboxes.
 
     `allow` names hosts that programs may reach, such as ``example.org:443``; `readable` are folders
@@ -87,17 +87,17 @@ class Bubblewrap:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[BubblewrapSandbox]:
         """A box under `directory`, whose sandbox runs when it is given."""
-        place = place or SandboxSpec()
-        _check(place.workspace)
+        spec = spec or SandboxSpec()
+        _check(spec.workspace)
         ground = self._look() if self._ground else await asyncio.to_thread(self._look)
-        async with self._bases.open(place.workspace) as base:
+        async with self._bases.open(spec.workspace) as base:
             layer = OverlayWorkspace(
-                directory := Path.cwd() / directory, base, place.files, place.snapshot
+                directory := Path.cwd() / directory, base, spec.files, spec.snapshot
             )
-            box = BubblewrapSandbox(directory, place, layer, self._limits, self._allow, ground)
+            box = BubblewrapSandbox(directory, spec, layer, self._limits, self._allow, ground)
             try:
                 await box.start()
                 yield box
@@ -113,7 +113,7 @@ class Bubblewrap:
         strays = end_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
         return strays + sum(limits.reap(record) for record in records(directory, limits.RECORD))
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """Tried by starting one."""
         if sys.platform != "linux":
             return "bubblewrap needs Linux"
@@ -142,7 +142,7 @@ class Bubblewrap:
             return f"bwrap cannot make a sandbox here ({said}); {_HINT}"
         return None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """Limits that nothing enforces here, and what is not filtered."""
         lines = limits.unenforced(self._look().places)
         if not self._look().filter:

@@ -15,7 +15,16 @@ from pathlib import Path, PurePath, PurePosixPath
 import msgspec
 
 from tugline.sandbox import files
-from tugline.sandbox.base import HOME, MOST, WORKDIR, Content, Exit, Mount, SandboxSpec
+from tugline.sandbox.base import (
+    HOME,
+    MAX_READ_BYTES,
+    WORKDIR,
+    Content,
+    Exit,
+    Mount,
+    Sandbox,
+    SandboxSpec,
+)
 from tugline.sandbox.bubblewrap import view
 from tugline.sandbox.bubblewrap.command import BubblewrapCommand
 from tugline.sandbox.exec import limits
@@ -25,7 +34,7 @@ from tugline.sandbox.exec.resource_monitor import ResourceMonitor
 from tugline.sandbox.exec.runner import INSIDE
 from tugline.sandbox.network.port_forwards import PortForwards
 from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.pausable_timeout import PausableTimeout
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 from tugline.types import Cause
@@ -48,29 +57,29 @@ class Ground(msgspec.Struct, frozen=True):
     places: Places
 
 
-class BubblewrapSandbox:
-    """See `tugline.sandbox.base.Box`."""
+class BubblewrapSandbox(Sandbox):
+    """See `tugline.sandbox.base.Sandbox`."""
 
     def __init__(
         self,
         directory: Path,
-        place: SandboxSpec,
+        spec: SandboxSpec,
         layer: OverlayWorkspace,
         bounds: Limits,
         allow: AllowList,
         ground: Ground,
     ) -> None:
-        self.workdir = PurePosixPath(place.workspace.path or WORKDIR)
-        self.home = HOME
+        self.workdir: PurePosixPath = PurePosixPath(spec.workspace.path or WORKDIR)
+        self.home: PurePosixPath = HOME
         self.logs = directory / "logs"
         self._directory = directory
         self._limits = bounds
         self._ground = ground
-        self._layer = layer
+        self._workspace = layer
         self._group = Group(ground.places, directory)
         self._allow = allow
         self._doors = PortForwards(allow)
-        self._mounts = _sources(place.mounts, directory)
+        self._mounts = _sources(spec.mounts, directory)
         self._sandbox: BubblewrapCommand | None = None
         self._settled: asyncio.Future[None] | None = None
         self._starts, self._runs = asyncio.Lock(), asyncio.Lock()
@@ -93,25 +102,25 @@ class BubblewrapSandbox:
         folder = files.folder_of(root, await self._seen(root))
         await asyncio.to_thread(files.put, folder, files_)
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """A regular file's bytes."""
         folder, below = files.placed(path, await self._seen(path))
-        return await asyncio.to_thread(files.get, folder, below, most)
+        return await asyncio.to_thread(files.get, folder, below, max_bytes)
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """What was done to the workdir, after the end of the whole sandbox and of its doors."""
         async with self._runs:
             await self._down()
             self._doors = PortForwards(self._allow)
-            return await asyncio.to_thread(self._layer.changes, caps)
+            return await asyncio.to_thread(self._workspace.diff, limits)
 
     async def snapshot(self, to: Path) -> None:
         """Copy what was done to the workdir, after the end of the whole sandbox."""
         async with self._runs:
             await self._down()
-            await asyncio.to_thread(self._layer.snapshot, to)
+            await asyncio.to_thread(self._workspace.snapshot, to)
 
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """The URL of a door that leads to `url`."""
         sandbox = await self._up()
         return await self._doors.open(sandbox.pid, url)
@@ -183,12 +192,12 @@ class BubblewrapSandbox:
     def _prepare(self, sandbox: BubblewrapCommand) -> list[str]:
         """How bwrap is started: by itself, or where the overlay has been mounted before."""
         sandbox.runner.prepare()
-        if self._layer.lower is None:
+        if self._workspace.lower is None:
             return []
         private = os.geteuid() != 0
         space = ["unshare", "--mount", *(["--user", "--map-root-user"] if private else [])]
-        options = self._layer.prepare(private=private)
-        return [*space, "/bin/sh", "-c", _OVERLAY, "sh", options, str(self._layer.work)]
+        options = self._workspace.prepare(private=private)
+        return [*space, "/bin/sh", "-c", _OVERLAY, "sh", options, str(self._workspace.work)]
 
     def _arguments(self) -> list[str]:
         args = list(self._ground.arguments)
@@ -196,7 +205,7 @@ class BubblewrapSandbox:
         args += ["--bind", str(self._directory / "tmp"), "/tmp"]  # noqa: S108
         args += self._ground.shown
         args += ["--bind", str(self._directory / "home"), str(self.home)]
-        args += ["--bind", str(self._layer.work), str(self.workdir)]
+        args += ["--bind", str(self._workspace.work), str(self.workdir)]
         for target, (source, writable) in self._mounts.items():
             args += ["--bind" if writable else "--ro-bind", str(source), str(target)]
         return [*args, *view.closing()]
@@ -209,7 +218,7 @@ class BubblewrapSandbox:
             self._directory.chmod(0o700)  # what programs are given is nobody else's business
             for folder in (self._directory / "home", self._directory / "tmp", self.logs, *own):
                 folder.mkdir(parents=True, exist_ok=True)
-        self._layer.make()
+        self._workspace.make()
         self._group.make(self._limits)
 
     def _clear(self) -> None:
@@ -220,7 +229,7 @@ class BubblewrapSandbox:
         with files.faults(f"cannot clear {self._directory}"):
             for name in useless:
                 files.remove(self._directory, name)
-            if self._share.over and self._layer.lower is None:
+            if self._share.over and self._workspace.lower is None:
                 files.remove(self._directory, "work")
 
     async def _seen(self, path: PurePath) -> dict[PurePosixPath, Path]:
@@ -228,15 +237,15 @@ class BubblewrapSandbox:
 
         An overlay is seen only in its sandbox, which is made if `path` is in the workdir.
         """
-        work = self._layer.work
-        if self._layer.lower is not None and path.is_relative_to(self.workdir):
+        work = self._workspace.work
+        if self._workspace.lower is not None and path.is_relative_to(self.workdir):
             work = Path(f"/proc/{(await self._up()).pid}/root{self.workdir}")
         own = {at: source for at, (source, writable) in self._mounts.items() if writable}
         return {self.workdir: work, self.home: self._directory / "home", **own}
 
     def _own(self) -> list[Path]:
         own = [source for source, writable in self._mounts.values() if writable]
-        return [self._directory / "home", self._directory / "tmp", self._layer.own, *own]
+        return [self._directory / "home", self._directory / "tmp", self._workspace.own, *own]
 
     async def _kill(self) -> None:
         if self._sandbox is not None:

@@ -62,7 +62,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     guard: Hardening | None
     """What keeps programs from the shell that runs them, if the engine can be asked for it."""
 
-    def weaknesses(self) -> tuple[str, ...]:
+    def list_weaknesses(self) -> tuple[str, ...]:
         """What is not kept apart here, a line each."""
         who = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
         found = []

@@ -18,7 +18,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import ConfigError, SandboxError, TuglineError, UsageError
-from tugline.sandbox.base import HOME, WORKDIR, Mount, SandboxSpec
+from tugline.sandbox.base import HOME, WORKDIR, Mount, Runtime, SandboxSpec
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.container.engine import CALL_S, Docker, DockerError, Engine
 from tugline.sandbox.container.images import Image, Images
@@ -47,7 +47,7 @@ _NOT_ROOT = (
 _log = log.get("runtimes")
 
 
-class Container:
+class Container(Runtime):
     """Boxes that are containers of one engine.
 
     `engine` is ``podman``, ``docker`` or a ``unix://`` URL; None takes what there is. `image` is
@@ -115,19 +115,19 @@ class Container:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, directory: Path, place: SandboxSpec | None = None
+        self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[ContainerSandbox]:
         """A container of the workspace's image, with its files mounted."""
-        place = place or SandboxSpec()
-        workspace = self._named(place.workspace)
+        spec = spec or SandboxSpec()
+        workspace = self._named(spec.workspace)
         directory = Path.cwd() / directory
         facts = await asyncio.to_thread(self.facts)
         image = await self._images.have(workspace)
         workdir = _workdir(workspace, image)
         async with self._base(workspace, image, workdir) as base:
-            layer = OverlayWorkspace(directory, base, place.files, place.snapshot)
+            layer = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
             await finish(asyncio.create_task(asyncio.to_thread(layer.make)))
-            mounts = await self._mounts(image, place.mounts)
+            mounts = await self._mounts(image, spec.mounts)
             limits = msgspec.structs.replace(self._limits, guard=facts.guard)
             box = ContainerSandbox(directory, self._engine, limits, image, workdir, layer, mounts)
             try:
@@ -157,7 +157,7 @@ class Container:
                 count += _reap(record, folder)
         return count + unmount_all(directory)
 
-    def unavailable(self) -> str | None:
+    def check_available(self) -> str | None:
         """Why no container can be run here."""
         try:
             self.facts()
@@ -165,10 +165,10 @@ class Container:
             return str(error)
         return None
 
-    def weaknesses(self) -> Sequence[str]:
+    def list_weaknesses(self) -> Sequence[str]:
         """What the engine does not keep apart; nothing where there is no engine."""
         try:
-            return self.facts().weaknesses()
+            return self.facts().list_weaknesses()
         except SandboxError:
             return ()
 

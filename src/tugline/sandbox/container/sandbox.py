@@ -25,7 +25,7 @@ import msgspec
 from tugline import log
 from tugline.errors import ImageError, SandboxError
 from tugline.sandbox import files
-from tugline.sandbox.base import HOME, MOST, Content, Exit, Mount
+from tugline.sandbox.base import HOME, MAX_READ_BYTES, Content, Exit, Mount, Sandbox
 from tugline.sandbox.container import cgroups
 from tugline.sandbox.container.engine import CALL_S, Docker, DockerError, Engine, faults
 from tugline.sandbox.container.hardening import Hardening
@@ -37,7 +37,7 @@ from tugline.sandbox.exec.resource_monitor import ResourceMonitor
 from tugline.sandbox.exec.runner import ARGV, INSIDE, KILLED, Gone, Runner
 from tugline.sandbox.network.port_forwards import PortForwards
 from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.patch import Caps, Patch
+from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.pausable_timeout import PausableTimeout
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 from tugline.types import Cause
@@ -73,8 +73,8 @@ class Record(msgspec.Struct, frozen=True):
     socket: str
 
 
-class ContainerSandbox:
-    """See `tugline.sandbox.base.Box`."""
+class ContainerSandbox(Sandbox):
+    """See `tugline.sandbox.base.Sandbox`."""
 
     home = HOME
 
@@ -91,7 +91,7 @@ class ContainerSandbox:
         self.workdir = workdir
         self.logs = directory / "logs"
         self._directory = directory
-        self._engine, self._limits, self._image, self._layer = engine, limits, image, layer
+        self._engine, self._limits, self._image, self._workspace = engine, limits, image, layer
         self._mounts = mounts
         self._name = f"tugline-{secrets.token_hex(8)}"
         self._control = directory / "control"
@@ -144,7 +144,7 @@ class ContainerSandbox:
             _log.warning("container not removed", container=self._name, error=str(error))
         finally:
             self._runner.close()
-            await asyncio.to_thread(self._layer.unmount)
+            await asyncio.to_thread(self._workspace.unmount)
 
     async def _up(self) -> None:
         """Start it, for the first time or after it was killed."""
@@ -215,7 +215,7 @@ class ContainerSandbox:
 
     # ------------------------------------------------------------------ what it is made of
     def _make_folders(self) -> None:
-        self._layer.mount()
+        self._workspace.mount()
         with files.faults(f"cannot make {self._directory}"):
             self._directory.chmod(0o700)  # nobody else is to run what a container's root leaves
             self.logs.mkdir(exist_ok=True)
@@ -287,26 +287,26 @@ class ContainerSandbox:
         """Put files under the workdir or the home."""
         await asyncio.to_thread(files.put, files.folder_of(root, self._folders), contents)
 
-    async def get(self, path: PurePath, *, most: int = MOST) -> bytes | None:
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """A regular file's bytes."""
         folder, below = files.placed(path, self._folders)
-        return await asyncio.to_thread(files.get, folder, below, most)
+        return await asyncio.to_thread(files.get, folder, below, max_bytes)
 
-    async def changes(self, caps: Caps | None = None) -> Patch:
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
         """What was done to the workdir, after the end of all its programs and of its doors."""
         async with self._runs:
             await self._down()
             self._doors = PortForwards(self._limits.allow)
-            return await asyncio.to_thread(self._layer.changes, caps)
+            return await asyncio.to_thread(self._workspace.diff, limits)
 
     async def snapshot(self, to: Path) -> None:
         """Copy what was done to the workdir, after the end of all its programs."""
         async with self._runs:
             await self._down()
-            await asyncio.to_thread(self._layer.snapshot, to)
+            await asyncio.to_thread(self._workspace.snapshot, to)
 
     # ------------------------------------------------------------------ programs
-    async def reach(self, url: str) -> str:
+    async def expose(self, url: str) -> str:
         """A socket in the container's network, relayed."""
         await self._up()
         return await self._doors.open(self._pid, url)
@@ -343,9 +343,9 @@ class ContainerSandbox:
 
     def _own(self) -> list[Path]:
         """Its folders, and what it changed of its image."""
-        work = self._layer.work  # seen through the layer's own folder
+        work = self._workspace.work  # seen through the layer's own folder
         folders = (folder for folder in self._folders.values() if folder != work)
-        return [self._layer.own, *folders, *self._upper]
+        return [self._workspace.own, *folders, *self._upper]
 
     async def _out_of_memory(self) -> bool:
         async with self._calling("inspected") as docker:

@@ -31,7 +31,7 @@ from tugline.sandbox.base import Exit
 from tugline.sandbox.exec.output import MOST_MB, Output
 from tugline.sandbox.exec.processes import finish
 from tugline.sandbox.files import faults
-from tugline.sandbox.pausable_timeout import PausableTimeout, limit
+from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 
 INSIDE = "/run/tugline"
 """Where the sandbox sees the control folder."""
@@ -150,7 +150,7 @@ class Runner:
             output.follow()
             asked = True
             os.write(self._ask, f"{self._key} {number}\n".encode())
-            async with limit(timeout_s):
+            async with enforce_timeout(timeout_s):
                 code = await ended
             with contextlib.suppress(TimeoutError, Gone):
                 await asyncio.wait_for(clean, _CLEAN_S)

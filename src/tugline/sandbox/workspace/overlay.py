@@ -23,7 +23,16 @@ from pathlib import Path, PurePosixPath
 from tugline import log
 from tugline.errors import SandboxError
 from tugline.sandbox.files import faults, put, remove
-from tugline.sandbox.patch import PASSED, Caps, Change, Gatherer, Patch, compare, gathered, read
+from tugline.sandbox.patch import (
+    PASSED,
+    FileChange,
+    Gatherer,
+    Patch,
+    PatchLimits,
+    compare,
+    gathered,
+    read,
+)
 from tugline.sandbox.workspace.mounts import copy, fuse_overlay, mounted, overlay, unmount_all
 
 _OPAQUE = frozenset({"trusted.overlay.opaque", "user.overlay.opaque", "user.fuseoverlayfs.opaque"})
@@ -134,12 +143,12 @@ class OverlayWorkspace:
             to.mkdir(parents=True)
         copy(self.own, to)
 
-    def changes(self, caps: Caps | None = None) -> Patch:
+    def diff(self, limits: PatchLimits | None = None) -> Patch:
         """What was done to it; no program runs."""
         if not self.lower:
-            return compare(self._files, self.work, caps)
-        caps = caps or Caps()
-        gatherer = Gatherer(caps, lambda path: self._before(path, caps.file_bytes))
+            return compare(self._files, self.work, limits)
+        limits = limits or PatchLimits()
+        gatherer = Gatherer(limits, lambda path: self._before(path, limits.file_bytes))
         return gathered(gatherer, self._compare_copy if self._copied else self._read_upper)
 
     def _like_the_base(self) -> None:
@@ -175,20 +184,20 @@ class OverlayWorkspace:
         )
         return found if there else None
 
-    def _initial(self, path: str) -> Change:
+    def _initial(self, path: str) -> FileChange:
         """An initial file; where the base has a file that can be run, so can this be."""
         found = self._base(path)
         mode = found.lstat().st_mode if found and os.path.lexists(found) else 0
         runs = stat.S_ISREG(mode) and bool(mode & stat.S_IXUSR)
-        return Change(self._files[path].encode(), executable=runs)
+        return FileChange(self._files[path].encode(), executable=runs)
 
-    def _before(self, path: str, most: int) -> Change | None:
+    def _before(self, path: str, most: int) -> FileChange | None:
         if path in self._files:
             return self._initial(path)
         found = self._was(path)
         # One that is too large to be taken along is not equal to any that is not.
         change = read(str(found), most) if found else None
-        return change if isinstance(change, Change) else None
+        return change if isinstance(change, FileChange) else None
 
     def _hide(self, gatherer: Gatherer, path: str) -> None:
         """Whatever was at `path` and below is gone; what is seen there later comes back."""
@@ -213,7 +222,7 @@ class OverlayWorkspace:
         """Compare a file; one that is large is only read to see whether it is the same."""
         gatherer.look()
         was = None if path in self._files else self._was(path)
-        large = entry.stat(follow_symlinks=False).st_size > gatherer.caps.file_bytes
+        large = entry.stat(follow_symlinks=False).st_size > gatherer.limits.file_bytes
         if not (large and was and _same(Path(entry.path), was)):
             gatherer.file(path, entry)
 
