@@ -13,9 +13,9 @@ import aiohttp
 from msgspec.structs import replace
 
 from tiny import rendering
-from tugline.chat.dialects.base import Constraint
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.embedded import Embedded
+from tugline.chat.request import Constraint
 from tugline.gateway.app import Gateway, StreamMode
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
@@ -75,10 +75,10 @@ class Constrained(Embedded):
         self.features = frozenset({Feature.STRUCTURED})
         self.asked: list[Constraint | None] = []
 
-    def post(self, ask: EngineRequest) -> Post:
+    def build_request(self, request: EngineRequest) -> Post:
         """The request without its constraint, which the scripted engine would refuse."""
-        self.asked.append(ask.constraint)
-        return super().post(replace(ask, constraint=None))
+        self.asked.append(request.constraint)
+        return super().build_request(replace(request, constraint=None))
 
 
 @dataclass

@@ -38,10 +38,10 @@ def pieces(*, stripping: bool) -> Tokenizer:
 def test_spellings_join_to_the_decoded_text(made: Tokenizer, text: str) -> None:
     """The bytes of the ids, joined, are the text."""
     ids = made.encode(text)
-    assert made.spellings is not None
-    assert b"".join(made.spellings[one] for one in ids).decode() == made.decode(ids)
+    assert made.token_bytes is not None
+    assert b"".join(made.token_bytes[one] for one in ids).decode() == made.decode(ids)
 
 
 def test_a_tokenizer_whose_ids_depend_on_each_other_has_no_spellings() -> None:
     """Where the first word loses its space, ids cannot be decoded one by one."""
-    assert pieces(stripping=True).spellings is None
+    assert pieces(stripping=True).token_bytes is None

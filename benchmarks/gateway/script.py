@@ -136,7 +136,7 @@ def write() -> Script:
 
     def prompts(system: str) -> list[Ids]:
         start = (Message(Role.SYSTEM, system), Message(Role.USER, user))
-        ids = [rendering.first(start, tools)]
+        ids = [rendering.render(start, tools)]
         for said, tail in zip(answers[:-1], tails, strict=False):
             ids.append(np.concatenate((ids[-1], said.ids, tail)))
         return ids

@@ -136,7 +136,7 @@ async def engine(folder: Path) -> AsyncIterator[str]:
         vocab_size=words.size,
         eos_ids=[END],
     )
-    (folder / "tokenizer.json").write_text(words.text(), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(words.to_json(), encoding="utf-8")
     told = {"engine": {"tokenizer": "tokenizer.json", "renderer": "qwen3"}}
     (folder / "node.yaml").write_text(json.dumps(told), encoding="utf-8")
     async with serve(create_app(scripted, model_name="noop")) as url:

@@ -122,7 +122,7 @@ class Fleet:
         self.deserters: list[str] = []
         """Who died without being killed."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(tokenizer().text(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
         server = {"lease_s": lease_s, **({"store": store} if store else {})}
         self._write("server.yaml", {"server": server})
         engine = {"tokenizer": "tokenizer.json", "renderer": "qwen3"}

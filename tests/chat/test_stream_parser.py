@@ -11,14 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import OFFLINE, SPECIALS, rendering, tokenizer
-from tugline.chat.dialects.base import (
-    ChoiceMode,
-    Piece,
-    ReasoningDelta,
-    TextDelta,
-    ToolChoice,
-)
-from tugline.chat.stream_parser import Decoder
+from tugline.chat.request import ChoiceMode, ToolChoice
+from tugline.chat.response import Piece, ReasoningDelta, TextDelta
+from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
@@ -33,7 +28,7 @@ TAGGED = [name for name in TOLD if name != "llama-3"]
 
 def prompt(name: str) -> Ids:
     """A prompt as the template writes it."""
-    return rendering(name).first((Message(Role.USER, "hi"),), TOOLS)
+    return rendering(name).render((Message(Role.USER, "hi"),), TOOLS)
 
 
 def written(name: str, paths: list[str]) -> str:
@@ -44,7 +39,7 @@ def written(name: str, paths: list[str]) -> str:
     )
     results = [Message(Role.TOOL, "r", tool_call_id=call.id) for call in calls]
     asked = Message(Role.USER, "hi")
-    ids = made.first((asked, Message(Role.ASSISTANT, tool_calls=calls), *results), ())
+    ids = made.render((asked, Message(Role.ASSISTANT, tool_calls=calls), *results), ())
     text = made.tokenizer.decode(ids.tolist())
     force = made.template.force
     opening = force.opening.strip() if force else "read<|content_invoke_tool_json|>"
@@ -62,7 +57,7 @@ def answered(name: str, thought: str | None, text: str, calls: str) -> str:
         parts.append(f"<|content_text|>{text}<|end_message|>")
         parts += [calls] if calls else []
         return "<|message_model|>".join(parts)
-    opened = made.thinks(prompt(name))
+    opened = made.starts_in_reasoning(prompt(name))
     opening = "" if opened else marks.think + marks.preface
     if thought is None:
         return f"{marks.think_end}{text}{calls}" if opened else text + calls
@@ -71,9 +66,9 @@ def answered(name: str, thought: str | None, text: str, calls: str) -> str:
 
 def played(
     name: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()
-) -> tuple[list[Piece], Message, Decoder]:
+) -> tuple[list[Piece], Message, StreamParser]:
     """All pieces and the message, from chunks that end at `cuts`."""
-    decoder = Decoder(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
+    decoder = StreamParser(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
     pieces: list[Piece] = []
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     for start, end in itertools.pairwise(edges):
@@ -144,7 +139,7 @@ def test_an_answer_is_told_while_it_is_sampled(name: str) -> None:
     """Every word is out with its last id, a call with its close; nothing waits for the end."""
     made = rendering(name)
     thought = "deep" if made.markers.reasons else None
-    decoder = Decoder(made, prompt(name)[-64:], "0", tools=TOOLS)
+    decoder = StreamParser(made, prompt(name)[-64:], "0", tools=TOOLS)
 
     def told(text: str) -> list[Piece]:
         return decoder.feed(np.asarray(made.tokenizer.encode(text), np.int32))
@@ -195,17 +190,17 @@ def test_text_ends_before_a_stop_string(
     seen = text if made.incremental else text.strip()
     ends = [(seen.find(stop) + len(stop), seen.find(stop)) for stop in stops if stop in seen]
     if not ends:
-        assert (decoder.stopped, decoder.cut) == (None, len(ids))
+        assert (decoder.matched_stop, decoder.length) == (None, len(ids))
         assert message.content == text.strip()
         return
     end, start = min(ends) if made.incremental else min((at, at) for _, at in ends)
     assert message.content == seen[:start].strip()
-    assert decoder.stopped in stops
+    assert decoder.matched_stop in stops
     if made.incremental:
-        assert decoder.stopped == seen[start:end]
-        assert made.tokenizer.decode(ids[: decoder.cut]).endswith(text[:end])
+        assert decoder.matched_stop == seen[start:end]
+        assert made.tokenizer.decode(ids[: decoder.length]).endswith(text[:end])
     else:
-        assert message.content in made.parse(ids[: decoder.cut], prompt(name)).content
+        assert message.content in made.parse(ids[: decoder.length], prompt(name)).content
 
 
 def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
@@ -213,7 +208,7 @@ def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
     text = '<think>STOP</think>ab<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}}\n'
     ids = rendering().tokenizer.encode(text + "</tool_call>")
     _, message, decoder = played("qwen3", ids, [], ("STOP",))
-    assert decoder.stopped is None
+    assert decoder.matched_stop is None
     assert message.content == "ab"
     assert len(message.tool_calls) == 1
 
@@ -224,7 +219,7 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     """The ids that force a call are the beginning of the call, not of the answer's text."""
     made = rendering(name)
     choice = ToolChoice(ChoiceMode.NAMED, ("read",)) if named else ToolChoice(ChoiceMode.REQUIRED)
-    forced = made.forced(choice)
+    forced = made.force_tool_call(choice)
     force = made.template.force
     assert force is not None
     if named and force.after is None:
@@ -235,12 +230,12 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     beginning = force.opening + ("read" + (force.after or "") if named else "")
     assert whole.startswith(beginning.strip())
     ids = [*made.tokenizer.encode(whole.removeprefix(beginning.lstrip())), made.stop_ids[0]]
-    decoder = Decoder(made, prompt(name)[-64:], "0", forced=forced, tools=TOOLS)
+    decoder = StreamParser(made, prompt(name)[-64:], "0", forced=forced, tools=TOOLS)
     pieces = decoder.feed(np.asarray(ids, np.int32))
     rest, message = decoder.finish()
     adds_up([*pieces, *rest], message)
     assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a.txt"}'),)
-    assert (message.content, message.reasoning, decoder.cut) == ("", None, len(ids))
+    assert (message.content, message.reasoning, decoder.length) == ("", None, len(ids))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +281,7 @@ def test_channels_are_told_as_what_they_are(harmony: Rendering) -> None:
     )
     ids = harmony.tokenizer.encode(text)
     for size in (1, 3, len(ids)):
-        decoder = Decoder(harmony, end, "0")
+        decoder = StreamParser(harmony, end, "0")
         pieces: list[Piece] = []
         for start in range(0, len(ids), size):
             pieces += decoder.feed(np.asarray(ids[start : start + size], np.int32))
@@ -297,10 +292,10 @@ def test_channels_are_told_as_what_they_are(harmony: Rendering) -> None:
     parsed = harmony.parse(ids, end)
     assert (parsed.reasoning, parsed.content) == ("I think", "Now")
     assert parsed.calls == (("read", '{"path":"a"}'),)
-    forced = harmony.forced(ToolChoice(ChoiceMode.NAMED, ("read",)))
-    decoder = Decoder(harmony, end, "0", forced=forced)
+    forced = harmony.force_tool_call(ToolChoice(ChoiceMode.NAMED, ("read",)))
+    decoder = StreamParser(harmony, end, "0", forced=forced)
     decoder.feed(np.asarray(harmony.tokenizer.encode('{"path":"a"}<|call|>'), np.int32))
     assert decoder.finish()[1].tool_calls == message.tool_calls
-    bare = Decoder(harmony, end[:10], "0")
+    bare = StreamParser(harmony, end[:10], "0")
     bare.feed(np.asarray(harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>")))
     assert bare.finish()[1].content == "Hi"

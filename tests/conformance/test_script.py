@@ -46,7 +46,7 @@ SCRIPT = (Turn("First.", "I think.", (("bash", {"command": "ls"}),)), Turn("Seco
 def prompt(*messages: tuple[Role, str], tools: bool = True) -> Ids:
     """As the gateway renders it."""
     messages_ = [Message(role=role, content=text) for role, text in messages]
-    return RENDERING.first(messages_, [Tool("bash", "Run", {})] if tools else [])
+    return RENDERING.render(messages_, [Tool("bash", "Run", {})] if tools else [])
 
 
 # --------------------------------------------------------------------------- the player

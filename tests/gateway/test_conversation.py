@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import rendering
-from tugline.chat.tokens import Tokens
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.turns import PromptPlan
@@ -60,10 +60,10 @@ def test_a_rewritten_echo_continues_exactly(arguments: str, call_id: str) -> Non
     """Spacing, key order, number form and ids of tool calls do not break the sequence."""
     conversation, first, ids = answered()
     plan = conversation.plan(echo(arguments, call_id), TOOLS)
-    before = np.concatenate((first.prompt.array(), ids))
+    before = np.concatenate((first.prompt.to_array(), ids))
     assert (plan.parent, plan.branch) == (0, None)
     assert plan.reused == len(before)
-    assert np.array_equal(plan.prompt.array()[: len(before)], before)
+    assert np.array_equal(plan.prompt.to_array()[: len(before)], before)
     assert [message.role for message in plan.added] == [Role.TOOL]
 
 
@@ -108,7 +108,7 @@ def test_the_same_question_again_starts_anew() -> None:
     """A repeated first request is a twin, not a continuation."""
     conversation, first, _ = answered()
     plan = conversation.plan(START, TOOLS)
-    assert np.array_equal(plan.prompt.array(), first.prompt.array())
+    assert np.array_equal(plan.prompt.to_array(), first.prompt.to_array())
     assert (plan.branch, plan.turn) == (None, None)
 
 
@@ -202,7 +202,7 @@ def test_an_answer_that_broke_off_is_taken_up_where_it_ended() -> None:
     part = Message(Role.ASSISTANT, "Half an ans")
     conversation.record(plan, 0, ids, part, complete=False)
     after = conversation.plan((*START, part), TOOLS)
-    assert np.array_equal(after.prompt.array(), np.concatenate((plan.prompt.array(), ids)))
+    assert np.array_equal(after.prompt.to_array(), np.concatenate((plan.prompt.to_array(), ids)))
     resumed = conversation.plan((*START, part, Message(Role.USER, "You were cut off.")), TOOLS)
     assert (resumed.parent, resumed.branch) == (0, None)
 
@@ -213,9 +213,9 @@ def test_a_prefill_is_refused_by_name() -> None:
         Conversation(RENDERING).plan((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 
-def raw(tokens: Tokens) -> bytes:
+def raw(tokens: TokenSequence) -> bytes:
     """The ids as an engine writes them."""
-    return b"[" + tokens.json() + b"]"
+    return b"[" + tokens.to_json() + b"]"
 
 
 def test_observed_ids_that_extend_the_parent_are_exact() -> None:

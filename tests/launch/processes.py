@@ -36,7 +36,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        (folder / "tokenizer.json").write_text(tokenizer().text(), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(tokenizer().to_json(), encoding="utf-8")
 
     def engine(self) -> str:
         """Start one; its URL."""

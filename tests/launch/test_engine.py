@@ -39,7 +39,7 @@ def scripted() -> Any:
 
 async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
     """It comes up later than its node, and is used in exact mode with the template asked for."""
-    (tmp_path / "tokenizer.json").write_text(WORDS.text())
+    (tmp_path / "tokenizer.json").write_text(WORDS.to_json())
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     told = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)

@@ -10,21 +10,31 @@ from codecs import utf_8_decode
 from collections.abc import Mapping
 
 
-class Voice:
+class Detokenizer:
     """The text, or the reasoning, of one answer. What a method returns is to be told now."""
 
     __slots__ = (
-        "_begun", "_bytes", "_fresh", "_guard", "_held", "_longest", "_opening", "_preface",
-        "_spellings", "_stops", "said", "stopped",
+        "_begun",
+        "_bytes",
+        "_fresh",
+        "_guard",
+        "_held",
+        "_longest",
+        "_opening",
+        "_preface",
+        "_stops",
+        "_token_bytes",
+        "said",
+        "stopped",
     )  # fmt: skip
 
     def __init__(
-        self, spellings: Mapping[int, bytes], *, stops: tuple[str, ...] = (), guard: str = ""
+        self, token_bytes: Mapping[int, bytes], *, stops: tuple[str, ...] = (), guard: str = ""
     ) -> None:
         """`guard` is text that belongs to a special token if that follows."""
         self.said: list[str] = []
         self.stopped: str | None = None
-        self._spellings = spellings
+        self._token_bytes = token_bytes
         self._stops = stops
         self._guard = (*stops, guard + "\0") if guard else stops
         self._longest = max(map(len, self._guard), default=1) - 1
@@ -35,8 +45,8 @@ class Voice:
 
     def tell(self, ids: list[int]) -> str:
         """Go on with these ids."""
-        spellings = self._spellings
-        data = b"".join([spellings[token] for token in ids])
+        token_bytes = self._token_bytes
+        data = b"".join([token_bytes[token] for token in ids])
         if self._bytes:
             data = self._bytes + data
         text, used = utf_8_decode(data, "replace", False)

@@ -17,8 +17,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from tugline.chat.detokenizer import Voice
-from tugline.chat.dialects.base import Piece, ReasoningDelta, TextDelta
+from tugline.chat.detokenizer import Detokenizer
+from tugline.chat.response import Piece, ReasoningDelta, TextDelta
 from tugline.chat.templates import dsml
 from tugline.chat.templates.base import Channels
 from tugline.chat.templates.plain import written
@@ -44,7 +44,7 @@ class _Part(Enum):
     OVER = auto()
 
 
-class Decoder:
+class StreamParser:
     """One answer; `call_prefix` makes its tool call ids unique within the session.
 
     `end` is the end of its prompt, `forced` the ids behind it that the answer goes on from.
@@ -61,7 +61,7 @@ class Decoder:
         forced: Ids | None = None,
         tools: Sequence[Tool] = (),
     ) -> None:
-        self.stopped: str | None = None
+        self.matched_stop: str | None = None
         """The stop string that ended the text."""
         self.reasoning_tokens = 0
         self._rendering, self._prefix, self._tools = rendering, call_prefix, tools
@@ -69,10 +69,10 @@ class Decoder:
         self._template, self._marks = rendering.template, rendering.markers
         self._over = frozenset(rendering.stop_ids)
         self._controls = self._over | self._marks.ids
-        spellings: Mapping[int, bytes] = rendering.tokenizer.spellings or {}
+        token_bytes: Mapping[int, bytes] = rendering.tokenizer.token_bytes or {}
         guard, watched = self._template.guard, tuple(stop for stop in stops if stop)
-        self._text = Voice(spellings, stops=watched, guard=guard)
-        self._reasoning = Voice(spellings, guard=guard)
+        self._text = Detokenizer(token_bytes, stops=watched, guard=guard)
+        self._reasoning = Detokenizer(token_bytes, guard=guard)
         self._singly = bool(watched)
         self._fed = self._place = 0
         self._part = self._beginning(end)
@@ -87,9 +87,9 @@ class Decoder:
             self.reasoning_tokens = 0
 
     @property
-    def cut(self) -> int:
+    def length(self) -> int:
         """How many sampled ids belong to the answer: all, or those up to the stop string's end."""
-        return self._place if self.stopped is not None else self._fed
+        return self._place if self.matched_stop is not None else self._fed
 
     def feed(self, ids: Ids) -> list[Piece]:
         """The pieces that these ids complete."""
@@ -115,7 +115,7 @@ class Decoder:
 
     # ----------------------------------------------------------------------- ids to parts
     def _beginning(self, end: Ids) -> _Part:
-        thinks = self._rendering.thinks(end)
+        thinks = self._rendering.starts_in_reasoning(end)
         channels = self._marks.channels
         if not self._rendering.incremental or (thinks and not self._marks.reasons):
             return _Part.HELD
@@ -288,7 +288,7 @@ class Decoder:
     def _tell(self, run: list[int]) -> None:
         self._emit(TextDelta, self._text.tell(run))
         if self._text.stopped is not None:
-            self.stopped, self._part = self._text.stopped, _Part.OVER
+            self.matched_stop, self._part = self._text.stopped, _Part.OVER
 
     def _think(self, run: list[int]) -> None:
         self.reasoning_tokens += len(run)
@@ -307,7 +307,7 @@ class Decoder:
         self._part = _Part.CALL
 
     def _close_call(self) -> None:
-        calls = self._rendering.calls(self._block, self._tools)
+        calls = self._rendering.parse_calls(self._block, self._tools)
         if not calls:
             self._spoil()
         self._number(calls)
@@ -353,7 +353,7 @@ class Decoder:
             self.reasoning_tokens += len(self._rendering.tokenizer.encode(parsed.reasoning))
             self._emit(ReasoningDelta, self._reasoning.write(parsed.reasoning))
         self._emit(TextDelta, self._text.write(self._text.watch(parsed.content)))
-        self.stopped = stop = self._text.stopped
+        self.matched_stop = stop = self._text.stopped
         if stop is None:
             self._number(parsed.calls)
             return

@@ -21,7 +21,7 @@ _SHORT = 48
 _KNOWN = 2000
 
 
-class Spellings(dict[int, bytes]):
+class TokenBytes(dict[int, bytes]):
     """The bytes of each id, spelled when first asked for; texts of ids are their joins."""
 
     def __init__(self, backend: _Backend) -> None:
@@ -39,7 +39,7 @@ class Spellings(dict[int, bytes]):
         self[token_id] = spelled
         return spelled
 
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether joined bytes are what the tokenizer decodes, which is not so for every kind."""
         ids = self._backend.encode(_PROBE, add_special_tokens=False).ids
         joined = b"".join([self[one] for one in ids]).decode(errors="replace")
@@ -67,8 +67,8 @@ class Tokenizer:
         self.eos_token_id: int | None = backend.token_to_id(eos)
         self._short: dict[str, tuple[int, ...]] = {}
         """Templates ask for the same few words again and again."""
-        spellings = Spellings(backend)
-        self.spellings: Spellings | None = spellings if spellings.exact() else None
+        token_bytes = TokenBytes(backend)
+        self.token_bytes: TokenBytes | None = token_bytes if token_bytes.is_exact() else None
         """Bytes by id, to decode ids as they come; None where ids have no spelling of their own."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Tokenizer:
         """Write ``tokenizer.json`` into `folder`."""
         self._backend.save(str(folder / "tokenizer.json"))
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """The content of its ``tokenizer.json``."""
         return self._backend.to_str()
 
@@ -112,12 +112,12 @@ class Tokenizer:
         """Text of `token_ids`; an incomplete character at the end decodes to U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def spelled(self, token_ids: Sequence[int]) -> str:
-        """The same as `decode`, sooner where ids have spellings of their own."""
-        spellings = self.spellings
-        if spellings is None:
+    def decode_bytes(self, token_ids: Sequence[int]) -> str:
+        """The same as `decode`, sooner where ids have token_bytes of their own."""
+        token_bytes = self.token_bytes
+        if token_bytes is None:
             return self.decode(token_ids)
-        return b"".join([spellings[token] for token in token_ids]).decode("utf-8", "replace")
+        return b"".join([token_bytes[token] for token in token_ids]).decode("utf-8", "replace")
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
         """The id of one token, None if the vocabulary lacks it."""

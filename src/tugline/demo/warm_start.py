@@ -137,7 +137,7 @@ def conversation(
 ) -> Example:
     """A scripted session as the gateway renders it, without running the harness."""
     opening = [Message(Role.SYSTEM, system)] if system else []
-    prompt = rendering.first([*opening, Message(Role.USER, problem.instruction)], tools)
+    prompt = rendering.render([*opening, Message(Role.USER, problem.instruction)], tools)
     mask = [np.zeros(len(prompt), np.bool_)]
     for number, turn in enumerate(turns):
         answer = sampled(turn, rendering.tokenizer)
@@ -145,7 +145,7 @@ def conversation(
         if isinstance(turn, str):
             return Example(np.concatenate((prompt, answer)), np.concatenate(mask))
         result = Message(Role.TOOL, observed(problem, turn), tool_call_id=f"call_{number}")
-        more = rendering.extension(prompt, answer, [result], tools)
+        more = rendering.render_extension(prompt, answer, [result], tools)
         if more is None:
             break
         mask.append(np.zeros(len(more), np.bool_))

@@ -20,8 +20,9 @@ from typing import Literal, Self
 import msgspec
 
 from tugline import log
-from tugline.chat.dialects.base import Action, Dialect, Incoming, Request
-from tugline.chat.dialects.registry import DIALECTS, fallback
+from tugline.chat.dialects import DIALECTS, fallback_dialect
+from tugline.chat.dialects.base import Action, Dialect, HttpRequest
+from tugline.chat.request import Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import (
     ClientGone,
@@ -259,18 +260,18 @@ class Gateway:
             return
         parts = _PATH.fullmatch(http.path)
         rest, version = (parts["rest"], parts["version"] or "") if parts else (http.path, "")
-        incoming = Incoming(http.method, version, rest, http.query, http.headers)
+        incoming = HttpRequest(http.method, version, rest, http.query, http.headers)
         dialect, action = _route(incoming)
         live = None
         try:
             session = parts["session"] if parts else None
-            live = self._sessions.find(dialect.key(http.headers, http.query), session)
+            live = self._sessions.find(dialect.find_secret(http.headers, http.query), session)
             log.bind(**live.about)
             await self._serve(http, dialect, action, incoming, live)
         except ClientGone:
             return
         except TuglineError as error:
-            status, headers, body = dialect.error(error)
+            status, headers, body = dialect.encode_error(error)
             self.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
             if live is not None:
@@ -282,7 +283,7 @@ class Gateway:
         http: Http,
         dialect: Dialect,
         action: Action | None,
-        incoming: Incoming,
+        incoming: HttpRequest,
         live: LiveSession,
     ) -> None:
         if action is None:
@@ -295,13 +296,17 @@ class Gateway:
             card = self._backend.card
             window, name = card.max_model_len, incoming.path.removeprefix("/models/")
             many = action is Action.MODELS
-            tell = dialect.models([card.id], window, 0) if many else dialect.model(name, window, 0)
+            tell = (
+                dialect.encode_models([card.id], window, 0)
+                if many
+                else dialect.encode_model(name, window, 0)
+            )
             await http.reply(200, tell)
             return
         incoming = msgspec.structs.replace(incoming, body=await http.body())
         request = dialect.parse(incoming, live.memory)
         if action is Action.COUNT:
-            await http.reply(200, dialect.count(self._count(live, request)))
+            await http.reply(200, dialect.encode_count(self._count(live, request)))
             return
         exchange = await self._begin(http, live, dialect, request, incoming.body)
         await self._answer(http, dialect, request, exchange)
@@ -368,21 +373,21 @@ class Gateway:
         await http.stream(stream.content_type)
         opened = bool(exchange.usage.prompt) and self._mode == "live"
         if opened:
-            await http.write(stream.open(exchange.usage))
+            await http.write(stream.start(exchange.usage))
         held: list[bytes] = []
         async for told in exchange.follow(KEEP_ALIVE_S):
-            pieces = b"".join([stream.piece(piece, index) for index, piece in told])
+            pieces = b"".join([stream.add(piece, index) for index, piece in told])
             if not told:
                 pieces = stream.keep_alive()
             elif self._mode == "buffered":
                 held.append(pieces)
                 continue
             elif not opened:
-                pieces, opened = stream.open(exchange.usage) + pieces, True
+                pieces, opened = stream.start(exchange.usage) + pieces, True
             if pieces:
                 await http.write(pieces)
-        start = b"" if opened else stream.open(exchange.usage)
-        last = stream.fault(exchange.error) if exchange.error else stream.close(exchange.answers)
+        start = b"" if opened else stream.start(exchange.usage)
+        last = stream.fail(exchange.error) if exchange.error else stream.finish(exchange.answers)
         await http.end(start + b"".join(held) + last)
 
     async def _whole(
@@ -391,12 +396,12 @@ class Gateway:
         await exchange.settled_answer()
         if exchange.error is not None:
             raise exchange.error
-        await http.reply(200, dialect.answer(request, exchange.answers))
+        await http.reply(200, dialect.encode(request, exchange.answers))
 
 
-def _route(incoming: Incoming) -> tuple[Dialect, Action | None]:
+def _route(incoming: HttpRequest) -> tuple[Dialect, Action | None]:
     for dialect in DIALECTS:
-        action = dialect.action(incoming)
+        action = dialect.match(incoming)
         if action is not None:
             return dialect, action
-    return fallback(incoming), None
+    return fallback_dialect(incoming), None

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tugline.chat.dialects.base import Piece, ReasoningDelta, TextDelta
 from tugline.chat.engines.base import CallDelta, Delta
+from tugline.chat.response import Piece, ReasoningDelta, TextDelta
 from tugline.types import Message, Role, ToolCall
 
 

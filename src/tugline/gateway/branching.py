@@ -37,7 +37,7 @@ def nearest(turns: Sequence[Turn], ids: Ids) -> tuple[int, Turn | None]:
     """The turn that shares the longest front with `ids`, the earliest of equals."""
     best, found = 0, None
     for turn in _leaves(turns):
-        shared = turn.tokens.shared(ids)
+        shared = turn.tokens.shared_prefix(ids)
         if shared > best or found is None:
             best, found = shared, turn
     return best, found

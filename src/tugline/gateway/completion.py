@@ -18,18 +18,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from tugline.chat.dialects.base import (
-    Answer,
-    ChoiceMode,
-    Piece,
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    Usage,
-)
 from tugline.chat.engines.base import NO_IDS, Delta, EngineRequest
-from tugline.chat.stream_parser import Decoder
-from tugline.chat.tokens import Tokens
+from tugline.chat.request import ChoiceMode, Request
+from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
+from tugline.chat.stream_parser import StreamParser
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import ClientGone, EngineError, TuglineError
 from tugline.gateway.assembler import Assembler, told
 from tugline.gateway.backend import EngineContext
@@ -75,18 +68,18 @@ class Completion:
         self.number, self.plan = number, plan
         self.id = f"{live.id}-{number}"
         self._nonce = secrets.token_hex(4)
-        self.answer: Answer | None = None
+        self.answer: Response | None = None
         self.error: TuglineError | None = None
         self.sampled = Sampled()
         self._live, self._backend, self._request = live, backend, request
         self._sampling = sampling
         self._prefix = self._forced()
         self._resumed = NO_IDS
-        self._decoder: Decoder | None = None
+        self._decoder: StreamParser | None = None
         self._assembler: Assembler | None = None
         if backend.rendering is not None:
             end = plan.prompt.tail(64)
-            self._decoder = Decoder(
+            self._decoder = StreamParser(
                 backend.rendering,
                 end,
                 f"{number}",
@@ -225,7 +218,7 @@ class Completion:
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 self._publish(self._take(delta))
-                if self._decoder is not None and self._decoder.stopped is not None:
+                if self._decoder is not None and self._decoder.matched_stop is not None:
                     self._stop(self._decoder)
                     return
 
@@ -253,7 +246,7 @@ class Completion:
             stream=request.stream,
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._left()),
             constraint=request.constraint,
-            prompt=prompt.extended(self.sampled.joined()[0]) if self.sampled.length else prompt,
+            prompt=prompt.extend(self.sampled.joined()[0]) if self.sampled.length else prompt,
             stop_ids=stops if request.parallel or marks.call_end < 0 else (*stops, marks.call_end),
             banned=(marks.call,) if silent and marks.call >= 0 else (),
             request=request,
@@ -269,7 +262,7 @@ class Completion:
             sampled.reversion(delta.spans)
         sampled.finish = delta.finish or sampled.finish
         sampled.stop = delta.stop or sampled.stop
-        sampled.unseen += delta.unseen
+        sampled.unseen += delta.unreported_tokens
         self._replayed = delta.replayed or self._replayed
         if self._decoder is not None:
             pieces = self._decoder.feed(delta.ids)
@@ -280,20 +273,20 @@ class Completion:
         self._told += [(sampled.length, piece) for piece in pieces]
         return pieces
 
-    def _stop(self, decoder: Decoder) -> None:
+    def _stop(self, decoder: StreamParser) -> None:
         """A stop string is complete: what was sampled behind it is not of the answer."""
-        self.sampled.cut(max(0, decoder.cut - len(self._resumed)))
-        self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.stopped
+        self.sampled.cut(max(0, decoder.length - len(self._resumed)))
+        self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.matched_stop
 
     async def _finish(self, outcome: Outcome) -> None:
         """Record, then let the answer be known."""
         part = self._decoder or self._assembler
         pieces, message = part.finish() if part is not None else ([], Message(Role.ASSISTANT))
-        if self._decoder is not None and self._decoder.stopped is not None:
+        if self._decoder is not None and self._decoder.matched_stop is not None:
             self._stop(self._decoder)
         await self._record(outcome, message)
         finish = self.sampled.finish if outcome is Outcome.COMPLETE else Finish.LENGTH
-        self.answer = Answer(
+        self.answer = Response(
             id=self.id,
             model=self._request.model or self._backend.card.id,
             created=int(self._received),
@@ -314,7 +307,7 @@ class Completion:
 
     async def _record(self, outcome: Outcome, message: Message | None = None) -> None:
         dialect, body = self._record_of
-        backend, native, sampled = self._backend, self._request.native, self.sampled
+        backend, thread, sampled = self._backend, self._request.thread, self.sampled
         ids, logprobs = sampled.joined()
         kind = kind_of(self._request, toolless_is_aside=self._live.saw_tools)
         call = Call(
@@ -324,8 +317,8 @@ class Completion:
             branch=self.plan.branch,
             healed=self.plan.healed,
             kind=kind,
-            thread=native.thread,
-            parent_thread=native.parent_thread,
+            thread=thread.id,
+            parent_thread=thread.parent,
             dialect=dialect,
             mode=backend.mode if sampled.length or not sampled.unseen else Mode.TEXT,
             logprob_meaning=backend.upstream.wire.logprob_meaning,
@@ -334,9 +327,9 @@ class Completion:
             answer=message or told([piece for _, piece in self._told]),
             tools=self._request.tools,
             sampling=self._sampling,
-            asked=self._request.asked,
+            asked=self._request.sampling,
             constrained=self._constrained,
-            prompt_ids=self._context().array(),
+            prompt_ids=self._context().to_array(),
             sampled_ids=ids,
             logprobs=logprobs,
             unseen=sampled.unseen,
@@ -375,16 +368,16 @@ class Completion:
         choice = self._request.tool_choice
         if self._backend.rendering is None or choice.mode in {ChoiceMode.AUTO, ChoiceMode.NONE}:
             return None
-        return self._backend.rendering.forced(choice)
+        return self._backend.rendering.force_tool_call(choice)
 
     @property
     def _given(self) -> list[Ids]:
         """What the answer has before what is sampled now: forced ids, and an earlier beginning."""
         return [ids for ids in (self._prefix, self._resumed) if ids is not None and len(ids)]
 
-    def _context(self) -> Tokens:
+    def _context(self) -> TokenSequence:
         given = self._given
-        return self.plan.prompt.extended(np.concatenate(given)) if given else self.plan.prompt
+        return self.plan.prompt.extend(np.concatenate(given)) if given else self.plan.prompt
 
     def _whole(self, sampled: Ids) -> Ids:
         """The answer from where the template ends."""

@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 
 from tugline.chat.templates.rendering import Rendering
-from tugline.chat.tokens import Tokens
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
 from tugline.gateway import branching
 from tugline.gateway.canonical import Mark, chained, healed, mark, places_of, tools_digest
 from tugline.gateway.turns import PromptPlan, Turn
 from tugline.types import Branch, Ids, Message, Role, Tool
 
-_EMPTY = Tokens(np.empty(0, np.int32))
+_EMPTY = TokenSequence(np.empty(0, np.int32))
 _REMEMBERED = 4
 _END = 64
 """Ids at a prompt's end that a template looks at to go on from it."""
@@ -93,20 +93,24 @@ class Conversation:
         """
         inner = raw.strip()[1:-1]
         if plan.turn is not None and plan.branch is None:
-            known = plan.turn.tokens.json()
+            known = plan.turn.tokens.to_json()
             if inner.startswith(known + b","):
                 rest = inner[len(known) + 1 :]
-                prompt = plan.turn.tokens.extended(_numbers(rest), rest)
+                prompt = plan.turn.tokens.extend(_numbers(rest), rest)
                 return replace(plan, prompt=prompt, reused=len(plan.turn.tokens))
         ids = _numbers(inner)
         if plan.turn is not None and plan.branch is None:
-            shared = plan.turn.tokens.shared(ids)
-            prompt = plan.turn.tokens.cut(shared).extended(ids[shared:])
+            shared = plan.turn.tokens.shared_prefix(ids)
+            prompt = plan.turn.tokens.truncate(shared).extend(ids[shared:])
             whole = shared == len(plan.turn.tokens)
             branch = None if whole else Branch.ENGINE_RERENDERED
             return replace(plan, prompt=prompt, reused=shared, branch=branch)
         shared, near = branching.nearest(self._all, ids)
-        prompt = Tokens(ids) if near is None else near.tokens.cut(shared).extended(ids[shared:])
+        prompt = (
+            TokenSequence(ids)
+            if near is None
+            else near.tokens.truncate(shared).extend(ids[shared:])
+        )
         return replace(plan, prompt=prompt, reused=shared)
 
     def record(
@@ -115,7 +119,7 @@ class Conversation:
         """Make an answered call a turn that later requests may extend."""
         turn = Turn(
             number=number,
-            tokens=plan.prompt.extended(sampled),
+            tokens=plan.prompt.extend(sampled),
             prompt=len(plan.prompt),
             answer=answer,
             marks=plan.marks,
@@ -175,16 +179,16 @@ class Conversation:
 
     def _extended(
         self, turn: Turn, tail: Sequence[Message], tools: Sequence[Tool]
-    ) -> Tokens | None:
+    ) -> TokenSequence | None:
         """The turn's exact ids and the rendered tail; None if the template cannot go on so."""
         if self._rendering is None:
             return _EMPTY
         if not tail:
             return turn.tokens  # an answer that broke off is taken up where it ended
         sampled = turn.tokens.tail(len(turn.tokens) - turn.prompt)
-        end = turn.tokens.cut(turn.prompt).tail(_END)
-        more = self._rendering.extension(end, sampled, tail, tools)
-        return None if more is None else turn.tokens.extended(more)
+        end = turn.tokens.truncate(turn.prompt).tail(_END)
+        more = self._rendering.render_extension(end, sampled, tail, tools)
+        return None if more is None else turn.tokens.extend(more)
 
     def _branch(
         self,
@@ -204,8 +208,8 @@ class Conversation:
         prompt = _EMPTY
         ids: Ids | None = None
         if self._rendering is not None:
-            ids = self._rendering.first(messages, tools)
-            prompt = Tokens(ids)
+            ids = self._rendering.render(messages, tools)
+            prompt = TokenSequence(ids)
         shared, near = 0, None
         if self._all:
             view = branching.Asked(messages, links.marks, links.tools, thread)
@@ -214,7 +218,7 @@ class Conversation:
             if ids is not None:
                 shared, near = branching.nearest(self._all, ids)
                 if near is not None and shared:
-                    prompt = near.tokens.cut(shared).extended(ids[shared:])
+                    prompt = near.tokens.truncate(shared).extend(ids[shared:])
             near = near or suspect
         return PromptPlan(
             prompt=prompt,

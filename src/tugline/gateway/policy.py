@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tugline.chat.dialects.base import ChoiceMode, Request
 from tugline.chat.engines.base import Feature
+from tugline.chat.request import ChoiceMode, Request
 from tugline.errors import RequestError, Unsupported
 from tugline.types import Mode, Policy, Role, Sampling, TraceKind
 
@@ -70,8 +70,8 @@ def check(request: Request, mode: Mode, features: frozenset[Feature]) -> None:
 
 def kind_of(request: Request, *, toolless_is_aside: bool) -> TraceKind:
     """What the harness says a call is; a first question without tools is beside the task."""
-    if request.native.kind is not None:
-        return request.native.kind
+    if request.thread.kind is not None:
+        return request.thread.kind
     opening = not any(message.role is Role.ASSISTANT for message in request.messages)
     if toolless_is_aside and opening and not request.tools:
         return TraceKind.SIDE

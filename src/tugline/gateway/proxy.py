@@ -16,8 +16,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from tugline.chat.dialects.base import Answer, ChoiceMode, Dialect, Piece, Request, Usage
+from tugline.chat.dialects.base import Dialect
 from tugline.chat.engines.base import Feature
+from tugline.chat.request import ChoiceMode, Request
+from tugline.chat.response import Piece, Response, Usage
 from tugline.errors import ContextOverflow, TuglineError, Unsupported
 from tugline.gateway import policy
 from tugline.gateway.backend import EngineContext
@@ -54,7 +56,7 @@ class ModelCall:
         _check_choice(request, backend)
         live.saw_tools = live.saw_tools or bool(request.tools)
         self.plan: PromptPlan = live.conversation.plan(
-            request.messages, request.tools, request.native.thread
+            request.messages, request.tools, request.thread.id
         )
         self.key = _key(self.plan, request)
         self.delivered = False
@@ -74,7 +76,11 @@ class ModelCall:
         live, terms = self._live, self._live.terms
         for index, number in enumerate(live.admit(self.request.n)):
             sampling = policy.settle(
-                self.request.asked, terms.contract, terms.policy, (room, live.tokens_left), number
+                self.request.sampling,
+                terms.contract,
+                terms.policy,
+                (room, live.tokens_left),
+                number,
             )
             draw = Completion(number, live, self._backend, self.request, self.plan, sampling)
             if earlier is not None and index == 0:
@@ -136,7 +142,7 @@ class ModelCall:
         return not self.delivered and self._followers <= 0
 
     @property
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[Response]:
         """All of them, once done without an error."""
         return [draw.answer for draw in self.draws if draw.answer is not None]
 
@@ -258,14 +264,20 @@ def _check_choice(request: Request, backend: EngineContext) -> None:
             return
         msg = "tool_choice 'none' cannot be honoured here; send the request without tools"
         raise Unsupported(msg, param="tool_choice")
-    if rendering.forced(choice) is None:
+    if rendering.force_tool_call(choice) is None:
         msg = f"tool_choice {choice.mode.value!r} cannot be honoured with this model's template"
         raise Unsupported(msg, param="tool_choice")
 
 
 def _key(plan: PromptPlan, request: Request) -> bytes:
     """What a repeated request is recognised by: its meaning and settings, not its bytes."""
-    settings = (request.asked, request.n, request.tool_choice, request.constraint, request.native)
+    settings = (
+        request.sampling,
+        request.n,
+        request.tool_choice,
+        request.constraint,
+        request.thread,
+    )
     return hashlib.blake2b(
         msgspec.msgpack.encode(settings), key=plan.digest, digest_size=16
     ).digest()

@@ -183,7 +183,7 @@ class Upstream:
         Raises `EngineError`, or what the engine says is wrong with the request. Close the iterator
         to abort.
         """
-        post = self.wire.post(ask)
+        post = self.wire.build_request(ask)
         shunned = list(avoid)
         for attempt in range(_TRIES):
             replica = self.choose(session, shunned)
@@ -209,7 +209,7 @@ class Upstream:
 
     async def abort(self, request_id: str, url: str) -> None:
         """Ask a replica to end a request and answer with what there is; quiet if it cannot."""
-        post = self.wire.abort(request_id)
+        post = self.wire.build_abort(request_id)
         if post is None:
             return
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -223,27 +223,27 @@ class Upstream:
     async def _once(
         self, replica: Replica, ask: EngineRequest, post: Post
     ) -> AsyncGenerator[Delta]:
-        reader = self.wire.reader(ask)
+        reader = self.wire.make_reader(ask)
         replica.running += 1
         try:
             async with self._session.post(
                 replica.url + post.path, data=post.body, headers=_headers(post)
             ) as response:
                 if response.status != 200:
-                    raise self.wire.error(
+                    raise self.wire.parse_error(
                         response.status,
                         await response.read(),
                         response.headers.get("retry-after"),
                     )
                 if not ask.stream:
-                    deltas = reader.whole(await response.read())
+                    deltas = reader.read_body(await response.read())
                     for delta in deltas:
                         yield delta
                     _check_finished(any(d.finish is not None for d in deltas))
                     return
                 finished = False
                 async for payloads in _events(response.content):
-                    for delta in reader.events(payloads):
+                    for delta in reader.read_events(payloads):
                         finished = finished or delta.finish is not None
                         yield delta
                 _check_finished(finished)
@@ -261,7 +261,7 @@ class Upstream:
             ):
                 body = await response.read()
                 if response.status != 200:
-                    raise self.wire.error(response.status, body, None)
+                    raise self.wire.parse_error(response.status, body, None)
                 cards = msgspec.json.decode(body, type=_Models).data
                 return [card for card in cards if self.name in {None, card.id}][0]  # noqa: RUF015
         except EngineError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tugline import log
-from tugline.chat.dialects.base import Memory
+from tugline.chat.dialects.base import ParseCache
 from tugline.errors import (
     BudgetExhausted,
     CaptureError,
@@ -67,7 +67,7 @@ class LiveSession:
     terms: SessionPolicy
     conversation: Conversation
     writer: Writer
-    memory: Memory = field(default_factory=Memory)
+    memory: ParseCache = field(default_factory=ParseCache)
     opened: float = field(default_factory=time.monotonic)
     turns: int = 0
     sampled: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tugline.chat.tokens import Tokens
+from tugline.chat.tokens import TokenSequence
 from tugline.gateway.canonical import Mark
 from tugline.types import Branch, EchoChange, Message
 
@@ -14,7 +14,7 @@ class Turn:
     """A recorded call as a place to continue from."""
 
     number: int
-    tokens: Tokens
+    tokens: TokenSequence
     """Prompt and answer; empty where the engine told no ids."""
     prompt: int
     """How many of them are prompt."""
@@ -34,7 +34,7 @@ class Turn:
 class PromptPlan:
     """What a request will be answered from."""
 
-    prompt: Tokens
+    prompt: TokenSequence
     """Empty in observed mode until the engine tells."""
     turn: Turn | None
     """Whose conversation it continues, in meaning; None on a branch."""

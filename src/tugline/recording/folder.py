@@ -21,7 +21,7 @@ _NAME = re.compile(r"(?P<session>.+)\.(?P<epoch>\d+)\.rec")
 
 def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     """Write the tokenizer's file into `folder` unless it is there; returns its SHA-256 in hex."""
-    text = tokenizer.text().encode()
+    text = tokenizer.to_json().encode()
     digest = hashlib.sha256(text).hexdigest()
     path = folder / _tokenizer_name(digest)
     if not path.exists():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tugline.chat.dialects.base import Request
+from tugline.chat.request import Request
 from tugline.gateway.canonical import Mark
 from tugline.replay.masks import Normalizers
 from tugline.replay.takes import RecordedResponse

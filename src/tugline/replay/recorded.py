@@ -20,9 +20,9 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from tugline.chat.dialects.base import Request
 from tugline.chat.engines.base import CallDelta, Delta, EngineFormat, EngineRequest, Feature
 from tugline.chat.engines.generate import Generate
+from tugline.chat.request import Request
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import BudgetExhausted
 from tugline.gateway.canonical import Mark
@@ -201,7 +201,7 @@ class Recorded:
         if take.order != came and sorted(take.order) == sorted(came):
             _note_order(run, take.order, came)
         _compare(run, self._masks, take, request)
-        sampling = of_sampling(take, request.asked)
+        sampling = of_sampling(take, request.sampling)
         if sampling is not None:
             run.note(Difference(number, take.call.number, *sampling))
         return take
@@ -235,7 +235,7 @@ class Recorded:
     def _told(self, run: Run, call: Call) -> list[Delta]:
         """The answer in pieces, first that it is a replayed one."""
         call = self._adapted(run, call)
-        deltas = [Delta(replayed=call, unseen=call.unseen)]
+        deltas = [Delta(replayed=call, unreported_tokens=call.unseen)]
         if call.mode is not Mode.EXACT:
             prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
             answer = call.answer
@@ -279,7 +279,7 @@ def _first_other(take: RecordedResponse, ask: EngineRequest) -> int | None:
     """Position of the first prompt id that differs; None if none does, or none are known."""
     if ask.prompt is None:
         return None
-    theirs, ours = take.call.prompt_ids, ask.prompt.array()
+    theirs, ours = take.call.prompt_ids, ask.prompt.to_array()
     at = shared_prefix(theirs, ours)
     return None if at == len(theirs) == len(ours) else at
 

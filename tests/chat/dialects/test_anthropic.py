@@ -13,21 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tugline.chat.dialects.anthropic import Anthropic
-from tugline.chat.dialects.base import (
-    Action,
-    Answer,
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.request import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
-    Incoming,
-    Memory,
-    Native,
-    ReasoningDelta,
     Request,
-    TextDelta,
+    ThreadInfo,
     ToolChoice,
-    Usage,
 )
+from tugline.chat.response import ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import (
     BudgetExhausted,
     ContextOverflow,
@@ -47,17 +42,17 @@ CACHE = {"cache_control": {"type": "ephemeral"}}
 
 def incoming(
     body: Any, path: str = "/messages", query: str = "beta=true", **headers: str
-) -> Incoming:
+) -> HttpRequest:
     """A request as Claude Code posts it."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Incoming("POST", "v1", path, query, named, raw)
+    return HttpRequest("POST", "v1", path, query, named, raw)
 
 
-def parse(messages: list[Any], memory: Memory | None = None, **more: Any) -> Request:
+def parse(messages: list[Any], memory: ParseCache | None = None, **more: Any) -> Request:
     """The neutral request of a body with these messages."""
     body = {"model": "m", "max_tokens": 100, "messages": messages, **more}
-    return ANTHROPIC.parse(incoming(body), memory or Memory())
+    return ANTHROPIC.parse(incoming(body), memory or ParseCache())
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -70,10 +65,10 @@ def block(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, **more}
 
 
-def answered(message: Message, **more: Any) -> Answer:
+def answered(message: Message, **more: Any) -> Response:
     """A finished answer that says `message`."""
     given = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}
-    return Answer(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
+    return Response(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
 
 
 def refused(**body: Any) -> RequestError:
@@ -98,15 +93,15 @@ def refused(**body: Any) -> RequestError:
 )
 def test_routes(method: str, path: str, headers: dict[str, str], action: Action | None) -> None:
     """The model routes, which three dialects share, are ours with an anthropic-version only."""
-    assert ANTHROPIC.action(Incoming(method, "v1", path, "", headers)) is action
+    assert ANTHROPIC.match(HttpRequest(method, "v1", path, "", headers)) is action
 
 
 def test_the_secret_travels_in_either_header() -> None:
     """ANTHROPIC_API_KEY arrives as x-api-key, ANTHROPIC_AUTH_TOKEN as a bearer token."""
-    assert ANTHROPIC.key({"x-api-key": "k"}, "") == "k"
-    assert ANTHROPIC.key({"authorization": "Bearer k"}, "") == "k"
-    assert ANTHROPIC.key({"authorization": "Basic k"}, "") is None
-    assert ANTHROPIC.key({}, "key=k") is None
+    assert ANTHROPIC.find_secret({"x-api-key": "k"}, "") == "k"
+    assert ANTHROPIC.find_secret({"authorization": "Bearer k"}, "") == "k"
+    assert ANTHROPIC.find_secret({"authorization": "Basic k"}, "") is None
+    assert ANTHROPIC.find_secret({}, "key=k") is None
 
 
 # --------------------------------------------------------------------------- what is understood
@@ -140,7 +135,7 @@ def test_a_request_as_claude_code_sends_it() -> None:
             },
             x_claude_code_session_id="s",
         ),
-        Memory(),
+        ParseCache(),
     )
     assert request == Request(
         model="stub-model",
@@ -153,10 +148,10 @@ def test_a_request_as_claude_code_sends_it() -> None:
             Tool("read", "Read", {"type": "object"}),
             Tool("search", "Read", {"type": "object"}),
         ),
-        asked=Sampling(max_tokens=32000),
+        sampling=Sampling(max_tokens=32000),
         stream=True,
         usage_in_stream=True,
-        native=Native("s"),
+        thread=ThreadInfo("s"),
     )
 
 
@@ -225,7 +220,7 @@ def test_what_does_not_change_meaning_parses_alike() -> None:
 
 def test_a_known_front_is_not_parsed_again() -> None:
     """What was read in an earlier request is the same objects, and 64 kB cost next to nothing."""
-    memory = Memory()
+    memory = ParseCache()
     turns = [user("Hi")]
     for i in range(100):
         use = {"type": "tool_use", "id": f"c{i}", "name": "read", "input": {"path": "x" * 200}}
@@ -243,15 +238,15 @@ def test_a_known_front_is_not_parsed_again() -> None:
     )
     assert len(longer.body) > 64_000
     second = ANTHROPIC.parse(longer, memory)
-    anew = ANTHROPIC.parse(longer, Memory())
+    anew = ANTHROPIC.parse(longer, ParseCache())
     assert second == anew
     assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
     assert second.tools is first.tools
     known = min(timed(longer, memory) for _ in range(5))
-    assert known < min(timed(longer, Memory()) for _ in range(5))
+    assert known < min(timed(longer, ParseCache()) for _ in range(5))
 
 
-def timed(asked: Incoming, memory: Memory) -> float:
+def timed(asked: HttpRequest, memory: ParseCache) -> float:
     """Seconds that one parse takes."""
     began = time.perf_counter()
     ANTHROPIC.parse(asked, memory)
@@ -291,18 +286,18 @@ def test_sampling_and_structured_output() -> None:
         service_tier="auto",
         a_field_of_tomorrow={"x": 1},
     )
-    assert request.asked == Sampling(0.5, 0.9, 40, 100, stop=("END",))
+    assert request.sampling == Sampling(0.5, 0.9, 40, 100, stop=("END",))
     assert request.constraint == Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
 
 
 @pytest.mark.parametrize(
     ("headers", "native"),
     [
-        ({}, Native()),
-        ({"x-claude-code-session-id": "s"}, Native("s")),
+        ({}, ThreadInfo()),
+        ({"x-claude-code-session-id": "s"}, ThreadInfo("s")),
         (
             {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"},
-            Native("a", "s", TraceKind.SUBAGENT),
+            ThreadInfo("a", "s", TraceKind.SUBAGENT),
         ),
         (
             {
@@ -310,25 +305,28 @@ def test_sampling_and_structured_output() -> None:
                 "x-claude-code-agent-id": "b",
                 "x-claude-code-parent-agent-id": "a",
             },
-            Native("b", "a", TraceKind.SUBAGENT),
+            ThreadInfo("b", "a", TraceKind.SUBAGENT),
         ),
-        ({"x-session-id": "s"}, Native("s")),
-        ({"x-session-id": "t", "x-parent-session-id": "s"}, Native("t", "s", TraceKind.SUBAGENT)),
+        ({"x-session-id": "s"}, ThreadInfo("s")),
+        (
+            {"x-session-id": "t", "x-parent-session-id": "s"},
+            ThreadInfo("t", "s", TraceKind.SUBAGENT),
+        ),
     ],
 )
-def test_the_harness_says_whose_call_it_is(headers: dict[str, str], native: Native) -> None:
+def test_the_harness_says_whose_call_it_is(headers: dict[str, str], native: ThreadInfo) -> None:
     """Claude Code's agents, nested ones too, and opencode's sessions."""
     body = {"model": "m", "max_tokens": 1, "messages": [user("Hi")]}
-    asked = Incoming("POST", "", "/messages", "", headers, json.dumps(body).encode())
-    assert ANTHROPIC.parse(asked, Memory()).native == native
+    asked = HttpRequest("POST", "", "/messages", "", headers, json.dumps(body).encode())
+    assert ANTHROPIC.parse(asked, ParseCache()).thread == native
 
 
 def test_counting_needs_no_limit_and_takes_any_last_message() -> None:
     """count_tokens shares the reading of a request, but nothing is sampled after it."""
     body = {"model": "m", "messages": [user("Hi"), {"role": "assistant", "content": "Yes"}]}
-    counted = ANTHROPIC.parse(incoming(body, "/messages/count_tokens"), Memory())
+    counted = ANTHROPIC.parse(incoming(body, "/messages/count_tokens"), ParseCache())
     assert counted.messages[-1] == Message(Role.ASSISTANT, "Yes")
-    assert json.loads(ANTHROPIC.count(12)) == {"input_tokens": 12}
+    assert json.loads(ANTHROPIC.encode_count(12)) == {"input_tokens": 12}
 
 
 # --------------------------------------------------------------------------- what is refused
@@ -427,8 +425,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 def test_malformed_bodies_are_the_clients_fault(body: bytes) -> None:
     """Whatever arrives is answered with a 400, never with a crash."""
     with pytest.raises(RequestError) as caught:
-        ANTHROPIC.parse(incoming(body), Memory())
-    assert ANTHROPIC.error(caught.value)[0] == 400
+        ANTHROPIC.parse(incoming(body), ParseCache())
+    assert ANTHROPIC.encode_error(caught.value)[0] == 400
 
 
 FULL = {
@@ -476,7 +474,7 @@ def test_any_field_may_be_anything() -> None:
             else:
                 body = wrong
             with contextlib.suppress(RequestError):
-                request = ANTHROPIC.parse(incoming(body), Memory())
+                request = ANTHROPIC.parse(incoming(body), ParseCache())
                 assert msgspec.convert(msgspec.to_builtins(request), Request) == request
 
 
@@ -496,7 +494,7 @@ def test_any_field_may_be_anything() -> None:
 )
 def test_errors_have_the_originals_shape(error: TuglineError, status: int, kind: str) -> None:
     """Status, type and text; a retry that cannot help is not asked for."""
-    told, headers, body = ANTHROPIC.error(error)
+    told, headers, body = ANTHROPIC.encode_error(error)
     found = json.loads(body)
     assert (told, found["type"], found["error"]) == (
         status,
@@ -511,9 +509,9 @@ def test_errors_have_the_originals_shape(error: TuglineError, status: int, kind:
 
 def test_an_overflow_is_worded_as_claude_code_expects_it() -> None:
     """It compacts on "prompt is too long"; the numbers are the true ones where known."""
-    body = ANTHROPIC.error(ContextOverflow("no room", prompt=210, window=200))[2]
+    body = ANTHROPIC.encode_error(ContextOverflow("no room", prompt=210, window=200))[2]
     assert json.loads(body)["error"]["message"] == "prompt is too long: 210 tokens > 200 maximum"
-    body = ANTHROPIC.error(ContextOverflow("no room"))[2]
+    body = ANTHROPIC.encode_error(ContextOverflow("no room"))[2]
     assert json.loads(body)["error"]["message"] == "prompt is too long: no room"
 
 
@@ -533,9 +531,9 @@ def test_why_an_answer_ended(
     """Finish, stop string and calls in Anthropic's words, whole and streamed alike."""
     answer = answered(Message(Role.ASSISTANT, "x", calls), **more)
     request = parse([user("Hi")])
-    whole = json.loads(ANTHROPIC.answer(request, [answer]))
+    whole = json.loads(ANTHROPIC.encode(request, [answer]))
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
-    delta = events(ANTHROPIC.stream(request, "s1-4", 0).close([answer]))[0][1]["delta"]
+    delta = events(ANTHROPIC.stream(request, "s1-4", 0).finish([answer]))[0][1]["delta"]
     assert delta == {"stop_reason": reason, "stop_sequence": sequence}
 
 
@@ -559,13 +557,13 @@ def test_a_stream_has_every_event_in_order() -> None:
     )
     assert stream.keep_alive().startswith(b":"), "before message_start only a comment may come"
     told = events(
-        stream.open(Usage(31, 0))
-        + stream.piece(ReasoningDelta("H"))
+        stream.start(Usage(31, 0))
+        + stream.add(ReasoningDelta("H"))
         + stream.keep_alive()
-        + stream.piece(ReasoningDelta("m."))
-        + stream.piece(TextDelta("Look."))
-        + stream.piece(message.tool_calls[0])
-        + stream.close([answered(message)])
+        + stream.add(ReasoningDelta("m."))
+        + stream.add(TextDelta("Look."))
+        + stream.add(message.tool_calls[0])
+        + stream.finish([answered(message)])
     )
     assert [name for name, _ in told] == [
         "message_start",
@@ -581,7 +579,7 @@ def test_a_stream_has_every_event_in_order() -> None:
     assert all(name == data["type"] for name, data in told)
     start = told[0][1]["message"]
     assert (start["id"], start["usage"]["input_tokens"]) == ("msg_s1-4", 31)
-    whole = json.loads(ANTHROPIC.answer(request, [answered(message)]))
+    whole = json.loads(ANTHROPIC.encode(request, [answered(message)]))
     assert told[-2][1]["usage"] == whole["usage"]
     assert whole["usage"] == {
         "input_tokens": 31,
@@ -618,27 +616,27 @@ def test_thinking_is_not_told_to_who_turns_it_off() -> None:
     """Neither whole nor streamed; the counts stay true."""
     request = parse([user("Hi")], thinking={"type": "disabled"})
     answer = answered(Message(Role.ASSISTANT, "Yes.", reasoning="Hm."))
-    whole = json.loads(ANTHROPIC.answer(request, [answer]))
+    whole = json.loads(ANTHROPIC.encode(request, [answer]))
     assert [part["type"] for part in whole["content"]] == ["text"]
     assert whole["usage"]["output_tokens"] == 7
     stream = ANTHROPIC.stream(request, "s1-4", 0)
-    assert stream.piece(ReasoningDelta("Hm.")) == b""
-    told = stream.piece(TextDelta("Yes.")) + stream.close([answer])
+    assert stream.add(ReasoningDelta("Hm.")) == b""
+    told = stream.add(TextDelta("Yes.")) + stream.finish([answer])
     assert rebuilt(events(told)) == whole["content"]
 
 
 def test_a_fault_in_a_stream_is_an_error_event() -> None:
     """After the headers an engine's failure is told in the same words as before them."""
     stream = ANTHROPIC.stream(parse([user("Hi")]), "s1-4", 0)
-    ((name, data),) = events(stream.fault(EngineError("gone")))
+    ((name, data),) = events(stream.fail(EngineError("gone")))
     assert name == data["type"] == "error"
     assert data["error"] == {"type": "overloaded_error", "message": "gone"}
 
 
 def test_models() -> None:
     """One page of models with their window, and each one by itself."""
-    page = json.loads(ANTHROPIC.models(["m"], 8192, 0))
-    assert page["data"] == [json.loads(ANTHROPIC.model("m", 8192, 0))]
+    page = json.loads(ANTHROPIC.encode_models(["m"], 8192, 0))
+    assert page["data"] == [json.loads(ANTHROPIC.encode_model("m", 8192, 0))]
     assert page["data"][0] | {"id": "m", "max_input_tokens": 8192} == page["data"][0]
     assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "m", "m")
 
@@ -688,13 +686,13 @@ def test_an_echoed_answer_means_the_same(
     """Told whole or streamed, sent back with other spacing and moved marks: nothing is lost."""
     request = parse([user("Hi")])
     answer = answered(message)
-    content = json.loads(ANTHROPIC.answer(request, [answer]))["content"]
+    content = json.loads(ANTHROPIC.encode(request, [answer]))["content"]
     if streamed:
         stream = ANTHROPIC.stream(request, "s1-4", 0)
         pieces: list[Any] = [ReasoningDelta(char) for char in message.reasoning or ""]
         pieces += [TextDelta(char) for char in message.content]
-        told = [stream.piece(piece) for piece in [*pieces, *message.tool_calls]]
-        again = rebuilt(events(b"".join([*told, stream.close([answer])])))
+        told = [stream.add(piece) for piece in [*pieces, *message.tool_calls]]
+        again = rebuilt(events(b"".join([*told, stream.finish([answer])])))
         assert again == content
     if cached and content:
         content[-1] |= CACHE
@@ -718,8 +716,8 @@ TURNS = st.sampled_from(
 @given(histories=st.lists(st.lists(TURNS, min_size=1, max_size=6), max_size=8))
 def test_memory_changes_nothing(histories: list[list[Any]]) -> None:
     """Whatever was asked before in a session, a request is read as if it were the first."""
-    memory = Memory()
+    memory = ParseCache()
     for history in histories:
         body = {"model": "m", "messages": history}
         counted = incoming(body, "/messages/count_tokens")
-        assert ANTHROPIC.parse(counted, memory) == ANTHROPIC.parse(counted, Memory())
+        assert ANTHROPIC.parse(counted, memory) == ANTHROPIC.parse(counted, ParseCache())

@@ -11,22 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tugline.chat.dialects.base import (
-    Action,
-    Answer,
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.dialects.google import Google
+from tugline.chat.request import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
-    Incoming,
-    Memory,
-    Native,
-    ReasoningDelta,
     Request,
-    TextDelta,
+    ThreadInfo,
     ToolChoice,
-    Usage,
 )
-from tugline.chat.dialects.google import Google
+from tugline.chat.response import ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import (
     BudgetExhausted,
     ContextOverflow,
@@ -44,15 +39,15 @@ PIXEL = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
 STREAM = "/models/m:streamGenerateContent"
 
 
-def incoming(body: Any, path: str = STREAM, query: str = "alt=sse", **headers: str) -> Incoming:
+def incoming(body: Any, path: str = STREAM, query: str = "alt=sse", **headers: str) -> HttpRequest:
     """A request as Gemini CLI posts it."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Incoming("POST", "v1beta", path, query, headers, raw)
+    return HttpRequest("POST", "v1beta", path, query, headers, raw)
 
 
-def parse(contents: list[Any], memory: Memory | None = None, **more: Any) -> Request:
+def parse(contents: list[Any], memory: ParseCache | None = None, **more: Any) -> Request:
     """The neutral request of a body with these contents."""
-    return GOOGLE.parse(incoming({"contents": contents, **more}), memory or Memory())
+    return GOOGLE.parse(incoming({"contents": contents, **more}), memory or ParseCache())
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -76,10 +71,10 @@ def gave(name: str, response: Any, **more: Any) -> dict[str, Any]:
     return {"functionResponse": {"name": name, "response": response, **more}}
 
 
-def answered(message: Message, **more: Any) -> Answer:
+def answered(message: Message, **more: Any) -> Response:
     """A finished answer that says `message`."""
     given = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}
-    return Answer(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
+    return Response(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
 
 
 # --------------------------------------------------------------------------- routes and secrets
@@ -106,15 +101,15 @@ def test_routes(
     action: Action | None,
 ) -> None:
     """The model routes, which three dialects share, are ours by version or by key."""
-    assert GOOGLE.action(Incoming(method, version, path, query, headers)) is action
+    assert GOOGLE.match(HttpRequest(method, version, path, query, headers)) is action
 
 
 def test_the_secret_travels_in_three_places() -> None:
     """The header of the API, the query of the documentation's examples, a bearer token."""
-    assert GOOGLE.key({"x-goog-api-key": "k"}, "") == "k"
-    assert GOOGLE.key({}, "alt=sse&key=k%2B") == "k+"
-    assert GOOGLE.key({"authorization": "Bearer k"}, "alt=sse") == "k"
-    assert GOOGLE.key({}, "alt=sse") is None
+    assert GOOGLE.find_secret({"x-goog-api-key": "k"}, "") == "k"
+    assert GOOGLE.find_secret({}, "alt=sse&key=k%2B") == "k+"
+    assert GOOGLE.find_secret({"authorization": "Bearer k"}, "alt=sse") == "k"
+    assert GOOGLE.find_secret({}, "alt=sse") is None
 
 
 # --------------------------------------------------------------------------- what is understood
@@ -136,7 +131,7 @@ def test_a_request_as_gemini_cli_sends_it() -> None:
             },
             "/models/stub-model:streamGenerateContent",
         ),
-        Memory(),
+        ParseCache(),
     )
     assert request == Request(
         model="stub-model",
@@ -145,7 +140,7 @@ def test_a_request_as_gemini_cli_sends_it() -> None:
             Message(Role.USER, "<session_context>\n</session_context>\nMend it."),
         ),
         tools=(Tool("read", "Read", {"type": "object"}),),
-        asked=Sampling(1.0, 0.95, 64),
+        sampling=Sampling(1.0, 0.95, 64),
         stream=True,
         usage_in_stream=True,
         echo=b"sse",
@@ -242,7 +237,7 @@ def test_what_does_not_change_meaning_parses_alike() -> None:
 
 def test_a_known_front_is_not_parsed_again() -> None:
     """What was read in an earlier request is the same objects, tools included."""
-    memory = Memory()
+    memory = ParseCache()
     turns = [user("Hi"), model("Yes?"), user("Mend it.")]
     first = parse(turns, memory, tools=DECLARED)
     second = parse([*turns, model("Done."), user("Thanks.")], memory, tools=DECLARED)
@@ -350,16 +345,16 @@ def test_sampling() -> None:
         },
     )
     assert request.n == 2
-    assert request.asked == Sampling(top_k=40, max_tokens=9, seed=3, stop=("END",))
+    assert request.sampling == Sampling(top_k=40, max_tokens=9, seed=3, stop=("END",))
 
 
 def test_opencode_says_whose_call_it_is() -> None:
     """Its sessions and sub-agents send their ids in every dialect."""
     headers = {"x-session-id": "t", "x-parent-session-id": "s"}
     body = json.dumps({"contents": [user("Hi")]}).encode()
-    request = GOOGLE.parse(Incoming("POST", "v1beta", STREAM, "", headers, body), Memory())
-    assert request.native == Native("t", "s", TraceKind.SUBAGENT)
-    assert parse([user("Hi")]).native == Native()
+    request = GOOGLE.parse(HttpRequest("POST", "v1beta", STREAM, "", headers, body), ParseCache())
+    assert request.thread == ThreadInfo("t", "s", TraceKind.SUBAGENT)
+    assert parse([user("Hi")]).thread == ThreadInfo()
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -367,9 +362,9 @@ def test_counting_takes_both_forms(*, wrapped: bool) -> None:
     """A count of contents alone, or of a whole request; nothing is sampled after it."""
     body: Any = {"contents": [user("Hi"), model("Yes")], "systemInstruction": user("Help.")}
     body = {"generateContentRequest": {"model": "models/m", **body}} if wrapped else body
-    counted = GOOGLE.parse(incoming(body, "/models/m:countTokens", ""), Memory())
+    counted = GOOGLE.parse(incoming(body, "/models/m:countTokens", ""), ParseCache())
     assert [message.content for message in counted.messages] == ["Help.", "Hi", "Yes"]
-    assert json.loads(GOOGLE.count(12)) == {"totalTokens": 12}
+    assert json.loads(GOOGLE.encode_count(12)) == {"totalTokens": 12}
 
 
 # --------------------------------------------------------------------------- what is refused
@@ -486,8 +481,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 def test_malformed_bodies_are_the_clients_fault(body: bytes) -> None:
     """Whatever arrives is answered with a 400, never with a crash."""
     with pytest.raises(RequestError) as caught:
-        GOOGLE.parse(incoming(body), Memory())
-    assert GOOGLE.error(caught.value)[0] == 400
+        GOOGLE.parse(incoming(body), ParseCache())
+    assert GOOGLE.encode_error(caught.value)[0] == 400
 
 
 FULL = {
@@ -525,7 +520,7 @@ def test_any_field_may_be_anything() -> None:
             else:
                 body = wrong
             with contextlib.suppress(RequestError):
-                request = GOOGLE.parse(incoming(body), Memory())
+                request = GOOGLE.parse(incoming(body), ParseCache())
                 assert msgspec.convert(msgspec.to_builtins(request), Request) == request
 
 
@@ -543,23 +538,23 @@ def test_any_field_may_be_anything() -> None:
 )
 def test_errors_have_the_originals_shape(error: TuglineError, code: int, status: str) -> None:
     """Code, text and the google.rpc name of it."""
-    told, headers, body = GOOGLE.error(error)
+    told, headers, body = GOOGLE.encode_error(error)
     assert (told, headers) == (code, {})
     assert json.loads(body) == {"error": {"code": code, "message": str(error), "status": status}}
 
 
 def test_error_details() -> None:
     """The field at fault, when to come back, and an overflow in the words clients look for."""
-    body = GOOGLE.error(RequestError("wrong", param="contents[0]"))[2]
+    body = GOOGLE.encode_error(RequestError("wrong", param="contents[0]"))[2]
     (detail,) = json.loads(body)["error"]["details"]
     assert detail["fieldViolations"] == [{"field": "contents[0]", "description": "wrong"}]
-    body = GOOGLE.error(RequestError("wrong", param="top_p"))[2]
+    body = GOOGLE.encode_error(RequestError("wrong", param="top_p"))[2]
     (detail,) = json.loads(body)["error"]["details"]
     assert detail["fieldViolations"][0]["field"] == "generationConfig.topP"
-    _, headers, body = GOOGLE.error(EngineError("busy", status=503, retry_after=2.0))
+    _, headers, body = GOOGLE.encode_error(EngineError("busy", status=503, retry_after=2.0))
     (detail,) = json.loads(body)["error"]["details"]
     assert (headers["retry-after"], detail["retryDelay"]) == ("2", "2.000s")
-    body = GOOGLE.error(ContextOverflow("no room", prompt=210, window=200))[2]
+    body = GOOGLE.encode_error(ContextOverflow("no room", prompt=210, window=200))[2]
     assert json.loads(body)["error"]["message"] == (
         "The input token count (210) exceeds the maximum number of tokens allowed (200)."
     )
@@ -572,7 +567,7 @@ def test_a_whole_answer() -> None:
         answered(Message(Role.ASSISTANT, "Look.", calls, reasoning="Hm.")),
         answered(Message(Role.ASSISTANT, "x"), finish=Finish.LENGTH, usage=Usage(31, 4, 20)),
     ]
-    told = json.loads(GOOGLE.answer(parse([user("Hi")]), answers))
+    told = json.loads(GOOGLE.encode(parse([user("Hi")]), answers))
     signature = told["candidates"][0]["content"]["parts"][2].pop("thoughtSignature")
     assert signature
     assert told == {
@@ -622,22 +617,22 @@ def test_a_stream_is_bare_data_lines() -> None:
     """Gemini CLI fails on anything else; the last chunk has finish reason and usage."""
     stream = GOOGLE.stream(parse([user("Hi")]), "s1-4", 0)
     message = Message(Role.ASSISTANT, "Look.", (ToolCall("a", "read", '{"a": 1}'),), reasoning="H")
-    assert (stream.open(Usage(31, 0)), stream.keep_alive()) == (b"", b"")
+    assert (stream.start(Usage(31, 0)), stream.keep_alive()) == (b"", b"")
     assert stream.content_type == "text/event-stream"
     told = chunks(
-        stream.piece(ReasoningDelta("H"))
-        + stream.piece(TextDelta("Look."))
-        + stream.piece(message.tool_calls[0])
-        + stream.close([answered(message)])
+        stream.add(ReasoningDelta("H"))
+        + stream.add(TextDelta("Look."))
+        + stream.add(message.tool_calls[0])
+        + stream.finish([answered(message)])
     )
-    whole = json.loads(GOOGLE.answer(parse([user("Hi")]), [answered(message)]))
+    whole = json.loads(GOOGLE.encode(parse([user("Hi")]), [answered(message)]))
     parts = [chunk["candidates"][0]["content"]["parts"] for chunk in told]
     assert [part for (part,) in parts[:-1]] == whole["candidates"][0]["content"]["parts"]
     assert parts[-1] == [{"text": ""}]
     assert [chunk["candidates"][0].get("finishReason") for chunk in told] == [None] * 3 + ["STOP"]
     assert told[-1]["usageMetadata"] == whole["usageMetadata"]
     assert {chunk["responseId"] for chunk in told} == {"s1-4"}
-    assert chunks(stream.fault(EngineError("gone")))[0]["error"]["status"] == "UNAVAILABLE"
+    assert chunks(stream.fail(EngineError("gone")))[0]["error"]["status"] == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize("name", ["includeThoughts", "include_thoughts"])
@@ -645,24 +640,24 @@ def test_thoughts_are_not_told_to_who_turns_them_off(name: str) -> None:
     """Neither whole nor streamed; the counts stay true."""
     request = parse([user("Hi")], generationConfig={"thinkingConfig": {name: False}})
     answer = answered(Message(Role.ASSISTANT, "Yes.", reasoning="Hm."))
-    whole = json.loads(GOOGLE.answer(request, [answer]))
+    whole = json.loads(GOOGLE.encode(request, [answer]))
     assert whole["candidates"][0]["content"]["parts"] == [{"text": "Yes."}]
     assert whole["usageMetadata"]["thoughtsTokenCount"] == 2
     stream = GOOGLE.stream(request, "s1-4", 0)
-    assert stream.piece(ReasoningDelta("Hm.")) == b""
-    assert stream.piece(TextDelta("Yes.")).startswith(b"data: ")
+    assert stream.add(ReasoningDelta("Hm.")) == b""
+    assert stream.add(TextDelta("Yes.")).startswith(b"data: ")
 
 
 @pytest.mark.parametrize("fault", [True, False])
 def test_without_sse_a_stream_is_one_list(*, fault: bool) -> None:
     """It is valid JSON however it ends, also when nothing came before."""
-    request = GOOGLE.parse(incoming({"contents": [user("Hi")]}, query=""), Memory())
+    request = GOOGLE.parse(incoming({"contents": [user("Hi")]}, query=""), ParseCache())
     for pieces in ([], [TextDelta("x")], [TextDelta("x"), TextDelta("y")]):
         stream = GOOGLE.stream(request, "s1-4", 0)
-        data = stream.open(Usage(31, 0)) + b"".join(stream.piece(piece) for piece in pieces)
+        data = stream.start(Usage(31, 0)) + b"".join(stream.add(piece) for piece in pieces)
         done = [answered(Message(Role.ASSISTANT, "xy"))]
         told = json.loads(
-            data + (stream.fault(EngineError("gone")) if fault else stream.close(done))
+            data + (stream.fail(EngineError("gone")) if fault else stream.finish(done))
         )
         assert len(told) == len(pieces) + 1
         assert ("error" in told[-1]) == fault
@@ -671,8 +666,8 @@ def test_without_sse_a_stream_is_one_list(*, fault: bool) -> None:
 
 def test_models() -> None:
     """The list of models with their window, and each one by itself."""
-    (one,) = json.loads(GOOGLE.models(["m"], 8192, 0))["models"]
-    assert one == json.loads(GOOGLE.model("m", 8192, 0))
+    (one,) = json.loads(GOOGLE.encode_models(["m"], 8192, 0))["models"]
+    assert one == json.loads(GOOGLE.encode_model("m", 8192, 0))
     assert (one["name"], one["inputTokenLimit"]) == ("models/m", 8192)
 
 
@@ -720,13 +715,13 @@ def test_an_echoed_answer_means_the_same(
     """Dropped thoughts, joined texts, new or missing ids, results in any order: nothing is lost."""
     request = parse([user("Hi")])
     answer = answered(message)
-    parts = json.loads(GOOGLE.answer(request, [answer]))["candidates"][0]["content"]["parts"]
+    parts = json.loads(GOOGLE.encode(request, [answer]))["candidates"][0]["content"]["parts"]
     if streamed:
         stream = GOOGLE.stream(request, "s1-4", 0)
         pieces: list[Any] = [ReasoningDelta(char) for char in message.reasoning or ""]
         pieces += [TextDelta(char) for char in message.content]
-        told = [stream.piece(piece) for piece in [*pieces, *message.tool_calls]]
-        again = chunks(b"".join([*told, stream.close([answer])]))
+        told = [stream.add(piece) for piece in [*pieces, *message.tool_calls]]
+        again = chunks(b"".join([*told, stream.finish([answer])]))
         parts = [part for chunk in again for part in chunk["candidates"][0]["content"]["parts"]]
     parts = [part for part in parts if thoughts or not part.get("thought")]
     calls = [part["functionCall"] for part in parts if "functionCall" in part]
@@ -758,7 +753,7 @@ TURNS = st.sampled_from(
 @given(histories=st.lists(st.lists(TURNS, min_size=1, max_size=6), max_size=8))
 def test_memory_changes_nothing(histories: list[list[Any]]) -> None:
     """Whatever was asked before in a session, a request is read as if it were the first."""
-    memory = Memory()
+    memory = ParseCache()
     for history in histories:
         counted = incoming({"contents": history}, "/models/m:countTokens", "")
-        assert GOOGLE.parse(counted, memory) == GOOGLE.parse(counted, Memory())
+        assert GOOGLE.parse(counted, memory) == GOOGLE.parse(counted, ParseCache())

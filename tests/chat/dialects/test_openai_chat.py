@@ -10,22 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tugline.chat.dialects.base import (
-    Action,
-    Answer,
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.dialects.openai_chat import OpenAIChat
+from tugline.chat.request import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
-    Incoming,
-    Memory,
-    Native,
-    ReasoningDelta,
     Request,
-    TextDelta,
+    ThreadInfo,
     ToolChoice,
-    Usage,
 )
-from tugline.chat.dialects.openai_chat import OpenAIChat
+from tugline.chat.response import ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import (
     BudgetExhausted,
     ContextOverflow,
@@ -50,25 +45,25 @@ HI = [{"role": "user", "content": "Hi"}]
 def parse(
     messages: list[Any] = HI,
     *,
-    memory: Memory | None = None,
+    memory: ParseCache | None = None,
     headers: dict[str, str] | None = None,
     **more: Any,
 ) -> Request:
     """The neutral request of a body with these messages."""
     body = json.dumps({"model": "m", "messages": messages, **more}).encode()
-    incoming = Incoming("POST", "v1", "/chat/completions", "", headers or {}, body)
-    return CHAT.parse(incoming, memory or Memory())
+    incoming = HttpRequest("POST", "v1", "/chat/completions", "", headers or {}, body)
+    return CHAT.parse(incoming, memory or ParseCache())
 
 
-def answered(message: Message, **more: Any) -> Answer:
+def answered(message: Message, **more: Any) -> Response:
     """A finished answer that says `message`."""
     given = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}
-    return Answer(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
+    return Response(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
 
 
-def told(request: Request, *answers: Answer) -> dict[str, Any]:
+def told(request: Request, *answers: Response) -> dict[str, Any]:
     """The whole reply, decoded."""
-    reply: dict[str, Any] = json.loads(CHAT.answer(request, answers))
+    reply: dict[str, Any] = json.loads(CHAT.encode(request, answers))
     return reply
 
 
@@ -93,7 +88,7 @@ def chunks(stream: bytes) -> list[dict[str, Any]]:
 )
 def test_routes(method: str, path: str, action: Action | None) -> None:
     """Chat answers, and tells of models to whoever shows no other sign."""
-    assert CHAT.action(Incoming(method, "v1", path, "", {})) is action
+    assert CHAT.match(HttpRequest(method, "v1", path, "", {})) is action
 
 
 def test_a_conversation_as_clients_send_it() -> None:
@@ -188,7 +183,7 @@ def test_pictures_keep_their_place() -> None:
 )
 def test_sampling_is_what_was_asked(more: dict[str, Any], asked: Sampling) -> None:
     """Each way of asking, the newer name of the limit before the older one."""
-    assert parse(**more).asked == asked
+    assert parse(**more).sampling == asked
 
 
 AUTO, NONE, MUST = ChoiceMode.AUTO, ChoiceMode.NONE, ChoiceMode.REQUIRED
@@ -242,11 +237,11 @@ def test_formats_calls_and_choices() -> None:
 
 def test_opencode_says_whose_call_it_is() -> None:
     """Its session, and for a sub-agent the session that waits."""
-    assert parse().native == Native()
-    own = parse(headers={"x-session-id": "ses_1", "x-session-affinity": "ses_1"}).native
-    assert own == Native("ses_1")
-    both = parse(headers={"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}).native
-    assert (both.thread, both.parent_thread, both.kind) == ("ses_2", "ses_1", "subagent")
+    assert parse().thread == ThreadInfo()
+    own = parse(headers={"x-session-id": "ses_1", "x-session-affinity": "ses_1"}).thread
+    assert own == ThreadInfo("ses_1")
+    both = parse(headers={"x-session-id": "ses_2", "x-parent-session-id": "ses_1"}).thread
+    assert (both.id, both.parent, both.kind) == ("ses_2", "ses_1", "subagent")
 
 
 @pytest.mark.parametrize(
@@ -318,12 +313,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(more: dict[str, Any], param:
 def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
     """Never anything but a `RequestError`."""
     with pytest.raises(RequestError):
-        CHAT.parse(Incoming("POST", "v1", "/chat/completions", "", {}, body), Memory())
+        CHAT.parse(HttpRequest("POST", "v1", "/chat/completions", "", {}, body), ParseCache())
 
 
 def test_a_known_front_is_not_parsed_again() -> None:
     """What was read in an earlier request is the same objects, and 64 kB cost next to nothing."""
-    memory = Memory()
+    memory = ParseCache()
     turns: list[Any] = [{"role": "system", "content": "s" * 8000}]
     for number in range(40):
         calls = [{"id": f"c{number}", "type": "function", "function": call("read", '{"p": 1}')}]
@@ -331,7 +326,7 @@ def test_a_known_front_is_not_parsed_again() -> None:
         turns.append({"role": "tool", "tool_call_id": f"c{number}", "content": "line\n" * 250})
     first = parse(turns[:-2], memory=memory, tools=[READ])
     body = json.dumps({"model": "m", "messages": turns, "tools": [READ]}).encode()
-    incoming = Incoming("POST", "v1", "/chat/completions", "", {}, body)
+    incoming = HttpRequest("POST", "v1", "/chat/completions", "", {}, body)
     assert len(body) > 60_000
     second = CHAT.parse(incoming, memory)
     assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
@@ -410,9 +405,9 @@ def test_a_stream_of_several_answers() -> None:
     read, patch = ToolCall("a", "read", '{"p": 1}'), ToolCall("b", "patch", '{"input": "+x"}')
     one = answered(Message(Role.ASSISTANT, "Hé", tool_calls=(read, patch), reasoning="Hm."))
     two = answered(Message(Role.ASSISTANT, "Zw"), finish=Finish.LENGTH)
-    sent = stream.open(Usage(31, 0)) + stream.keep_alive() + stream.piece(ReasoningDelta("Hm."))
-    sent += stream.piece(TextDelta("Zw"), 1) + stream.piece(TextDelta("Hé"))
-    sent += stream.piece(read) + stream.piece(patch) + stream.close([one, two])
+    sent = stream.start(Usage(31, 0)) + stream.keep_alive() + stream.add(ReasoningDelta("Hm."))
+    sent += stream.add(TextDelta("Zw"), 1) + stream.add(TextDelta("Hé"))
+    sent += stream.add(read) + stream.add(patch) + stream.finish([one, two])
     comment = stream.keep_alive().decode()
     assert comment.startswith(":")
     events = chunks(sent.replace(comment.encode(), b""))
@@ -443,7 +438,7 @@ def test_a_stream_of_several_answers() -> None:
 def test_usage_is_streamed_only_when_asked_for() -> None:
     """As the API does; clients that did not ask may not expect an event without choices."""
     stream = CHAT.stream(parse(stream=True), "s1-4", 17)
-    events = chunks(stream.open(Usage(31, 0)) + stream.close([answered(Message(Role.ASSISTANT))]))
+    events = chunks(stream.start(Usage(31, 0)) + stream.finish([answered(Message(Role.ASSISTANT))]))
     assert not any("usage" in event for event in events)
 
 
@@ -466,7 +461,7 @@ def test_errors(
     error: TuglineError, status: int, kind: str, code: str | None, retry: str | None
 ) -> None:
     """Status, type and code as OpenAI has them; a retry that is useless is told not to happen."""
-    found, headers, body = CHAT.error(error)
+    found, headers, body = CHAT.encode_error(error)
     inner = json.loads(body)["error"]
     assert (found, inner["type"], inner["message"]) == (status, kind, "no")
     assert code is None or inner["code"] == code
@@ -474,14 +469,14 @@ def test_errors(
     assert inner["param"] == getattr(error, "param", None)
     assert headers.get("retry-after") == ("3" if status == 429 else None)
     stream = CHAT.stream(parse(), "s1-4", 17)
-    assert json.loads(stream.fault(error).removeprefix(b"data: "))["error"] == inner
+    assert json.loads(stream.fail(error).removeprefix(b"data: "))["error"] == inner
 
 
 def test_models() -> None:
     """A list of one, and the one alone."""
-    listed = json.loads(CHAT.models(["m"], 4096, 17))
+    listed = json.loads(CHAT.encode_models(["m"], 4096, 17))
     assert listed["object"] == "list"
-    assert listed["data"] == [json.loads(CHAT.model("m", 4096, 17))]
+    assert listed["data"] == [json.loads(CHAT.encode_model("m", 4096, 17))]
     assert listed["data"][0]["id"] == "m"
 
 
@@ -540,13 +535,13 @@ def compacted(one: dict[str, Any]) -> None:
 def collected(request: Request, message: Message) -> dict[str, Any]:
     """A message put together from its stream, as a client does."""
     stream = CHAT.stream(request, "s1-4", 17)
-    sent = stream.open(Usage(31, 0))
+    sent = stream.start(Usage(31, 0))
     if message.reasoning:
-        sent += stream.piece(ReasoningDelta(message.reasoning))
-    sent += stream.piece(TextDelta(message.content))
-    sent += b"".join(stream.piece(call) for call in message.tool_calls)
+        sent += stream.add(ReasoningDelta(message.reasoning))
+    sent += stream.add(TextDelta(message.content))
+    sent += b"".join(stream.add(call) for call in message.tool_calls)
     echo: dict[str, Any] = {"role": "assistant", "content": ""}
-    for event in chunks(sent + stream.close([answered(message)])):
+    for event in chunks(sent + stream.finish([answered(message)])):
         delta = event["choices"][0]["delta"]
         echo["content"] += delta.get("content", "")
         if "reasoning_content" in delta:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tugline.chat.dialects.base import Dialect, Incoming, Memory
+from tugline.chat.dialects.base import Dialect, HttpRequest, ParseCache
 from tugline.chat.dialects.openai_chat import OpenAIChat
 from tugline.chat.dialects.openai_responses import OpenAIResponses
 from tugline.errors import RequestError
@@ -154,10 +154,10 @@ def test_a_spoilt_body_is_read_or_refused(dialect: Dialect, path: str, whole: An
     for body in bodies:
         raw = json.dumps(body).encode()
         try:
-            request = dialect.parse(Incoming("POST", "v1", path, "", {}, raw), Memory())
+            request = dialect.parse(HttpRequest("POST", "v1", path, "", {}, raw), ParseCache())
             dialect.stream(request, "s1-0", 17)
             read += 1
         except RequestError as error:
-            refused += dialect.error(error)[0] == 400
+            refused += dialect.encode_error(error)[0] == 400
     assert read + refused == len(bodies)
     assert min(read, refused) > 100

@@ -9,25 +9,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import CompactedResponse, Response
+from openai.types.responses import CompactedResponse
+from openai.types.responses import Response as SdkResponse
 
-from tugline.chat.dialects.base import (
-    Action,
-    Answer,
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.dialects.openai_responses import OpenAIResponses
+from tugline.chat.dialects.responses_input import seal
+from tugline.chat.request import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
-    Incoming,
-    Memory,
-    Native,
-    ReasoningDelta,
     Request,
-    TextDelta,
+    ThreadInfo,
     ToolChoice,
-    Usage,
 )
-from tugline.chat.dialects.openai_responses import OpenAIResponses
-from tugline.chat.dialects.responses_input import seal
+from tugline.chat.response import ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import ContextOverflow, EngineError, RequestError, UpgradeRequired
 from tugline.gateway.canonical import mark
 from tugline.types import (
@@ -58,23 +54,23 @@ SEALED = {"include": ["reasoning.encrypted_content"]}
 
 def incoming(
     body: Any, path: str = "/responses", headers: dict[str, str] | None = None
-) -> Incoming:
+) -> HttpRequest:
     """A request as clients post it."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Incoming("POST", "v1", path, "", headers or {}, raw)
+    return HttpRequest("POST", "v1", path, "", headers or {}, raw)
 
 
 def parse(
     items: Any = "Hi",
     *,
-    memory: Memory | None = None,
+    memory: ParseCache | None = None,
     path: str = "/responses",
     headers: dict[str, str] | None = None,
     **more: Any,
 ) -> Request:
     """The neutral request of a body with this input."""
     body = {"model": "m", "input": items, **more}
-    return RESPONSES.parse(incoming(body, path, headers), memory or Memory())
+    return RESPONSES.parse(incoming(body, path, headers), memory or ParseCache())
 
 
 def user(text: str) -> dict[str, Any]:
@@ -104,15 +100,15 @@ def result(call_id: str, output: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
-def answered(message: Message, **more: Any) -> Answer:
+def answered(message: Message, **more: Any) -> Response:
     """A finished answer that says `message`."""
     given = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}
-    return Answer(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
+    return Response(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
 
 
 def told(request: Request, message: Message, **more: Any) -> dict[str, Any]:
     """The whole reply, decoded."""
-    reply: dict[str, Any] = json.loads(RESPONSES.answer(request, [answered(message, **more)]))
+    reply: dict[str, Any] = json.loads(RESPONSES.encode(request, [answered(message, **more)]))
     return reply
 
 
@@ -141,7 +137,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 )
 def test_routes(method: str, path: str, action: Action | None) -> None:
     """A websocket upgrade, a GET, is nobody's action; so is what would need a store."""
-    assert RESPONSES.action(Incoming(method, "v1", path, "", {})) is action
+    assert RESPONSES.match(HttpRequest(method, "v1", path, "", {})) is action
 
 
 def test_a_request_as_codex_sends_it() -> None:
@@ -265,7 +261,7 @@ def test_pictures_keep_their_place() -> None:
 def test_tools_that_come_as_an_item() -> None:
     """Codex sends them so for models that it knows; they join the request's own."""
     added = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH]}
-    memory = Memory()
+    memory = ParseCache()
     request = parse([added, user("Hi")], tools=[READ], memory=memory)
     assert [tool.name for tool in request.tools] == ["read", "agents__spawn", "patch"]
     assert request.messages == (Message(Role.USER, "Hi"),)
@@ -286,7 +282,7 @@ def test_sampling_formats_and_choices() -> None:
         tool_choice={"type": "function", "name": "read"},
         parallel_tool_calls=False,
     )
-    assert request.asked == Sampling(temperature=0.0, top_p=0.5, max_tokens=9)
+    assert request.sampling == Sampling(temperature=0.0, top_p=0.5, max_tokens=9)
     assert request.constraint == Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}', "n")
     assert request.tool_choice == ToolChoice(ChoiceMode.NAMED, ("read",))
     assert not request.parallel
@@ -303,9 +299,9 @@ def test_sampling_formats_and_choices() -> None:
 @pytest.mark.parametrize(
     ("headers", "native"),
     [
-        ({}, Native()),
-        ({"session_id": "p1"}, Native("p1")),
-        ({"session-id": "r", "thread-id": "r", "x-codex-parent-thread-id": "r"}, Native("r")),
+        ({}, ThreadInfo()),
+        ({"session_id": "p1"}, ThreadInfo("p1")),
+        ({"session-id": "r", "thread-id": "r", "x-codex-parent-thread-id": "r"}, ThreadInfo("r")),
         (
             {
                 "session-id": "r",
@@ -313,23 +309,23 @@ def test_sampling_formats_and_choices() -> None:
                 "x-openai-subagent": "collab_spawn",
                 "x-codex-parent-thread-id": "r",
             },
-            Native("t", "r", TraceKind.SUBAGENT),
+            ThreadInfo("t", "r", TraceKind.SUBAGENT),
         ),
         (
             {"x-codex-turn-metadata": '{"thread_id": "t", "parent_thread_id": "r"}'},
-            Native("t", "r", TraceKind.SUBAGENT),
+            ThreadInfo("t", "r", TraceKind.SUBAGENT),
         ),
         (
             {"thread-id": "t", "x-codex-turn-metadata": '{"request_kind": "compaction"}'},
-            Native("t", None, TraceKind.COMPACTION),
+            ThreadInfo("t", None, TraceKind.COMPACTION),
         ),
-        ({"thread-id": "t", "x-codex-turn-metadata": "[nonsense"}, Native("t")),
-        ({"thread-id": "t", "x-codex-turn-metadata": "[1]"}, Native("t")),
+        ({"thread-id": "t", "x-codex-turn-metadata": "[nonsense"}, ThreadInfo("t")),
+        ({"thread-id": "t", "x-codex-turn-metadata": "[1]"}, ThreadInfo("t")),
     ],
 )
-def test_the_harness_says_whose_call_it_is(headers: dict[str, str], native: Native) -> None:
+def test_the_harness_says_whose_call_it_is(headers: dict[str, str], native: ThreadInfo) -> None:
     """Codex's threads and sub-agents, pi's session."""
-    assert parse(headers=headers).native == native
+    assert parse(headers=headers).thread == native
 
 
 @pytest.mark.parametrize(
@@ -392,7 +388,7 @@ def test_a_hosted_tool_is_refused_saying_what_to_switch_off() -> None:
 
 def test_a_known_front_is_not_parsed_again() -> None:
     """What was read in an earlier request is the same objects, instructions and all."""
-    memory = Memory()
+    memory = ParseCache()
     items: list[Any] = [user("Hi")]
     for number in range(40):
         turn = [called("read", f"c{number}", id=f"fc_s1-{number}_1")]
@@ -482,7 +478,7 @@ def test_a_reply_is_what_the_sdk_says_it_is() -> None:
     """The official SDK's model of a response, validated strictly."""
     request = parse(tools=[READ, PATCH], temperature=0.5, text={"format": {"type": "text"}})
     message = Message(Role.ASSISTANT, "Look.", FULL.tool_calls[:2], reasoning="Hm.")
-    reply = Response.model_validate(told(request, message))
+    reply = SdkResponse.model_validate(told(request, message))
     assert reply.output_text == "Look."
     assert (reply.temperature, reply.tool_choice, reply.store) == (0.5, "auto", False)
 
@@ -503,7 +499,7 @@ def test_an_empty_answer_still_has_a_message() -> None:
     reply = told(parse(), Message(Role.ASSISTANT))
     assert [item["type"] for item in reply["output"]] == ["message"]
     stream = RESPONSES.stream(parse(), "s1-4", 17)
-    sent = stream.open(Usage(31, 0)) + stream.close([answered(Message(Role.ASSISTANT))])
+    sent = stream.start(Usage(31, 0)) + stream.finish([answered(Message(Role.ASSISTANT))])
     assert events(sent)[-1]["response"]["output"] == reply["output"]
 
 
@@ -511,11 +507,9 @@ def test_the_events_of_a_stream() -> None:
     """All of them, in order, numbered, each saying which item it is about."""
     request = parse(tools=TOOLS, stream=True, **SEALED)
     stream = RESPONSES.stream(request, "s1-4", 17)
-    sent = stream.open(Usage(31, 0)) + stream.piece(ReasoningDelta("Hm."))
-    sent += stream.piece(TextDelta("Lo")) + stream.piece(TextDelta("ok."))
-    sent += b"".join(stream.piece(call) for call in FULL.tool_calls) + stream.close(
-        [answered(FULL)]
-    )
+    sent = stream.start(Usage(31, 0)) + stream.add(ReasoningDelta("Hm."))
+    sent += stream.add(TextDelta("Lo")) + stream.add(TextDelta("ok."))
+    sent += b"".join(stream.add(call) for call in FULL.tool_calls) + stream.finish([answered(FULL)])
     found = events(sent)
     item = ["response.output_item.added", "response.output_item.done"]
     arguments = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
@@ -562,9 +556,9 @@ def test_text_after_a_call_is_a_message_of_its_own() -> None:
     request, call = parse(tools=TOOLS), ToolCall("a", "read", "{}")
     stream = RESPONSES.stream(request, "s1-4", 17)
     pieces = (TextDelta("One."), call, TextDelta("\nTwo."))
-    sent = stream.open(Usage(31, 0)) + b"".join(stream.piece(piece) for piece in pieces)
+    sent = stream.start(Usage(31, 0)) + b"".join(stream.add(piece) for piece in pieces)
     message = Message(Role.ASSISTANT, "One.\nTwo.", (call,))
-    output = events(sent + stream.close([answered(message)]))[-1]["response"]["output"]
+    output = events(sent + stream.finish([answered(message)]))[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     assert parse([user("Hi"), *output, result("a", "x")]).messages[1] == message
 
@@ -572,9 +566,9 @@ def test_text_after_a_call_is_a_message_of_its_own() -> None:
 def test_a_cut_stream_ends_incomplete() -> None:
     """The open message ends as it is."""
     stream = RESPONSES.stream(parse(), "s1-4", 17)
-    sent = stream.open(Usage(31, 0)) + stream.piece(TextDelta("Loo"))
+    sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))
     cut = answered(Message(Role.ASSISTANT, "Loo"), finish=Finish.LENGTH)
-    last = events(sent + stream.close([cut]))[-1]
+    last = events(sent + stream.finish([cut]))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
     assert last["response"]["output"][0]["status"] == "incomplete"
 
@@ -582,8 +576,8 @@ def test_a_cut_stream_ends_incomplete() -> None:
 def test_a_failing_stream_says_so_in_both_ways() -> None:
     """An error event, for those who look for it, and a failed response."""
     stream = RESPONSES.stream(parse(), "s1-4", 17)
-    sent = stream.open(Usage(31, 0)) + stream.piece(TextDelta("Loo"))
-    *_, error, failed = events(sent + stream.fault(EngineError("gone")))
+    sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))
+    *_, error, failed = events(sent + stream.fail(EngineError("gone")))
     assert error == {"type": "error", "code": "server_error", "message": "gone", "param": None}
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "gone"}
@@ -592,12 +586,12 @@ def test_a_failing_stream_says_so_in_both_ways() -> None:
 
 def test_errors_name_this_apis_fields() -> None:
     """The overflow of a prompt is about ``input`` here; an upgrade is 426."""
-    status, headers, body = RESPONSES.error(ContextOverflow("long", param="messages"))
+    status, headers, body = RESPONSES.encode_error(ContextOverflow("long", param="messages"))
     error = json.loads(body)["error"]
     assert (status, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
     assert headers["x-should-retry"] == "false"
-    assert RESPONSES.error(UpgradeRequired("no"))[0] == 426
-    assert json.loads(RESPONSES.count(5)) == {
+    assert RESPONSES.encode_error(UpgradeRequired("no"))[0] == 426
+    assert json.loads(RESPONSES.encode_count(5)) == {
         "object": "response.input_tokens",
         "input_tokens": 5,
     }
@@ -607,7 +601,7 @@ def test_compaction_there_and_back() -> None:
     """The model is asked for a summary; its item is later read as the user's."""
     items = [{"role": "developer", "content": "Rules."}, user("Mend it."), said("Done.")]
     request = parse(items, path="/responses/compact", tools=TOOLS, stream=True)
-    assert request.native.kind is TraceKind.COMPACTION
+    assert request.thread.kind is TraceKind.COMPACTION
     assert (request.tools, request.stream) == ((), False)
     assert request.messages[-1].role is Role.USER
     assert request.messages[-2] == Message(Role.ASSISTANT, "Done.")
@@ -685,11 +679,11 @@ def rewritten(item: dict[str, Any], how: str) -> dict[str, Any]:
 def collected(request: Request, message: Message) -> list[dict[str, Any]]:
     """The items of a stream, as codex keeps them."""
     stream = RESPONSES.stream(request, "s1-4", 17)
-    sent = stream.open(Usage(31, 0))
+    sent = stream.start(Usage(31, 0))
     if message.reasoning:
-        sent += stream.piece(ReasoningDelta(message.reasoning))
+        sent += stream.add(ReasoningDelta(message.reasoning))
     if message.content:
-        sent += stream.piece(TextDelta(message.content))
-    sent += b"".join(stream.piece(call) for call in message.tool_calls)
-    found = events(sent + stream.close([answered(message)]))
+        sent += stream.add(TextDelta(message.content))
+    sent += b"".join(stream.add(call) for call in message.tool_calls)
+    found = events(sent + stream.finish([answered(message)]))
     return [event["item"] for event in found if event["type"] == "response.output_item.done"]

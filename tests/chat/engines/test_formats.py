@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from tugline.chat.dialects.base import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
 from tugline.chat.engines.embedded import Embedded
 from tugline.chat.engines.openai_compatible import ObservedChat, TextChat
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
 from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
-from tugline.chat.tokens import Tokens
+from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ToolChoice
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, Unsupported
 from tugline.types import (
     Finish,
@@ -51,7 +51,7 @@ def ask_for(wire: EngineFormat, **more: Any) -> EngineRequest:
     """A request that this format takes."""
     given: dict[str, Any] = {"model": "m", "sampling": SAMPLING, "request_id": "r-1"}
     if wire.mode is Mode.EXACT:
-        given |= {"prompt": Tokens(np.array([5, 6, 7], np.int32)), "stop_ids": (2,)}
+        given |= {"prompt": TokenSequence(np.array([5, 6, 7], np.int32)), "stop_ids": (2,)}
     else:
         given |= {"messages": (Message(Role.USER, "Hi."),)}
     return EngineRequest(**(given | more))
@@ -59,19 +59,19 @@ def ask_for(wire: EngineFormat, **more: Any) -> EngineRequest:
 
 def streamed(name: str, *, at_once: int = 1) -> list[Delta]:
     """The recorded stream, `at_once` events per read."""
-    reader = FORMATS[name].reader(ask_for(FORMATS[name]))
+    reader = FORMATS[name].make_reader(ask_for(FORMATS[name]))
     payloads = [payload.encode() for payload in RECORDED[name]["stream"]]
     return [
         delta
         for start in range(0, len(payloads), at_once)
-        for delta in reader.events(payloads[start : start + at_once])
+        for delta in reader.read_events(payloads[start : start + at_once])
     ]
 
 
 def whole(name: str) -> list[Delta]:
     """The recorded reply in one piece."""
     wire = FORMATS[name]
-    return wire.reader(ask_for(wire)).whole(RECORDED[name]["whole"].encode())
+    return wire.make_reader(ask_for(wire)).read_body(RECORDED[name]["whole"].encode())
 
 
 def told_ids(name: str) -> list[int]:
@@ -106,7 +106,7 @@ def test_a_stream_gives_every_token_once_however_it_is_cut(name: str, at_once: i
     assert [delta.finish for delta in deltas if delta.finish] == [
         Finish.LENGTH if name in EXACT else Finish.STOP
     ]
-    assert sum(delta.unseen for delta in deltas) == 0
+    assert sum(delta.unreported_tokens for delta in deltas) == 0
     if at_once == 1000:
         assert len([delta for delta in deltas if len(delta.ids)]) <= 2
 
@@ -167,8 +167,8 @@ def test_weights_that_change_in_the_middle_are_two_spans() -> None:
         "output_token_logprobs": pairs,
         "weight_versions": versions,
     }
-    reader = SglangGenerate().reader(ask_for(SglangGenerate()))
-    (delta,) = reader.whole(json.dumps({"meta_info": meta}).encode())
+    reader = SglangGenerate().make_reader(ask_for(SglangGenerate()))
+    (delta,) = reader.read_body(json.dumps({"meta_info": meta}).encode())
     assert delta.spans == (VersionSpan(0, 0, 1), VersionSpan(3, 1, 4))
     choice = {
         "token_ids": [10, 11, 12, 13],
@@ -178,8 +178,8 @@ def test_weights_that_change_in_the_middle_are_two_spans() -> None:
     }
     first, second = (
         VllmGenerate()
-        .reader(ask_for(VllmGenerate()))
-        .whole(json.dumps({"choices": [choice]}).encode())
+        .make_reader(ask_for(VllmGenerate()))
+        .read_body(json.dumps({"choices": [choice]}).encode())
     )
     assert (first.version, first.ids.tolist()) == (0, [10])
     assert (second.version, second.ids.tolist(), second.finish) == (3, [11, 12, 13], Finish.STOP)
@@ -196,23 +196,23 @@ def test_incremental_and_cumulative_streams_are_the_same() -> None:
         seen += len(fresh)
         incremental.append({**event, "meta_info": {**meta, "output_token_logprobs": fresh}})
     for at_once in (1, 3, 1000):
-        reader = SglangGenerate().reader(ask_for(SglangGenerate()))
+        reader = SglangGenerate().make_reader(ask_for(SglangGenerate()))
         deltas: list[Delta] = []
         for start in range(0, len(incremental), at_once):
             part = incremental[start : start + at_once]
-            deltas += reader.events([json.dumps(event).encode() for event in part])
+            deltas += reader.read_events([json.dumps(event).encode() for event in part])
         assert joined(deltas) == joined(streamed("sglang_generate"))
 
 
 def test_an_aborted_sglang_chat_has_counts_only() -> None:
     """Without ids nothing can be trained on: the tokens are counted as unseen, not lost."""
-    reader = SglangChat().reader(ask_for(SglangChat()))
+    reader = SglangChat().make_reader(ask_for(SglangChat()))
     events = [json.loads(payload) for payload in RECORDED["sglang_chat"]["stream"][:9]]
     end = {"choices": [{"delta": {}, "finish_reason": "abort"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 11}}
-    deltas = reader.events([json.dumps(event).encode() for event in (*events, end, usage)])
+    deltas = reader.read_events([json.dumps(event).encode() for event in (*events, end, usage)])
     told = sum(len((e["choices"][0]["logprobs"] or {"content": []})["content"]) for e in events)
-    assert sum(delta.unseen for delta in deltas) == told > 0
+    assert sum(delta.unreported_tokens for delta in deltas) == told > 0
     assert deltas[-1].finish is Finish.ABORT
 
 
@@ -224,7 +224,7 @@ def test_an_observed_answer_without_ids_is_an_error(wire: EngineFormat) -> None:
         "usage": {"prompt_tokens": 3, "completion_tokens": 2},
     }
     with pytest.raises(EngineError, match=r"return_token_ids|return_output_ids_in_sglext"):
-        wire.reader(ask_for(wire)).whole(json.dumps(reply).encode())
+        wire.make_reader(ask_for(wire)).read_body(json.dumps(reply).encode())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -233,32 +233,34 @@ def test_nonsense_is_an_engine_error(name: str) -> None:
     wire = FORMATS[name]
     for payload in (b"<html>", b"\xff\xfe", b'{"choices": 5, "meta_info": 5}'):
         with pytest.raises(EngineError, match="cannot be read"):
-            wire.reader(ask_for(wire)).events([payload])
+            wire.make_reader(ask_for(wire)).read_events([payload])
     for payload in RECORDED[name]["stream"][:2]:
-        assert wire.reader(ask_for(wire)).events([payload.encode()]) is not None
+        assert wire.make_reader(ask_for(wire)).read_events([payload.encode()]) is not None
     with pytest.raises(EngineError, match="out of memory"):
-        wire.reader(ask_for(wire)).events([b'{"error": {"message": "out of memory", "code": 500}}'])
+        wire.make_reader(ask_for(wire)).read_events(
+            [b'{"error": {"message": "out of memory", "code": 500}}']
+        )
 
 
 def test_text_alone_is_counted() -> None:
     """By the server's usage where it tells it, else by events; never nothing."""
-    with_usage = TextChat().reader(ask_for(TextChat()))
+    with_usage = TextChat().make_reader(ask_for(TextChat()))
     payloads = [payload.encode() for payload in RECORDED["vllm_chat"]["stream"]]
-    deltas = with_usage.events(payloads)
+    deltas = with_usage.read_events(payloads)
     sampled = len(told_ids("vllm_chat"))
-    assert sum(delta.unseen for delta in deltas) == sampled
+    assert sum(delta.unreported_tokens for delta in deltas) == sampled
     assert all(not len(delta.ids) for delta in deltas)
     assert deltas[-1].prompt_count > 0
-    without = TextChat().reader(ask_for(TextChat()))
-    told = [delta for payload in payloads[:-1] for delta in without.events([payload])]
-    assert 0 < sum(delta.unseen for delta in told) <= sampled
+    without = TextChat().make_reader(ask_for(TextChat()))
+    told = [delta for payload in payloads[:-1] for delta in without.read_events([payload])]
+    assert 0 < sum(delta.unreported_tokens for delta in told) <= sampled
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_prompt_too_long_is_a_context_overflow(name: str) -> None:
     """Each engine words it differently; the numbers are told on."""
     status, body = RECORDED[name]["overflow"]
-    error = FORMATS[name].error(status, body.encode(), None)
+    error = FORMATS[name].parse_error(status, body.encode(), None)
     assert isinstance(error, ContextOverflow)
     assert error.window == 2048
     assert error.prompt is not None
@@ -267,21 +269,21 @@ def test_a_prompt_too_long_is_a_context_overflow(name: str) -> None:
 
 def test_an_overflow_inside_a_stream_is_one_too() -> None:
     """SGLang answers 200 and puts the refusal into the stream."""
-    reader = SglangGenerate().reader(ask_for(SglangGenerate()))
+    reader = SglangGenerate().make_reader(ask_for(SglangGenerate()))
     with pytest.raises(ContextOverflow):
-        reader.events([RECORDED["sglang_generate"]["overflow_stream"].encode()])
+        reader.read_events([RECORDED["sglang_generate"]["overflow_stream"].encode()])
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_other_refusals_keep_their_words(name: str) -> None:
     """Status, Retry-After and message reach whoever decides about a retry."""
-    error = FORMATS[name].error(503, b'{"error": {"message": "overloaded"}}', "3")
+    error = FORMATS[name].parse_error(503, b'{"error": {"message": "overloaded"}}', "3")
     assert isinstance(error, EngineError)
     assert (error.status, error.retry_after) == (503, 3.0)
     assert "overloaded" in str(error)
-    missing = FORMATS[name].error(*_missing(), None)
+    missing = FORMATS[name].parse_error(*_missing(), None)
     assert "Not Found" in str(missing)
-    assert "teapot" in str(FORMATS[name].error(418, b"I am a teapot", None))
+    assert "teapot" in str(FORMATS[name].parse_error(418, b"I am a teapot", None))
 
 
 def _missing() -> tuple[int, bytes]:
@@ -298,7 +300,7 @@ def test_the_prompt_goes_out_as_its_digits() -> None:
         (VllmCompletions(), "prompt"),
         (SglangGenerate(), "input_ids"),
     ):
-        body = json.loads(wire.post(ask_for(wire)).body)
+        body = json.loads(wire.build_request(ask_for(wire)).body)
         assert body[field] == [5, 6, 7]
         settings = body.get("sampling_params", body)
         assert settings.get("max_tokens", settings.get("max_new_tokens")) == 9
@@ -322,7 +324,7 @@ def test_a_conversation_goes_out_whole(wire: EngineFormat) -> None:
     choice = ToolChoice(ChoiceMode.NAMED, ("read",))
     parallel = isinstance(wire, SglangChat)
     asked = ask_for(wire, messages=messages, tools=(TOOL,), tool_choice=choice, parallel=parallel)
-    body = json.loads(wire.post(asked).body)
+    body = json.loads(wire.build_request(asked).body)
     system, user, assistant, tool = body["messages"]
     assert system == {"role": "system", "content": "Help."}
     assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
@@ -345,29 +347,31 @@ def test_structured_output_is_asked_for_in_each_engines_words() -> None:
     """A schema everywhere; what an engine cannot hold an answer to is refused by name."""
     schema = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}', "thing")
     grammar = Constraint(ConstraintKind.GRAMMAR, 'start: "a"')
-    body = json.loads(VllmGenerate().post(ask_for(VllmGenerate(), constraint=schema)).body)
+    body = json.loads(VllmGenerate().build_request(ask_for(VllmGenerate(), constraint=schema)).body)
     assert body["sampling_params"]["structured_outputs"] == {"json": {"type": "object"}}
-    body = json.loads(SglangGenerate().post(ask_for(SglangGenerate(), constraint=schema)).body)
+    body = json.loads(
+        SglangGenerate().build_request(ask_for(SglangGenerate(), constraint=schema)).body
+    )
     assert body["sampling_params"]["json_schema"] == '{"type":"object"}'
-    body = json.loads(TextChat().post(ask_for(TextChat(), constraint=schema)).body)
+    body = json.loads(TextChat().build_request(ask_for(TextChat(), constraint=schema)).body)
     assert body["response_format"]["json_schema"] == {"name": "thing", "schema": {"type": "object"}}
     for wire in (SglangGenerate(), SglangChat(), TextChat()):
         with pytest.raises(Unsupported, match="grammar"):
-            wire.post(ask_for(wire, constraint=grammar))
+            wire.build_request(ask_for(wire, constraint=grammar))
 
 
 def test_sglang_refuses_what_its_chat_route_would_ignore() -> None:
     """One tool call at most: asked for, the server makes several all the same."""
     wire = SglangChat()
     with pytest.raises(Unsupported, match="one tool call") as caught:
-        wire.post(ask_for(wire, tools=(TOOL,), parallel=False))
+        wire.build_request(ask_for(wire, tools=(TOOL,), parallel=False))
     assert caught.value.param == "parallel_tool_calls"
 
 
 def test_a_banned_id_is_never_drawn() -> None:
     """It is biased out by its number."""
     for wire in (VllmGenerate(), VllmCompletions(), SglangGenerate()):
-        body = json.loads(wire.post(ask_for(wire, banned=(3,))).body)
+        body = json.loads(wire.build_request(ask_for(wire, banned=(3,))).body)
         assert body.get("sampling_params", body)["logit_bias"] == {"3": -100.0}
 
 
@@ -376,7 +380,7 @@ def test_an_abort_names_the_request_as_its_route_does() -> None:
     named = {
         type(wire): msgspec.json.decode(post.body)
         for wire in (*FORMATS.values(), Embedded())
-        if (post := wire.abort("r-1")) is not None
+        if (post := wire.build_abort("r-1")) is not None
     }
     assert named == {
         VllmGenerate: {"request_ids": ["generate-tokens-r-1"]},
@@ -402,13 +406,13 @@ def test_reading_is_quick() -> None:
     chat = {"prompt_token_ids": list(range(16_000)), "choices": [{"delta": {"content": ""}}]}
     opening = msgspec.json.encode(chat)
     wires = (
-        (VllmGenerate(), lambda reader: reader.whole(reply)),
-        (VllmChat(), lambda reader: reader.events([opening])),
+        (VllmGenerate(), lambda reader: reader.read_body(reply)),
+        (VllmChat(), lambda reader: reader.read_events([opening])),
     )
     for wire, read in wires:
         asked, best = ask_for(wire), 1.0
         for _ in range(30):
-            reader = wire.reader(asked)
+            reader = wire.make_reader(asked)
             started = time.process_time()
             read(reader)
             best = min(best, time.process_time() - started)

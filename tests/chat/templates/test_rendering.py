@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import OFFLINE, SPECIALS, rendering, tokenizer
-from tugline.chat.dialects.base import ChoiceMode, ToolChoice
+from tugline.chat.request import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, template
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
@@ -59,14 +59,14 @@ def test_a_published_model_is_known_by_its_exact_name() -> None:
 def test_equal_conversations_render_once() -> None:
     """The samples of a group share their first prompt; the memory of renders is bounded."""
     made = Rendering(tokenizer(), "qwen3")
-    first = made.first((HELLO,), TOOLS)
-    again = made.first((msgspec.structs.replace(HELLO),), (msgspec.structs.replace(READ),))
+    first = made.render((HELLO,), TOOLS)
+    again = made.render((msgspec.structs.replace(HELLO),), (msgspec.structs.replace(READ),))
     assert again is first
     assert not first.flags.writeable
     for number in range(70):
-        made.first((Message(Role.USER, str(number)),), TOOLS)
-    assert made.first((HELLO,), TOOLS) is not first
-    assert made.first((HELLO,), ()).tolist() != first.tolist()
+        made.render((Message(Role.USER, str(number)),), TOOLS)
+    assert made.render((HELLO,), TOOLS) is not first
+    assert made.render((HELLO,), ()).tolist() != first.tolist()
 
 
 @pytest.mark.parametrize("name", OFFLINE)
@@ -76,7 +76,7 @@ def test_the_end_of_a_prompt_says_all(name: str, data: st.DataObject) -> None:
     """The extension from the last 64 ids is the one from the whole prompt."""
     made = rendering(name)
     history = [HELLO, Message(Role.ASSISTANT, "Yes."), HELLO][: data.draw(st.sampled_from((1, 3)))]
-    prompt = made.first(history, TOOLS)
+    prompt = made.render(history, TOOLS)
     special = st.sampled_from(SPECIALS[name].split())
     marks = st.sampled_from([made.template.think or "a", made.template.think_end or "b"])
     words = st.sampled_from(["ab", "\n", "word " * 40])
@@ -91,7 +91,7 @@ def test_the_end_of_a_prompt_says_all(name: str, data: st.DataObject) -> None:
         tools=made._plain_tools(TOOLS),
     )
     kept = [*prompt.tolist(), *sampled.tolist()]
-    extension = made.extension(prompt[-64:], sampled, tail, TOOLS)
+    extension = made.render_extension(prompt[-64:], sampled, tail, TOOLS)
     if whole is None or whole.token_ids[: len(kept)] != kept:
         assert extension is None
     else:
@@ -112,12 +112,12 @@ def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -
     results = [
         Message(Role.TOOL, f"Result {one.id}: 界", tool_call_id=one.id) for one in answer.tool_calls
     ]
-    prompt = made.first((HELLO,), TOOLS)
-    whole = made.first((HELLO, answer, *results), TOOLS).tolist()
+    prompt = made.render((HELLO,), TOOLS)
+    whole = made.render((HELLO, answer, *results), TOOLS).tolist()
     shared = next(i for i, token in enumerate([*prompt.tolist(), -1]) if token != whole[i])
     end = next(i for i in range(shared, len(whole)) if whole[i] in made.stop_ids) + 1
     sampled = np.asarray(whole[shared:end], np.int32)
-    extension = made.extension(np.asarray(whole[:shared]), sampled, results, TOOLS)
+    extension = made.render_extension(np.asarray(whole[:shared]), sampled, results, TOOLS)
     assert extension is not None
     assert [*whole[:end], *extension.tolist()] == whole
 
@@ -126,9 +126,9 @@ def test_an_extension_is_what_a_render_of_all_would_say(name: str, calls: int) -
 def test_an_answer_that_broke_off_is_closed(name: str) -> None:
     """What the model did not close, the extension closes, after the ids that are there."""
     made = rendering(name)
-    prompt = made.first((HELLO,), TOOLS)
+    prompt = made.render((HELLO,), TOOLS)
     sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
-    extension = made.extension(prompt[-64:], sampled, (HELLO,), TOOLS)
+    extension = made.render_extension(prompt[-64:], sampled, (HELLO,), TOOLS)
     assert extension is not None
     assert "hello hello" in text_of(made, extension)
 
@@ -137,11 +137,11 @@ def test_an_answer_that_broke_off_is_closed(name: str) -> None:
 def test_reasoning_is_kept_as_long_as_was_chosen(retention: str) -> None:
     """For ever, or within tool calls as Qwen3's template says: else the prompt is rendered anew."""
     made = rendering("qwen3", retention)
-    prompt = made.first((HELLO,), TOOLS)
+    prompt = made.render((HELLO,), TOOLS)
     ids = made.tokenizer.encode("<think>a</think>b<|im_end|>")
     sampled = np.asarray(ids, np.int32)
-    kept_by_user = made.extension(prompt, sampled, (HELLO,), TOOLS) is not None
-    kept_by_tool = made.extension(prompt, sampled, (RESULT,), TOOLS) is not None
+    kept_by_user = made.render_extension(prompt, sampled, (HELLO,), TOOLS) is not None
+    kept_by_tool = made.render_extension(prompt, sampled, (RESULT,), TOOLS) is not None
     assert (kept_by_user, kept_by_tool) == (retention == "all", True)
 
 
@@ -158,12 +158,12 @@ def test_late_system_messages_keep_their_place(name: str) -> None:
         Message(Role.DEVELOPER, "LATE"),
         Message(Role.USER, "LAST"),
     ]
-    text = text_of(made, made.first(messages, ()))
+    text = text_of(made, made.render(messages, ()))
     words = ["SYSTEM", "DEVELOPER", "QUESTION", "ANSWER", "LATE", "LAST"]
     assert sorted(words, key=text.rindex) == words
-    prompt = made.first(messages[:3], ())
+    prompt = made.render(messages[:3], ())
     sampled = np.asarray(made.tokenizer.encode("ab"), np.int32)
-    extension = made.extension(prompt, sampled, messages[4:], ())
+    extension = made.render_extension(prompt, sampled, messages[4:], ())
     assert extension is not None
     more = text_of(made, extension)
     assert more[more.index("LATE") :] == text[text.index("LATE") :]
@@ -174,7 +174,7 @@ def test_images_are_refused_by_name(name: str) -> None:
     """A rendering of text does not drop a picture silently."""
     picture = Message(Role.USER, "See", images=(Image("data:image/png;base64,AA"),))
     with pytest.raises(Unsupported, match="images") as caught:
-        rendering(name).first((picture,), ())
+        rendering(name).render((picture,), ())
     assert caught.value.param == "messages"
 
 
@@ -183,10 +183,10 @@ def test_kimi_knows_its_calls_by_number(name: str) -> None:
     """Ids of other dialects become the template's own, as the model writes them."""
     made = rendering(name)
     again = msgspec.structs.replace(RESULT, tool_call_id="call_1_0")
-    text = text_of(made, made.first((HELLO, called(), RESULT, called(1, 1), again), ()))
+    text = text_of(made, made.render((HELLO, called(), RESULT, called(1, 1), again), ()))
     assert text.count("functions.read:0") == 2
     assert text.count("functions.read:1") == 2
-    prompt = made.first((HELLO,), ())
+    prompt = made.render((HELLO,), ())
     two = "".join(
         f"<|tool_call_begin|>functions.{one}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
         for one in ("read:7", "edit:8")
@@ -194,7 +194,7 @@ def test_kimi_knows_its_calls_by_number(name: str) -> None:
     answer = f"</think><|tool_calls_section_begin|>{two}<|tool_calls_section_end|><|im_end|>"
     sampled = np.asarray(made.tokenizer.encode(answer), np.int32)
     results = (Message(Role.TOOL, "B", tool_call_id="call_0_1"), RESULT)
-    extension = made.extension(prompt, sampled, results, ())
+    extension = made.render_extension(prompt, sampled, results, ())
     assert extension is not None
     more = text_of(made, extension)
     assert "Return of functions.edit:8\nB" in more
@@ -223,7 +223,7 @@ def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.Mon
         "<|message|>{}<|call|>"
     )
     before, sampled = (np.asarray(vocabulary.encode(one), np.int32) for one in (end, answer))
-    extension = made.extension(before, sampled, (RESULT,), TOOLS)
+    extension = made.render_extension(before, sampled, (RESULT,), TOOLS)
     assert extension is not None
     assert text_of(made, extension) == f"<|start|>functions.read<|message|>It says: 界<|end|>{end}"
 
@@ -231,11 +231,11 @@ def test_results_name_their_tool_where_the_template_does(monkeypatch: pytest.Mon
 def test_a_tool_choice_that_cannot_be_kept_is_not_forced() -> None:
     """Only what makes the call certain is forced."""
     made = rendering("qwen3")
-    assert made.forced(ToolChoice()) is None
-    assert made.forced(ToolChoice(ChoiceMode.NONE)) is None
-    assert made.forced(ToolChoice(ChoiceMode.REQUIRED, ("a", "b"))) is None
-    assert rendering("inkling").forced(ToolChoice(ChoiceMode.REQUIRED)) is None
-    ids = made.forced(ToolChoice(ChoiceMode.NAMED, ("read",)))
+    assert made.force_tool_call(ToolChoice()) is None
+    assert made.force_tool_call(ToolChoice(ChoiceMode.NONE)) is None
+    assert made.force_tool_call(ToolChoice(ChoiceMode.REQUIRED, ("a", "b"))) is None
+    assert rendering("inkling").force_tool_call(ToolChoice(ChoiceMode.REQUIRED)) is None
+    ids = made.force_tool_call(ToolChoice(ChoiceMode.NAMED, ("read",)))
     assert ids is not None
     text = '<think>\n\n</think>\n\n<tool_call>\n{"name": "read", "arguments": '
     assert text_of(made, ids) == text
@@ -249,7 +249,7 @@ def test_arguments_are_read_by_their_schema() -> None:
         f"<parameter={name}>\n5\n</parameter>\n" for name in ("s", "n")
     )
     block = made.tokenizer.encode(text + "</function>\n</tool_call>")
-    [(name, arguments)] = made.calls(block, (tool,))
+    [(name, arguments)] = made.parse_calls(block, (tool,))
     assert (name, json.loads(arguments)) == ("t", {"s": "5", "n": 5})
 
 

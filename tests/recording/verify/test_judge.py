@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from recording.verify.recorded import LOOK, changed, judged, read_in, rewritten, work
 from rig import RENDERING, ids, rig, says
-from tugline.chat.dialects.base import Piece, ReasoningDelta, TextDelta
-from tugline.chat.stream_parser import Decoder
+from tugline.chat.response import Piece, ReasoningDelta, TextDelta
+from tugline.chat.stream_parser import StreamParser
 from tugline.recording.file import Recording, Writer, conclude
 from tugline.recording.records import Header, Result
 from tugline.recording.verify.findings import Seam, Verdict, total
@@ -248,7 +248,7 @@ def _call(sampled: list[int], answer: Message | None, outcome: Outcome, stop: st
         messages=(Message(Role.USER, "x"),),
         answer=answer,
         sampling=Sampling(temperature=1.0, stop=(stop,) if stop else ()),
-        prompt_ids=RENDERING.first((Message(Role.USER, "x"),), ()),
+        prompt_ids=RENDERING.render((Message(Role.USER, "x"),), ()),
         sampled_ids=np.asarray(sampled, np.int32),
         logprobs=np.zeros(count, np.float32),
         versions=(VersionSpan(0, 0, count),) if count else (),
@@ -280,11 +280,11 @@ def test_whatever_is_sampled_reads_the_same_again(
     sampled = ids("".join(words), end=data.draw(st.booleans()))
     sampled += data.draw(st.lists(st.integers(0, RENDERING.tokenizer.size - 1), max_size=4))
     gone, stop = data.draw(st.booleans()), data.draw(st.sampled_from(["", "a", "\n"]))
-    prompt = RENDERING.first((Message(Role.USER, "x"),), ())
-    decoder = Decoder(RENDERING, prompt[-64:], "0", stops=(stop,) if stop else ())
+    prompt = RENDERING.render((Message(Role.USER, "x"),), ())
+    decoder = StreamParser(RENDERING, prompt[-64:], "0", stops=(stop,) if stop else ())
     at = 0
     pieces: list[Piece] = []
-    while at < len(sampled) and decoder.stopped is None:
+    while at < len(sampled) and decoder.matched_stop is None:
         more = sampled[at : at + data.draw(st.integers(1, 9))]
         pieces += decoder.feed(np.asarray(more, np.int32))
         at += len(more)
@@ -294,7 +294,7 @@ def test_whatever_is_sampled_reads_the_same_again(
         RENDERING.tokenizer.save(folder)
     told = _joined(pieces) if gone else decoder.finish()[1]
     outcome = Outcome.CLIENT_GONE if gone else Outcome.COMPLETE
-    call = _call(sampled[: decoder.cut], told, outcome, stop)
+    call = _call(sampled[: decoder.length], told, outcome, stop)
     assert Texts(folder).faults(folder / "s.rec", HEADER, [call]) == {}
     lie = replace(call, answer=replace(told, content=told.content + "!"))
     assert Texts(folder).faults(folder / "s.rec", HEADER, [lie])

@@ -123,5 +123,5 @@ def test_tokens_keep_their_spaces_where_a_tokenizer_drops_the_first() -> None:
     backend = Backend(models.WordLevel({"▁a": 0, "▁world": 1, "?": 2}, unk_token="?"))
     backend.decoder = decoders.Metaspace()
     found = Tokenizer(backend, "metaspace")
-    found.spellings = None  # as for every vocabulary whose ids have no spelling of their own
+    found.token_bytes = None  # as for every vocabulary whose ids have no spelling of their own
     assert Texts(found).pieces([0, 1, 1]) == [" a", " world", " world"]

@@ -23,19 +23,17 @@ from msgspec import Meta, Raw
 
 from tugline.chat.dialects.anthropic_blocks import answer_blocks, step
 from tugline.chat.dialects.anthropic_stream import MessageStream, stop_reason, usage_of
-from tugline.chat.dialects.base import (
-    Action,
-    Answer,
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.dialects.reading import bearer, decode, need
+from tugline.chat.request import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
-    Incoming,
-    Memory,
-    Native,
     Request,
+    ThreadInfo,
     ToolChoice,
 )
-from tugline.chat.dialects.reading import bearer, decode, need
+from tugline.chat.response import Response
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Role, Sampling, Tool, TraceKind
 
@@ -113,8 +111,8 @@ class Anthropic:
 
     name = "anthropic"
 
-    def action(self, incoming: Incoming) -> Action | None:
-        """See `Dialect.action`; the model routes are shared, so their header decides."""
+    def match(self, incoming: HttpRequest) -> Action | None:
+        """See `Dialect.match`; the model routes are shared, so their header decides."""
         if incoming.method == "POST":
             return {"/messages": Action.ANSWER, "/messages/count_tokens": Action.COUNT}.get(
                 incoming.path
@@ -125,30 +123,30 @@ class Anthropic:
             return Action.MODELS
         return Action.MODEL if incoming.path.startswith("/models/") else None
 
-    def key(self, headers: Mapping[str, str], query: str) -> str | None:
+    def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """``x-api-key``, or a bearer token."""
         return headers.get("x-api-key") or bearer(headers)
 
-    def parse(self, incoming: Incoming, memory: Memory) -> Request:
+    def parse(self, incoming: HttpRequest, cache: ParseCache) -> Request:
         """The neutral request; see `Dialect.parse`."""
-        counting = self.action(incoming) is Action.COUNT
+        counting = self.match(incoming) is Action.COUNT
         body = decode(incoming.body, _BODY, "the request body")
         _refuse(body)
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"
             raise RequestError(msg, param="max_tokens")
-        messages = memory.messages([body.system, *body.messages], step)
+        messages = cache.fold([body.system, *body.messages], step)
         if messages[-1].role is Role.ASSISTANT and not counting:
             place = f"messages[{len(body.messages) - 1}]"
             msg = f"{place} begins the answer (role 'assistant'); the last message must be a user's"
             raise RequestError(msg, param=place)
-        tools = memory.tools(bytes(body.tools), _tools)
+        tools = cache.parse_tools(bytes(body.tools), _tools)
         choice = body.tool_choice or _Choice("auto")
         return Request(
             model=body.model,
             messages=messages,
             tools=tools,
-            asked=Sampling(
+            sampling=Sampling(
                 temperature=body.temperature,
                 top_p=body.top_p,
                 top_k=body.top_k,
@@ -160,11 +158,11 @@ class Anthropic:
             tool_choice=_choice(choice),
             parallel=not choice.disable_parallel_tool_use,
             constraint=_constraint(body),
-            native=_native(incoming.headers),
+            thread=_native(incoming.headers),
             echo=_QUIET if body.thinking and body.thinking.type == "disabled" else b"",
         )
 
-    def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
+    def encode(self, request: Request, answers: Sequence[Response]) -> bytes:
         """A ``message`` object."""
         answer = answers[0]
         return msgspec.json.encode(
@@ -180,20 +178,20 @@ class Anthropic:
             }
         )
 
-    def stream(self, request: Request, answer_id: str, created: int) -> MessageStream:
+    def stream(self, request: Request, response_id: str, created: int) -> MessageStream:
         """Server-sent events from ``message_start`` to ``message_stop``."""
         return MessageStream(
             request.model,
-            answer_id,
-            lambda error: self.error(error)[2],
+            response_id,
+            lambda error: self.encode_error(error)[2],
             thinking=request.echo != _QUIET,
         )
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         """The reply of ``count_tokens``."""
         return msgspec.json.encode({"input_tokens": tokens})
 
-    def models(self, names: Sequence[str], window: int, created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """One page that holds them all."""
         data = [_model(name, window, created) for name in names]
         first, last = (names[0], names[-1]) if names else (None, None)
@@ -201,11 +199,11 @@ class Anthropic:
             {"data": data, "has_more": False, "first_id": first, "last_id": last}
         )
 
-    def model(self, name: str, window: int, created: int) -> bytes:
+    def encode_model(self, name: str, window: int, created: int) -> bytes:
         """One ``model`` object."""
         return msgspec.json.encode(_model(name, window, created))
 
-    def error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+    def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """The ``error`` object. Claude Code starts compaction on the words "prompt is too long"."""
         request_id, text = f"req_{uuid.uuid4().hex}", str(error)
         headers = {"request-id": request_id}
@@ -308,13 +306,13 @@ def _tool(item: Any, where: str) -> Tool:
     return Tool(name, description if isinstance(description, str) else "", schema)
 
 
-def _native(headers: Mapping[str, str]) -> Native:
+def _native(headers: Mapping[str, str]) -> ThreadInfo:
     session = headers.get("x-claude-code-session-id")
     agent = headers.get("x-claude-code-agent-id")
     if agent:
         parent = headers.get("x-claude-code-parent-agent-id") or session
-        return Native(agent, parent, TraceKind.SUBAGENT)
+        return ThreadInfo(agent, parent, TraceKind.SUBAGENT)
     if session:
-        return Native(session)
+        return ThreadInfo(session)
     parent = headers.get("x-parent-session-id")
-    return Native(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)
+    return ThreadInfo(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)

@@ -64,7 +64,7 @@ def _arguments(value: dict[str, Any]) -> str:
 
 # --------------------------------------------------------------------------- read
 def step(messages: list[Message], item: Any, index: int) -> None:
-    """Fold ``[system, *messages]`` into neutral messages; see `Memory.messages`."""
+    """Fold ``[system, *messages]`` into neutral messages; see `ParseCache.fold`."""
     if index == 0:
         text = "" if item is None else _instructions(item, "system")
         messages.extend([Message(Role.SYSTEM, text)] if text else [])

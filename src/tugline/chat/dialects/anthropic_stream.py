@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tugline.chat.dialects.anthropic_blocks import signed, tool_input
-from tugline.chat.dialects.base import Answer, Piece, ReasoningDelta, TextDelta, Usage
+from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import TuglineError
 from tugline.types import Finish, ToolCall
 
@@ -34,7 +34,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-def stop_reason(answer: Answer) -> str:
+def stop_reason(answer: Response) -> str:
     """Why the answer ended, in Anthropic's words."""
     if answer.finish is not Finish.STOP:
         return "max_tokens"
@@ -51,20 +51,20 @@ class MessageStream:
     def __init__(
         self,
         model: str,
-        answer_id: str,
+        response_id: str,
         error: Callable[[TuglineError], bytes],
         *,
         thinking: bool,
     ) -> None:
         """`error` writes the body of a failure, which is also its event."""
-        self._model, self._id, self._error = model, f"msg_{answer_id}", error
+        self._model, self._id, self._error = model, f"msg_{response_id}", error
         self._thinking = thinking
         self._block = -1
         self._kind: type[Piece] | None = None
         self._digest = hashlib.blake2b()
         self._opened = False
 
-    def open(self, usage: Usage) -> bytes:
+    def start(self, usage: Usage) -> bytes:
         """``message_start`` with the true prompt count, and a ping as in the original."""
         self._opened = True
         message: dict[str, Any] = {
@@ -79,7 +79,7 @@ class MessageStream:
         }
         return _event("message_start", {"message": message}) + _PING
 
-    def piece(self, piece: Piece, index: int = 0) -> bytes:
+    def add(self, piece: Piece, index: int = 0) -> bytes:
         """A delta, with the start of its block where it is the first; a tool use is one block."""
         if isinstance(piece, ToolCall):
             block = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
@@ -99,14 +99,14 @@ class MessageStream:
         self._digest.update(piece.text.encode())
         return begin + self._delta({"type": "thinking_delta", "thinking": piece.text})
 
-    def close(self, answers: Sequence[Answer]) -> bytes:
+    def finish(self, answers: Sequence[Response]) -> bytes:
         """The stop reason with the final counts, and ``message_stop``."""
         answer = answers[0]
         delta = {"stop_reason": stop_reason(answer), "stop_sequence": answer.stop}
         end = _event("message_delta", {"delta": delta, "usage": usage_of(answer.usage)})
         return self._end() + end + _event("message_stop", {})
 
-    def fault(self, error: TuglineError) -> bytes:
+    def fail(self, error: TuglineError) -> bytes:
         """An ``error`` event."""
         return b"event: error\ndata: " + self._error(error) + b"\n\n"
 

@@ -19,17 +19,7 @@ from urllib.parse import parse_qs
 import msgspec
 from msgspec import Raw
 
-from tugline.chat.dialects.base import (
-    Action,
-    Answer,
-    Incoming,
-    Memory,
-    Native,
-    Piece,
-    Request,
-    TextDelta,
-    Usage,
-)
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
 from tugline.chat.dialects.google_config import (
     asked,
     config,
@@ -40,6 +30,8 @@ from tugline.chat.dialects.google_config import (
 )
 from tugline.chat.dialects.google_parts import answer_parts, call_part, step
 from tugline.chat.dialects.reading import bearer, decode
+from tugline.chat.request import Request, ThreadInfo
+from tugline.chat.response import Piece, Response, TextDelta, Usage
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Finish, Role, ToolCall, TraceKind
 
@@ -99,8 +91,8 @@ class Google:
 
     name = "google"
 
-    def action(self, incoming: Incoming) -> Action | None:
-        """See `Dialect.action`; the model routes are shared, so version or key decides."""
+    def match(self, incoming: HttpRequest) -> Action | None:
+        """See `Dialect.match`; the model routes are shared, so version or key decides."""
         if incoming.method == "POST":
             route = _ROUTE.fullmatch(incoming.path)
             return _ACTIONS[route[2]] if route else None
@@ -113,14 +105,14 @@ class Google:
             return Action.MODELS
         return Action.MODEL if incoming.path.startswith("/models/") else None
 
-    def key(self, headers: Mapping[str, str], query: str) -> str | None:
+    def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """``x-goog-api-key``, ``?key=``, or a bearer token."""
         return self._own_key(headers, query) or bearer(headers)
 
     def _own_key(self, headers: Mapping[str, str], query: str) -> str | None:
         return headers.get("x-goog-api-key") or parse_qs(query).get("key", [None])[0]
 
-    def parse(self, incoming: Incoming, memory: Memory) -> Request:
+    def parse(self, incoming: HttpRequest, cache: ParseCache) -> Request:
         """The neutral request; see `Dialect.parse`. The model stands in the path."""
         route = _ROUTE.fullmatch(incoming.path)
         model, method = (route[1], route[2]) if route else ("", "")
@@ -135,29 +127,29 @@ class Google:
             msg = "cachedContent cannot be honoured: nothing is cached here; send the whole prompt"
             raise RequestError(msg, param="cachedContent")
         system = _given(body.system_instruction, body.system_snake)
-        messages = memory.messages([system, *body.contents], step)
+        messages = cache.fold([system, *body.contents], step)
         if messages[-1].role is Role.ASSISTANT and not counting:
             place = f"contents[{len(body.contents) - 1}]"
             msg = f"{place} begins the answer (role 'model'); the last content must be a user's"
             raise RequestError(msg, param=place)
-        declared = memory.tools(bytes(body.tools), tools)
+        declared = cache.parse_tools(bytes(body.tools), tools)
         wanted = config(_given(body.generation_config, body.generation_snake))
         sse = _SSE if "sse" in parse_qs(incoming.query).get("alt", ()) else b""
         return Request(
             model=model,
             messages=messages,
             tools=declared,
-            asked=asked(wanted),
+            sampling=asked(wanted),
             stream=method == "streamGenerateContent",
             usage_in_stream=True,
             n=wanted.candidate_count or 1,
             tool_choice=tool_choice(_given(body.tool_config, body.choice_snake)),
             constraint=constraint(wanted),
-            native=_native(incoming.headers),
+            thread=_native(incoming.headers),
             echo=sse + (b"" if shows_thoughts(wanted) else _QUIET),
         )
 
-    def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
+    def encode(self, request: Request, answers: Sequence[Response]) -> bytes:
         """A ``GenerateContentResponse``."""
         thoughts = _QUIET not in request.echo
         candidates = [
@@ -169,24 +161,24 @@ class Google:
             {"candidates": candidates, "usageMetadata": _usage(answers), **head}
         )
 
-    def stream(self, request: Request, answer_id: str, created: int) -> ContentStream:
+    def stream(self, request: Request, response_id: str, created: int) -> ContentStream:
         """``data:`` lines with ``alt=sse``, else one JSON list that grows."""
-        head = {"modelVersion": request.model, "responseId": answer_id}
+        head = {"modelVersion": request.model, "responseId": response_id}
         return ContentStream(head, sse=_SSE in request.echo, thoughts=_QUIET not in request.echo)
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         """The reply of ``countTokens``."""
         return msgspec.json.encode({"totalTokens": tokens})
 
-    def models(self, names: Sequence[str], window: int, created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """One page that holds them all."""
         return msgspec.json.encode({"models": [_model(name, window) for name in names]})
 
-    def model(self, name: str, window: int, created: int) -> bytes:
+    def encode_model(self, name: str, window: int, created: int) -> bytes:
         """One ``Model`` object."""
         return msgspec.json.encode(_model(name, window))
 
-    def error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+    def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """The ``error`` object with its ``google.rpc`` status."""
         status, headers = _status(error)
         return status, headers, msgspec.json.encode(_failure(error))
@@ -201,11 +193,11 @@ class ContentStream:
         self._chunks = 0
         self._called: set[int] = set()
 
-    def open(self, usage: Usage) -> bytes:
+    def start(self, usage: Usage) -> bytes:
         """Nothing: the first chunk is the first piece."""
         return b""
 
-    def piece(self, piece: Piece, index: int = 0) -> bytes:
+    def add(self, piece: Piece, index: int = 0) -> bytes:
         """A chunk with one part; nothing for thoughts that the client does not want."""
         if isinstance(piece, ToolCall):
             part = call_part(piece, first=index not in self._called)
@@ -218,13 +210,13 @@ class ContentStream:
             return b""
         return self._chunk({"candidates": [_candidate(index, [part])], **self._head})
 
-    def close(self, answers: Sequence[Answer]) -> bytes:
+    def finish(self, answers: Sequence[Response]) -> bytes:
         """The chunk with finish reasons and usage; its empty text is what the original sends."""
         ends = [_candidate(i, [{"text": ""}], _finish(each)) for i, each in enumerate(answers)]
         last = {"candidates": ends, "usageMetadata": _usage(answers), **self._head}
         return self._chunk(last) + (b"" if self._sse else b"]")
 
-    def fault(self, error: TuglineError) -> bytes:
+    def fail(self, error: TuglineError) -> bytes:
         """One chunk with the error object."""
         return self._chunk(_failure(error)) + (b"" if self._sse else b"]")
 
@@ -250,11 +242,11 @@ def _candidate(
     return candidate
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: Response) -> str:
     return "STOP" if answer.finish is Finish.STOP else "MAX_TOKENS"
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+def _usage(answers: Sequence[Response]) -> dict[str, int]:
     prompt = answers[0].usage.prompt
     sampled = sum(answer.usage.sampled for answer in answers)
     thoughts = sum(answer.usage.reasoning for answer in answers)
@@ -317,7 +309,7 @@ def _given(camel: Raw, snake: Raw) -> Raw:
     return snake if camel == _NULL else camel
 
 
-def _native(headers: Mapping[str, str]) -> Native:
+def _native(headers: Mapping[str, str]) -> ThreadInfo:
     """What opencode says of itself; no other client of this dialect says anything."""
     parent = headers.get("x-parent-session-id")
-    return Native(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)
+    return ThreadInfo(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects.base import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.chat.dialects.google_parts import camel
 from tugline.chat.dialects.reading import decode, items, need
+from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.errors import RequestError
 from tugline.types import Sampling, Tool
 

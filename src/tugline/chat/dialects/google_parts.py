@@ -69,7 +69,7 @@ def _object(arguments: str) -> bytes:
 
 # --------------------------------------------------------------------------- read
 def step(messages: list[Message], item: Any, index: int) -> None:
-    """Fold ``[systemInstruction, *contents]`` into neutral messages; see `Memory.messages`."""
+    """Fold ``[systemInstruction, *contents]`` into neutral messages; see `ParseCache.fold`."""
     if index == 0:
         text = "" if item is None else _instructions(item)
         messages.extend([Message(Role.SYSTEM, text)] if text else [])

@@ -13,14 +13,8 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.dialects.base import (
-    ChoiceMode,
-    Constraint,
-    ConstraintKind,
-    Native,
-    ToolChoice,
-)
 from tugline.chat.dialects.reading import need
+from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ThreadInfo, ToolChoice
 from tugline.errors import (
     EngineError,
     RequestError,
@@ -107,7 +101,7 @@ def error_object(
 
 
 # --------------------------------------------------------------------------- reading
-def native(headers: Mapping[str, str]) -> Native:
+def native(headers: Mapping[str, str]) -> ThreadInfo:
     """What codex, opencode and pi say in headers: the thread, and the one that waits for it."""
     about = _turn_metadata(headers)
     thread = headers.get("thread-id") or about.get("thread_id") or _first(headers, _THREADS)
@@ -118,7 +112,7 @@ def native(headers: Mapping[str, str]) -> Native:
         kind = TraceKind.COMPACTION
     elif subagent or (parent and parent != thread):
         kind = TraceKind.SUBAGENT
-    return Native(thread, parent if parent != thread else None, kind)
+    return ThreadInfo(thread, parent if parent != thread else None, kind)
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> str | None:

@@ -13,18 +13,10 @@ from typing import Annotated, Any
 import msgspec
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import (
-    Action,
-    Answer,
-    Incoming,
-    Memory,
-    Piece,
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    Usage,
-)
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
 from tugline.chat.dialects.reading import Prose, bearer, decode, need
+from tugline.chat.request import Request
+from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import RequestError, TuglineError, Unsupported
 from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall, ToolKind
 
@@ -98,8 +90,8 @@ class OpenAIChat:
 
     name = "openai_chat"
 
-    def action(self, incoming: Incoming) -> Action | None:
-        """See `Dialect.action`."""
+    def match(self, incoming: HttpRequest) -> Action | None:
+        """See `Dialect.match`."""
         if incoming.method == "POST" and incoming.path == "/chat/completions":
             return Action.ANSWER
         if incoming.method != "GET":
@@ -108,30 +100,30 @@ class OpenAIChat:
             return Action.MODELS
         return Action.MODEL if incoming.path.startswith("/models/") else None
 
-    def key(self, headers: Mapping[str, str], query: str) -> str | None:
+    def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """The bearer token."""
         return bearer(headers)
 
-    def parse(self, incoming: Incoming, memory: Memory) -> Request:
+    def parse(self, incoming: HttpRequest, cache: ParseCache) -> Request:
         """See `Dialect.parse`."""
         body = decode(incoming.body, _decoder, "the request body")
         openai.refuse(body, _HARMLESS)
-        tools = memory.tools(body.tools, _tools)
+        tools = cache.parse_tools(body.tools, _tools)
         return Request(
             model=body.model,
-            messages=memory.messages(body.messages, _step),
+            messages=cache.fold(body.messages, _step),
             tools=tools,
-            asked=_sampling(body),
+            sampling=_sampling(body),
             stream=bool(body.stream),
             usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
             n=body.n or 1,
             tool_choice=openai.tool_choice(body.tool_choice, tools),
             parallel=body.parallel_tool_calls is not False,
             constraint=openai.constraint(body.response_format, "response_format"),
-            native=openai.native(incoming.headers),
+            thread=openai.native(incoming.headers),
         )
 
-    def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
+    def encode(self, request: Request, answers: Sequence[Response]) -> bytes:
         """A ``chat.completion`` object with one choice for each answer."""
         first = answers[0]
         customs = _customs(request.tools)
@@ -155,23 +147,23 @@ class OpenAIChat:
             }
         )
 
-    def stream(self, request: Request, answer_id: str, created: int) -> _ChatStream:
+    def stream(self, request: Request, response_id: str, created: int) -> _ChatStream:
         """Server-sent ``chat.completion.chunk`` events."""
-        return _ChatStream(request, answer_id, created)
+        return _ChatStream(request, response_id, created)
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         """Chat has no route that counts; this is never asked for."""
         return _encode({"input_tokens": tokens})
 
-    def models(self, names: Sequence[str], window: int, created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """See `Dialect.models`."""
         return openai.models(names, window, created)
 
-    def model(self, name: str, window: int, created: int) -> bytes:
+    def encode_model(self, name: str, window: int, created: int) -> bytes:
         """See `Dialect.model`."""
         return openai.model(name, window, created)
 
-    def error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+    def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """See `Dialect.error`."""
         return openai.failure(error)
 
@@ -181,9 +173,9 @@ class _ChatStream:
 
     content_type = openai.EVENT_STREAM
 
-    def __init__(self, request: Request, answer_id: str, created: int) -> None:
+    def __init__(self, request: Request, response_id: str, created: int) -> None:
         head = {
-            "id": f"chatcmpl-{answer_id}",
+            "id": f"chatcmpl-{response_id}",
             "object": "chat.completion.chunk",
             "created": created,
             "model": request.model,
@@ -194,11 +186,11 @@ class _ChatStream:
         self._customs = _customs(request.tools)
         self._calls = [0] * request.n
 
-    def open(self, usage: Usage) -> bytes:
+    def start(self, usage: Usage) -> bytes:
         start = b'{"role":"assistant","content":""}'
         return b"".join(self._delta(start, index) for index in range(len(self._calls)))
 
-    def piece(self, piece: Piece, index: int = 0) -> bytes:
+    def add(self, piece: Piece, index: int = 0) -> bytes:
         if isinstance(piece, TextDelta):
             return self._delta(b'{"content":' + _encode(piece.text) + b"}", index)
         if isinstance(piece, ReasoningDelta):
@@ -215,13 +207,13 @@ class _ChatStream:
             _encode({"tool_calls": [rest]}), index
         )
 
-    def close(self, answers: Sequence[Answer]) -> bytes:
+    def finish(self, answers: Sequence[Response]) -> bytes:
         end = b"".join(self._delta(b"{}", i, _finish(answer)) for i, answer in enumerate(answers))
         if self._usage:
             end += self._head + b',"choices":[],"usage":' + _encode(_usage(answers)) + b"}\n\n"
         return end + b"data: [DONE]\n\n"
 
-    def fault(self, error: TuglineError) -> bytes:
+    def fail(self, error: TuglineError) -> bytes:
         return b"data: " + _encode({"error": openai.error_object(error)}) + b"\n\n"
 
     def keep_alive(self) -> bytes:
@@ -259,13 +251,13 @@ def _call(call: ToolCall, customs: frozenset[str]) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: Response) -> str:
     if answer.finish is not Finish.STOP:
         return "length"
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+def _usage(answers: Sequence[Response]) -> dict[str, Any]:
     prompt = answers[0].usage.prompt
     sampled = sum(answer.usage.sampled for answer in answers)
     return {

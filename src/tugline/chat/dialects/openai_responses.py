@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import Action, Answer, Incoming, Memory, Native, Request
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
 from tugline.chat.dialects.reading import bearer, decode
 from tugline.chat.dialects.responses_input import Folding, declared, read_tools
 from tugline.chat.dialects.responses_output import (
@@ -29,6 +29,8 @@ from tugline.chat.dialects.responses_output import (
     response,
 )
 from tugline.chat.dialects.responses_stream import ResponseStream
+from tugline.chat.request import Request, ThreadInfo
+from tugline.chat.response import Response
 from tugline.errors import RequestError, TuglineError, Unsupported
 from tugline.types import Sampling, TraceKind
 
@@ -114,19 +116,19 @@ class OpenAIResponses:
 
     name = "openai_responses"
 
-    def action(self, incoming: Incoming) -> Action | None:
-        """See `Dialect.action`."""
+    def match(self, incoming: HttpRequest) -> Action | None:
+        """See `Dialect.match`."""
         if incoming.method != "POST":
             return None
         if incoming.path in {"/responses", "/responses/compact"}:
             return Action.ANSWER
         return Action.COUNT if incoming.path == "/responses/input_tokens" else None
 
-    def key(self, headers: Mapping[str, str], query: str) -> str | None:
+    def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """The bearer token."""
         return bearer(headers)
 
-    def parse(self, incoming: Incoming, memory: Memory) -> Request:
+    def parse(self, incoming: HttpRequest, cache: ParseCache) -> Request:
         """See `Dialect.parse`."""
         body = decode(incoming.body, _decoder, "the request body")
         openai.refuse(body, _HARMLESS)
@@ -134,26 +136,26 @@ class OpenAIResponses:
         compact = incoming.path == "/responses/compact"
         items, first = _items(body, compact=compact)
         declared_tools = declared(body.tools, items, incoming.body)
-        tools = () if compact else memory.tools(declared_tools, read_tools)
+        tools = () if compact else cache.parse_tools(declared_tools, read_tools)
         text = decode(body.text, _text, "text", "text.")
         native = openai.native(incoming.headers)
         if compact:
-            native = Native(native.thread, native.parent_thread, TraceKind.COMPACTION)
+            native = ThreadInfo(native.id, native.parent, TraceKind.COMPACTION)
         return Request(
             model=body.model,
-            messages=memory.messages(items, Folding(items, first)),
+            messages=cache.fold(items, Folding(items, first)),
             tools=tools,
-            asked=_sampling(body),
+            sampling=_sampling(body),
             stream=bool(body.stream) and not compact,
             usage_in_stream=True,
             tool_choice=openai.tool_choice(None if compact else body.tool_choice, tools),
             parallel=body.parallel_tool_calls is not False,
             constraint=openai.constraint(text.format if text else None, "text.format"),
-            native=native,
+            thread=native,
             echo=_echo(body, items[first:-1] if compact else None),
         )
 
-    def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
+    def encode(self, request: Request, answers: Sequence[Response]) -> bytes:
         """A ``response`` object, or that of a compaction."""
         answer, echo = answers[0], echo_of(request)
         if echo.compact is not None:
@@ -161,23 +163,23 @@ class OpenAIResponses:
         items = Items(answer.id, request.tools, sealed=echo.sealed)
         return bytes(response(outcome(answer, items.all(answer)), echo.fields))
 
-    def stream(self, request: Request, answer_id: str, created: int) -> ResponseStream:
+    def stream(self, request: Request, response_id: str, created: int) -> ResponseStream:
         """Server-sent ``response.*`` events."""
-        return ResponseStream(request, answer_id, created)
+        return ResponseStream(request, response_id, created)
 
-    def count(self, tokens: int) -> bytes:
+    def encode_count(self, tokens: int) -> bytes:
         """See `Dialect.count`."""
         return _encode({"object": "response.input_tokens", "input_tokens": tokens})
 
-    def models(self, names: Sequence[str], window: int, created: int) -> bytes:
+    def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """See `Dialect.models`."""
         return openai.models(names, window, created)
 
-    def model(self, name: str, window: int, created: int) -> bytes:
+    def encode_model(self, name: str, window: int, created: int) -> bytes:
         """See `Dialect.model`."""
         return openai.model(name, window, created)
 
-    def error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
+    def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """See `Dialect.error`."""
         return openai.failure(error, _RENAMED)
 

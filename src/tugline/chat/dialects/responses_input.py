@@ -61,7 +61,7 @@ def unseal(sealed: Any) -> str | None:
 
 # --------------------------------------------------------------------------- items
 class Folding:
-    """Folds items into messages; the step that `Memory.messages` asks for.
+    """Folds items into messages; the step that `ParseCache.fold` asks for.
 
     It looks back at earlier items where ids matter, so equal fronts still give equal messages.
     """

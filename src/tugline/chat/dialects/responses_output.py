@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import Answer, Request, Usage
 from tugline.chat.dialects.responses_input import SHELL_FIELDS, seal
+from tugline.chat.request import Request
+from tugline.chat.response import Response, Usage
 from tugline.types import Finish, Tool, ToolCall, ToolKind
 
 Item = dict[str, Any]
@@ -47,8 +48,8 @@ def echo_of(request: Request) -> Echo:
 class Items:
     """Makes the output items of one answer, in their order."""
 
-    def __init__(self, answer_id: str, tools: Sequence[Tool], *, sealed: bool) -> None:
-        self._answer, self._sealed = answer_id, sealed
+    def __init__(self, response_id: str, tools: Sequence[Tool], *, sealed: bool) -> None:
+        self._answer, self._sealed = response_id, sealed
         self._tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
 
     def reasoning(self, place: int, text: str) -> Item:
@@ -87,7 +88,7 @@ class Items:
         place_id = self._id("fc", place)
         return {**item, "type": "function_call", "id": place_id, "arguments": call.arguments}
 
-    def all(self, answer: Answer) -> list[Item]:
+    def all(self, answer: Response) -> list[Item]:
         """Reasoning, message and calls of a whole answer."""
         message, items = answer.message, list[Item]()
         if message.reasoning:
@@ -108,7 +109,7 @@ def text_part(text: str) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def final(answer: Answer) -> str:
+def final(answer: Response) -> str:
     """Status of an answer, and of the item that it ends in."""
     return "completed" if answer.finish is Finish.STOP else "incomplete"
 
@@ -141,7 +142,7 @@ def response(head: Item, fields: msgspec.Raw) -> msgspec.Raw:
     return msgspec.Raw(_encode(whole)[:-1] + b"," + bytes(fields)[1:])
 
 
-def outcome(answer: Answer, output: Sequence[Item]) -> Item:
+def outcome(answer: Response, output: Sequence[Item]) -> Item:
     """What the response of a finished answer says of it."""
     status = final(answer)
     details = None if status == "completed" else {"reason": "max_output_tokens"}
@@ -156,7 +157,7 @@ def outcome(answer: Answer, output: Sequence[Item]) -> Item:
     }
 
 
-def compaction(answer: Answer, kept: Sequence[msgspec.Raw]) -> bytes:
+def compaction(answer: Response, kept: Sequence[msgspec.Raw]) -> bytes:
     """The reply of ``/responses/compact``: the user's words and the sealed summary."""
     summary = seal(answer.message.content or answer.message.reasoning or "")
     item = {"id": f"cmp_{answer.id}", "type": "compaction", "encrypted_content": summary}

@@ -12,14 +12,6 @@ from typing import Any
 import msgspec
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import (
-    Answer,
-    Piece,
-    ReasoningDelta,
-    Request,
-    TextDelta,
-    Usage,
-)
 from tugline.chat.dialects.responses_output import (
     Item,
     Items,
@@ -29,6 +21,8 @@ from tugline.chat.dialects.responses_output import (
     response,
     text_part,
 )
+from tugline.chat.request import Request
+from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import TuglineError
 from tugline.types import ToolCall
 
@@ -52,22 +46,22 @@ class ResponseStream:
 
     content_type = openai.EVENT_STREAM
 
-    def __init__(self, request: Request, answer_id: str, created: int) -> None:
+    def __init__(self, request: Request, response_id: str, created: int) -> None:
         echo = echo_of(request)
         self._fields = echo.fields
-        self._head = {"id": f"resp_{answer_id}", "created_at": created, "model": request.model}
-        self._items = Items(answer_id, request.tools, sealed=echo.sealed)
+        self._head = {"id": f"resp_{response_id}", "created_at": created, "model": request.model}
+        self._items = Items(response_id, request.tools, sealed=echo.sealed)
         self._output: list[Item] = []
         self._sequence = 0
         self._open: _Open | None = None
 
-    def open(self, usage: Usage) -> bytes:
+    def start(self, usage: Usage) -> bytes:
         """``response.created`` and ``response.in_progress``."""
         begun = response({**self._head, "status": "in_progress", "output": []}, self._fields)
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)
 
-    def piece(self, piece: Piece, index: int = 0) -> bytes:
+    def add(self, piece: Piece, index: int = 0) -> bytes:
         """Deltas of the open item, or of a new one; a call closes what is open."""
         if isinstance(piece, ToolCall):
             return self._end("completed") + self._call(piece)
@@ -76,7 +70,7 @@ class ResponseStream:
             start = self._end("completed") + self._begin(type(piece))
         return start + self._delta(piece.text)
 
-    def close(self, answers: Sequence[Answer]) -> bytes:
+    def finish(self, answers: Sequence[Response]) -> bytes:
         """The end of what is open, then the whole response; there is a message or a call in it."""
         answer = answers[0]
         last = b""
@@ -88,7 +82,7 @@ class ResponseStream:
         whole = response(head, self._fields)
         return last + self._event(f"response.{final(answer)}", response=whole)
 
-    def fault(self, error: TuglineError) -> bytes:
+    def fail(self, error: TuglineError) -> bytes:
         """An ``error`` event for clients that look for it, and the failed response."""
         about = openai.error_object(error)
         head = {

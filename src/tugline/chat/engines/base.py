@@ -13,8 +13,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from tugline.chat.dialects.base import Constraint, Request, ToolChoice
-from tugline.chat.tokens import Tokens
+from tugline.chat.request import Constraint, Request, ToolChoice
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import TuglineError
 from tugline.types import (
     Call,
@@ -54,7 +54,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Unique; what an abort names."""
     stream: bool = True
-    prompt: Tokens | None = None
+    prompt: TokenSequence | None = None
     stop_ids: tuple[int, ...] = ()
     """Sampled and then final, in exact mode."""
     banned: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     calls: tuple[CallDelta, ...] = ()
     stop: str | None = None
     """Observed and text mode: the stop string that matched."""
-    unseen: int = 0
+    unreported_tokens: int = 0
     """Sampled tokens whose ids are not told (yet), by the engine's own count; negative where an
     earlier count was too high or the ids came after all."""
     prompt_count: int = 0
@@ -116,7 +116,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class Reader(Protocol):
     """Reads one reply; keeps what it must between chunks."""
 
-    def events(self, payloads: list[bytes]) -> list[Delta]:
+    def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """Payloads of server-sent events (what follows ``data:``, without ``[DONE]``).
 
         All that came in one read are given together; consecutive tokens of one version are one
@@ -125,7 +125,7 @@ class Reader(Protocol):
         """
         ...
 
-    def whole(self, body: bytes) -> list[Delta]:
+    def read_body(self, body: bytes) -> list[Delta]:
         """A reply that was not streamed."""
         ...
 
@@ -139,18 +139,18 @@ class EngineFormat(Protocol):
     logprob_meaning: LogprobMeaning
     features: frozenset[Feature]
 
-    def post(self, ask: EngineRequest) -> Post:
-        """The request; streaming if ``ask.stream``."""
+    def build_request(self, request: EngineRequest) -> Post:
+        """The request; streaming if ``request.stream``."""
         ...
 
-    def reader(self, ask: EngineRequest) -> Reader:
-        """A fresh reader for the reply to `ask`."""
+    def make_reader(self, request: EngineRequest) -> Reader:
+        """A fresh reader for the reply to `request`."""
         ...
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """Ask the engine to end a request and answer with what there is; None if it cannot."""
         ...
 
-    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
         """The engine's own words: `ContextOverflow` for a prompt too long, else `EngineError`."""
         ...

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.dialects.base import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.chat.engines.base import EngineRequest, Feature, Post, Reader
 from tugline.chat.engines.chat_reading import ChatReader
-from tugline.chat.engines.generate import NEUTRAL, engine_error, structured
+from tugline.chat.engines.generate import NEUTRAL, parse_engine_error, structured
+from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.errors import TuglineError, Unsupported
 from tugline.types import LogprobMeaning, Message, Mode, Role, Sampling, Tool
 
@@ -39,39 +39,39 @@ class Chat:
         self.logprob_meaning = logprob_meaning
         self.features = features
 
-    def post(self, ask: EngineRequest) -> Post:
+    def build_request(self, request: EngineRequest) -> Post:
         """The conversation, and what to tell of the tokens."""
-        body = chat_body(ask, reasoning=self.reasoning)
-        body |= {"logprobs": True, "return_token_ids": True, "request_id": ask.request_id}
-        body |= NEUTRAL | {"top_k": ask.sampling.top_k or 0}
-        if ask.constraint is not None:
-            body["structured_outputs"] = structured(ask.constraint)
+        body = chat_body(request, reasoning=self.reasoning)
+        body |= {"logprobs": True, "return_token_ids": True, "request_id": request.request_id}
+        body |= NEUTRAL | {"top_k": request.sampling.top_k or 0}
+        if request.constraint is not None:
+            body["structured_outputs"] = structured(request.constraint)
         return Post("/v1/chat/completions", msgspec.json.encode(body))
 
-    def reader(self, ask: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader:
         """A fresh reader."""
         return ChatReader(f"{self.name} sent text without token ids; {self.advice}")
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """Ends the request; its reply then comes with what was sampled."""
         return Post("/abort_requests", msgspec.json.encode({"request_ids": [request_id]}))
 
-    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
         """The message inside ``{"error": {...}}``, or the start of whatever came."""
-        return engine_error(status, body, retry_after)
+        return parse_engine_error(status, body, retry_after)
 
 
 # --------------------------------------------------------------------------- asking
-def chat_body(ask: EngineRequest, *, reasoning: str | None) -> dict[str, Any]:
+def chat_body(request: EngineRequest, *, reasoning: str | None) -> dict[str, Any]:
     """The request as every such server takes it; past thoughts go into the field `reasoning`."""
-    sampling = ask.sampling
+    sampling = request.sampling
     body: dict[str, Any] = {
-        "model": ask.model,
-        "messages": [_message(message, reasoning) for message in ask.messages],
+        "model": request.model,
+        "messages": [_message(message, reasoning) for message in request.messages],
         **_settings(sampling),
-        "stream": ask.stream,
-        "stream_options": {"include_usage": True} if ask.stream else None,
-        **_tools(ask.tools, ask.tool_choice, parallel=ask.parallel),
+        "stream": request.stream,
+        "stream_options": {"include_usage": True} if request.stream else None,
+        **_tools(request.tools, request.tool_choice, parallel=request.parallel),
     }
     return {name: value for name, value in body.items() if value is not None}
 

@@ -103,7 +103,7 @@ class Gathered:
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     stop: str | None = None
-    unseen: int = 0
+    unreported_tokens: int = 0
     prompt_count: int = 0
 
     def full(self, said: _Said) -> bool:
@@ -135,7 +135,7 @@ class Gathered:
             reasoning=self.reasoning,
             calls=tuple(self.calls),
             stop=self.stop,
-            unseen=self.unseen,
+            unreported_tokens=self.unreported_tokens,
             prompt_count=self.prompt_count,
         )
 
@@ -146,11 +146,11 @@ _NOTHING = Gathered()
 class Reading:
     """The frame of a reader; what an event brings is the subclass's business."""
 
-    def events(self, payloads: list[bytes]) -> list[Delta]:
+    def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """One `Delta`, or more where text and calls took turns within one read."""
         return self._deltas([read(payload) for payload in payloads])
 
-    def whole(self, body: bytes) -> list[Delta]:
+    def read_body(self, body: bytes) -> list[Delta]:
         """The first choice. Raises `EngineError` where there is none."""
         reply = read(body)
         if not reply.choices:
@@ -203,10 +203,10 @@ class TextReader(Reading):
         """An event with text counts as a token until the server tells the true number."""
         for choice in reply.choices[:1]:
             fresh = int(told_by(choice, to))
-            to.unseen += fresh
+            to.unreported_tokens += fresh
             self._count += fresh
         if reply.usage is not None and reply.usage.completion_tokens:
-            to.unseen += reply.usage.completion_tokens - self._count
+            to.unreported_tokens += reply.usage.completion_tokens - self._count
             self._count = reply.usage.completion_tokens
             to.prompt_count = reply.usage.prompt_tokens
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tugline.chat.dialects.base import Constraint, ConstraintKind
 from tugline.chat.engines.base import Delta, EngineRequest, Feature, Post
+from tugline.chat.request import Constraint, ConstraintKind
 from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
 
@@ -75,33 +75,33 @@ class Generate:
         self.logprob_meaning = logprob_meaning
         self.features = features
 
-    def post(self, ask: EngineRequest) -> Post:
+    def build_request(self, request: EngineRequest) -> Post:
         """The prompt's ready-made digits, and the sampling settings."""
-        if ask.prompt is None:
+        if request.prompt is None:
             msg = f"{self.name} takes token ids; the prompt was not rendered"
             raise EngineError(msg)
         rest = msgspec.json.encode(
             {
-                "model": ask.model,
-                "sampling_params": sampling_params(ask),
-                "stream": ask.stream,
-                "request_id": ask.request_id,
+                "model": request.model,
+                "sampling_params": sampling_params(request),
+                "stream": request.stream,
+                "request_id": request.request_id,
             }
         )
-        body = ask.prompt.json(b'{"token_ids":[', b"]," + rest[1:])
+        body = request.prompt.to_json(b'{"token_ids":[', b"]," + rest[1:])
         return Post("/inference/v1/generate", body)
 
-    def reader(self, ask: EngineRequest) -> GenerateReader:
+    def make_reader(self, request: EngineRequest) -> GenerateReader:
         """A fresh reader."""
         return GenerateReader()
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """Ends the request; its reply then comes with what was sampled."""
         return Post("/abort_requests", msgspec.json.encode({"request_ids": [request_id]}))
 
-    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
         """The message inside ``{"error": {...}}``, or the start of whatever came."""
-        return engine_error(status, body, retry_after)
+        return parse_engine_error(status, body, retry_after)
 
 
 class GenerateReader:
@@ -110,7 +110,7 @@ class GenerateReader:
     def __init__(self) -> None:
         self._count = 0
 
-    def events(self, payloads: list[bytes]) -> list[Delta]:
+    def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """Tokens of consecutive events under one version are one `Delta`."""
         ids: list[int] = []
         logprobs: list[float] = []
@@ -120,7 +120,7 @@ class GenerateReader:
             for choice in _read(payload).choices:
                 spans: list[_Version] = choice.weight_versions or []
                 late = bool(spans) and spans[0].start < self._count
-                now = number(spans[0].version) if spans and not late else version
+                now = parse_version(spans[0].version) if spans and not late else version
                 if ids and now != version:
                     done.append(_delta(ids, logprobs, version))
                     ids, logprobs = [], []
@@ -140,7 +140,7 @@ class GenerateReader:
             done.append(_delta(ids, logprobs, version))
         return done
 
-    def whole(self, body: bytes) -> list[Delta]:
+    def read_body(self, body: bytes) -> list[Delta]:
         """The first choice."""
         choices = _read(body).choices
         if not choices:
@@ -157,36 +157,36 @@ class GenerateReader:
         finish = finish_of(choice.finish_reason)
         spans = choice.weight_versions or []
         if not spans or spans[0].start < before:
-            told = tuple(VersionSpan(number(s.version), s.start, s.end) for s in spans)
+            told = tuple(VersionSpan(parse_version(s.version), s.start, s.end) for s in spans)
             return [Delta(ids=ids, logprobs=logprobs, spans=told, finish=finish)]
         return [
             Delta(
                 ids=ids[span.start - before : span.end - before],
                 logprobs=logprobs[span.start - before : span.end - before],
-                version=number(span.version),
+                version=parse_version(span.version),
                 finish=finish if span is spans[-1] else None,
             )
             for span in spans
         ]
 
 
-def sampling_params(ask: EngineRequest) -> dict[str, Any]:
+def sampling_params(request: EngineRequest) -> dict[str, Any]:
     """The settings as vLLM names them."""
-    sampling = ask.sampling
+    sampling = request.sampling
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "stop_token_ids": ask.stop_ids,
+        "stop_token_ids": request.stop_ids,
         "logprobs": 0,
     }
     params |= NEUTRAL | {"top_k": sampling.top_k or 0}
     if sampling.seed is not None:
         params["seed"] = sampling.seed
-    if ask.banned:
-        params["logit_bias"] = {str(token): -100.0 for token in ask.banned}
-    if ask.constraint is not None:
-        params["structured_outputs"] = structured(ask.constraint)
+    if request.banned:
+        params["logit_bias"] = {str(token): -100.0 for token in request.banned}
+    if request.constraint is not None:
+        params["structured_outputs"] = structured(request.constraint)
     return params
 
 
@@ -199,7 +199,7 @@ def structured(constraint: Constraint) -> dict[str, Any]:
     return {str(constraint.kind): constraint.schema}
 
 
-def engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
+def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
     """What an engine's error body says; a prompt beyond the window is `ContextOverflow`."""
     text = _words(body)
     too_long = _TOO_LONG.search(text)
@@ -213,7 +213,7 @@ def engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineEr
 
 def inner_error(payload: bytes, fault: Fault) -> TuglineError:
     """The same for an error in the middle of a stream."""
-    return engine_error(fault.code if isinstance(fault.code, int) else 500, payload, None)
+    return parse_engine_error(fault.code if isinstance(fault.code, int) else 500, payload, None)
 
 
 def _words(body: bytes) -> str:
@@ -241,7 +241,7 @@ def seconds(retry_after: str | None) -> float | None:
         return None
 
 
-def number(version: str) -> int:
+def parse_version(version: str) -> int:
     """A version as a number: ``7`` and ``v7`` are 7; an engine's first, unnamed weights are 0."""
     digits = "".join(char for char in version if char.isdigit())
     return int(digits) if digits else 0

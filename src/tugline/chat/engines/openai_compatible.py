@@ -10,7 +10,7 @@ import msgspec
 from tugline.chat.engines.base import EngineRequest, Feature, Post, Reader
 from tugline.chat.engines.chat import Chat, chat_body, response_format
 from tugline.chat.engines.chat_reading import TextReader
-from tugline.chat.engines.generate import engine_error
+from tugline.chat.engines.generate import parse_engine_error
 from tugline.errors import TuglineError
 from tugline.types import LogprobMeaning, Mode
 
@@ -25,7 +25,7 @@ class ObservedChat(Chat):
     def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
         super().__init__("openai", logprob_meaning=logprob_meaning, features=_FEATURES)
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """No such route is common to all servers."""
         return None
 
@@ -38,21 +38,21 @@ class TextChat:
     logprob_meaning = LogprobMeaning.RAW
     features = _FEATURES
 
-    def post(self, ask: EngineRequest) -> Post:
+    def build_request(self, request: EngineRequest) -> Post:
         """The conversation."""
-        body = chat_body(ask, reasoning=None)
-        if ask.constraint is not None:
-            body["response_format"] = response_format(ask.constraint)
+        body = chat_body(request, reasoning=None)
+        if request.constraint is not None:
+            body["response_format"] = response_format(request.constraint)
         return Post("/v1/chat/completions", msgspec.json.encode(body))
 
-    def reader(self, ask: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader:
         """A fresh reader."""
         return TextReader()
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """No such route is common to all servers."""
         return None
 
-    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
         """The message inside ``{"error": {...}}``, or the start of whatever came."""
-        return engine_error(status, body, retry_after)
+        return parse_engine_error(status, body, retry_after)

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tugline.chat.dialects.base import ConstraintKind
 from tugline.chat.engines.base import Delta, EngineRequest, Feature, Post, Reader
 from tugline.chat.engines.chat import chat_body, response_format
 from tugline.chat.engines.chat_reading import (
@@ -28,11 +27,12 @@ from tugline.chat.engines.chat_reading import (
 from tugline.chat.engines.generate import (
     NEUTRAL,
     Fault,
-    engine_error,
     finish_of,
     inner_error,
-    number,
+    parse_engine_error,
+    parse_version,
 )
+from tugline.chat.request import ConstraintKind
 from tugline.errors import EngineError, TuglineError, Unsupported
 from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
 
@@ -45,13 +45,13 @@ class _Sglang:
     def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED) -> None:
         self.logprob_meaning = logprob_meaning
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """Ends the request; its reply then comes with what was sampled."""
         return Post("/abort_request", msgspec.json.encode({"rid": request_id}))
 
-    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
         """The message, which is not wrapped in ``error`` everywhere."""
-        return engine_error(status, body, retry_after)
+        return parse_engine_error(status, body, retry_after)
 
 
 # --------------------------------------------------------------------------- ids in, ids out
@@ -61,40 +61,40 @@ class SglangGenerate(_Sglang):
     mode = Mode.EXACT
     features = frozenset({Feature.STRUCTURED, Feature.BAN})
 
-    def post(self, ask: EngineRequest) -> Post:
+    def build_request(self, request: EngineRequest) -> Post:
         """The prompt's ready-made digits, and the sampling settings."""
-        if ask.prompt is None:
+        if request.prompt is None:
             msg = "sglang takes token ids; the prompt was not rendered"
             raise EngineError(msg)
         rest = msgspec.json.encode(
             {
-                "sampling_params": _sampling_params(ask),
+                "sampling_params": _sampling_params(request),
                 "return_logprob": True,
-                "rid": ask.request_id,
-                "stream": ask.stream,
+                "rid": request.request_id,
+                "stream": request.stream,
             }
         )
-        return Post("/generate", ask.prompt.json(b'{"input_ids":[', b"]," + rest[1:]))
+        return Post("/generate", request.prompt.to_json(b'{"input_ids":[', b"]," + rest[1:]))
 
-    def reader(self, ask: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader:
         """A fresh reader."""
         return _GenerateReader()
 
 
-def _sampling_params(ask: EngineRequest) -> dict[str, Any]:
-    sampling = ask.sampling
+def _sampling_params(request: EngineRequest) -> dict[str, Any]:
+    sampling = request.sampling
     params: dict[str, Any] = NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "stop_token_ids": list(ask.stop_ids),
+        "stop_token_ids": list(request.stop_ids),
         "sampling_seed": sampling.seed,
         "skip_special_tokens": False,
     }
-    if ask.banned:
-        params["logit_bias"] = {str(token): -100.0 for token in ask.banned}
-    constraint = ask.constraint
+    if request.banned:
+        params["logit_bias"] = {str(token): -100.0 for token in request.banned}
+    constraint = request.constraint
     if constraint is not None and constraint.kind is ConstraintKind.JSON_OBJECT:
         params["json_schema"] = '{"type":"object"}'
     elif constraint is not None and constraint.kind is ConstraintKind.JSON_SCHEMA:
@@ -144,14 +144,14 @@ class _GenerateReader:
     def __init__(self) -> None:
         self._count = 0
 
-    def events(self, payloads: list[bytes]) -> list[Delta]:
+    def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """What is new; of cumulative events only the last is looked at."""
         last = _read(payloads[-1])
         if len(last.output_token_logprobs) == last.completion_tokens:
             return self._new(last)
         return [delta for one in payloads for delta in self._new(_read(one))]
 
-    def whole(self, body: bytes) -> list[Delta]:
+    def read_body(self, body: bytes) -> list[Delta]:
         """All of it."""
         return self._new(_read(body))
 
@@ -174,8 +174,8 @@ class _GenerateReader:
             Delta(
                 ids=np.asarray([pair.id for pair in new], np.int32),
                 logprobs=np.asarray([pair.logprob for pair in new], np.float32),
-                version=number(meta.weight_version) if meta.weight_version else None,
-                spans=tuple(VersionSpan(number(s.version), s.start, s.end) for s in spans),
+                version=parse_version(meta.weight_version) if meta.weight_version else None,
+                spans=tuple(VersionSpan(parse_version(s.version), s.start, s.end) for s in spans),
                 finish=finish,
             )
         ]
@@ -199,25 +199,25 @@ class SglangChat(_Sglang):
     mode = Mode.OBSERVED
     features = frozenset({Feature.STRUCTURED, Feature.IMAGES, Feature.TOOL_CHOICE})
 
-    def post(self, ask: EngineRequest) -> Post:
+    def build_request(self, request: EngineRequest) -> Post:
         """The conversation, and what to tell of the tokens. Raises `Unsupported` by name."""
-        if ask.tools and not ask.parallel:
+        if request.tools and not request.parallel:
             msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
             raise Unsupported(msg, param="parallel_tool_calls")
-        body = chat_body(ask, reasoning="reasoning_content")
+        body = chat_body(request, reasoning="reasoning_content")
         body |= NEUTRAL | {
             "logprobs": True,
             "return_input_ids_in_sglext": True,
             "return_output_ids_in_sglext": True,
-            "rid": ask.request_id,
+            "rid": request.request_id,
             "skip_special_tokens": False,  # else thoughts whose marks are special never end
-            "top_k": ask.sampling.top_k or -1,
+            "top_k": request.sampling.top_k or -1,
         }
-        if ask.constraint is not None:
-            body["response_format"] = response_format(ask.constraint)
+        if request.constraint is not None:
+            body["response_format"] = response_format(request.constraint)
         return Post("/v1/chat/completions", msgspec.json.encode(body))
 
-    def reader(self, ask: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader:
         """A fresh reader."""
         return _ChatReader()
 
@@ -235,12 +235,12 @@ class _ChatReader(Reading):
         for choice in reply.choices[:1]:
             fresh = logprobs_of(choice)
             self._logprobs += fresh
-            to.unseen += len(fresh)
+            to.unreported_tokens += len(fresh)
             told_by(choice, to)
             self._finish, to.finish = to.finish or self._finish, None
         if reply.metadata is not None and reply.metadata.weight_versions:
             to.spans = tuple(
-                VersionSpan(number(s.version), s.start, s.end)
+                VersionSpan(parse_version(s.version), s.start, s.end)
                 for s in reply.metadata.weight_versions
             )
         if reply.sglext is not None and reply.sglext.output_ids:
@@ -249,9 +249,9 @@ class _ChatReader(Reading):
             ids = reply.sglext.output_ids[0]
             if len(ids) == len(self._logprobs):
                 to.ids, to.logprobs = ids, self._logprobs
-                to.unseen -= len(ids)
+                to.unreported_tokens -= len(ids)
             else:
-                to.unseen += len(ids) - len(self._logprobs)
+                to.unreported_tokens += len(ids) - len(self._logprobs)
             to.finish = self._finish or Finish.STOP
         elif reply.usage is not None and not self._told:
             self._without_ids(to)

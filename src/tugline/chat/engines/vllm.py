@@ -16,9 +16,9 @@ from tugline.chat.engines.chat import Chat
 from tugline.chat.engines.generate import (
     Fault,
     Generate,
-    engine_error,
     finish_of,
     inner_error,
+    parse_engine_error,
     sampling_params,
 )
 from tugline.errors import EngineError, TuglineError
@@ -39,7 +39,7 @@ class VllmGenerate(Generate):
     def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
         super().__init__("vllm", logprob_meaning=logprob_meaning, features=_EXACT)
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """Ends the request; its reply then comes with what was sampled."""
         return _abort("/inference/v1/abort_requests", f"generate-tokens-{request_id}")
 
@@ -50,7 +50,7 @@ class VllmChat(Chat):
     def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
         super().__init__("vllm", logprob_meaning=logprob_meaning, features=_CHAT)
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """Ends the request where the server has its development routes."""
         return _abort("/abort_requests", f"chatcmpl-{request_id}")
 
@@ -65,33 +65,33 @@ class VllmCompletions:
     def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
         self.logprob_meaning = logprob_meaning
 
-    def post(self, ask: EngineRequest) -> Post:
+    def build_request(self, request: EngineRequest) -> Post:
         """The prompt's ready-made digits, and the sampling settings."""
-        if ask.prompt is None:
+        if request.prompt is None:
             msg = "vllm takes token ids; the prompt was not rendered"
             raise EngineError(msg)
         rest = msgspec.json.encode(
             {
-                **sampling_params(ask),
-                "model": ask.model,
-                "stream": ask.stream,
+                **sampling_params(request),
+                "model": request.model,
+                "stream": request.stream,
                 "return_token_ids": True,
-                "request_id": ask.request_id,
+                "request_id": request.request_id,
             }
         )
-        return Post("/v1/completions", ask.prompt.json(b'{"prompt":[', b"]," + rest[1:]))
+        return Post("/v1/completions", request.prompt.to_json(b'{"prompt":[', b"]," + rest[1:]))
 
-    def reader(self, ask: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader:
         """A fresh reader."""
         return _CompletionsReader()
 
-    def abort(self, request_id: str) -> Post | None:
+    def build_abort(self, request_id: str) -> Post | None:
         """Ends the request where the server has its development routes."""
         return _abort("/abort_requests", f"cmpl-{request_id}-0")
 
-    def error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
         """The message inside ``{"error": {...}}``, or the start of whatever came."""
-        return engine_error(status, body, retry_after)
+        return parse_engine_error(status, body, retry_after)
 
 
 class _Logprobs(msgspec.Struct):
@@ -118,7 +118,7 @@ class _CompletionsReader:
     def __init__(self) -> None:
         self._count = 0
 
-    def events(self, payloads: list[bytes]) -> list[Delta]:
+    def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """One `Delta` for all tokens of a read."""
         ids: list[int] = []
         logprobs: list[float] = []
@@ -142,9 +142,9 @@ class _CompletionsReader:
             )
         ]
 
-    def whole(self, body: bytes) -> list[Delta]:
+    def read_body(self, body: bytes) -> list[Delta]:
         """The first choice."""
-        return self.events([body])
+        return self.read_events([body])
 
 
 def _read(payload: bytes) -> _Reply:

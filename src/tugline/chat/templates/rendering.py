@@ -1,8 +1,8 @@
 """Messages to token ids and back, for one model: a thin, typed face on the `renderers` library.
 
-`first` renders a whole conversation; `extension` gives only the ids that follow what is already
-there, from the end of the prompt and the sampled ids, and answers None when the template cannot
-continue them without touching them (I1). Nothing here but `first` costs more than what is new (I7).
+`render` renders a whole conversation. `render_extension` gives only the ids that follow those that
+are already there, from the end of the prompt and the sampled ids; it returns None when the template
+cannot continue them without changing them (I1). Only `render` costs more than what is new (I7).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec import structs
 from renderers import create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
-from tugline.chat.dialects.base import ChoiceMode, ToolChoice
+from tugline.chat.request import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, Markers, Template, template
 from tugline.chat.templates.plain import Plain, json_call, plain_message, plain_tool, written
 from tugline.chat.tokenizer import Tokenizer
@@ -93,9 +93,9 @@ class Rendering:
     @property
     def incremental(self) -> bool:
         """Whether an answer can be told while it is sampled; else it is held until its end."""
-        return self.tokenizer.spellings is not None and self.template.followed
+        return self.tokenizer.token_bytes is not None and self.template.followed
 
-    def first(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """Ids of the whole conversation, ready for the model's next turn.
 
         Raises `Unsupported` naming the field where the template has no place for what it holds.
@@ -105,7 +105,7 @@ class Rendering:
         ).digest()
         ids = self._renders.get(key)
         if ids is None:
-            ids = self._render(messages, tools)
+            ids = self._render_ids(messages, tools)
             self._renders[key] = ids
             if len(self._renders) > _RENDERS:
                 self._renders.popitem(last=False)
@@ -113,7 +113,7 @@ class Rendering:
             self._renders.move_to_end(key)
         return ids
 
-    def extension(
+    def render_extension(
         self, end: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]
     ) -> Ids | None:
         """The ids that follow a prompt that ends in `end`, its answer `sampled`, for a new `tail`.
@@ -141,7 +141,7 @@ class Rendering:
             more = self.tokenizer.encode(self.template.gap) + more
         return np.asarray(more, np.int32)
 
-    def forced(self, choice: ToolChoice) -> Ids | None:
+    def force_tool_call(self, choice: ToolChoice) -> Ids | None:
         """Ids that, appended to the prompt, make the model call a tool; None if that is unknown.
 
         They close the reasoning first, and go as far as the name (`ChoiceMode.REQUIRED`) or as the
@@ -156,8 +156,8 @@ class Rendering:
         if choice.names:
             text += choice.names[0] + (force.after or "")
         if force.closing or force.skipping:
-            generation = self.first((Message(Role.USER, "x"),), ())[-END:]
-            if self.thinks(generation):
+            generation = self.render((Message(Role.USER, "x"),), ())[-END:]
+            if self.starts_in_reasoning(generation):
                 text = force.closing + text
             elif self.markers.think_end not in generation:
                 text = force.skipping + text
@@ -181,10 +181,12 @@ class Rendering:
         content = "\n".join(text.strip() for text in texts if text.strip())
         return Parsed(content, (parsed.reasoning_content or "").strip() or None, tuple(calls))
 
-    def calls(self, block: list[int], tools: Sequence[Tool] = ()) -> tuple[tuple[str, str], ...]:
+    def parse_calls(
+        self, block: list[int], tools: Sequence[Tool] = ()
+    ) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
         if self.template.plain_json:
-            call = json_call(self.tokenizer.spelled(block[1:-1]))
+            call = json_call(self.tokenizer.decode_bytes(block[1:-1]))
             if call is not None:
                 return (call,)
         parsed = self._parsed([*self.markers.lead, *block], None, tools)
@@ -192,7 +194,7 @@ class Rendering:
             return ()
         return tuple((call.name, written(call.arguments)) for call in parsed.tool_calls)
 
-    def thinks(self, end: Ids) -> bool:
+    def starts_in_reasoning(self, end: Ids) -> bool:
         """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
         ids: list[int] = end[-END:].tolist()
         place = len(ids)
@@ -221,7 +223,7 @@ class Rendering:
         except _FAULTS:
             return None
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
+    def _render_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         try:
             ids = self._renderer.render_ids(
                 self._plain(messages), tools=self._plain_tools(tools), add_generation_prompt=True

@@ -51,7 +51,7 @@ class Answer:
     @property
     def unseen(self) -> int:
         """Sampled tokens without an id."""
-        return sum(delta.unseen for delta in self.deltas)
+        return sum(delta.unreported_tokens for delta in self.deltas)
 
     @property
     def prompt(self) -> bytes | None:
@@ -123,21 +123,21 @@ class Direct:
 
     async def ask(self, wire: EngineFormat, ask: EngineRequest) -> Answer:
         """Sample. Raises what the engine says, or `EngineError` for nonsense."""
-        post, reader, answer = wire.post(ask), wire.reader(ask), Answer()
+        post, reader, answer = wire.build_request(ask), wire.make_reader(ask), Answer()
         headers = {"content-type": "application/json", **post.headers}
         async with self.client.post(
             self.url + post.path, data=post.body, headers=headers
         ) as response:
             if response.status != 200:
-                raise wire.error(response.status, await response.read(), None)
+                raise wire.parse_error(response.status, await response.read(), None)
             if not ask.stream:
-                answer.deltas = reader.whole(await response.read())
+                answer.deltas = reader.read_body(await response.read())
             else:
                 async for line in response.content:
                     data = line[5:].strip()
                     if line.startswith(b"data:") and data != b"[DONE]":
                         answer.reads += 1
-                        answer.deltas += reader.events([data])
+                        answer.deltas += reader.read_events([data])
         if not any(delta.finish for delta in answer.deltas):
             msg = "the reply has no finish reason"
             raise EngineError(msg)
@@ -145,7 +145,7 @@ class Direct:
 
     async def leave(self, wire: EngineFormat, ask: EngineRequest, *, after: int) -> int:
         """Begin a streamed answer and hang up after some events; how many there were."""
-        post, reads = wire.post(ask), 0
+        post, reads = wire.build_request(ask), 0
         headers = {"content-type": "application/json", **post.headers}
         async with self.client.post(
             self.url + post.path, data=post.body, headers=headers

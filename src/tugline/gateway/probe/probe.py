@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from tugline.chat.engines.base import EngineFormat, EngineRequest
-from tugline.chat.tokens import Tokens
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.gateway.probe.diagnosis import ROUTES, Check, Outcome, Report
 from tugline.gateway.probe.direct import PATIENCE_S, Card, Direct
@@ -124,7 +124,7 @@ class _Probe:
             "stream": stream,
         }
         if wire.mode is Mode.EXACT:
-            given["prompt"] = Tokens(self._prompt)
+            given["prompt"] = TokenSequence(self._prompt)
         else:
             given["messages"] = _TALK
         return EngineRequest(**(given | more))
@@ -192,7 +192,7 @@ class _Probe:
     async def _overflow(self, wire: EngineFormat, window: int) -> str:
         more: dict[str, Any] = {"messages": (Message(Role.USER, "word " * (window + 64)),)}
         if wire.mode is Mode.EXACT:
-            more = {"prompt": Tokens(np.full(window + 64, self._prompt[-1], np.int32))}
+            more = {"prompt": TokenSequence(np.full(window + 64, self._prompt[-1], np.int32))}
         try:
             await self._engine.ask(wire, self._ask(wire, 1, stream=True, **more))
         except ContextOverflow as error:
@@ -244,7 +244,7 @@ class _Probe:
     async def _draws(
         self, wire: EngineFormat, context: Ids | None, temperature: float
     ) -> dict[int, float]:
-        more: dict[str, Any] = {} if context is None else {"prompt": Tokens(context)}
+        more: dict[str, Any] = {} if context is None else {"prompt": TokenSequence(context)}
         more["sampling"] = Sampling(temperature=temperature, top_p=1.0, top_k=0, max_tokens=1)
         asks = [self._ask(wire, 1, stream=False, **more) for _ in range(8)]
         answers = await asyncio.gather(*(self._engine.ask(wire, asked) for asked in asks))

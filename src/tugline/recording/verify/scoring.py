@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tugline.chat.engines.generate import engine_error, number
-from tugline.chat.tokens import Tokens
+from tugline.chat.engines.generate import parse_engine_error, parse_version
+from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError
 from tugline.gateway.probe.direct import Card, Direct
 from tugline.recording.verify.findings import Turn
@@ -107,7 +107,7 @@ class Scorer:
         return [value for one, (value, other, _) in pairs if value is not None and one == other]
 
     async def _post(self, path: str, before: bytes, ids: Ids, body: dict[str, Any]) -> bytes:
-        data = Tokens(ids).json(before, b"]," + msgspec.json.encode(body)[1:])
+        data = TokenSequence(ids).to_json(before, b"]," + msgspec.json.encode(body)[1:])
         headers = {"content-type": "application/json"}
         try:
             async with self.direct.client.post(
@@ -118,7 +118,7 @@ class Scorer:
             msg = f"the engine at {self.direct.url} was lost: {error or type(error).__name__}"
             raise EngineError(msg) from error
         if response.status != 200:
-            raise engine_error(response.status, raw, None)
+            raise parse_engine_error(response.status, raw, None)
         return raw
 
 
@@ -136,7 +136,7 @@ async def scorer_at(url: str) -> AsyncIterator[Scorer]:
         yield Scorer(
             direct,
             card,
-            version=None if version is None else number(str(version)),
+            version=None if version is None else parse_version(str(version)),
             longest=await _longest(direct, card),
         )
 

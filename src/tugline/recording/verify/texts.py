@@ -16,14 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tugline.chat.dialects.base import (
-    ChoiceMode,
-    Piece,
-    ReasoningDelta,
-    TextDelta,
-    ToolChoice,
-)
-from tugline.chat.stream_parser import Decoder
+from tugline.chat.request import ChoiceMode, ToolChoice
+from tugline.chat.response import Piece, ReasoningDelta, TextDelta
+from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError
@@ -122,7 +117,7 @@ def _readings(rendering: Rendering, call: Call, known: Mapping[int, Call]) -> It
     start = begun or _Start(call.prompt_ids)
     for names in ((), *((tool.name,) for tool in call.tools)):
         mode = ChoiceMode.NAMED if names else ChoiceMode.REQUIRED
-        forced = rendering.forced(ToolChoice(mode, names))
+        forced = rendering.force_tool_call(ToolChoice(mode, names))
         if forced is not None and np.array_equal(start.prompt[-len(forced) :], forced):
             prompt = start.prompt[: -len(forced)]
             yield _read(rendering, call, _Start(prompt, forced, start.before))
@@ -141,7 +136,7 @@ def _taken_up(call: Call, known: Mapping[int, Call]) -> _Start | None:
 
 def _read(rendering: Rendering, call: Call, start: _Start) -> Message:
     """The answer as a gateway reads it. One that broke off is told as far as it was certain."""
-    decoder = Decoder(
+    decoder = StreamParser(
         rendering,
         start.prompt[-END:],
         f"{call.number}",

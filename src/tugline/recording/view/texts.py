@@ -34,8 +34,8 @@ class Texts:
         tokenizer = self._tokenizer
         if tokenizer is None:
             return f"{token} ".encode()
-        if tokenizer.spellings is not None:
-            return tokenizer.spellings[token]
+        if tokenizer.token_bytes is not None:
+            return tokenizer.token_bytes[token]
         # such a tokenizer drops the space before a first token: the second of two has it
         return tokenizer.decode([token, token])[len(tokenizer.decode([token])) :].encode()
 
