@@ -11,7 +11,7 @@ import tugline
 
 NAMES = [
     "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
-    "Ledger", "Limits", "Missing", "Part", "Policy", "Result", "Reward", "Sampling", "ServerError",
+    "Ledger", "Limits", "Missing", "PluginSpec", "Policy", "Result", "Reward", "Sampling", "ServerError",
     "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError", "UsageError",
     "load_tasks",
 ]  # fmt: skip

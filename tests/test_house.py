@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import pytest
 from packaging.requirements import Requirement
 
 from tugline import errors
-from tugline.config import Config, _models, describe
+from tugline.config import Config, describe
 from tugline.plugins import BUILT_IN
+from tugline.schema import list_structs
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "tugline"
@@ -129,7 +131,7 @@ def _configs() -> list[type[Config]]:
     """Every configuration model that is not part of another; only their files are imported."""
     models: list[type[object]] = []
     for path in SOURCES:
-        if re.search(r"^class \w+\(Config\)", path.read_text(encoding="utf-8"), re.MULTILINE):
+        if re.search(r"^class \w+\(Config\b", path.read_text(encoding="utf-8"), re.MULTILINE):
             module = importlib.import_module("tugline." + _name(path)[:-3].replace("/", "."))
             own = (each for _, each in inspect.getmembers(module, inspect.isclass))
             models += [each for each in own if each.__module__ == module.__name__]
@@ -137,8 +139,8 @@ def _configs() -> list[type[Config]]:
     nested = {
         one
         for each in configs
-        for field in each.model_fields.values()
-        for one in _models(field.annotation)
+        for field in msgspec.structs.fields(each)
+        for one in list_structs(field.type)
     }
     return [each for each in configs if each not in nested]
 

@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from tugline.errors import UnknownPlugin
-from tugline.plugins import BUILT_IN, find, known
+from tugline.plugins import BUILT_IN, find, list_names
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from tugline.plugins import BUILT_IN, find, known
 def test_every_built_in_name_leads_to_a_class(kind: str, name: str) -> None:
     """The table names nothing that is not there."""
     assert isinstance(find(kind, name), type)
-    assert name in known(kind)
+    assert name in list_names(kind)
 
 
 def test_any_class_can_be_named_by_its_module() -> None:
@@ -30,9 +30,9 @@ def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return [point] if (group, name) == (point.group, point.name) else []
 
     monkeypatch.setattr(metadata, "entry_points", entry_points)
-    assert "mine" in known("harness")
+    assert "mine" in list_names("harness")
     assert find("harness", "mine").__name__ == "Counter"
-    assert "mine" not in known("runtime")
+    assert "mine" not in list_names("runtime")
 
 
 def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
@@ -40,7 +40,7 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
     with pytest.raises(UnknownPlugin) as caught:
         find("harness", "shel")
     assert "unknown harness 'shel'; did you mean 'shell'?" in str(caught.value)
-    assert f"(known: {', '.join(known('harness'))}, or module:Class)" in str(caught.value)
+    assert f"(known: {', '.join(list_names('harness'))}, or module:Class)" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,218 +1,124 @@
-"""Configuration files, read strictly: one YAML or TOML file into one frozen pydantic model.
+"""Configuration files: one YAML, TOML or JSON file into one frozen struct.
 
-An unknown key is an error that names the nearest known one, and every error is one line that says
-which file, which key, which value and what would be right, because a typing mistake that is
-silently ignored costs a night of training. Every field carries a sentence (its docstring), from
-which `describe` makes the reference table of the documentation.
+They are read strictly (`tugline.schema`), because a typing mistake that is silently ignored costs
+a night of training. Every field carries a sentence, its docstring, from which `describe` makes the
+reference table of the documentation.
 """
 
 from __future__ import annotations
 
-import difflib
+import math
 import reprlib
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+import msgspec
+from msgspec import inspect as shapes
 
 from tugline.errors import ConfigError
-
-Location = tuple[int | str, ...]
-
-
-class Config(BaseModel):
-    """Base of every configuration model: frozen, closed, a docstring under each field."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        validate_default=True,
-        use_attribute_docstrings=True,
-    )
+from tugline.schema import decode, field_docs, list_structs, read_values
 
 
-M = TypeVar("M", bound=BaseModel)
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every configuration: frozen, checked however it is made, a docstring per field."""
+
+    def __post_init__(self) -> None:
+        """Check types and bounds, also of a configuration made in Python. Raises `ConfigError`."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                msg = f"{field.name} is {value}, must be a finite number"
+                raise ConfigError(msg, field.name)
+            decode(value, field.type, name=field.name)
 
 
-def load(path: Path | str, model: type[M]) -> M:
-    """The file at `path` as `model`. Raises `ConfigError`, one line."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        msg = f"cannot read configuration file {path}: {error.strerror}"
-        raise ConfigError(msg) from error
-    except UnicodeDecodeError as error:
-        msg = f"{path} is not UTF-8 text (byte {error.start})"
-        raise ConfigError(msg) from error
-    return from_mapping(_parse(path, text), model, source=path.name)
+C = TypeVar("C", bound=Config)
 
 
-def from_mapping(values: Mapping[str, Any], model: type[M], source: str = "configuration") -> M:
-    """`values` as `model`; `source` names them in errors. Raises `ConfigError`, one line."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-        details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
-        more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-        msg = _explain(details[0], model, source) + more
-        raise ConfigError(msg) from error
+def load(path: Path | str, kind: type[C]) -> C:
+    """Read the file at `path` as `kind`. Raises `ConfigError`, one line."""
+    values = read_values(Path(path))
+    return from_mapping({} if values is None else values, kind, source=str(path))
 
 
-def describe(model: type[BaseModel], prefix: str = "", given: BaseModel | None = None) -> list[str]:
+def from_mapping(values: Any, kind: type[C], source: str = "configuration") -> C:
+    """Convert `values` to `kind`; errors name `source`. Raises `ConfigError`, one line."""
+    if not isinstance(values, Mapping):
+        msg = f"{source} holds {reprlib.repr(values)}; keys and values are needed, key: value"
+        raise ConfigError(msg)
+    return decode(values, kind, source=source)
+
+
+# --------------------------------------------------------------------------- the reference table
+def describe(kind: type[Config], prefix: str = "", given: Config | None = None) -> list[str]:
     """Markdown table rows ``| key | type | default | meaning |`` of every key, nested ones dotted.
 
-    A key whose value is itself a model is replaced by that model's keys; `given` is the model
-    that stands there by default. Raises `ConfigError` for a field without a docstring.
+    A key whose value is itself a configuration is replaced by that one's keys; `given` is the
+    configuration that holds the defaults. Raises `ConfigError` for a field without a docstring.
     """
     rows: list[str] = []
-    for name, field in model.model_fields.items():
-        default = getattr(given, name) if given else _default_of(field)
-        inner = list(_models(field.annotation))
+    docs = field_docs(kind)
+    types = {field.name: field.type for field in _struct_fields(kind)}
+    for field in msgspec.structs.fields(kind):
+        default = getattr(given, field.name) if given else _default(field)
+        inner = [each for each in list_structs(field.type) if issubclass(each, Config)]
         for nested in inner:
             value = default if isinstance(default, nested) else None
-            rows += describe(nested, f"{prefix}{name}.", value)
+            rows += describe(nested, f"{prefix}{field.name}.", value)
         if inner:
             continue
-        if not field.description:
-            msg = f"{model.__name__}.{name} has no docstring that says what it is"
+        if field.name not in docs:
+            msg = f"{kind.__name__}.{field.name} has no docstring that says what it is"
             raise ConfigError(msg)
-        shown = "required" if default is PydanticUndefined else f"`{default}`"
-        meaning = " ".join(field.description.split())
-        cells = (f"`{prefix}{name}`", _type_of(model, name), shown, meaning)
+        text = "required" if default is msgspec.NODEFAULT else f"`{default}`"
+        cells = (f"`{prefix}{field.name}`", _say_type(types[field.name]), text, docs[field.name])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
 
-# --------------------------------------------------------------------------- text to values
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice is an error, as it is in TOML."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - PyYAML's signature
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
+def _struct_fields(kind: type[Config]) -> tuple[shapes.Field, ...]:
+    shape = shapes.type_info(kind)
+    return shape.fields if isinstance(shape, shapes.StructType) else ()
 
 
-def _parse(path: Path, text: str) -> Mapping[str, Any]:
-    values: Any
-    match path.suffix.lower():
-        case ".yaml" | ".yml":
-            values = _parse_yaml(path, text)
-        case ".toml":
-            try:
-                values = tomllib.loads(text)
-            except tomllib.TOMLDecodeError as error:
-                msg = f"{path.name} is not valid TOML: {error}"
-                raise ConfigError(msg) from error
-        case other:
-            msg = f"{path.name}: file type {other!r} is unknown; use .yaml, .yml or .toml"
-            raise ConfigError(msg)
-    if not isinstance(values, Mapping):
-        msg = f"{path.name} holds {reprlib.repr(values)}; keys and values are needed, key: value"
-        raise ConfigError(msg)
-    return values
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    make = field.default_factory
+    return field.default if make is msgspec.NODEFAULT else make()
 
 
-def _parse_yaml(path: Path, text: str) -> Any:
-    try:
-        values = yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        msg = f"{path.name} is not valid YAML: {error.problem}{where}"
-        raise ConfigError(msg) from error
-    except yaml.YAMLError as error:
-        msg = f"{path.name} is not valid YAML: {' '.join(str(error).split())}"
-        raise ConfigError(msg) from error
-    return {} if values is None else values
-
-
-# --------------------------------------------------------------------------- errors to one line
-_RELATIONS = {
-    "greater_than": (">", "gt"),
-    "greater_than_equal": (">=", "ge"),
-    "less_than": ("<", "lt"),
-    "less_than_equal": ("<=", "le"),
-    "multiple_of": ("a multiple of", "multiple_of"),
+_TYPE_NAMES: dict[type, str] = {
+    shapes.IntType: "integer",
+    shapes.FloatType: "number",
+    shapes.BoolType: "boolean",
+    shapes.NoneType: "null",
+    shapes.DictType: "object",
+    shapes.ListType: "array",
+    shapes.VarTupleType: "array",
+    shapes.TupleType: "array",
 }
 
 
-def _explain(detail: ErrorDetails, model: type[BaseModel], source: str) -> str:
-    location, kind = detail["loc"], detail["type"]
-    key = ".".join(str(part) for part in location)
-    if kind == "extra_forbidden":
-        return f"unknown key {key!r} in {source}{_nearest(model, location)}"
-    if kind == "missing":
-        return f"key {key!r} is missing in {source}"
-    value = reprlib.repr(detail["input"])
-    if kind in _RELATIONS:
-        relation, bound = _RELATIONS[kind]
-        right = f"is not {relation} {detail['ctx'][bound]}"
-    else:
-        right = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{key}: {value} {right} ({source})" if key else f"{source}: {right}"
+def _say_type(shape: shapes.Type) -> str:
+    """A type with its bounds, such as ``integer or null, >= 1``."""
+    options = shape.types if isinstance(shape, shapes.UnionType) else (shape,)
+    names = [name for option in options for name in _say_names(option)]
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [
+        f"{sign} {bound:g}"
+        for option in options
+        if isinstance(option, shapes.IntType | shapes.FloatType)
+        for key, sign in signs.items()
+        if (bound := getattr(option, key)) is not None
+    ]
+    return ", ".join([" or ".join(names), *bounds])
 
 
-def _nearest(model: type[BaseModel], location: Location) -> str:
-    """The hint for an unknown key: the nearest key of the same table, or all of them."""
-    candidates: list[type[BaseModel]] = [model]
-    for part in location[:-1]:
-        fields = [one.model_fields[part] for one in candidates if part in one.model_fields]
-        candidates = [
-            inner for field in fields for inner in _models(field.annotation)
-        ] or candidates
-    names = sorted({name for one in candidates for name in one.model_fields})
-    close = difflib.get_close_matches(str(location[-1]), names, n=1)
-    table = ".".join(str(part) for part in location[:-1])
-    if close:
-        return f"; did you mean {'.'.join(filter(None, (table, close[0])))!r}?"
-    return f" (known: {', '.join(names)})"
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Every configuration model inside a field's annotation, such as ``list[Model] | None``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models(argument)
-
-
-# --------------------------------------------------------------------------- the reference table
-_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-
-
-def _type_of(model: type[BaseModel], name: str) -> str:
-    root = model.model_json_schema()
-    schema = root["properties"][name]
-    kind = " or ".join(_kinds(schema, root.get("$defs", {})))
-    limits = [f"{sign} {schema[key]:g}" for key, sign in _BOUNDS.items() if key in schema]
-    return ", ".join([kind, *limits])
-
-
-def _kinds(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[str]:
-    if "$ref" in schema:
-        return _kinds(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    if "enum" in schema:
-        return [f"`{value}`" for value in schema["enum"]]
-    if "const" in schema:
-        return [f"`{schema['const']}`"]
-    if "anyOf" in schema:
-        return [kind for option in schema["anyOf"] for kind in _kinds(option, definitions)]
-    return [str(schema.get("type", "any"))]
-
-
-def _default_of(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True, validated_data={})
+def _say_names(shape: shapes.Type) -> list[str]:
+    match shape:
+        case shapes.EnumType(cls=cls):
+            return [f"`{member.value}`" for member in cls]
+        case shapes.LiteralType(values=values):
+            return [f"`{value}`" for value in values]
+    names = (name for kind, name in _TYPE_NAMES.items() if isinstance(shape, kind))
+    return [next(names, "string")]

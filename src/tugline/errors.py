@@ -36,8 +36,16 @@ class UsageError(TuglineError):
     """The caller can mend this."""
 
 
-class ConfigError(UsageError):
-    """A configuration value is unknown or wrong."""
+class ConfigError(UsageError, ValueError):
+    """A key or value is unknown or wrong.
+
+    `field` is its dotted path; `known` lists the right keys or values, where the list is closed.
+    """
+
+    def __init__(self, message: str, field: str = "", known: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.field = field
+        self.known = known
 
 
 class UnknownPlugin(UsageError):

@@ -1,8 +1,8 @@
-"""Find interchangeable parts by name: built in, by entry point, or as ``module:Class``.
+"""Find plug-ins by name (built in, entry point or ``module:Class``) and make them.
 
-A part is looked up once, where a task is accepted, so an unknown name is an error at the door
-that lists the known ones, never a failure in the middle of a run. The same holds for its options:
-`make` compares them with the type hints of the class.
+A plug-in is looked up when a task is accepted, so an unknown name is an error there that lists the
+known ones, never a failure in the middle of a run. The same holds for its options: `make` checks
+them against the type hints of the class.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import re
-import reprlib
 from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import msgspec
 
 from tugline.errors import ConfigError, UnknownPlugin
+from tugline.schema import decode
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "harness": {
@@ -68,32 +67,23 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
 }
 """Kind to name to target; the same shape as the entry points ``tugline.<kind>``."""
-_WORDS = {
-    "array": "a list",
-    "bool": "true or false",
-    "float": "a number",
-    "int": "a whole number",
-    "object": "a table",
-    "str": "a text",
-}
-"""What msgspec calls the values of a task file, and we do."""
 
 
-def known(kind: str) -> list[str]:
-    """Every name of `kind` that can be used without spelling out ``module:Class``."""
+def list_names(kind: str) -> list[str]:
+    """List every name of `kind`, built in or from entry points."""
     entry_points = metadata.entry_points(group=f"tugline.{kind}")
     return sorted({*BUILT_IN[kind], *(point.name for point in entry_points)})
 
 
 def find(kind: str, name: str) -> Any:
-    """The class behind `name`. Raises `UnknownPlugin` with the nearest known name."""
+    """Find the class named `name`. Raises `UnknownPlugin` with the nearest known name."""
     if ":" in name:
         return _load(kind, name)
     if name in BUILT_IN[kind]:
         return _load(kind, BUILT_IN[kind][name])
     for point in metadata.entry_points(group=f"tugline.{kind}", name=name):
         return point.load()
-    names = known(kind)
+    names = list_names(kind)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     msg = f"unknown {kind} {name!r}{hint} (known: {', '.join(names)}, or module:Class)"
@@ -110,12 +100,12 @@ def _load(kind: str, target: str) -> Any:
 
 
 def make(kind: str, name: str, target: Any, options: Mapping[str, Any]) -> Any:
-    """`target` called with `options`. Raises `ConfigError` for an unknown or a wrong one."""
+    """Call `target` with `options`. Raises `ConfigError` for an unknown or a wrong one."""
     parameters = _parameters(target)
     for option, value in options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:
-            _check(f"{kind} {name!r}: {option}", value, hint.annotation)
+            _check(f"{kind} {name!r}", option, value, hint.annotation)
     try:
         return target(**options)
     except TypeError as error:
@@ -124,12 +114,12 @@ def make(kind: str, name: str, target: Any, options: Mapping[str, Any]) -> Any:
         raise ConfigError(msg) from error
 
 
-def packed(where: str, options: Mapping[str, Any]) -> bytes:
-    """The same bytes for the same options. Raises `ConfigError` for what no message can carry."""
+def pack_options(where: str, options: Mapping[str, Any]) -> bytes:
+    """Encode options deterministically. Raises `ConfigError` for values msgpack cannot hold."""
     try:
         return msgspec.msgpack.encode(options, order="deterministic")
     except (TypeError, ValueError, OverflowError) as error:
-        msg = next(_odd_keys(where, options), f"{where} cannot be kept: {error}")
+        msg = next(_odd_keys(where, options), f"{where} cannot be stored: {error}")
         raise ConfigError(msg) from error
 
 
@@ -137,7 +127,7 @@ def _odd_keys(where: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                yield f"{where} has the key {key!r}, must be a text (in quotes)"
+                yield f"{where} has the key {key!r}, must be a string (in quotes)"
             yield from _odd_keys(f"{where}[{key!r}]", inner)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
@@ -146,30 +136,20 @@ def _odd_keys(where: str, value: Any) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=256)
 def _parameters(target: Any) -> dict[str, inspect.Parameter]:
-    """Those with type hints, by name, and ``**`` for all others; none where they cannot be read."""
+    """Parameters with type hints by name, ``**`` for the rest; none if hints cannot be read."""
     try:
-        found = inspect.signature(target, eval_str=True).parameters.values()
-    except Exception:  # noqa: BLE001 - hints are any expression, of somebody else's
+        parameters = inspect.signature(target, eval_str=True).parameters.values()
+    except Exception:  # noqa: BLE001 - a hint is an arbitrary expression of a third party
         return {}
-    hinted = (one for one in found if one.annotation is not one.empty)
-    return {"**" if one.kind is one.VAR_KEYWORD else one.name: one for one in hinted}
+    return {
+        "**" if each.kind is each.VAR_KEYWORD else each.name: each
+        for each in parameters
+        if each.annotation is not each.empty
+    }
 
 
-def _check(where: str, value: Any, hint: Any) -> None:
+def _check(source: str, option: str, value: Any, hint: Any) -> None:
     try:
-        msgspec.convert(value, hint, dec_hook=_no_plain_value)
-    except msgspec.ValidationError as error:
-        why, _, place = str(error).partition(" - at `$")
-        wanted = re.match(r"Expected `([^`]+)`([^,]*)", why)
-        if wanted:
-            words = " or ".join(_WORDS.get(one, one) for one in wanted[1].split(" | "))
-            at = f" at {place.removesuffix('`')}" if place else ""
-            why = f"must be {words}{wanted[2]}{at}"
-        msg = f"{where} is {reprlib.repr(value)}, {why}"
-        raise ConfigError(msg) from error
+        decode(value, hint, source=source, name=option)
     except (TypeError, NotImplementedError):  # a hint that says nothing of plain values
         return
-
-
-def _no_plain_value(hint: type, _: Any) -> None:
-    raise NotImplementedError(hint)

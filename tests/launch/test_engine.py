@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tiny import tokenizer
 from tugline.errors import EngineError, UsageError
@@ -49,7 +50,7 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
         assert not reaching.done()
         async with serve(scripted(), port=port):
             reached = await reaching
-            unknown = told.model_copy(update={"renderer": None})
+            unknown = replace(told, renderer=None)
             with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
                 await engine(unknown, slots=1).__aenter__()
     assert reached.upstream.wire.mode is Mode.EXACT

@@ -55,22 +55,27 @@ MINE = f"{__name__}:Typed"
         ("harness", "claude_code", {"tools": "Bash"}, "tools is 'Bash', must be a list or null"),
         ("harness", "pi", {"args": "--x"}, "args is '--x', must be a list"),
         ("harness", "codex", {"args": 5}, "args is 5, must be a list"),
-        ("harness", "codex", {"context_window": "lots"}, "is 'lots', must be a whole number"),
-        ("harness", "codex", {"context_window": 0}, "is 0, must be a whole number >= 1"),
+        ("harness", "codex", {"context_window": "lots"}, "is 'lots', must be an integer"),
+        ("harness", "codex", {"context_window": 0}, "is 0, must be an integer >= 1"),
         ("harness", "codex", {"sub_agents": "no"}, "is 'no', must be true or false"),
-        ("harness", "codex", {"version": 1.2}, "version is 1.2, must be a text"),
-        ("harness", "codex", {"mcp": [1]}, "mcp is [1], must be a table or null"),
-        ("harness", "codex", {"skills": ["a"]}, "skills is ['a'], must be a table or null"),
-        ("harness", "codex", {"mcp": {5: {}}}, "options['mcp'] has the key 5, must be a text"),
-        ("harness", "shell", {"command": ["a", 5]}, "is ['a', 5], must be a text at [1]"),
-        ("harness", "shell", {"command": "a", "env": {"A": 5}}, "env is {'A': 5}, must be a text"),
+        ("harness", "codex", {"version": 1.2}, "version is 1.2, must be a string"),
+        ("harness", "codex", {"mcp": [1]}, "mcp is [1], must be an object or null"),
+        ("harness", "codex", {"skills": ["a"]}, "skills is ['a'], must be an object or null"),
+        ("harness", "codex", {"mcp": {5: {}}}, "options['mcp'] has the key 5, must be a string"),
+        ("harness", "shell", {"command": ["a", 5]}, "command.1 is 5, must be a string"),
+        (
+            "harness",
+            "shell",
+            {"command": "a", "env": {"A": 5}},
+            "env is {'A': 5}, each value must",
+        ),
         ("harness", MINE, {"at": "/", "limit": "x"}, "limit is 'x', must be a number"),
-        ("harness", MINE, {"at": "/", "other": "x"}, "other is 'x', must be a whole number"),
-        ("harness", "codex", {"context_window": 2**70}, "options cannot be kept: "),
+        ("harness", MINE, {"at": "/", "other": "x"}, "other is 'x', must be an integer"),
+        ("harness", "codex", {"context_window": 2**70}, "options cannot be stored: "),
         ("runtime", "bubblewrap", {"allow": "a:1"}, "allow is 'a:1', must be a list"),
         ("runtime", "local", {"grace_s": "x"}, "grace_s is 'x', must be a number"),
         ("evaluator", "tests", {"paths": "a.py"}, "paths is 'a.py', must be a list or null"),
-        ("evaluator", "function", {"target": 5}, "target is 5, must be a text"),
+        ("evaluator", "function", {"target": 5}, "target is 5, must be a string"),
     ],
 )
 def test_a_wrong_option_names_its_value_and_what_is_right(
@@ -107,4 +112,4 @@ def test_a_key_that_is_no_text_is_refused_with_the_task() -> None:
         check_task(task)
     assert told.value.field == "harness.options"
     where = "harness.options['mcp']['a'][0]['b']"
-    assert str(told.value) == f"{where} has the key 5, must be a text (in quotes)"
+    assert str(told.value) == f"{where} has the key 5, must be a string (in quotes)"

@@ -14,7 +14,6 @@ import pytest
 from launch.processes import World, until
 from swe_toy import EXAMPLE, make, written
 from tasksets.test_swe import GYM
-from tugline.client.task_files import read_value
 from tugline.config import load
 from tugline.datasets.base import Template
 from tugline.datasets.files import read_set
@@ -22,6 +21,7 @@ from tugline.datasets.swe import Swe
 from tugline.launch.settings import settings
 from tugline.rollout.parts import Parts
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.schema import read_values
 from tugline.trainers.grpo.config import GrpoConfig
 
 SIZES = ("paper", "toy")
@@ -32,7 +32,7 @@ def test_the_tasks_are_well_said(size: str, tmp_path: Path) -> None:
     """Every key is one, and every part can be made with its options."""
     file = EXAMPLE / f"{size}.yaml"
     assert read_set(file) is not None
-    template = Template.read(read_value(file)["template"], size, EXAMPLE)
+    template = Template.read(read_values(file)["template"], size, EXAMPLE)
     (task,) = Swe(path=written(tmp_path / "rows.jsonl", GYM)).tasks(template)
     Parts().check(task)
 
@@ -46,14 +46,14 @@ def test_the_cluster_is_well_said(size: str) -> None:
 
 def test_the_paper_is_what_the_paper_says() -> None:
     """293 tasks, 16 samples, 4 groups a batch, one epoch, Adam at 1e-6, TIS, prefix merging."""
-    told = read_value(EXAMPLE / "paper.yaml")
+    told = read_values(EXAMPLE / "paper.yaml")
     assert (told["select"]["limit"], told["template"]["samples"]) == (293, 16)
     assert told["template"]["builder"] == {"name": "prefix_merging"}
     grpo = load(EXAMPLE / "paper.grpo.yaml", GrpoConfig)
     assert (grpo.lr, grpo.epochs, grpo.sessions_per_update) == (1e-6, 1, 4 * 16)
     assert grpo.importance_cap is not None
     toy = load(EXAMPLE / "toy.grpo.yaml", GrpoConfig)
-    assert toy.sessions_per_update == 3 * read_value(EXAMPLE / "toy.yaml")["template"]["samples"]
+    assert toy.sessions_per_update == 3 * read_values(EXAMPLE / "toy.yaml")["template"]["samples"]
 
 
 @pytest.fixture

@@ -310,7 +310,7 @@ def test_a_task_chooses_its_builder_by_name_or_by_class(
         other = Parts().builder(task(PluginSpec(name, {"deep": 1})).builder)
         assert type(other).__name__ == "Own"
         assert other.options == {"deep": 1}  # type: ignore[attr-defined]
-    assert plugins.known("builder") == ["own", "per_request", "prefix_merging", "tree"]
+    assert plugins.list_names("builder") == ["own", "per_request", "prefix_merging", "tree"]
 
 
 def test_a_wrong_builder_is_refused_at_the_door() -> None:

@@ -14,7 +14,8 @@ from hypothesis.strategies import DrawFn
 from msgspec.structs import replace
 
 from trainers.sessions import captured, tiny
-from tugline.plugins import find, known
+from tugline.config import from_mapping
+from tugline.plugins import find, list_names
 from tugline.trainers.grpo.batch import prepare
 from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
 from tugline.trainers.grpo.loss import token_weights
@@ -33,7 +34,7 @@ from tugline.types import (
 )
 
 torch.set_num_threads(1)
-BUILDERS = [name for name in known("builder") if ":" not in name]
+BUILDERS = [name for name in list_names("builder") if ":" not in name]
 REWARDS = [
     {"reward": "outcome"},
     {"reward": "per_trace"},
@@ -137,9 +138,8 @@ def test_no_builder_changes_what_a_token_counts_for(
     limit: int | None,
 ) -> None:
     """Any group: the same tokens with the same advantage and weight, to the bit, and one ledger."""
-    config = GrpoConfig.model_validate(
-        reward | {"advantage": advantage, "normalisation": normalisation, "max_staleness": stale}
-    )
+    chosen = {"advantage": advantage, "normalisation": normalisation, "max_staleness": stale}
+    config = from_mapping(reward | chosen, GrpoConfig)
     seen, books = [], []
     for builder in BUILDERS:
         samples, ledger = prepare(built(group, builder, limit), config, version=2)
@@ -207,8 +207,8 @@ def test_no_builder_changes_the_gradient(
     reward: dict[str, object], normalisation: Normalisation
 ) -> None:
     """A step of several updates moves the weights alike, and merged traces cost it less."""
-    config = GrpoConfig.model_validate(
-        reward | {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
+    config = from_mapping(
+        reward | {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}, GrpoConfig
     )
     weights, reports = [], []
     for builder in BUILDERS:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tugline.config import from_mapping
 from tugline.errors import ConfigError
@@ -206,18 +205,21 @@ def test_weights_of_unequal_sessions() -> None:
 # --------------------------------------------------------------------------- config
 def test_unknown_keys_are_refused() -> None:
     """A misspelt knob does not go by unnoticed."""
-    with pytest.raises(ValidationError, match="learning_rate"):
-        GrpoConfig.model_validate({"learning_rate": 1e-4})
+    with pytest.raises(ConfigError, match="learning_rate"):
+        from_mapping({"learning_rate": 1e-4}, GrpoConfig)
 
 
 @pytest.mark.parametrize(
     ("given_", "told"),
     [
-        ({"reward": "best"}, "reward: 'best' should be 'outcome', 'per_trace' or 'discounted'"),
-        ({"reward": "discounted"}, "turn_discount: None is missing: reward 'discounted' needs"),
-        ({"turn_discount": 0.9}, "turn_discount: 0.9 has no effect with reward 'outcome'"),
-        ({"reward": "discounted", "turn_discount": 0}, "turn_discount: 0 is not > 0"),
-        ({"reward": "discounted", "turn_discount": 1.5}, "turn_discount: 1.5 is not <= 1"),
+        ({"reward": "best"}, "reward is 'best', must be one of discounted, outcome, per_trace"),
+        ({"reward": "discounted"}, "turn_discount is missing: reward 'discounted' needs"),
+        ({"turn_discount": 0.9}, "turn_discount has no effect with reward 'outcome'"),
+        ({"reward": "discounted", "turn_discount": 0}, "turn_discount is 0, must be a number > 0"),
+        (
+            {"reward": "discounted", "turn_discount": 1.5},
+            "is 1.5, must be a number <= 1",
+        ),
     ],
 )
 def test_a_wrong_choice_of_reward_is_named(given_: dict[str, object], told: str) -> None:
@@ -235,5 +237,5 @@ def test_digest_follows_every_field() -> None:
 def test_every_option_and_figure_is_documented() -> None:
     """The guide names each field of the config and of the report."""
     guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    for name in [*GrpoConfig.model_fields, *StepReport.__struct_fields__]:
+    for name in [*GrpoConfig.__struct_fields__, *StepReport.__struct_fields__]:
         assert f"`{name}`" in guide, name

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny, trace
@@ -67,7 +68,7 @@ def test_gate_measures_the_weights_before_the_update(config: GrpoConfig) -> None
         sample=3,
         reward=0.0,
     )
-    eager = config.model_copy(update={"lr": 0.05})
+    eager = replace(config, lr=0.05)
     report = Grpo(model, eager).step(batch, version=VERSION)
     assert report.max_abs_dlogprob == pytest.approx(0.25, abs=1e-5)
 
@@ -141,7 +142,7 @@ def test_sessions_from_the_wire_train_the_same() -> None:
 def test_micro_batches_do_not_change_the_gradient(normalisation: str) -> None:
     """An update cut into passes of one trace has the gradient of an update in one pass."""
     whole = GrpoConfig(normalisation=normalisation)  # type: ignore[arg-type]
-    cut = whole.model_copy(update={"micro_tokens": 1})
+    cut = replace(whole, micro_tokens=1)
     one, report = trained(whole)
     many, other = trained(cut)
     assert float((one - many).abs().max()) < 1e-6
@@ -155,7 +156,7 @@ def test_shared_prefix_gives_the_same_gradient_for_less(micro_tokens: int) -> No
     """Computing the common beginning once changes the cost and nothing else."""
     config = GrpoConfig(micro_tokens=micro_tokens)
     plain, report = trained(config)
-    shared, cheaper = trained(config.model_copy(update={"share_prefix": True}))
+    shared, cheaper = trained(replace(config, share_prefix=True))
     assert float((plain - shared).abs().max()) < 1e-5
     assert cheaper.loss == pytest.approx(report.loss, abs=1e-5)  # type: ignore[attr-defined]
     assert cheaper.tokens_forwarded < 0.8 * report.tokens_forwarded  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from tugline.client.health import Finding, examine
 from tugline.errors import UsageError
 from tugline.gateway.probe.diagnosis import Outcome, Report
 from tugline.gateway.probe.probe import probe
-from tugline.plugins import find, known
+from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime
 from tugline.types import Mode
 
@@ -93,7 +93,7 @@ def engine_at(url: str) -> str:
 
 def _list_runtimes(*, as_json: bool) -> None:
     seen: dict[str, Found] = {}
-    for name in known("runtime"):
+    for name in list_names("runtime"):
         runtime: Runtime = find("runtime", name)()
         why = runtime.check_available()
         seen[name] = Found(why, () if why else tuple(runtime.list_weaknesses()))

@@ -8,12 +8,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tugline.client.task_schema import schema as schema_of
-from tugline.client.task_schema import template
 from tugline.datasets.files import load
 from tugline.errors import Invalid, UsageError
 from tugline.rollout.parts import Parts
 from tugline.server.checks import check_task
+from tugline.task_schema import make_json_schema, make_template
 from tugline.types import Task
 
 task = typer.Typer(help="Task files.", no_args_is_help=True)
@@ -33,7 +32,7 @@ def init(
     """Write a task file with every field and what it means."""
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(template())
+            file.write(make_template())
     except FileExistsError as error:
         msg = f"{path} is there already; name another file, or overwrite it with --force"
         raise UsageError(msg) from error
@@ -58,7 +57,7 @@ def check(paths: Paths) -> None:
 @task.command()
 def schema() -> None:
     """Print the JSON schema of task files, for editors."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(schema_of()), indent=2))
+    typer.echo(msgspec.json.format(msgspec.json.encode(make_json_schema()), indent=2))
 
 
 def read_checked(paths: list[str]) -> list[Task]:

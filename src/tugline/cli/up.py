@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from tugline import log
@@ -107,7 +108,7 @@ def with_an_engine(told: Settings) -> Settings:
         return told
     model = Path(str(files("tugline.demo"))) / _MODEL
     say("no engine was given: the demo's tiny model answers ([bold]--engine URL[/] for a real one)")
-    return told.model_copy(update={"engine": engine.model_copy(update={"model": model})})
+    return replace(told, engine=replace(engine, model=model))
 
 
 def say(line: str) -> None:

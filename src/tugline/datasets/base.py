@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tugline.client.task_files import to_task
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Content, Mount
+from tugline.task_files import parse_task
 from tugline.types import Limits, PluginSpec, Task, Workspace
 
 INSTANCE = "instance"
@@ -84,7 +84,7 @@ class Template(msgspec.Struct, frozen=True):
                 raise ConfigError(msg)
         if isinstance(raw, dict):
             raw = {"instruction": _WORD, "evaluator": {"name": ""}, **raw, "id": prefix}
-        task = to_task(raw, where, folder)
+        task = parse_task(raw, where, folder)
         if _WORD not in task.instruction:
             msg = f"{where}: instruction is {task.instruction!r:.80}, must have {_WORD} in it"
             raise ConfigError(msg)

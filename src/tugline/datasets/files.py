@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
-from tugline.client.task_files import converted, read_tasks, read_value, task_files
 from tugline.datasets.base import INSTANCE, TASKSET, Solution, TaskSet, Template
 from tugline.datasets.selection import Selection
 from tugline.errors import ConfigError, UnknownPlugin
 from tugline.plugins import find, make
+from tugline.schema import decode, read_values
+from tugline.task_files import find_files, read_tasks
 from tugline.types import PluginSpec, Task
 
 HARBOR_TASK = "task.toml"
@@ -93,7 +94,7 @@ def gather(
 
 def _of_files(path: Path | str) -> Iterator[tuple[str, Task, Chosen | None]]:
     """The tasks of files, each with its place in words."""
-    for file in task_files(path):
+    for file in find_files(path):
         chosen = read_set(file)
         if chosen is None:
             yield from ((where, task, None) for where, task in read_tasks(file))
@@ -109,10 +110,10 @@ def read_set(path: Path) -> Chosen | None:
     """What a task-set file stands for; None for another file. Raises `ConfigError`."""
     if path.suffix.lower() == ".jsonl" or path.is_dir():
         return None
-    values = read_value(path)
+    values = read_values(path)
     if not isinstance(values, dict) or "taskset" not in values:
         return None
-    return Chosen(converted(values, SetFile, str(path)), str(path), path.parent)
+    return Chosen(decode(values, SetFile, source=str(path)), str(path), path.parent)
 
 
 def harbor_folder(path: Path) -> Chosen | None:

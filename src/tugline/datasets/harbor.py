@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 
 from tugline import log
-from tugline.client.task_files import converted, read_text, read_value, struct_in
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, Template
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Mount
 from tugline.sandbox.variables import filled
+from tugline.schema import decode, list_structs, read_text, read_values
 from tugline.types import PluginSpec, Task, Workspace
 
 CONFIG = "task.toml"
@@ -207,8 +207,8 @@ class Harbor:
 def _read(folder: Path, warned: set[str]) -> TaskToml:
     """What its ``task.toml`` says. Raises `ConfigError`."""
     file = folder / CONFIG
-    values = _known(read_value(file), TaskToml, "", file, warned)
-    told = converted(values, TaskToml, str(file))
+    values = _known(read_values(file), TaskToml, "", file, warned)
+    told = decode(values, TaskToml, source=str(file))
     for name in _UNFULFILLED:
         value: Any = told
         for step in name.split("."):
@@ -228,7 +228,7 @@ def _known(values: Any, kind: type[msgspec.Struct], at: str, file: Path, warned:
         if name not in fields:
             _warn(warned, "an unknown key", at + name, file)
             continue
-        inner = struct_in(fields[name])
+        inner = list_structs(fields[name])
         kept[name] = _known(value, inner[0], f"{at}{name}.", file, warned) if inner else value
     return kept
 

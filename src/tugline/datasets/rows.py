@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from tugline.client.task_files import read_text, read_value
 from tugline.errors import ConfigError
+from tugline.schema import read_text, read_values
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -80,7 +80,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
         case ".parquet":
             yield from _of_parquet(path)
         case ".json":
-            values = read_value(path)
+            values = read_values(path)
             if not isinstance(values, list):
                 msg = f"{path} must be a list of rows"
                 raise ConfigError(msg)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from rich.console import Console
 from transformers import Qwen3ForCausalLM
 
@@ -98,7 +99,7 @@ def _listen(scratch: Path, live: Live) -> tuple[Tokenizer, dict[str, Heard]]:
     problem = next(generate("train", SEED))
     for name, (settings, _) in HARNESSES.items():
         script: list[tuple[Problem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
-        roomy = settings.model_copy(update={"window": BYTES_WINDOW})
+        roomy = replace(settings, window=BYTES_WINDOW)
         _, calls = asyncio.run(record(script, bytes_only, scratch / name, roomy, live))
         (call,) = next(iter(calls.values()))
         prompt = bytes_only.decode(call.prompt_ids.tolist())

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 import yaml
+from msgspec.structs import replace
 
 from tugline import log
 from tugline.config import load
@@ -222,7 +223,7 @@ class Demo:
 
     # ----------------------------------------------------------------------- time and files
     def _grpo(self) -> GrpoConfig:
-        return self.settings.grpo.model_copy(update={"seed": self.settings.seed})
+        return replace(self.settings.grpo, seed=self.settings.seed)
 
     def _clock(self) -> float:
         return self.carried_s + time.monotonic() - self.began
@@ -256,7 +257,7 @@ def _claim(folder: Path, settings: DemoSettings) -> None:
     file = folder / SETTINGS
     if not file.exists():
         draft = file.with_suffix(".part")
-        draft.write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+        draft.write_text(yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False))
         draft.replace(file)
     elif load(file, DemoSettings) != settings:
         msg = f"{folder} holds a run with other settings (see {SETTINGS}); choose another --out"

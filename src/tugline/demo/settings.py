@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from msgspec import Meta
 
 from tugline.config import Config
+from tugline.schema import NonNegativeInt, Port, PositiveFloat, PositiveInt
 from tugline.trainers.grpo.config import GrpoConfig
 
 
-class DemoSettings(Config):
+class DemoSettings(Config, frozen=True):
     """One run: a policy, a harness, a task family, and how long to train."""
 
     harness: str = "pi"
@@ -17,29 +20,29 @@ class DemoSettings(Config):
     """The agent's own command line, for the `shell` harness."""
     builder: str = "prefix_merging"
     """How recorded calls become traces: `prefix_merging`, `per_request` or `tree`."""
-    seed: int = Field(default=0, ge=0)
+    seed: NonNegativeInt = 0
     """Chooses the training tasks, the order of updates and every random draw of the sampler."""
-    steps: int = Field(default=16, ge=1)
+    steps: PositiveInt = 16
     """GRPO steps."""
-    tasks_per_step: int = Field(default=6, ge=1)
+    tasks_per_step: PositiveInt = 6
     """Groups in one step."""
-    samples: int = Field(default=8, ge=2)
+    samples: Annotated[int, Meta(ge=2)] = 8
     """Sessions in one group."""
-    heldout: int = Field(default=96, ge=1)
+    heldout: PositiveInt = 96
     """Held-out tasks, each attempted once before and once after training."""
-    minutes: float = Field(default=9.5, gt=0)
+    minutes: PositiveFloat = 9.5
     """Training ends early if the run would otherwise take longer than this."""
-    slots: int = Field(default=6, ge=1)
+    slots: PositiveInt = 6
     """Sessions that run at the same time."""
-    window: int = Field(default=4096, ge=1)
+    window: PositiveInt = 4096
     """Context window of the engine in tokens."""
-    max_turns: int = Field(default=6, ge=1)
+    max_turns: PositiveInt = 6
     """Model calls that a session may make."""
-    max_answer: int = Field(default=128, ge=1)
+    max_answer: PositiveInt = 128
     """Tokens that one answer may have."""
-    agent_s: float = Field(default=60.0, gt=0)
+    agent_s: PositiveFloat = 60.0
     """Seconds that an agent may run."""
-    port: int = Field(default=0, ge=0, le=65535)
+    port: Port = 0
     """Port of the gateway on the loopback interface; 0 takes any free one."""
     grpo: GrpoConfig = GrpoConfig(lr=2.5e-4)
     """The trainer's settings."""

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from tugline import log
@@ -33,7 +34,7 @@ def choose(
     started. Raises `UsageError` where the two contradict each other.
     """
     base = load(config, DemoSettings) if config is not None else DemoSettings()
-    settings = from_mapping({**base.model_dump(), **given}, DemoSettings, source="options")
+    settings = from_mapping({**msgspec.to_builtins(base), **given}, DemoSettings, source="options")
     if not resume and out is not None and (out / SETTINGS).exists():
         msg = f"{out} holds a run already; add --resume to go on with it, or choose another --out"
         raise UsageError(msg)

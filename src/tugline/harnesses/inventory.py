@@ -11,7 +11,7 @@ import msgspec
 from tugline.errors import HarnessError, UsageError
 from tugline.harnesses.installing import measure, sealed, toolbox
 from tugline.harnesses.preset import Preset
-from tugline.plugins import find, known
+from tugline.plugins import find, list_names
 
 
 class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ async def items(*, newest: bool = False) -> list[InventoryItem]:
 
     Reads all of it, half a gigabyte a second or so; `newest` asks the registries.
     """
-    found = [await _of_harness(name, newest=newest) for name in known("harness")]
+    found = [await _of_harness(name, newest=newest) for name in list_names("harness")]
     there = {f"{item.name}-{item.version}" for item in found}
     folders = sorted(path for path in toolbox().glob("*-*") if sealed(path))
     others = [await _of_folder(path.name) for path in folders if path.name not in there]
@@ -60,7 +60,7 @@ async def _of_folder(folder: str) -> InventoryItem:
     return InventoryItem(
         name=name,
         version=version,
-        pinned=False if name in known("harness") else None,
+        pinned=False if name in list_names("harness") else None,
         installed=seal is not None,
         bytes=seal.bytes if seal else 0,
         sound=await _is_sound(toolbox() / folder),
@@ -102,4 +102,4 @@ def preset(name: str, version: str | None = None) -> Preset:
 
 def presets() -> Sequence[str]:
     """Names of those whose programs can be installed."""
-    return [name for name in known("harness") if issubclass(find("harness", name), Preset)]
+    return [name for name in list_names("harness") if issubclass(find("harness", name), Preset)]

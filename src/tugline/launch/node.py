@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection
 from tugline.launch.settings import Settings
@@ -49,12 +51,11 @@ async def worker(
 
     With `keep` it never removes a recording, however old: they are what the run is for.
     """
-    settings = told.node.model_copy(
-        update={
-            "name": name_of(told),
-            "engines": told.node.engines or reached.urls,
-            "versions": {"tugline": version("tugline"), **told.node.versions},
-        }
+    settings = replace(
+        told.node,
+        name=name_of(told),
+        engines=told.node.engines or reached.urls,
+        versions={"tugline": version("tugline"), **told.node.versions},
     )
     tracer = open_tracer(os.environ, node=settings.name)
     recordings = folder / RECORDINGS

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tugline.launch.engine import engine
 from tugline.launch.folder import only_one
 from tugline.launch.local import local
@@ -57,4 +59,4 @@ async def run(
 
 def _named(told: Settings) -> Settings:
     """With a name that is the same wherever the folder is, so that the next run takes over."""
-    return told.model_copy(update={"node": told.node.model_copy(update={"name": "run"})})
+    return replace(told, node=replace(told.node, name="run"))

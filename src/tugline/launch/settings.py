@@ -10,46 +10,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from msgspec import field
 
-from tugline.config import Config, from_mapping, load
+from tugline.config import Config, from_mapping
 from tugline.node.settings import NodeSettings
+from tugline.schema import NonNegativeFloat, Port, PositiveFloat, read_values
 from tugline.types import Mode
 
 
-class ServerSettings(Config):
+class ServerSettings(Config, frozen=True):
     """The rollout server: its address, its store and its promises."""
 
     host: str = "127.0.0.1"
     """Address that the API listens on; anything but loopback belongs behind TLS."""
-    port: int = Field(default=7700, ge=0, le=65535)
+    port: Port = 7700
     """Port of the API; 0 takes any free one."""
     store: str | None = None
     """Where tasks are kept: `sqlite:PATH` or `postgresql://...`; None is a file in the folder."""
     blobs: str | None = None
     """Where results are kept: a path or `s3://bucket/prefix`; None is ``blobs`` in the folder."""
-    lease_s: float = Field(default=30.0, gt=0)
+    lease_s: PositiveFloat = 30.0
     """A node that is not heard of for so many seconds loses its sessions to others."""
-    tenants: dict[str, float] = Field(default={})
+    tenants: dict[str, PositiveFloat] = field(default_factory=dict)
     """Weights of tenants; one that is not named has 1."""
     callback_hosts: tuple[str, ...] | None = None
     """Hosts that callbacks may go to; None: any."""
-    keep_events_days: float = Field(default=30.0, gt=0)
+    keep_events_days: PositiveFloat = 30.0
     """How long events can be read again."""
-    keep_tasks_days: float | None = Field(default=None, gt=0)
+    keep_tasks_days: PositiveFloat | None = None
     """Forget tasks with their results so long after their end, once acknowledged; None: never."""
 
-    @field_validator("tenants")
-    @classmethod
-    def _positive(cls, tenants: dict[str, float]) -> dict[str, float]:
-        for name, weight in tenants.items():
-            if weight <= 0:
-                msg = f"the weight of {name!r} is {weight:g}, must be above 0"
-                raise ValueError(msg)
-        return tenants
 
-
-class EngineSettings(Config):
+class EngineSettings(Config, frozen=True):
     """What samples the tokens: running servers, or a model in this process."""
 
     urls: tuple[str, ...] = ()
@@ -66,20 +58,20 @@ class EngineSettings(Config):
     """The chat template, for `exact`, such as `qwen3`; None: the one of the published model."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
     """How long reasoning stays in the context (`exact`)."""
-    wait_s: float = Field(default=600.0, ge=0)
+    wait_s: NonNegativeFloat = 600.0
     """Seconds to wait for an engine that does not answer yet."""
 
 
-class GatewaySettings(Config):
+class GatewaySettings(Config, frozen=True):
     """Where agents reach the models."""
 
     host: str = "127.0.0.1"
     """Address that the gateway listens on; loopback is enough for agents on this machine."""
-    port: int = Field(default=0, ge=0, le=65535)
+    port: Port = 0
     """Its port; 0 takes any free one."""
 
 
-class Settings(Config):
+class Settings(Config, frozen=True):
     """All that ``tugline up``, ``tugline node`` and ``tugline run`` can be told in a file."""
 
     server: ServerSettings = ServerSettings()
@@ -98,7 +90,11 @@ Given = Mapping[str, object]
 
 def settings(config: Path | None, *, server: Given, node: Given, engine: Given) -> Settings:
     """The file at `config`, if any, with what the flags say before it. Raises `ConfigError`."""
-    values = (load(config, Settings) if config else Settings()).model_dump()
+    values = read_values(config) if config else {}
+    if config:
+        from_mapping(values or {}, Settings, source=str(config))
+    merged = {table: dict(keys) for table, keys in (values or {}).items()}
     for table, given in (("server", server), ("node", node), ("engine", engine)):
-        values[table].update({key: value for key, value in given.items() if value is not None})
-    return from_mapping(values, Settings, source="options")
+        flags = {key: value for key, value in given.items() if value is not None}
+        merged.setdefault(table, {}).update(flags)
+    return from_mapping(merged, Settings, source="options")

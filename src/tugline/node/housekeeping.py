@@ -21,7 +21,7 @@ from tugline import log
 from tugline.errors import UsageError
 from tugline.node.settings import NodeSettings
 from tugline.node.stats import Stats
-from tugline.plugins import known
+from tugline.plugins import list_names
 from tugline.rollout.parts import Parts
 from tugline.sandbox.files import remove
 from tugline.types import PluginSpec
@@ -68,7 +68,7 @@ class Housekeeping:
         self._sessions.mkdir(parents=True, exist_ok=True)
         # Committed ones have nothing that runs, and may be too many to be looked through.
         left = [one for one in self._sessions.iterdir() if not (one / DONE).exists()]
-        ended = sum(_reap(parts, name, left) for name in known("runtime"))
+        ended = sum(_reap(parts, name, left) for name in list_names("runtime"))
         for folder in left:
             if folder.name not in kept:
                 _remove(folder)

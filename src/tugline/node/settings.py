@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from msgspec import Meta, field
 
 from tugline.config import Config
+from tugline.schema import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, PositiveInt
 
 
-class NodeSettings(Config):
+class NodeSettings(Config, frozen=True):
     """How much a node takes on, and what it keeps. Times are seconds."""
 
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]{0,100}$")
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,100}$")] = ""
     """Its name, kept over restarts: it takes the place of its predecessor. Empty: the machine's."""
-    slots: int = Field(default=8, ge=1)
+    slots: PositiveInt = 8
     """Agents that may run at once."""
-    inits: int | None = Field(default=None, ge=1)
+    inits: PositiveInt | None = None
     """Sessions that may be made ready at once; None: as many as `slots`."""
-    ready_max: int | None = Field(default=None, ge=0)
+    ready_max: NonNegativeInt | None = None
     """Sessions that may be made ready, or wait so, while all slots are taken; None: `slots`."""
-    builds: int = Field(default=2, ge=1)
+    builds: PositiveInt = 2
     """Trajectories that are built at once."""
-    evals: int | None = Field(default=None, ge=1)
+    evals: PositiveInt | None = None
     """Evaluations at once; None: as many as `slots`."""
-    spares: int | None = Field(default=None, ge=0)
+    spares: NonNegativeInt | None = None
     """Boxes opened for evaluations while their agents still run; None: one for each slot."""
-    memory_floor_mb: int = Field(default=512, ge=0)
+    memory_floor_mb: NonNegativeInt = 512
     """Nothing is made ready ahead while less memory than this is available."""
     engines: tuple[str, ...] = ()
     """Base URLs whose ``/metrics`` say how busy the engines are; without any, nothing is held."""
-    engine_waiting: int = Field(default=8, ge=0)
+    engine_waiting: NonNegativeInt = 8
     """New agents wait while every engine has more requests than this in its queue."""
-    engine_kv: float = Field(default=0.95, gt=0)
+    engine_kv: PositiveFloat = 0.95
     """They also wait while every engine uses more than this share of its KV memory."""
-    grace_s: float = Field(default=600.0, ge=0)
+    grace_s: NonNegativeFloat = 600.0
     """How long agents may go on after the node is asked to stop."""
-    keep_s: float = Field(default=7 * 86400.0, ge=0)
+    keep_s: NonNegativeFloat = 7 * 86400.0
     """How long the folders and recordings of committed sessions stay."""
-    quota_gb: float = Field(default=50.0, gt=0)
+    quota_gb: PositiveFloat = 50.0
     """How much they may take up together; the oldest go first."""
-    disk_floor_gb: float = Field(default=1.0, ge=0)
+    disk_floor_gb: NonNegativeFloat = 1.0
     """Below this much free space, old sessions are removed, and no new ones are taken."""
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_port: Port | None = None
     """Port of its own page of metrics; with a server in its process, that one has them."""
-    labels: dict[str, str] = Field(default={})
+    labels: dict[str, str] = field(default_factory=dict)
     """Whatever tells it apart from others, shown in the list of nodes."""
-    versions: dict[str, str] = Field(default={})
+    versions: dict[str, str] = field(default_factory=dict)
     """Of its programs, shown in the list of nodes, beside that of Tugline."""
 
     @property

@@ -13,7 +13,7 @@ from tugline import log
 from tugline.errors import TuglineError, UnknownPlugin
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
-from tugline.plugins import find, make, packed
+from tugline.plugins import find, make, pack_options
 from tugline.sandbox.base import Runtime
 from tugline.traces.base import Builder
 from tugline.types import PluginSpec, Task
@@ -79,7 +79,7 @@ class Parts:
         return made
 
     def _make(self, kind: str, part: PluginSpec) -> Any:
-        options = packed(f"{kind} {part.name!r}: options", part.options)
+        options = pack_options(f"{kind} {part.name!r}: options", part.options)
         key = (kind, part.name, options)
         if key not in self._made:
             target = find(kind, part.name)

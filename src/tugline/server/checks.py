@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tugline.errors import ConfigError, Invalid
-from tugline.plugins import packed
+from tugline.plugins import pack_options
 from tugline.protocol import (
     LEASE_WAIT_S,
     HeldSession,
@@ -124,7 +124,7 @@ def check_task(task: Task) -> None:
 def _part(field: str, part: PluginSpec) -> None:
     _sized(f"{field}.name", part.name, 1, 256)
     try:
-        size = len(packed(f"{field}.options", part.options))
+        size = len(pack_options(f"{field}.options", part.options))
     except ConfigError as error:
         raise Invalid(str(error), field=f"{field}.options") from error
     if size > MAX_TEXT:

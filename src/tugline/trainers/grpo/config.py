@@ -7,87 +7,89 @@ checkpoint, so a resumed run can tell whether it was changed.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+import msgspec
+from msgspec import Meta
 
 from tugline.config import Config
+from tugline.errors import ConfigError
+from tugline.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from tugline.trainers.grpo.advantage import Estimator
 
 RewardOf = Literal["outcome", "per_trace", "discounted"]
 Normalisation = Literal["token", "sequence", "constant"]
 
 
-class GrpoConfig(Config):
+class GrpoConfig(Config, frozen=True):
     """How a policy is updated from graded sessions; docs/training.md has the formulas."""
 
     reward: RewardOf = "outcome"
     """What a trained token earned: `outcome`, what its session did; `per_trace`, what its trace did
     where the evaluator said so; `discounted`, the outcome, the less the earlier its turn."""
-    turn_discount: float | None = Field(default=None, gt=0, le=1)
+    turn_discount: Annotated[float, Meta(gt=0, le=1)] | None = None
     """What remains of the advantage from one turn to the turn before it, above 0 and at most 1
     (`discounted` only)."""
     advantage: Estimator = "grpo"
     """Baseline and scale of a session's advantage within its group."""
-    advantage_eps: float = Field(default=1e-6, ge=0)
+    advantage_eps: NonNegativeFloat = 1e-6
     """Added to the group's standard deviation before dividing by it (`grpo` only)."""
     skip_zero_variance: bool = False
     """Leave out groups whose sessions all earned the same (the dynamic filter of DAPO)."""
-    max_staleness: int | None = Field(default=None, ge=0)
+    max_staleness: NonNegativeInt | None = None
     """Tokens sampled more than this many policy versions ago are masked; None accepts all."""
 
-    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """The probability ratio is clipped below at 1 minus this."""
-    clip_high: float = Field(default=0.28, ge=0)
+    clip_high: NonNegativeFloat = 0.28
     """The probability ratio is clipped above at 1 plus this."""
-    importance_cap: float | None = Field(default=None, gt=0)
+    importance_cap: PositiveFloat | None = None
     """Truncated importance sampling between engine and trainer, with this cap; None turns it off
     and takes the captured log probabilities for the old policy's."""
-    kl: float = Field(default=0.0, ge=0)
+    kl: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model; 0 turns it off."""
     normalisation: Normalisation = "token"
     """What the summed token losses of an update are divided by."""
-    constant_length: int = Field(default=1024, ge=1)
+    constant_length: PositiveInt = 1024
     """Tokens a session is taken to have (`constant` only)."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Temperature that the tasks sample at; log probabilities are those of that distribution."""
 
-    epochs: int = Field(default=1, ge=1)
+    epochs: PositiveInt = 1
     """Passes over the sessions of a step."""
-    sessions_per_update: int = Field(default=64, ge=1)
+    sessions_per_update: PositiveInt = 64
     """Most sessions that one optimizer update learns from, each with all of its traces."""
-    micro_tokens: int = Field(default=16_384, ge=1)
+    micro_tokens: PositiveInt = 16_384
     """Most tokens, padding included, in one forward pass; a longer trace goes alone."""
     share_prefix: bool = False
     """Compute the ids that all traces of a forward pass begin with only once."""
 
-    lr: float = Field(default=1e-6, gt=0)
+    lr: PositiveFloat = 1e-6
     """Learning rate of AdamW after the warm-up."""
-    warmup_updates: int = Field(default=0, ge=0)
+    warmup_updates: NonNegativeInt = 0
     """Updates over which the learning rate rises linearly to `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: PositiveFloat = 1.0
     """The gradient is scaled down to this norm."""
     seed: int = 0
     """Seed of the order in which sessions are dealt to updates."""
 
-    @field_validator("turn_discount")
-    @classmethod
-    def _fits(cls, value: float | None, info: ValidationInfo) -> float | None:
-        reward = info.data.get("reward", "outcome")
-        if reward == "discounted" and value is None:
-            msg = "is missing: reward 'discounted' needs a number above 0, at most 1"
-            raise ValueError(msg)
-        if reward != "discounted" and value is not None:
+    def __post_init__(self) -> None:
+        """Check that `turn_discount` is given exactly where it is used. Raises `ConfigError`."""
+        super().__post_init__()
+        if self.reward == "discounted" and self.turn_discount is None:
+            msg = "turn_discount is missing: reward 'discounted' needs a number above 0, at most 1"
+            raise ConfigError(msg, "turn_discount")
+        if self.reward != "discounted" and self.turn_discount is not None:
             msg = (
-                f"has no effect with reward {reward!r}: leave it out, or set reward to 'discounted'"
+                f"turn_discount has no effect with reward {self.reward!r}: leave it out, or set"
+                " reward to 'discounted'"
             )
-            raise ValueError(msg)
-        return value
+            raise ConfigError(msg, "turn_discount")
 
     def digest(self) -> str:
         """Sixteen hex digits that change with any field."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 import yaml
 
-from tugline.client.task_files import load_tasks
-from tugline.client.task_schema import schema, sentences, template
 from tugline.errors import ConfigError, UsageError
+from tugline.schema import field_docs
+from tugline.task_files import load_tasks
+from tugline.task_schema import make_json_schema, make_template
 from tugline.types import Callback, Group, Limits, PluginSpec, Sampling, Stale, Task
 
 YAML = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\n"
@@ -81,11 +82,11 @@ def test_texts_may_lie_beside(tmp_path: Path) -> None:
         ("sample: 3", "t.yaml: unknown key 'sample'; did you mean 'samples'?"),
         ("limits: {agent: 3}", "t.yaml: unknown key 'limits.agent'; did you mean 'agent_s'?"),
         ("callback: {uri: x}", "unknown key 'callback.uri'; did you mean 'url'?"),
-        ("limits: {max_turns: many}", "limits.max_turns is 'many': Expected int | null, got str"),
-        ("samples: 1.5", "samples is 1.5: Expected int, got float"),
-        ("sampling_policy: allowed", "is 'allowed': must be one of enforce, allow, refuse"),
-        ("group: {on_stale: drop}", "group.on_stale is 'drop': must be one of mark, abort"),
-        ("files: {a.py: 3}", "files is {'a.py': 3}: Expected str, got int"),
+        ("limits: {max_turns: many}", "limits.max_turns is 'many', must be an integer or null"),
+        ("samples: 1.5", "samples is 1.5, must be an integer"),
+        ("sampling_policy: allowed", "is 'allowed', must be one of enforce, allow, refuse"),
+        ("group: {on_stale: drop}", "group.on_stale is 'drop', must be one of mark, abort"),
+        ("files: {a.py: 3}", "files is {'a.py': 3}, each value must be a string"),
         ("callback: {}", "callback.url is missing"),
         ("instruction_file: x", "give either instruction or instruction_file"),
         ("files: {a.py: {file: b.py}}", "files.a.py.file is 'b.py', which cannot be read: No such"),
@@ -129,7 +130,7 @@ def test_an_id_stands_once(tmp_path: Path) -> None:
 
 def test_the_template_says_every_field(tmp_path: Path) -> None:
     """With its default, which is what stands there once the line is no comment any more."""
-    text = template()
+    text = make_template()
     (task,) = load_tasks([written(tmp_path, "t.yaml", text)])
     lines = [line.removeprefix("# ") for line in text.splitlines()]
     start = lines.index("runtime:")
@@ -139,14 +140,14 @@ def test_the_template_says_every_field(tmp_path: Path) -> None:
     (full,) = load_tasks([written(tmp_path, "f.yaml", text + "\n".join(told))])
     assert full == task
     for kind in (Task, Limits, Sampling, Group, Callback, PluginSpec):
-        for name, sentence in sentences(kind).items():
+        for name, sentence in field_docs(kind).items():
             assert sentence in text, f"{kind.__name__}.{name}"
             assert f"{name}:" in text
 
 
 def test_the_schema_knows_every_field_and_no_other() -> None:
     """Each with its sentence; closed, as the reader is."""
-    told = schema()["$defs"]
+    told = make_json_schema()["$defs"]
     for kind in (Task, Limits, Sampling, Group, Callback, PluginSpec):
         fields = set(kind.__struct_fields__)
         properties = told[kind.__name__]["properties"]

@@ -1,0 +1,306 @@
+"""Strict decoding: plain values into typed structs, for every input that a person writes.
+
+Configuration files, task files, API bodies and plug-in options all pass through `decode`. Structs
+themselves are open, so that an older reader accepts what a newer writer sends; what people write
+is held to more: an unknown key is an error that names the nearest known one, and every error is
+one line with the field's path, its value and what would be right. Bounds are declared in the
+types, as ``Annotated[int, Meta(ge=1)]``.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import inspect
+import itertools
+import re
+import reprlib
+import textwrap
+import tomllib
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+import yaml
+from msgspec import Meta
+from msgspec import inspect as shapes
+
+from tugline.errors import ConfigError
+
+T = TypeVar("T")
+Step = str | int
+Location = tuple[Step, ...]
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+FILE_TYPES = (".yaml", ".yml", ".toml", ".json")
+TYPE_NAMES = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "an integer",
+    "null": "null",
+    "object": "an object",
+    "str": "a string",
+}
+"""What error texts call msgspec's types."""
+_PLACE = re.compile(r" - at `(key in )?(\$[^`]*)`$|( - at `key`) in `(\$[^`]*)`$")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+_EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?[^`]*`?)?$")
+
+
+# --------------------------------------------------------------------------- values to structs
+def decode(
+    values: Any, kind: type[T], *, source: str = "", name: str = "", strict: bool = True
+) -> T:
+    """Convert `values` to `kind`. Raises `ConfigError`, one line with `field` and `known`.
+
+    `source` (a file) and `name` (the field that `values` belong to) stand in errors. Without
+    `strict`, texts are accepted for numbers and booleans, as in a query string.
+    """
+    prefix: Location = (name,) if name else ()
+    try:
+        _refuse_unknown_keys(values, _key_tree(kind), prefix)
+        try:
+            return msgspec.convert(values, kind, strict=strict, dec_hook=_decode_path)
+        except msgspec.ValidationError as error:
+            raise _explain(error, values, kind, prefix) from error
+    except ConfigError as error:
+        if source:
+            msg = f"{source}: {error}"
+            raise ConfigError(msg, error.field, error.known) from error
+        raise
+
+
+def _decode_path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is Path:
+        msg = "must be a string"
+        raise ValueError(msg)
+    raise NotImplementedError(kind)
+
+
+def _explain(
+    error: msgspec.ValidationError, values: Any, kind: type, prefix: Location
+) -> ConfigError:
+    """`error` with the field's path, its value and, of a closed list, the known values."""
+    place = _PLACE.search(str(error))
+    reason = _PLACE.sub("", str(error))
+    steps = _STEP.findall((place[2] or place[4]) if place else "")
+    path = [name or (int(number) if number.isdigit() else number) for name, number in steps]
+    if isinstance(error.__cause__, ConfigError):  # a struct's own check, which names its field
+        return ConfigError(dotted((*prefix, *path, reason)), error.__cause__.field)
+    if missing := _MISSING.search(reason):
+        field = dotted((*prefix, *path, missing[1]))
+        return ConfigError(f"{field} is missing", field)
+    certain = list(itertools.takewhile(lambda step: step != "...", path))  # "...": some dict value
+    for step in certain:
+        values = values[step]
+    choices = _list_choices(kind, path)
+    must = f"must be one of {', '.join(choices)}" if choices else _say_expected(reason)
+    if place and (place[1] or place[3]):
+        must = f"each key {must}"
+    elif len(certain) < len(path):
+        must = f"each value {must}"
+    field = dotted((*prefix, *certain))
+    return ConfigError(f"{field or 'the body'} is {reprlib.repr(values)}, {must}", field, choices)
+
+
+def _say_expected(reason: str) -> str:
+    expected = _EXPECTED.match(reason)
+    if not expected:
+        return reason[:1].lower() + reason[1:].replace("`", "")
+    names = [TYPE_NAMES.get(name, name) for name in expected[1].split(" | ")]
+    return f"must be {' or '.join(names)}{expected[2].removesuffix('.0')}"
+
+
+def _list_choices(kind: type, path: Iterable[Step]) -> tuple[str, ...]:
+    """The values of the enumeration at `path`; none where there is no enumeration."""
+    shape: Any = shapes.type_info(kind)
+    for step in path:
+        match strip_null(shape):
+            case shapes.StructType(fields=fields):
+                shape = next(field.type for field in fields if field.encode_name == step)
+            case shapes.DictType(value_type=inner):
+                shape = inner
+            case shapes.ListType(item_type=inner) | shapes.VarTupleType(item_type=inner):
+                shape = inner
+            case shapes.TupleType(item_types=inner) if isinstance(step, int):
+                shape = inner[step]
+            case _:
+                return ()
+    match strip_null(shape):
+        case shapes.EnumType(cls=cls):
+            return tuple(str(member.value) for member in cls)
+        case shapes.LiteralType(values=literals):
+            return tuple(map(str, literals))
+    return ()
+
+
+def strip_null(shape: shapes.Type) -> shapes.Type:
+    """`shape` without "or null"."""
+    if isinstance(shape, shapes.UnionType):
+        others = [each for each in shape.types if not isinstance(each, shapes.NoneType)]
+        return others[0] if len(others) == 1 else shape
+    return shape
+
+
+def dotted(path: Iterable[Step]) -> str:
+    """A path as one name, such as ``limits.agent_s``; steps are cut at 128 characters."""
+    return ".".join(str(step)[:128] for step in path)
+
+
+# --------------------------------------------------------------------------- unknown keys
+def _refuse_unknown_keys(value: Any, tree: Any, path: Location) -> None:
+    """Compare keys with `tree`: a dict of known keys, a tuple of one tree for each item, or None.
+
+    The key ``"*"`` stands for any key.
+    """
+    if isinstance(tree, dict) and isinstance(value, dict):
+        for name, inner in value.items():
+            if name not in tree and "*" not in tree:
+                raise _unknown_key(str(name), tuple(tree), path)
+            below = tree.get(name, tree.get("*"))
+            if below is not None:
+                _refuse_unknown_keys(inner, below, (*path, name))
+    elif isinstance(tree, tuple) and isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _refuse_unknown_keys(inner, tree[0], (*path, number))
+
+
+def _unknown_key(name: str, known: tuple[str, ...], path: Location) -> ConfigError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
+    field = dotted((*path, name))
+    return ConfigError(f"unknown key {field!r}; {hint}", field, known)
+
+
+def _key_tree(kind: Any) -> Any:
+    try:
+        return _cached_key_tree(kind)
+    except TypeError:  # not hashable, or no type that msgspec knows
+        return None
+
+
+@functools.cache
+def _cached_key_tree(kind: Hashable) -> Any:
+    return _build_key_tree(shapes.type_info(kind))
+
+
+def _build_key_tree(shape: shapes.Type) -> Any:
+    match strip_null(shape):
+        case shapes.StructType(fields=fields):
+            return {field.encode_name: _build_key_tree(field.type) for field in fields}
+        case shapes.ListType(item_type=inner) | shapes.VarTupleType(item_type=inner):
+            below = _build_key_tree(inner)
+            return None if below is None else (below,)
+        case shapes.DictType(value_type=inner):
+            below = _build_key_tree(inner)
+            return None if below is None else {"*": below}
+    return None
+
+
+# --------------------------------------------------------------------------- files to values
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a repeated key is an error, and ``1e-3`` is a number as in YAML 1.2."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - PyYAML's signature
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                problem = f"key {key.value!r} stands twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file, with or without a byte order mark. Raises `ConfigError`."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        msg = f"cannot read {path}: {error.strerror}"
+        raise ConfigError(msg) from error
+    except UnicodeDecodeError as error:
+        msg = f"{path} is not UTF-8 text (byte {error.start})"
+        raise ConfigError(msg) from error
+
+
+def read_values(path: Path) -> Any:
+    """Read a YAML, TOML or JSON file; None if a YAML file is empty. Raises `ConfigError`."""
+    text = read_text(path)
+    match path.suffix.lower():
+        case ".json":
+            return parse_json(text, str(path))
+        case ".toml":
+            try:
+                return tomllib.loads(text)
+            except tomllib.TOMLDecodeError as error:
+                msg = f"{path} is not valid TOML: {error}"
+                raise ConfigError(msg) from error
+        case ".yaml" | ".yml":
+            return _parse_yaml(text, str(path))
+    msg = f"{path}: file type {path.suffix!r} is unknown; use one of {', '.join(FILE_TYPES)}"
+    raise ConfigError(msg)
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Parse JSON. Raises `ConfigError`."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        msg = f"{source} is not valid JSON: {error}"
+        raise ConfigError(msg) from error
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        msg = f"{source} is not valid YAML: {error.problem}{where}"
+        raise ConfigError(msg) from error
+    except yaml.YAMLError as error:
+        msg = f"{source} is not valid YAML: {' '.join(str(error).split())}"
+        raise ConfigError(msg) from error
+
+
+# --------------------------------------------------------------------------- fields
+@functools.cache
+def field_docs(kind: type) -> Mapping[str, str]:
+    """Read the docstring under each field of a class, as one line of Markdown."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    docs: dict[str, str] = {}
+    for field, below in itertools.pairwise(node.body if isinstance(node, ast.ClassDef) else []):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.replace("``", "`").split())
+    return docs
+
+
+def list_structs(annotation: Any) -> list[type[msgspec.Struct]]:
+    """Every struct inside an annotation, such as that of ``Callback | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return [annotation]
+    return [each for inner in get_args(annotation) for each in list_structs(inner)]
