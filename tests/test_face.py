@@ -11,9 +11,9 @@ import tugline
 
 NAMES = [
     "Boundary", "Callback", "Client", "Conflict", "Failure", "Group", "GroupResults", "Invalid",
-    "Ledger", "Limits", "Missing", "PluginSpec", "Policy", "Result", "Reward", "Sampling", "ServerError",
-    "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError", "UsageError",
-    "load_tasks",
+    "Ledger", "Limits", "Missing", "PluginSpec", "Policy", "Result", "Reward", "Sampling",
+    "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
+    "UsageError", "load_tasks",
 ]  # fmt: skip
 
 
