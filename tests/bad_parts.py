@@ -11,7 +11,7 @@ from typing import Any
 
 from tugline.errors import HarnessError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox, SandboxSpec
 from tugline.sandbox.local import Local
 from tugline.traces.base import Built
@@ -19,7 +19,7 @@ from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Reward
 
 
-class Uninstallable:
+class Uninstallable(Harness):
     """A harness whose program cannot be had."""
 
     name, version = "uninstallable", "1"
@@ -29,7 +29,7 @@ class Uninstallable:
         msg = "uninstallable 1 cannot be installed: no such version"
         raise HarnessError(msg)
 
-    def launch(self, seat: LaunchContext) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         """Never called."""
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ from typing import Any
 from stub_model import StubGateway
 from tugline.errors import FencedError, ServerError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings
 from tugline.protocol import (
@@ -231,11 +231,10 @@ class PausedGateway(StubGateway):
         self.did.append(version)
 
 
-class Script:
+class Script(Harness):
     """Every part at once, with times that a test sets; counts what goes on in each stage."""
 
     name = "pretend"
-    version = None
     wants_box = True
 
     def __init__(self, gateway: PausedGateway, **times: float) -> None:
@@ -260,12 +259,9 @@ class Script:
         finally:
             self.now[stage] -= 1
 
-    async def install(self) -> None:
-        """Nothing."""
-
-    def launch(self, seat: LaunchContext) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         """The instruction, and whose it is."""
-        return Launch(argv=(seat.instruction, seat.base_url.rpartition("/")[-1]))
+        return Launch(argv=(context.instruction, context.base_url.rpartition("/")[-1]))
 
     @contextlib.asynccontextmanager
     async def open(

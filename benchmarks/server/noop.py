@@ -15,24 +15,21 @@ import aiohttp
 
 from tugline.errors import SandboxError
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import Reward
 
 
-class Agent:
+class Agent(Harness):
     """One question to the model; the box asks it."""
 
     name = "noop"
-    version: str | None = "1"
+    version = "1"
 
-    async def install(self) -> None:
-        """Nothing."""
-
-    def launch(self, seat: LaunchContext) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         """Where the model is and the key to it, as the words of a command."""
-        return Launch(argv=(f"{seat.base_url}/v1/chat/completions", seat.key, seat.model))
+        return Launch(argv=(f"{context.base_url}/v1/chat/completions", context.key, context.model))
 
 
 class Verdicts:

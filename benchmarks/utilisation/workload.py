@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tugline.evaluators.base import Outcome, Verdict
-from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import Pressure
 from tugline.recording.records import Result
 from tugline.rollout.parts import Parts as Made
@@ -137,11 +137,10 @@ class Marks:
     judged: dict[str, float] = field(default_factory=dict)
 
 
-class Rollouts(Runtime):
+class Rollouts(Harness, Runtime):
     """Harness, runtime and evaluator whose programs only take time."""
 
     name = "simulated"
-    version = None
 
     def __init__(self, engine: Engine, seed: int, *, spare: bool = True) -> None:
         """With `spare` a box for the evaluator is opened while the agent runs."""
@@ -149,12 +148,9 @@ class Rollouts(Runtime):
         self.marks = Marks()
 
     # ------------------------------------------------------------------ harness
-    async def install(self) -> None:
-        """Nothing."""
-
-    def launch(self, seat: LaunchContext) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         """The session is its own command."""
-        return Launch(argv=(seat.base_url,))
+        return Launch(argv=(context.base_url,))
 
     # ------------------------------------------------------------------ runtime
     @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ async def test_what_local_does_not_contain_is_printed(capsys: pytest.CaptureFixt
     """A line for each, once, when its first session comes."""
     parts, local = Parts(), PluginSpec("local")
     log.configure()
-    await asyncio.gather(*(parts.introduce(local) for _ in range(3)))
+    await asyncio.gather(*(parts.report_weaknesses(local) for _ in range(3)))
     said = capsys.readouterr().err
     lines = parts.runtime(local).list_weaknesses()
     assert [said.count(line) for line in lines] == [1] * len(lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tugline.harnesses.installing import once, toolbox
+from tugline.harnesses.install import install_dir, install_once
 from tugline.plugins import BUILT_IN
 
 TUGLINE = Path(sys.executable).with_name("tugline")
@@ -41,8 +41,8 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         (fresh / "program").write_text("right")
 
     for version in ("0.87.1", "0.90.0"):
-        await once(toolbox() / f"pi-{version}", fill)
-    (toolbox() / "pi-0.90.0" / "program").write_text("wrong")
+        await install_once(install_dir() / f"pi-{version}", fill)
+    (install_dir() / "pi-0.90.0" / "program").write_text("wrong")
     done = tugline("list", "--json", cache=tmp_path)
     assert done.returncode == 1
     told = [one for one in json.loads(done.stdout)["harnesses"] if one["name"] == "pi"]

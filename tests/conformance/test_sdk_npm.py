@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rig import Play, in_turn, rig, says
-from tugline.harnesses.installing import once, succeed
+from tugline.harnesses.install import install_once, run_installer
 from tugline.harnesses.npm import Npm
 from tugline.sandbox.cache import cache_folder
 from tugline.testing.scripted_engine import Reply
@@ -36,10 +36,10 @@ async def install() -> tuple[Path, Path]:
     async def fill(fresh: Path) -> None:
         (fresh / "package.json").write_text("{}")
         options = ("--no-audit", "--no-fund", "--loglevel=error")
-        await succeed("npm could not install", *npm, "install", *options, *SDKS, cwd=fresh)
+        await run_installer("npm could not install", *npm, "install", *options, *SDKS, cwd=fresh)
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    await once(folder, fill)
+    await install_once(folder, fill)
     return node, folder
 
 

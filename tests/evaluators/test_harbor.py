@@ -20,7 +20,7 @@ from tugline.errors import ConfigError
 from tugline.evaluators.harbor import Harbor, read_json, read_text
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
-from tugline.rollout.task_validation import TaskValidation, prove
+from tugline.rollout.task_validation import TaskValidation, validate_task
 from tugline.types import Cause, Limits, PluginSpec, Task, Workspace
 
 RUNTIMES = [
@@ -69,7 +69,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
             limits=Limits(eval_s=60.0),
         )
         solution = Solution(argv=("sh", "-c", command))
-        return asyncio.run(prove(task, solution, tmp_path / "boxes", Parts()))
+        return asyncio.run(validate_task(task, solution, tmp_path / "boxes", Parts()))
 
     return judged
 
@@ -149,7 +149,7 @@ def test_tests_that_lie_in_an_image_are_not_the_agents(
         workspace=Workspace(build=str(tmp_path / "environment")),
     )
     looking = Solution(argv=("sh", "-c", "ls -A /tests; ! [ -e /tests/secret.txt ]"))
-    proof = asyncio.run(prove(task, looking, tmp_path / "boxes", Parts()))
+    proof = asyncio.run(validate_task(task, looking, tmp_path / "boxes", Parts()))
     assert (proof.reward, proof.why) == (1.0, "rewarded by the task's script")
 
 

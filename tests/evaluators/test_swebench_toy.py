@@ -17,7 +17,7 @@ from swe_toy import WRONG, make, tasks, written
 from tugline.datasets.base import Solution
 from tugline.datasets.swe import Swe
 from tugline.rollout.parts import Parts
-from tugline.rollout.task_validation import prove
+from tugline.rollout.task_validation import validate_task
 from tugline.sandbox.base import SandboxSpec
 from tugline.types import PluginSpec, Task
 
@@ -53,7 +53,7 @@ class Toy:
     async def earns(self, task: Task, solution: Solution) -> float | None:
         """What some work earns."""
         self.tried += 1
-        proof = await prove(task, solution, self.folder / str(self.tried), self.parts)
+        proof = await validate_task(task, solution, self.folder / str(self.tried), self.parts)
         assert proof.failure is None, proof.why
         return proof.reward
 
@@ -160,7 +160,7 @@ async def test_tests_in_an_image_are_not_the_agents_to_see(
     taskset = Swe(path=written(tmp_path / "r2e.jsonl", r2e))
     (task,) = tasks(taskset, runtime=msgspec.to_builtins(runtime))
     peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))
-    proof = await prove(task, peek, tmp_path / "peek", parts)
+    proof = await validate_task(task, peek, tmp_path / "peek", parts)
     assert (proof.reward, proof.failure) == (0.0, None), proof.why
     assert "solution" not in proof.why
     gold = Solution(home={"p": toy.rows[0]["patch"]}, argv=("sh", "-c", "git apply $HOME/p"))

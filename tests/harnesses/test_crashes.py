@@ -12,7 +12,7 @@ from tugline.conformance.rehearsal import Run, Stage, rehearse
 from tugline.conformance.script import Turn
 from tugline.errors import HarnessError
 from tugline.harnesses.base import Harness, Launch, LaunchContext
-from tugline.harnesses.trial import start_once
+from tugline.harnesses.preset import start_once
 from tugline.plugins import find
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import Local
@@ -50,25 +50,24 @@ async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path
     """SIGSEGV ends it in the middle of its work: a second one where the first is caught (Rust)."""
     ran = await told(name, "kill -SEGV $PPID; sleep 0.2; kill -SEGV $PPID; sleep 20", tmp_path)
     assert len(ran.calls) == 1
-    assert "ended by SIG" in (harness(name).crashed(ran.exit, ran.log.strip()[-TAIL:]) or "")
+    assert "ended by SIG" in (harness(name).find_crash(ran.exit, ran.log.strip()[-TAIL:]) or "")
 
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_budget_that_is_spent_is_no_crash(name: str, tmp_path: Path) -> None:
     """Whatever its exit code, it gave up because the model refused."""
     ran = await told(name, "true", tmp_path, max_turns=1)
-    assert harness(name).crashed(ran.exit, ran.log.strip()[-TAIL:]) is None, ran.log[-2000:]
+    assert harness(name).find_crash(ran.exit, ran.log.strip()[-TAIL:]) is None, ran.log[-2000:]
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
     """A program that cannot read its settings asks no model, and is not judged."""
 
-    class Broken:
+    class Broken(Harness):
         """The preset with other settings."""
 
         version = "0"
-        spent_status = 400
 
         def __init__(self) -> None:
             self.name = name
@@ -77,9 +76,9 @@ async def test_broken_settings_are_no_work_of_an_agent(name: str) -> None:
             """The preset's."""
             await preset.install()
 
-        def launch(self, seat: LaunchContext) -> Launch:
+        def launch(self, context: LaunchContext) -> Launch:
             """The preset's, with a file that is nonsense."""
-            made = preset.launch(seat)
+            made = preset.launch(context)
             return Launch(argv=made.argv, env=made.env, files={**made.files, SETTINGS[name]: "{["})
 
     preset = harness(name)
@@ -105,5 +104,5 @@ async def test_node_says_when_it_breaks(options: tuple[str, ...], why: str, tmp_
     async with Local().open(tmp_path) as box:
         end = await box.run((pi.package.command[0], *options), env={}, timeout_s=60)
         said = (box.logs / "agent.log").read_text().strip()[-TAIL:]
-    assert why in (pi.crashed(end, said) or ""), said
-    assert pi.crashed(Exit(0, timed_out=False, seconds=1.0), said) is None
+    assert why in (pi.find_crash(end, said) or ""), said
+    assert pi.find_crash(Exit(0, timed_out=False, seconds=1.0), said) is None

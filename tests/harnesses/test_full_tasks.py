@@ -15,11 +15,11 @@ from tugline.conformance.cells import CELLS, Case
 from tugline.conformance.models import scripted
 from tugline.conformance.script import Fault, Player, Turn
 from tugline.gateway.app import Gateway
-from tugline.harnesses.trial import start_once
+from tugline.harnesses.preset import start_once
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.rollout.timeouts import Course
+from tugline.rollout.stages import StageSlots
 from tugline.sandbox.container.runtime import Container
 from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
@@ -91,15 +91,15 @@ def a_task(cell: Case, place: PluginSpec, limits: Limits) -> Task:
 
 
 @contextlib.asynccontextmanager
-async def released(course: Course, player: Player, turns: int) -> AsyncIterator[None]:
+async def released(slots: StageSlots, player: Player, turns: int) -> AsyncIterator[None]:
     """Hold the agent's clock until the model was asked for so many turns."""
 
     async def release() -> None:
         while len(player.played) < turns:  # noqa: ASYNC110 - the script tells nobody
             await asyncio.sleep(0.02)
-        course.hold(held=False)
+        slots.pause_timeout(paused=False)
 
-    course.hold(held=True)
+    slots.pause_timeout(paused=True)
     releasing = asyncio.create_task(release())
     try:
         yield
@@ -115,8 +115,8 @@ async def rolled(cell: Case, place: PluginSpec, folder: Path, operator: str = "+
     async with scripted({INSTRUCTION: script(cell, operator)}, hitches) as model:
         assert model.player is not None
         gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
-        course = Course(total_s=200.0)
-        held = released(course, model.player, 2) if stalls else contextlib.nullcontext()
+        slots = StageSlots(200.0)
+        held = released(slots, model.player, 2) if stalls else contextlib.nullcontext()
         async with gateway, held:
             trajectory = await roll_out(
                 a_task(cell, place, limits),
@@ -124,7 +124,7 @@ async def rolled(cell: Case, place: PluginSpec, folder: Path, operator: str = "+
                 gateway=gateway,
                 directory=folder / "session",
                 parts=PARTS,
-                course=course,
+                slots=slots,
             )
     return Done(trajectory, folder / "session" / "agent")
 
@@ -132,7 +132,7 @@ async def rolled(cell: Case, place: PluginSpec, folder: Path, operator: str = "+
 def kept(done: Done, cell: Case) -> list[str]:
     """What was kept of the program's own log."""
     logs = done.box / "logs" / "home"
-    patterns = find("harness", cell.harness)(**cell.options).keeps
+    patterns = find("harness", cell.harness)(**cell.options).log_globs
     return [path.read_text(errors="replace") for one in patterns for path in logs.glob(one)]
 
 

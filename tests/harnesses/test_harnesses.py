@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tugline.errors import ConfigError, HarnessError, UsageError
-from tugline.harnesses.base import LaunchContext, one_at_a_time
-from tugline.harnesses.installing import measure, once, sealed, toolbox
+from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.install import install_dir, install_once, measure, read_manifest
 from tugline.harnesses.pi import Pi
 from tugline.harnesses.shell import Shell
 from tugline.sandbox.base import Mount
@@ -138,7 +138,7 @@ async def test_npm_that_fails_is_quoted_and_leaves_nothing(system_node: Path) ->
     _program(system_node, "npm", "mkdir half; echo 'ERR! ETARGET no such version' >&2; exit 1")
     with pytest.raises(HarnessError, match=r"exit 1\): ERR! ETARGET"):
         await Pi().install()
-    assert [path.name for path in toolbox().glob("pi-*")] == ["pi-0.87.1.lock"]
+    assert [path.name for path in install_dir().glob("pi-*")] == ["pi-0.87.1.lock"]
 
 
 async def test_two_that_install_at_once_install_once(system_node: Path) -> None:
@@ -161,7 +161,7 @@ async def test_a_program_that_asks_no_model_is_not_installed(system_node: Path) 
     _program(system_node, "npm", f"mkdir -p {cli}; touch {cli}/cli.js")
     with pytest.raises(HarnessError, match=r"pi 0\.87\.1 .* asked no model: no such thing"):
         await Pi().install()
-    assert not (toolbox() / "pi-0.87.1").exists()
+    assert not (install_dir() / "pi-0.87.1").exists()
 
 
 async def test_a_changed_file_is_seen(tmp_path: Path) -> None:
@@ -172,31 +172,17 @@ async def test_a_changed_file_is_seen(tmp_path: Path) -> None:
         (fresh / "link").symlink_to("program")
 
     folder = tmp_path / "x-1"
-    await once(folder, fill)
-    assert sealed(folder) == measure(folder)
+    await install_once(folder, fill)
+    assert read_manifest(folder) == measure(folder)
     (folder / "program").chmod(0o755)
-    assert sealed(folder) != measure(folder)
+    assert read_manifest(folder) != measure(folder)
     (folder / "program").chmod(0o644)
     (folder / "program").write_text("wrong")
-    assert sealed(folder) != measure(folder)
+    assert read_manifest(folder) != measure(folder)
     (folder / "tugline.json").unlink()
-    await once(folder, fill)
+    await install_once(folder, fill)
     assert (folder / "program").read_text() == "right"
-    assert sealed(folder) == measure(folder)
-
-
-async def test_the_lock_excludes(tmp_path: Path) -> None:
-    """Whoever comes second goes in when the first is out."""
-    order = []
-
-    async def hold(name: str) -> None:
-        async with one_at_a_time(tmp_path / "x"):
-            order.append(name)
-            await asyncio.sleep(0.05)
-            order.append(name)
-
-    await asyncio.gather(hold("a"), hold("b"))
-    assert order in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
+    assert read_manifest(folder) == measure(folder)
 
 
 @pytest.mark.pi

@@ -15,7 +15,7 @@ import pytest
 
 from tugline.errors import ConfigError, DiskFull, HarnessError
 from tugline.harnesses.base import Launch, LaunchContext
-from tugline.harnesses.installing import once
+from tugline.harnesses.install import install_once
 from tugline.harnesses.npm import Npm
 from tugline.harnesses.python import Python
 from tugline.plugins import find
@@ -41,8 +41,7 @@ async def no_trial(_: Path) -> None:
 def launch(name: str, instruction: str = SEAT.instruction, **options: Any) -> Launch:
     """As if the program were installed."""
     harness = find("harness", name)(**options)
-    harness.package._node = Path("/node")
-    harness.package._installed = True
+    harness.package._command = ("/program",)
     made: Launch = harness.launch(msgspec.structs.replace(SEAT, instruction=instruction))
     return made
 
@@ -176,7 +175,7 @@ async def test_an_installation_that_fails_leaves_nothing(tmp_path: Path) -> None
         raise HarnessError(msg)
 
     with pytest.raises(HarnessError, match="no network"):
-        await once(tmp_path / "x-1", broken)
+        await install_once(tmp_path / "x-1", broken)
     assert os.listdir(tmp_path) == ["x-1.lock"]  # noqa: PTH208 - quick, in a test
 
 
@@ -188,7 +187,7 @@ async def test_what_a_killed_installation_left_is_removed(tmp_path: Path) -> Non
     async def fill(fresh: Path) -> None:
         assert fresh.parent.name not in {"x-1.ab12", "x-1.cd34"}
 
-    await once(tmp_path / "x-1", fill)
+    await install_once(tmp_path / "x-1", fill)
     there = os.listdir(tmp_path)  # noqa: PTH208 - quick, in a test
     assert set(there) == {"x-1", "x-1.lock", "x-10.ab12", "y-1"}
 
@@ -209,7 +208,7 @@ async def test_a_full_disk_is_that_of_the_toolbox(tmp_path: Path, error: Excepti
         raise error
 
     with pytest.raises(DiskFull, match=rf"cannot install x-1: no room is left in {tmp_path};"):
-        await once(tmp_path / "x-1", full)
+        await install_once(tmp_path / "x-1", full)
 
 
 async def test_a_package_without_its_program_is_named(
@@ -310,7 +309,11 @@ def test_what_a_program_does_not_know_is_no_option_of_its_preset() -> None:
 def test_a_status_in_an_exit_code_is_no_crash() -> None:
     """Gemini CLI ends with the HTTP status modulo 256, and with 52 when it refuses its settings."""
     gemini = find("harness", "gemini_cli")()
-    assert gemini.crashed(Exit(144, timed_out=False, seconds=1.0), "Error 400") is None
-    assert gemini.crashed(Exit(0, timed_out=False, seconds=1.0), "Node.js v24.1.0") is None
-    assert gemini.crashed(Exit(52, timed_out=False, seconds=1.0), "") == "it refused its settings"
-    assert gemini.crashed(Exit(-11, timed_out=True, seconds=1.0), "") is None
+    refused = Exit(52, timed_out=False, seconds=1.0)
+    assert gemini.find_crash(refused, "") == "it refused its settings"
+    assert gemini.find_crash(Exit(144, timed_out=False, seconds=1.0), "Error 400") is None
+    assert gemini.find_crash(Exit(0, timed_out=False, seconds=1.0), "Node.js v24.1.0") is None
+    assert (
+        gemini.find_crash(Exit(52, timed_out=False, seconds=1.0), "") == "it refused its settings"
+    )
+    assert gemini.find_crash(Exit(-11, timed_out=True, seconds=1.0), "") is None

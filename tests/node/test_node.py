@@ -280,12 +280,12 @@ async def test_of_a_long_log_the_end_is_kept(tmp_path: Path) -> None:
         server.submit(task("a", what="hang"))
         await server.until(lambda: bench.script.now["run"])
         [live] = bench.node.crew.live.values()
-        assert live.course.log is not None
+        assert live.slots.agent_log is not None
         text = b"".join(b"%07d\n" % number for number in range(20_000))
-        live.course.log.write_bytes(text)
+        live.slots.agent_log.write_bytes(text)
         server.followed = ("a-0",)
         await server.until(lambda: server.logs)
-        with live.course.log.open("ab") as file:
+        with live.slots.agent_log.open("ab") as file:
             file.write(text)
         await server.until(lambda: len(server.logs["a-0"]) > len(text))
         server.stop("a-0", StopKind.CANCELLED)

@@ -9,7 +9,7 @@ import pytest
 from tugline.node import stages as module
 from tugline.node.admission import Admission, Engines, Pressure, pressure
 from tugline.node.settings import NodeSettings
-from tugline.node.stages import Pool, Stages, StageSlots
+from tugline.node.stages import NodeSlots, Pool, Stages
 from tugline.types import Status
 from tugline.web.serve import serve
 
@@ -113,7 +113,7 @@ async def test_groups_are_numbered_as_they_come() -> None:
     assert not node._groups
 
 
-def _turn(led: StageSlots) -> tuple[int, int]:
+def _turn(led: NodeSlots) -> tuple[int, int]:
     return led._turn
 
 

@@ -24,7 +24,7 @@ from tugline.conformance.matrix import reached
 from tugline.conformance.worker import Result
 from tugline.errors import UsageError
 from tugline.harnesses import inventory
-from tugline.harnesses.inventory import InventoryItem, items, preset, presets
+from tugline.harnesses.inventory import InventoryItem, find_preset, list_items, list_presets
 from tugline.harnesses.preset import Preset
 
 harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
@@ -45,7 +45,7 @@ def list_(
 ) -> None:
     """Name every harness and its version, what is installed of it and whether that is sound."""
     with Console(stderr=True).status("reading what is installed"):
-        found = asyncio.run(items(newest=newest))
+        found = asyncio.run(list_items(newest=newest))
     if as_json:
         typer.echo(msgspec.json.encode({"harnesses": found}))
     else:
@@ -85,7 +85,7 @@ def install(
     if version is not None and len(names or ()) != 1:
         msg = f"--version {version} is for one harness; give its name alone"
         raise UsageError(msg)
-    for program in [preset(name, version) for name in names or presets()]:
+    for program in [find_preset(name, version) for name in names or list_presets()]:
         _install(program)
         typer.echo(f"{program.name} {program.version} is installed")
 
@@ -93,12 +93,12 @@ def install(
 @harness.command()
 def upgrade(name: str, *, version: Version = None) -> None:
     """Install the newest version (or --version) beside the pinned one, and start it once."""
-    pinned = preset(name)
-    wanted = version or asyncio.run(pinned.package.newest())
+    pinned = find_preset(name)
+    wanted = version or asyncio.run(pinned.package.find_newest())
     if wanted == pinned.version:
         typer.echo(f"{name} {wanted} is what tasks get already")
         return
-    _install(preset(name, wanted))
+    _install(find_preset(name, wanted))
     typer.echo(
         f"{name} {wanted} is installed and starts. Tasks get {pinned.version} unless they say\n"
         f"  harness: {{name: {name}, options: {{version: {wanted}}}}}\n"
@@ -136,7 +136,7 @@ def check(  # noqa: PLR0913 - options of the command line
     if engine is not None:
         engine_at(engine)
     if version is not None:
-        preset(cells[0].harness, version)
+        find_preset(cells[0].harness, version)
         cells = tuple(
             msgspec.structs.replace(cell, options={**cell.options, "version": version})
             for cell in cells

@@ -27,7 +27,7 @@ from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import Chosen, gather
 from tugline.errors import ConfigError, UsageError
 from tugline.rollout.parts import Parts
-from tugline.rollout.task_validation import TaskValidation, fingerprint, prove
+from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
 from tugline.types import Cause, PluginSpec, Task, Workspace
 
 tasks = typer.Typer(help="Task sets.", no_args_is_help=True)
@@ -210,8 +210,8 @@ async def _try(
     """Both solutions, one after the other."""
     try:
         solution = await asyncio.to_thread(chosen.solution, task) if chosen else None
-        solved = await prove(task, solution, folder / "solved", parts) if solution else None
-        empty = await prove(task, None, folder / "empty", parts)
+        solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
+        empty = await validate_task(task, None, folder / "empty", parts)
     except UsageError as error:  # a part that cannot be made
         return Proved(task=task.id, digest=digest, state=State.ERROR, why=str(error))
     return _judged(task, digest, solved, empty)

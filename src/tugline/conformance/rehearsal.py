@@ -19,7 +19,7 @@ from tugline.conformance.script import Fault, Script
 from tugline.gateway.app import Gateway
 from tugline.gateway.asgi import Message, Receive, Send
 from tugline.gateway.replicas import Upstream
-from tugline.harnesses.base import Harness, LaunchContext, offers_tools, spent_status
+from tugline.harnesses.base import Harness, LaunchContext
 from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
@@ -172,8 +172,8 @@ async def _session(cell: Case, stage: Stage, gateway: Gateway, box: Sandbox) -> 
     async with gateway.open(
         _SESSION,
         task,
-        spent_status=spent_status(harness),
-        offers_tools=offers_tools(harness),
+        spent_status=harness.spent_status,
+        offers_tools=harness.offers_tools,
         workdir=str(box.workdir),
         home=str(box.home),
     ) as opened:

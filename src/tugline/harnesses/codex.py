@@ -1,20 +1,17 @@
 """Codex CLI (npm ``@openai/codex``), which speaks Responses only.
 
-Facts this file stands on: a model name it does not know keeps it to plain function tools; without
-``unbounded_connection_retries = false`` it waits for ever when the gateway is gone; the feature
-switches below are the set with which it looks up no host name; it compacts its history by
-``model_context_window``, so that is told.
+A model name it does not know restricts it to plain function tools; without
+``unbounded_connection_retries = false`` it waits forever when the gateway is gone; with the feature
+switches below it looks up no host name; it compacts its history by ``model_context_window``.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tugline.harnesses.base import Launch, LaunchContext, reading
-from tugline.harnesses.extensions import Server, servers
-from tugline.harnesses.extensions import skills as skill_files
+from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.extensions import McpServer, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
 from tugline.harnesses.preset import Preset, Window
 
@@ -25,6 +22,7 @@ _OFF = (
 )  # fmt: skip
 
 
+@dataclass(kw_only=True, eq=False)
 class Codex(Preset):
     """`sub_agents` lets it start agents of its own, which run beside it in the same session.
 
@@ -33,59 +31,50 @@ class Codex(Preset):
     """
 
     name = "codex"
-    keeps = (".codex/sessions/**/*.jsonl",)
-    says = ((r"thread '.*' panicked at", "it panicked"),)
+    log_globs = (".codex/sessions/**/*.jsonl",)
+    crash_patterns = ((r"thread '.*' panicked at", "it panicked"),)
 
-    def __init__(
-        self,
-        *,
-        version: str = "0.169.0",
-        sub_agents: bool = False,
-        context_window: Window = 131072,
-        mcp: Mapping[str, Any] | None = None,
-        skills: Mapping[str, str] | None = None,
-        args: Sequence[str] = (),
-    ) -> None:
-        self.version: str | None = version
-        self._sub_agents, self._window, self._args = sub_agents, context_window, args
-        self._servers = servers("codex", mcp)
-        self._skills = skill_files("codex", skills, ".codex/skills")
-        self.package = Npm("codex", "@openai/codex", version, "bin/codex.js")
+    version: str = "0.169.0"
+    sub_agents: bool = False
+    context_window: Window = 131072
+    mcp: Mapping[str, Any] | None = None
+    skills: Mapping[str, str] | None = None
 
-    def launch(self, seat: LaunchContext) -> Launch:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._servers = parse_servers(self.name, self.mcp)
+        self._skills = parse_skills(self.name, self.skills, ".codex/skills")
+
+    def make_package(self) -> Npm:
+        """The npm package, a script that starts a native program."""
+        return Npm(self.name, "@openai/codex", self.version, "bin/codex.js")
+
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``codex exec``, unattended, its own sandbox off: the runtime is the sandbox."""
-        return Launch(
-            argv=reading(
-                f"{seat.home}/instruction.txt",
-                *(*self.package.command, "exec", "--json", "--skip-git-repo-check"),
-                *("--dangerously-bypass-approvals-and-sandbox", *self._args, "-"),
-            ),
-            env={
-                "HOME": seat.home,
-                "CODEX_HOME": f"{seat.home}/.codex",
-                _KEY: seat.key,
-                **self.package.env,
-            },
-            files={
-                "instruction.txt": seat.instruction,
-                ".codex/config.toml": self._config(seat),
-                **self._skills,
-            },
-        )
+        unattended = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+        return ("exec", "--json", *unattended, *self.args, "-")
 
-    def _config(self, seat: LaunchContext) -> str:
-        features = dict.fromkeys(_OFF, False) | {"multi_agent": self._sub_agents}
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
+        """The key and the folder of its settings."""
+        return {"CODEX_HOME": f"{context.home}/.codex", _KEY: context.key}
+
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
+        """Settings and skills."""
+        return {".codex/config.toml": self._make_config(context), **self._skills}
+
+    def _make_config(self, context: LaunchContext) -> str:
+        features = dict.fromkeys(_OFF, False) | {"multi_agent": self.sub_agents}
         switches = "\n".join(f"{name} = {_toml(on)}" for name, on in features.items())
         return f"""\
-model = {_toml(seat.model)}
+model = {_toml(context.model)}
 model_provider = "tugline"
-model_context_window = {self._window}
+model_context_window = {self.context_window}
 check_for_update_on_startup = false
 web_search = "disabled"
 
 [model_providers.tugline]
 name = "tugline"
-base_url = {_toml(f"{seat.base_url}/v1")}
+base_url = {_toml(f"{context.base_url}/v1")}
 env_key = "{_KEY}"
 wire_api = "responses"
 
@@ -97,28 +86,27 @@ enabled = false
 
 [features]
 {switches}
-{"".join(_server(name, server) for name, server in self._servers.items())}"""
+{"".join(_format_server(name, server) for name, server in self._servers.items())}"""
 
 
-def _server(name: str, server: Server) -> str:
-    """A table of its settings."""
+def _format_server(name: str, server: McpServer) -> str:
     if server.url is not None:
-        fields = {"url": _toml(server.url), "http_headers": _table(server.headers)}
+        fields = {"url": _toml(server.url), "http_headers": _toml_table(server.headers)}
     else:
         fields = {
             "command": _toml(server.command),
             "args": _toml(server.args),
-            "env": _table(server.env),
+            "env": _toml_table(server.env),
         }
     lines = "".join(f"{key} = {value}\n" for key, value in fields.items())
     return f"\n[mcp_servers.{name}]\n{lines}"
 
 
-def _table(values: Mapping[str, str]) -> str:
+def _toml_table(values: Mapping[str, str]) -> str:
     pairs = (f"{_toml(key)} = {_toml(value)}" for key, value in values.items())
     return f"{{{', '.join(pairs)}}}"
 
 
 def _toml(value: object) -> str:
-    """JSON's texts and lists are TOML's too, but for its pairs of surrogates and a bare DEL."""
+    """JSON strings and lists are TOML, except for surrogate pairs and a bare DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,8 +1,7 @@
-"""What a task gives an agent on top: MCP servers and skills, told once for all programs.
+"""MCP servers and skills of a task; each preset writes them in its program's own format.
 
-Each preset writes them in its program's own format and at its own place. Servers are started by
-the agent, so a `command` must be there in the sandbox (such as a script among the task's files)
-and a `url` must be reachable from it.
+Servers are started by the agent, so a `command` must exist in the sandbox (such as a script among
+the task's files) and a `url` must be reachable from it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import msgspec
 from tugline.errors import ConfigError
 
 
-class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class McpServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An MCP server: a `command` that speaks over stdin and stdout, or a `url` (HTTP)."""
 
     command: str | None = None
@@ -26,30 +25,30 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     headers: dict[str, str] = {}
 
 
-def servers(harness: str, given: Mapping[str, Any] | None) -> dict[str, Server]:
-    """The option `mcp`, checked: servers by name. Raises `ConfigError`."""
-    found = {}
-    for name, value in (given or {}).items():
+def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, McpServer]:
+    """The option `mcp`: servers by name. Raises `ConfigError`."""
+    servers = {}
+    for name, value in (option or {}).items():
         where = f"harness {harness!r}: mcp[{name!r}]"
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
             msg = f"{where}: a name has letters, digits, '_' and '-' only, and at most 40"
             raise ConfigError(msg)
         try:
-            server = msgspec.convert(value, Server)
+            server = msgspec.convert(value, McpServer)
         except msgspec.ValidationError as error:
             msg = f"{where} is {value!r}: {error}"
             raise ConfigError(msg) from error
         if (server.command is None) == (server.url is None):
             msg = f"{where} is {value!r}, must have either command (and args, env) or url"
             raise ConfigError(msg)
-        found[name] = server
-    return found
+        servers[name] = server
+    return servers
 
 
-def skills(harness: str, given: Mapping[str, str] | None, folder: str) -> dict[str, str]:
-    """The option `skills` as files below `folder`: name to the text of its SKILL.md."""
+def parse_skills(harness: str, option: Mapping[str, str] | None, folder: str) -> dict[str, str]:
+    """The option `skills` (name to the text of its SKILL.md) as files below `folder`."""
     files = {}
-    for name, text in (given or {}).items():
+    for name, text in (option or {}).items():
         where = f"harness {harness!r}: skills[{name!r}]"
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
             msg = f"{where}: a name has small letters, digits and '-' only"
@@ -65,11 +64,11 @@ def skills(harness: str, given: Mapping[str, str] | None, folder: str) -> dict[s
     return files
 
 
-def mcp_settings(given: Mapping[str, Server]) -> dict[str, dict[str, object]]:
+def format_for_gemini(servers: Mapping[str, McpServer]) -> dict[str, dict[str, object]]:
     """``mcpServers`` of settings.json, as Gemini CLI and its descendant Qwen Code read it."""
     return {
         name: {"httpUrl": server.url, "headers": server.headers, "trust": True}
         if server.url is not None
         else {"command": server.command, "args": server.args, "env": server.env, "trust": True}
-        for name, server in given.items()
+        for name, server in servers.items()
     }

@@ -1,21 +1,19 @@
 """Gemini CLI (npm ``@google/gemini-cli``), which speaks Google's ``generateContent``.
 
-Facts this file stands on: a model must be named, or it asks another one which to take; it gives up
-and asks again when headers take 60 s; its exit code after an error is the HTTP status modulo 256,
-and 0 after SIGTERM. It has no setting for the context window and assumes a million tokens.
+A model must be named, or it asks another model which to take; it retries when headers take 60 s;
+its exit code after an error is the HTTP status modulo 256, and 0 after SIGTERM. It has no setting
+for the context window and assumes a million tokens.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tugline.harnesses.base import Launch, LaunchContext, plain, reading
-from tugline.harnesses.extensions import mcp_settings, servers
-from tugline.harnesses.extensions import skills as skill_files
+from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.extensions import format_for_gemini, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import NODE_SAYS, Preset
+from tugline.harnesses.preset import NODE_CRASHES, Preset
 
 _SETTINGS = {
     "security": {"auth": {"selectedType": "gemini-api-key"}},
@@ -25,47 +23,43 @@ _SETTINGS = {
 }
 
 
+@dataclass(kw_only=True, eq=False)
 class GeminiCli(Preset):
     """`mcp` are servers and `skills` texts of SKILL.md, by name; `args` are further options."""
 
     name = "gemini_cli"
-    keeps = (".gemini/tmp/*/chats/*.json*",)
-    says = NODE_SAYS
-    codes = ((52, "it refused its settings"),)
+    log_globs = (".gemini/tmp/*/chats/*.json*",)
+    crash_patterns = NODE_CRASHES
+    crash_codes = {52: "it refused its settings"}  # noqa: RUF012 - never changed
+    command_marks = ("/",)
 
-    def __init__(
-        self,
-        *,
-        version: str = "0.61.0",
-        mcp: Mapping[str, Any] | None = None,
-        skills: Mapping[str, str] | None = None,
-        args: Sequence[str] = (),
-    ) -> None:
-        self.version: str | None = version
-        self._args = args
-        self._settings = {**_SETTINGS, "mcpServers": mcp_settings(servers("gemini_cli", mcp))}
-        self._skills = skill_files("gemini_cli", skills, ".gemini/skills")
-        self.package = Npm("gemini_cli", "@google/gemini-cli", version, "bundle/gemini.js")
+    version: str = "0.61.0"
+    mcp: Mapping[str, Any] | None = None
+    skills: Mapping[str, str] | None = None
 
-    def launch(self, seat: LaunchContext) -> Launch:
-        """``gemini``, unattended: what it reads on stdin is its prompt as it is."""
-        return Launch(
-            argv=reading(
-                f"{seat.home}/instruction.txt",
-                *(*self.package.command, "--yolo", "-m", seat.model),
-                *("--output-format", "json", *self._args),
-            ),
-            env={
-                "HOME": seat.home,
-                "GOOGLE_GEMINI_BASE_URL": seat.base_url,
-                "GEMINI_API_KEY": seat.key,
-                "GEMINI_CLI_TRUST_WORKSPACE": "true",
-                "GEMINI_CLI_NO_RELAUNCH": "true",
-                **self.package.env,
-            },
-            files={
-                "instruction.txt": plain(seat.instruction),
-                ".gemini/settings.json": json.dumps(self._settings, indent=1),
-                **self._skills,
-            },
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._servers = parse_servers(self.name, self.mcp)
+        self._skills = parse_skills(self.name, self.skills, ".gemini/skills")
+
+    def make_package(self) -> Npm:
+        """The npm package."""
+        return Npm(self.name, "@google/gemini-cli", self.version, "bundle/gemini.js")
+
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+        """``gemini``, unattended: its prompt is what it reads on stdin."""
+        return ("--yolo", "-m", context.model, "--output-format", "json", *self.args)
+
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
+        """Address and key."""
+        return {
+            "GOOGLE_GEMINI_BASE_URL": context.base_url,
+            "GEMINI_API_KEY": context.key,
+            "GEMINI_CLI_TRUST_WORKSPACE": "true",
+            "GEMINI_CLI_NO_RELAUNCH": "true",
+        }
+
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
+        """Settings and skills."""
+        settings = {**_SETTINGS, "mcpServers": format_for_gemini(self._servers)}
+        return {".gemini/settings.json": json.dumps(settings, indent=1), **self._skills}

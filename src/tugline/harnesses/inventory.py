@@ -1,4 +1,4 @@
-"""What lies in the toolbox: for people who keep machines, not for sessions."""
+"""Installed harnesses and what they share, for ``tugline harness``."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from pathlib import Path
 import msgspec
 
 from tugline.errors import HarnessError, UsageError
-from tugline.harnesses.installing import measure, sealed, toolbox
+from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
 from tugline.plugins import find, list_names
 
 
 class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A harness in one version, or something that harnesses share (`pinned` is None then)."""
+    """A harness in one version, or a folder that harnesses share (`pinned` is None then)."""
 
     name: str
     version: str | None
     """None where the program is the user's own."""
     pinned: bool | None
-    """Whether it is the version that tasks get unless they name one."""
+    """Whether it is the default version."""
     installed: bool
     bytes: int = 0
     sound: bool | None = None
-    """Whether every file is as it was installed; None if there are none."""
+    """Whether every file is as it was installed; None if it is not installed."""
     newest: str | None = None
-    """The newest version there is; None if nobody asked, or the registry does not tell."""
+    """The newest version in the registry; None if it was not asked or does not know."""
 
 
-async def items(*, newest: bool = False) -> list[InventoryItem]:
-    """Every harness that is known, then whatever else is in the toolbox.
+async def list_items(*, newest: bool = False) -> list[InventoryItem]:
+    """Every known harness, then everything else that is installed.
 
-    Reads all of it, half a gigabyte a second or so; `newest` asks the registries.
+    Reads all files, about half a gigabyte a second; `newest` asks the registries.
     """
-    found = [await _of_harness(name, newest=newest) for name in list_names("harness")]
-    there = {f"{item.name}-{item.version}" for item in found}
-    folders = sorted(path for path in toolbox().glob("*-*") if sealed(path))
-    others = [await _of_folder(path.name) for path in folders if path.name not in there]
-    return found + others
+    harnesses = [await _inspect_harness(name, newest=newest) for name in list_names("harness")]
+    listed = {f"{item.name}-{item.version}" for item in harnesses}
+    folders = sorted(path for path in install_dir().glob("*-*") if read_manifest(path))
+    others = [await _inspect_folder(path.name) for path in folders if path.name not in listed]
+    return harnesses + others
 
 
-async def _of_harness(name: str, *, newest: bool) -> InventoryItem:
+async def _inspect_harness(name: str, *, newest: bool) -> InventoryItem:
     try:
         harness = find("harness", name)()
-    except TypeError:  # it is told by its options what to run
+    except TypeError:  # its program is an option without a default
         return InventoryItem(name=name, version=None, pinned=True, installed=False)
     if not isinstance(harness, Preset):
         return InventoryItem(name=name, version=harness.version, pinned=True, installed=False)
-    item = await _of_folder(harness.package.folder.name)
-    latest = await _newest(harness) if newest else None
+    item = await _inspect_folder(harness.package.folder.name)
+    latest = await _find_newest(harness) if newest else None
     return msgspec.structs.replace(item, pinned=True, newest=latest)
 
 
-async def _of_folder(folder: str) -> InventoryItem:
+async def _inspect_folder(folder: str) -> InventoryItem:
     name, _, version = folder.partition("-")
-    seal = sealed(toolbox() / folder)
+    manifest = read_manifest(install_dir() / folder)
     return InventoryItem(
         name=name,
         version=version,
         pinned=False if name in list_names("harness") else None,
-        installed=seal is not None,
-        bytes=seal.bytes if seal else 0,
-        sound=await _is_sound(toolbox() / folder),
+        installed=manifest is not None,
+        bytes=manifest.bytes if manifest else 0,
+        sound=await _is_sound(install_dir() / folder),
     )
 
 
 async def _is_sound(folder: Path) -> bool | None:
-    seal = sealed(folder)
-    return await asyncio.to_thread(measure, folder) == seal if seal else None
+    manifest = read_manifest(folder)
+    return await asyncio.to_thread(measure, folder) == manifest if manifest else None
 
 
 async def install(program: Preset) -> None:
-    """Put it into the toolbox. Raises `HarnessError`, also if it is there and has changed."""
+    """Install a preset. Raises `HarnessError`, also if it is installed and has changed."""
     folder = program.package.folder
     if await _is_sound(folder) is False:
         msg = (
@@ -84,22 +84,22 @@ async def install(program: Preset) -> None:
     await program.install()
 
 
-async def _newest(harness: Preset) -> str | None:
+async def _find_newest(harness: Preset) -> str | None:
     try:
-        return await harness.package.newest()
+        return await harness.package.find_newest()
     except (HarnessError, UsageError):
         return None
 
 
-def preset(name: str, version: str | None = None) -> Preset:
-    """The preset called `name`. Raises `UsageError` for one whose program nobody can install."""
-    made = find("harness", name)
-    if not (isinstance(made, type) and issubclass(made, Preset)):
+def find_preset(name: str, version: str | None = None) -> Preset:
+    """The preset called `name`. Raises `UsageError` for a harness that has nothing to install."""
+    kind = find("harness", name)
+    if not (isinstance(kind, type) and issubclass(kind, Preset)):
         msg = f"harness {name!r} is told by its options what to run; there is nothing to install"
         raise UsageError(msg)
-    return made(**({"version": version} if version else {}))
+    return kind(**({"version": version} if version else {}))
 
 
-def presets() -> Sequence[str]:
-    """Names of those whose programs can be installed."""
+def list_presets() -> Sequence[str]:
+    """Names of the harnesses that can be installed."""
     return [name for name in list_names("harness") if issubclass(find("harness", name), Preset)]

@@ -1,22 +1,20 @@
 """opencode (npm ``opencode-ai``), which speaks all four dialects through the providers it bundles.
 
-Facts this file stands on: it is a native program (npm needs Node, opencode does not); an
-instruction given as an argument reaches the model in double quotes, so it goes to stdin; unless
-`title` is off it asks for a title beside the first turn. It would install a package for plug-ins
-into its settings folder at every start; a folder that looks as if it had been keeps it from npm.
+It is a native program (npm needs Node, opencode does not); an instruction given as an argument
+reaches the model in double quotes, so it goes to stdin; unless `title` is off it asks for a title
+beside the first turn. At every start it would install a package for plug-ins into its settings
+folder, unless that folder looks as if it were installed.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tugline.harnesses.base import Launch, LaunchContext, chosen, reading
-from tugline.harnesses.extensions import Server, servers
-from tugline.harnesses.extensions import skills as skill_files
+from tugline.harnesses.base import LaunchContext, choose
+from tugline.harnesses.extensions import McpServer, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import BUN_SAYS, Preset, Window
+from tugline.harnesses.preset import BUN_CRASHES, Preset, Window
 
 _PROVIDER = "tugline"
 _PROVIDERS = {
@@ -25,9 +23,9 @@ _PROVIDERS = {
     "anthropic": ("@ai-sdk/anthropic", "/v1"),
     "google": ("@ai-sdk/google", "/v1beta"),
 }
-"""Dialect to the provider that speaks it and what its base URL ends with."""
+"""Dialect to the provider that speaks it and the end of its base URL."""
 _SETTINGS = ".config/opencode"
-_AS_INSTALLED = {
+_INSTALLED_PLUGINS = {
     f"{_SETTINGS}/node_modules/.keep": "",
     f"{_SETTINGS}/package-lock.json": json.dumps(
         {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
@@ -35,6 +33,7 @@ _AS_INSTALLED = {
 }
 
 
+@dataclass(kw_only=True, eq=False)
 class Opencode(Preset):
     """`title` leaves the request for a session title on; `args` are further options.
 
@@ -44,85 +43,74 @@ class Opencode(Preset):
 
     name = "opencode"
     offers_tools = True
-    keeps = (".data/opencode/log/*.log", ".data/opencode/*.db*")
-    says = BUN_SAYS
+    log_globs = (".data/opencode/log/*.log", ".data/opencode/*.db*")
+    crash_patterns = BUN_CRASHES
 
-    def __init__(  # noqa: PLR0913 - options of a task
-        self,
-        *,
-        version: str = "1.18.33",
-        dialect: str = "openai_chat",
-        title: bool = False,
-        context_window: Window = 131072,
-        mcp: Mapping[str, Any] | None = None,
-        skills: Mapping[str, str] | None = None,
-        args: Sequence[str] = (),
-    ) -> None:
-        self.version: str | None = version
-        self._provider, self._path = chosen("opencode", "dialect", dialect, _PROVIDERS)
-        self._title, self._window, self._args = title, context_window, args
-        self._servers = servers("opencode", mcp)
-        self._skills = skill_files("opencode", skills, f"{_SETTINGS}/skills")
-        self.package = Npm(
-            "opencode", "opencode-ai", version, "bin/opencode.exe", setup="postinstall.mjs"
-        )
+    version: str = "1.18.33"
+    dialect: str = "openai_chat"
+    title: bool = False
+    context_window: Window = 131072
+    mcp: Mapping[str, Any] | None = None
+    skills: Mapping[str, str] | None = None
 
-    def launch(self, seat: LaunchContext) -> Launch:
-        """``opencode run``, unattended, telling what it does as lines of JSON."""
-        folders = {
-            f"XDG_{kind}_HOME": f"{seat.home}/.{kind.lower()}"
-            for kind in ("CONFIG", "DATA", "CACHE", "STATE")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._provider, self._path = choose(self.name, "dialect", self.dialect, _PROVIDERS)
+        self._servers = parse_servers(self.name, self.mcp)
+        self._skills = parse_skills(self.name, self.skills, f"{_SETTINGS}/skills")
+
+    def make_package(self) -> Npm:
+        """The npm package, whose install script puts the native program in place."""
+        program, setup = "bin/opencode.exe", "postinstall.mjs"
+        return Npm(self.name, "opencode-ai", self.version, program, setup=setup)
+
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+        """``opencode run``, unattended, with events as lines of JSON."""
+        return ("run", "--format", "json", "-m", f"{_PROVIDER}/{context.model}", *self.args)
+
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
+        """Its folders, all below the agent's home, and what it must not fetch."""
+        kinds = ("CONFIG", "DATA", "CACHE", "STATE")
+        return {
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+            "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+            **{f"XDG_{kind}_HOME": f"{context.home}/.{kind.lower()}" for kind in kinds},
         }
-        return Launch(
-            argv=reading(
-                f"{seat.home}/instruction.txt",
-                *(*self.package.command, "run", "--format", "json"),
-                *("-m", f"{_PROVIDER}/{seat.model}", *self._args),
-            ),
-            env={
-                "HOME": seat.home,
-                "OPENCODE_DISABLE_AUTOUPDATE": "1",
-                "OPENCODE_DISABLE_MODELS_FETCH": "1",
-                "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-                "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-                **folders,
-            },
-            files={
-                "instruction.txt": seat.instruction,
-                f"{_SETTINGS}/opencode.json": self._config(seat),
-                **_AS_INSTALLED,
-                **self._skills,
-            },
-        )
 
-    def _config(self, seat: LaunchContext) -> str:
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
+        """Settings and skills."""
+        config = json.dumps(self._make_config(context), indent=1)
+        return {f"{_SETTINGS}/opencode.json": config, **_INSTALLED_PLUGINS, **self._skills}
+
+    def _make_config(self, context: LaunchContext) -> dict[str, object]:
         model = {
-            "name": seat.model,
+            "name": context.model,
             "tool_call": True,
             "reasoning": True,
-            "limit": {"context": self._window, "output": 16384},
+            "limit": {"context": self.context_window, "output": 16384},
         }
         provider = {
             "npm": self._provider,
             "name": _PROVIDER,
-            "options": {"baseURL": f"{seat.base_url}{self._path}", "apiKey": seat.key},
-            "models": {seat.model: model},
+            "options": {"baseURL": f"{context.base_url}{self._path}", "apiKey": context.key},
+            "models": {context.model: model},
         }
-        config = {
+        return {
             "autoupdate": False,
             "share": "disabled",
-            "model": f"{_PROVIDER}/{seat.model}",
-            "small_model": f"{_PROVIDER}/{seat.model}",
-            "agent": {"title": {"disable": not self._title}},
+            "model": f"{_PROVIDER}/{context.model}",
+            "small_model": f"{_PROVIDER}/{context.model}",
+            "agent": {"title": {"disable": not self.title}},
             "permission": {"*": "allow"},
             "enabled_providers": [_PROVIDER],
             "provider": {_PROVIDER: provider},
-            "mcp": {name: _server(server) for name, server in self._servers.items()},
+            "mcp": {name: _format_server(server) for name, server in self._servers.items()},
         }
-        return json.dumps(config, indent=1)
 
 
-def _server(server: Server) -> dict[str, object]:
+def _format_server(server: McpServer) -> dict[str, object]:
     if server.url is not None:
         return {"type": "remote", "url": server.url, "headers": server.headers}
     command = [server.command, *server.args]

@@ -1,21 +1,20 @@
 """pi (npm ``@earendil-works/pi-coding-agent``), a coding agent with read, bash, edit and write.
 
 It starts in 0.4 s, sends a prompt of 6 KB and speaks all four dialects, which makes it the harness
-of the demo and of our tests. Facts this file stands on: in text mode the exit code is 0 or 1 and
-means something (with ``--mode json`` it is always 0); a small ``contextWindow`` makes pi ask for
-answers of one token, so a large one is declared and the gateway enforces the true window; ``-p``
-makes no connection but to the model. It knows no MCP servers.
+of the demo and of our tests. In text mode its exit code is 0 or 1 and means something (with
+``--mode json`` it is always 0); a small ``contextWindow`` makes pi ask for answers of one token, so
+a large one is declared and the gateway enforces the true window; ``-p`` connects to nothing but the
+model. It has no MCP client.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from tugline.harnesses.base import Launch, LaunchContext, chosen, is_long, reading
-from tugline.harnesses.extensions import skills as skill_files
+from tugline.harnesses.base import LaunchContext, choose
+from tugline.harnesses.extensions import parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import NODE_SAYS, Preset, Window
+from tugline.harnesses.preset import NODE_CRASHES, Preset, Window, fits_argument
 
 _PROVIDER = "tugline"
 _APIS = {
@@ -24,86 +23,75 @@ _APIS = {
     "anthropic": ("anthropic-messages", ""),
     "google": ("google-generative-ai", "/v1beta"),
 }
-"""Dialect to pi's name for it and what its base URL ends with."""
+"""Dialect to pi's name for it and the end of its base URL."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Pi(Preset):
     """`tools` is pi's allow-list (None: all four); `args` are further options of its command line.
 
-    The default `args` keep out AGENTS.md files of the folders *above* the task's files. `reasoning`
+    The default `args` exclude AGENTS.md files of the folders *above* the task's files. `reasoning`
     makes pi ask for it and send its system prompt as a developer message. `context_window` is what
-    pi is told, in tokens; `skills` are texts of SKILL.md by name.
+    pi is configured with, in tokens; `skills` are texts of SKILL.md by name.
     """
 
     name = "pi"
-    keeps = (".pi/agent/sessions/**/*.jsonl",)
-    says = NODE_SAYS
+    log_globs = (".pi/agent/sessions/**/*.jsonl",)
+    crash_patterns = NODE_CRASHES
+    command_marks = ("@",)
 
-    def __init__(  # noqa: PLR0913 - options of a task
-        self,
-        *,
-        version: str = "0.87.1",
-        dialect: str = "openai_chat",
-        reasoning: bool = False,
-        tools: Sequence[str] | None = None,
-        context_window: Window = 131072,
-        skills: Mapping[str, str] | None = None,
-        args: Sequence[str] = ("--no-context-files",),
-    ) -> None:
-        self.version: str | None = version
-        self._api, self._path = chosen("pi", "dialect", dialect, _APIS)
-        self._reasoning, self._window = reasoning, context_window
-        self._skills = skill_files("pi", skills, ".pi/agent/skills")
-        self._options = [*(["--tools", ",".join(tools)] if tools is not None else []), *args]
-        self.package = Npm(
-            "pi",
-            "@earendil-works/pi-coding-agent",
-            version,
-            "dist/bundle/cli.js",
-            oldest_node=(22, 19),
-        )
+    version: str = "0.87.1"
+    dialect: str = "openai_chat"
+    reasoning: bool = False
+    tools: Sequence[str] | None = None
+    context_window: Window = 131072
+    skills: Mapping[str, str] | None = None
+    args: Sequence[str] = ("--no-context-files",)
 
-    def launch(self, seat: LaunchContext) -> Launch:
-        """``node cli.js -p``, with the gateway as its only provider."""
-        # pi would take a message that starts with '@' for a file to include.
-        prompt = f" {seat.instruction}" if seat.instruction.startswith("@") else seat.instruction
-        argv = (
-            *(*self.package.command, "--provider", _PROVIDER, "--model", seat.model),
-            *(*self._options, "-p"),
-        )
-        long = is_long(seat.instruction)
-        return Launch(
-            # It leaves out white space around what it reads on stdin.
-            argv=reading(f"{seat.home}/instruction.txt", *argv) if long else (*argv, "--", prompt),
-            env={
-                "HOME": seat.home,
-                "PI_CODING_AGENT_DIR": f"{seat.home}/.pi/agent",
-                "PI_OFFLINE": "1",
-                "PI_SKIP_VERSION_CHECK": "1",
-                "PI_TELEMETRY": "0",
-                **self.package.env,
-            },
-            files={
-                ".pi/agent/models.json": self._models(seat),
-                **({"instruction.txt": prompt} if long else {}),
-                **self._skills,
-            },
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._api, self._path = choose(self.name, "dialect", self.dialect, _APIS)
+        self._skills = parse_skills(self.name, self.skills, ".pi/agent/skills")
 
-    def _models(self, seat: LaunchContext) -> str:
+    def make_package(self) -> Npm:
+        """The npm package."""
+        package, program = "@earendil-works/pi-coding-agent", "dist/bundle/cli.js"
+        return Npm(self.name, package, self.version, program, min_node=(22, 19))
+
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+        """``pi -p``, with the gateway as its only provider."""
+        tools = ("--tools", ",".join(self.tools)) if self.tools is not None else ()
+        return ("--provider", _PROVIDER, "--model", context.model, *tools, *self.args, "-p")
+
+    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
+        """As an argument where it fits: pi strips white space around what it reads on stdin."""
+        return ("--", instruction) if fits_argument(instruction) else None
+
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
+        """The folder of its settings, and no connections of its own."""
+        return {
+            "PI_CODING_AGENT_DIR": f"{context.home}/.pi/agent",
+            "PI_OFFLINE": "1",
+            "PI_SKIP_VERSION_CHECK": "1",
+            "PI_TELEMETRY": "0",
+        }
+
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
+        """The model and skills."""
         model = {
-            "id": seat.model,
-            "name": seat.model,
-            "reasoning": self._reasoning,
+            "id": context.model,
+            "name": context.model,
+            "reasoning": self.reasoning,
             "input": ["text"],
-            "contextWindow": self._window,
+            "contextWindow": self.context_window,
             "maxTokens": 16384,
             "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
         }
         provider = {
-            "baseUrl": f"{seat.base_url}{self._path}",
+            "baseUrl": f"{context.base_url}{self._path}",
             "api": self._api,
-            "apiKey": seat.key,
+            "apiKey": context.key,
             "models": [model],
         }
-        return json.dumps({"providers": {_PROVIDER: provider}}, indent=1)
+        models = json.dumps({"providers": {_PROVIDER: provider}}, indent=1)
+        return {".pi/agent/models.json": models, **self._skills}

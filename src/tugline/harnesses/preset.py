@@ -1,100 +1,179 @@
-"""What the presets have in common: a package in the toolbox, and how a break of theirs looks.
+"""What the presets share: options, package, command line, crash detection, first start.
 
-A preset names its program's package, its settings and the traps of its exit code. Its program
-broke when it was ended by a fault of its own or says so in its last words; one that gave up because
-the model refused, as when a budget is spent, did not.
+A preset names its program's package, settings and crash patterns. The program crashed if it was
+ended by a fatal signal or its last output says so; one that gave up because the model refused, as
+when a budget is spent, did not.
 """
 
-from __future__ import annotations
-
+import asyncio
+import contextlib
 import re
-from collections.abc import Mapping
+import tempfile
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, ClassVar
 
 import msgspec
 
-from tugline.harnesses.base import Launch, LaunchContext, killed_by
-from tugline.harnesses.installing import Step
-from tugline.harnesses.trial import start_once
-from tugline.sandbox.base import Exit, Mount
+from tugline.errors import HarnessError
+from tugline.harnesses.base import (
+    MAX_ARGUMENT,
+    Harness,
+    Launch,
+    LaunchContext,
+    find_fatal_signal,
+)
+from tugline.harnesses.install import Package
+from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
+from tugline.sandbox.local import Local
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
 """An engine's context window, in tokens."""
+INSTRUCTION = "instruction.txt"
+"""File in the agent's home that a program's stdin is read from."""
+NODE_CRASHES = (
+    (r"Node\.js v\d+\.\d+\.\d+\s*$", "an exception that nobody caught"),
+    (r"JavaScript heap out of memory", "its heap was full"),
+)
+BUN_CRASHES = ((r"panic\((main thread|thread \d+)\)|Bun has crashed", "it panicked"),)
+"""Of native programs that are made with Bun."""
+_TRIAL_S = 90.0
+_TAIL = 400
+_REFUSAL = b'{"error":{"message":"no more calls","type":"invalid_request_error","code":400}}'
 
 
-class Package(Protocol):
-    """Something in the toolbox: `Npm` or `Python`."""
+@dataclass(kw_only=True, eq=False)
+class Preset(Harness):
+    """A harness whose program comes from a registry; its fields are the options of tasks."""
 
-    folder: Path
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What starts it. Raises `HarnessError` before `install`."""
-        ...
-
-    @property
-    def env(self) -> Mapping[str, str]:
-        """What its program needs to find its own."""
-        ...
-
-    @property
-    def mounts(self) -> tuple[Mount, ...]:
-        """What a sandbox must have of it."""
-        ...
-
-    async def install(self, trial: Step) -> None:
-        """Install it unless it is there."""
-        ...
-
-    async def newest(self) -> str:
-        """The newest version that there is."""
-        ...
-
-
-class Preset:
-    """A harness whose program comes from a registry. Subclasses set what has no value here."""
-
-    name: str
-    version: str | None
-    keeps: tuple[str, ...] = ()
-    """Its own log: glob patterns below the agent's home."""
-    says: tuple[tuple[str, str], ...] = ()
-    """Pattern of its last words to what broke, where it ended with another code than 0."""
-    codes: tuple[tuple[int, str], ...] = ()
+    crash_patterns: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pattern of the last output to what broke, for exit codes other than 0."""
+    crash_codes: ClassVar[Mapping[int, str]] = {}
     """Exit code to what broke."""
+    command_marks: ClassVar[tuple[str, ...]] = ()
+    """Characters that make the program take an instruction for a command or file of its own."""
 
-    package: Package
+    version: str
+    args: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.package = self.make_package()
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """What a sandbox must have of its program."""
+        """Folders of its program."""
         return self.package.mounts
 
+    @abstractmethod
+    def make_package(self) -> Package:
+        """The package of this version."""
+
+    @abstractmethod
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+        """Arguments after the program's command, without the instruction."""
+
+    @abstractmethod
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
+        """Variables besides HOME."""
+
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
+        """Settings below the agent's home."""
+        return {}
+
+    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
+        """The instruction as the last arguments; None if the program reads it on stdin."""
+        return None
+
     async def install(self) -> None:
-        """Put this version into the toolbox unless it is there; it must start."""
+        """Install this version unless it is there; its program must start."""
 
         async def trial(_: Path) -> None:
             await start_once(self)
 
         await self.package.install(trial)
 
-    def launch(self, seat: LaunchContext) -> Launch:
+    def launch(self, context: LaunchContext) -> Launch:
         """The command for one session."""
-        raise NotImplementedError
+        instruction = context.instruction
+        if instruction.startswith(self.command_marks):
+            instruction = f" {instruction}"
+        argv = (*self.package.command, *self.make_arguments(context))
+        files = self.make_files(context)
+        last = self.pass_instruction(instruction)
+        if last is None:
+            files[INSTRUCTION] = instruction
+            argv = ("sh", "-c", 'exec "$@" < "$0"', f"{context.home}/{INSTRUCTION}", *argv)
+        else:
+            argv += last
+        env = {"HOME": context.home, **self.make_env(context), **self.package.env}
+        return Launch(argv=argv, env=env, files=files)
 
-    def crashed(self, end: Exit, said: str) -> str | None:
-        """Why its program broke, None if it did not."""
+    def find_crash(self, end: Exit, output: str) -> str | None:
+        """Why its program crashed, None if it did not."""
         if end.timed_out or end.code == 0:
             return None
-        signs = (why for pattern, why in self.says if re.search(pattern, said))
-        return killed_by(end) or dict(self.codes).get(end.code) or next(signs, None)
+        matches = (why for pattern, why in self.crash_patterns if re.search(pattern, output))
+        return find_fatal_signal(end) or self.crash_codes.get(end.code) or next(matches, None)
 
 
-NODE_SAYS = (
-    (r"Node\.js v\d+\.\d+\.\d+\s*$", "an exception that nobody caught"),
-    (r"JavaScript heap out of memory", "its heap was full"),
-)
-"""How Node takes its leave."""
-BUN_SAYS = ((r"panic\((main thread|thread \d+)\)|Bun has crashed", "it panicked"),)
-"""How the native programs that are made with Bun do."""
+def fits_argument(instruction: str) -> bool:
+    """Whether a program can be started with `instruction` as an argument."""
+    return len(instruction.encode()) <= MAX_ARGUMENT
+
+
+async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
+    """Start a newly installed program, which must call its model; the call is refused.
+
+    So a broken installation is found before any session, and compiled scripts are cached. Raises
+    `HarnessError` with the program's last output. `runtime` is `Local` unless given.
+    """
+    runtime, spec = runtime or Local(), SandboxSpec(mounts=harness.mounts)
+    called = asyncio.Event()
+    with tempfile.TemporaryDirectory(prefix="tugline-trial-") as folder:
+        async with (
+            _refuse_calls(harness.spent_status, called) as url,
+            runtime.open(Path(folder), spec) as sandbox,
+        ):
+            context = LaunchContext(
+                instruction="Say hello.",
+                workdir=str(sandbox.workdir),
+                home=str(sandbox.home),
+                base_url=await sandbox.expose(url),
+                key="trial",
+                model="tugline-trial",
+            )
+            launch = harness.launch(context)
+            await sandbox.put(sandbox.home, launch.files)
+            end = await sandbox.run(launch.argv, env=launch.env, timeout_s=_TRIAL_S)
+            log = sandbox.logs / "agent.log"
+            output = await asyncio.to_thread(log.read_text, errors="replace")
+    if not called.is_set():
+        how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+        msg = (
+            f"{harness.name} {harness.version} does not work here: it {how} "
+            f"and asked no model: {' '.join(output.split())[-_TAIL:]}"
+        )
+        raise HarnessError(msg)
+
+
+@contextlib.asynccontextmanager
+async def _refuse_calls(status: int, called: asyncio.Event) -> AsyncIterator[str]:
+    """An HTTP server that answers every request with `status`."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError), contextlib.closing(writer):
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            _, _, length = head.partition(b"content-length:")
+            await reader.readexactly(int(length.split(b"\r\n")[0] or 0))
+            if head.startswith(b"post"):
+                called.set()
+            start = f"HTTP/1.1 {status} Refused\r\nconnection: close\r\n"
+            fields = f"content-type: application/json\r\ncontent-length: {len(_REFUSAL)}\r\n\r\n"
+            writer.write((start + fields).encode() + _REFUSAL)
+            await writer.drain()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, limit=1 << 20)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

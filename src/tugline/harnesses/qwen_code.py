@@ -1,25 +1,24 @@
 """Qwen Code (npm ``@qwen-code/qwen-code``), which speaks OpenAI Chat.
 
-Facts this file stands on: with these settings it looks up no host name; it gives up and asks again
-when headers take 120 s; unless told not to, it asks the model what to remember when it is done; the
-same call with the same arguments five times ends the session.
+With these settings it looks up no host name; it retries when headers take 120 s; unless disabled,
+it asks the model what to remember when it is done; the same call with the same arguments five times
+ends the session.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from tugline.harnesses.base import Launch, LaunchContext, is_long, plain, reading
-from tugline.harnesses.extensions import mcp_settings, servers
-from tugline.harnesses.extensions import skills as skill_files
+from tugline.harnesses.base import LaunchContext
+from tugline.harnesses.extensions import format_for_gemini, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import NODE_SAYS, Preset, Window
+from tugline.harnesses.preset import NODE_CRASHES, Preset, Window, fits_argument
 
 _MEMORY = ("enableManagedAutoMemory", "enableManagedAutoDream", "enableAutoSkill")
 
 
+@dataclass(kw_only=True, eq=False)
 class QwenCode(Preset):
     """`context_window` is the engine's, in tokens; `args` are further options.
 
@@ -27,55 +26,45 @@ class QwenCode(Preset):
     """
 
     name = "qwen_code"
-    keeps = (".qwen/projects/**/*.jsonl",)
-    says = NODE_SAYS
+    log_globs = (".qwen/projects/**/*.jsonl",)
+    crash_patterns = NODE_CRASHES
+    command_marks = ("/",)
 
-    def __init__(
-        self,
-        *,
-        version: str = "0.24.4",
-        context_window: Window = 131072,
-        mcp: Mapping[str, Any] | None = None,
-        skills: Mapping[str, str] | None = None,
-        args: Sequence[str] = (),
-    ) -> None:
-        self.version: str | None = version
-        self._window, self._args = context_window, args
-        self._servers = servers("qwen_code", mcp)
-        self._skills = skill_files("qwen_code", skills, ".qwen/skills")
-        self.package = Npm(
-            "qwen_code", "@qwen-code/qwen-code", version, "cli-entry.js", oldest_node=(22, 0)
-        )
+    version: str = "0.24.4"
+    context_window: Window = 131072
+    mcp: Mapping[str, Any] | None = None
+    skills: Mapping[str, str] | None = None
 
-    def launch(self, seat: LaunchContext) -> Launch:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._servers = parse_servers(self.name, self.mcp)
+        self._skills = parse_skills(self.name, self.skills, ".qwen/skills")
+
+    def make_package(self) -> Npm:
+        """The npm package."""
+        package = "@qwen-code/qwen-code"
+        return Npm(self.name, package, self.version, "cli-entry.js", min_node=(22, 0))
+
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``qwen -p``, unattended."""
-        argv = (
-            *(*self.package.command, "--yolo", "--auth-type", "openai"),
-            *("--output-format", "json", *self._args),
-        )
-        prompt, long = plain(seat.instruction), is_long(seat.instruction)
-        return Launch(
-            # It puts two ends of line after what it reads on stdin.
-            argv=reading(f"{seat.home}/instruction.txt", *argv)
-            if long
-            else (*argv, f"--prompt={prompt}"),
-            env={
-                "HOME": seat.home,
-                "OPENAI_BASE_URL": f"{seat.base_url}/v1",
-                "OPENAI_API_KEY": seat.key,
-                "OPENAI_MODEL": seat.model,
-                "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
-                "QWEN_CODE_NO_RELAUNCH": "true",
-                **self.package.env,
-            },
-            files={
-                ".qwen/settings.json": self._settings(),
-                **({"instruction.txt": prompt} if long else {}),
-                **self._skills,
-            },
-        )
+        return ("--yolo", "--auth-type", "openai", "--output-format", "json", *self.args)
 
-    def _settings(self) -> str:
+    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
+        """As an argument where it fits: Qwen Code appends two line ends to what is on stdin."""
+        return (f"--prompt={instruction}",) if fits_argument(instruction) else None
+
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
+        """Address, key and model."""
+        return {
+            "OPENAI_BASE_URL": f"{context.base_url}/v1",
+            "OPENAI_API_KEY": context.key,
+            "OPENAI_MODEL": context.model,
+            "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+            "QWEN_CODE_NO_RELAUNCH": "true",
+        }
+
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
+        """Settings and skills."""
         settings = {
             "usageStatisticsEnabled": False,
             "privacy": {"usageStatisticsEnabled": False},
@@ -85,8 +74,8 @@ class QwenCode(Preset):
                 "disableAutoUpdate": True,
                 "disableUpdateNag": True,
             },
-            "model": {"generationConfig": {"contextWindowSize": self._window}},
+            "model": {"generationConfig": {"contextWindowSize": self.context_window}},
             "memory": dict.fromkeys(_MEMORY, False),
-            "mcpServers": mcp_settings(self._servers),
+            "mcpServers": format_for_gemini(self._servers),
         }
-        return json.dumps(settings, indent=1)
+        return {".qwen/settings.json": json.dumps(settings, indent=1), **self._skills}

@@ -1,7 +1,7 @@
-"""The user's own agent: any command that talks to a model through the usual environment variables.
+"""The user's own agent: any command that calls a model through the usual environment variables.
 
 Every official SDK reads its base URL and key from the environment, so a script written for a
-hosted model runs here as it is.
+hosted model runs unchanged.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tugline.errors import ConfigError
-from tugline.harnesses.base import Launch, LaunchContext
+from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Mount
 
-_LONGEST_VARIABLE = 100_000
-"""Linux refuses to start a program with a longer variable (128 KiB with its name)."""
+_MAX_VARIABLE = 100_000
+"""Bytes. Linux starts no program with a longer variable (128 KiB with its name)."""
 
 
-class Shell:
+class Shell(Harness):
     """`command` runs in the task's folder: a list is a program, a string goes to ``sh -c``.
 
-    A word of it that names a file of the folder where Tugline was started means that file, and a
-    sandbox shows it; `folders` are further ones of this machine that it shows, read-only, at their
-    own paths. `env` is added to the variables that `launch` sets.
+    A word that names a file in the folder where Tugline was started is replaced by its absolute
+    path, and the file is mounted; `folders` of this machine are mounted read-only at their own
+    paths. `env` is added to the variables that `launch` sets.
     """
 
     name = "shell"
-    version: str | None = None
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class Shell:
         folders: Sequence[str] = (),
     ) -> None:
         words = re.split(r"(\s+)", command) if isinstance(command, str) else command
-        files = [_file(word) for word in words]
+        files = [_find_file(word) for word in words]
         if isinstance(command, str):
             quoted = (
                 shlex.quote(file) if file else word for word, file in zip(words, files, strict=True)
@@ -52,42 +51,44 @@ class Shell:
             if not Path(folder).is_absolute():
                 msg = f"harness 'shell': folders names {folder!r}, must be an absolute path"
                 raise ConfigError(msg)
-        shown = dict.fromkeys([*filter(None, files), *folders])
-        self.mounts = tuple(Mount(path, path) for path in shown)
+        paths = dict.fromkeys([*filter(None, files), *folders])
+        self._mounts = tuple(Mount(path, path) for path in paths)
         if not "".join(command).strip():
             msg = f"harness 'shell': command is {command!r}, must name a program"
             raise ConfigError(msg)
         self._env = dict(env or {})
 
-    async def install(self) -> None:
-        """Nothing: the program is the user's."""
+    @property
+    def mounts(self) -> tuple[Mount, ...]:
+        """The files that its command names, and `folders`."""
+        return self._mounts
 
-    def launch(self, seat: LaunchContext) -> Launch:
-        """The command, with base URL, key and model under the names that SDKs look for."""
+    def launch(self, context: LaunchContext) -> Launch:
+        """The command, with base URL, key and model under the names that SDKs read."""
         variables = {
-            "HOME": seat.home,
-            "OPENAI_BASE_URL": f"{seat.base_url}/v1",
-            "OPENAI_API_KEY": seat.key,
-            "OPENAI_MODEL": seat.model,
-            "ANTHROPIC_BASE_URL": seat.base_url,
-            "ANTHROPIC_API_KEY": seat.key,
-            "ANTHROPIC_MODEL": seat.model,
-            "GOOGLE_GEMINI_BASE_URL": seat.base_url,
-            "GEMINI_API_KEY": seat.key,
-            "GEMINI_MODEL": seat.model,
-            "TUGLINE_INSTRUCTION_FILE": f"{seat.home}/instruction.txt",
+            "HOME": context.home,
+            "OPENAI_BASE_URL": f"{context.base_url}/v1",
+            "OPENAI_API_KEY": context.key,
+            "OPENAI_MODEL": context.model,
+            "ANTHROPIC_BASE_URL": context.base_url,
+            "ANTHROPIC_API_KEY": context.key,
+            "ANTHROPIC_MODEL": context.model,
+            "GOOGLE_GEMINI_BASE_URL": context.base_url,
+            "GEMINI_API_KEY": context.key,
+            "GEMINI_MODEL": context.model,
+            "TUGLINE_INSTRUCTION_FILE": f"{context.home}/instruction.txt",
         }
-        if len(seat.instruction.encode()) <= _LONGEST_VARIABLE:
-            variables["TUGLINE_INSTRUCTION"] = seat.instruction
+        if len(context.instruction.encode()) <= _MAX_VARIABLE:
+            variables["TUGLINE_INSTRUCTION"] = context.instruction
         return Launch(
             argv=self._argv,
             env={**variables, **self._env},
-            files={"instruction.txt": seat.instruction},
+            files={"instruction.txt": context.instruction},
         )
 
 
-def _file(word: str) -> str | None:
-    """The file that a word of a command names; None for any other word."""
+def _find_file(word: str) -> str | None:
+    """The absolute path of a file that a word names, unless it is the system's; else None."""
     # `Path.is_file` raises for a word that is longer than any name, such as a script after -c.
     path = Path.cwd() / word
     if not word.strip() or not os.path.isfile(path):  # noqa: PTH113

@@ -77,6 +77,8 @@ async def _work(told: Settings, folder: Path, server: Dispatcher, say: Say, run:
             node = working.node
             model, mode = working.gateway.card.id, reached.upstream.wire.mode
             say(f"node {name} is up: {told.node.slots} slots, {model} in {mode} mode")
-            await working.parts.introduce(PluginSpec("auto"))  # what tasks get that name no runtime
+            await working.parts.report_weaknesses(
+                PluginSpec("auto")
+            )  # what tasks get that name no runtime
             settle()
             await run(working)

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from tugline.protocol import HeldSession, Work
-from tugline.rollout.timeouts import Course
+from tugline.rollout.stages import StageSlots
 from tugline.types import Status, Trajectory
 
 STARTED = frozenset({Status.RUN, Status.BUILD, Status.EVAL})
@@ -30,7 +30,7 @@ class ActiveSession:
     """One session that this node holds."""
 
     work: Work
-    course: Course
+    slots: StageSlots
     directory: Path
     status: Status = Status.INIT
     fate: StopReason | None = None

@@ -13,7 +13,7 @@ from typing import Protocol
 from tugline import log
 from tugline.errors import EngineError
 from tugline.protocol import Control, PauseMode
-from tugline.rollout.gateway import Gateway
+from tugline.rollout.rollout import Gateway
 
 _PAUSE_S = 5.0
 """How long calls in flight are waited for before that is said in the log."""

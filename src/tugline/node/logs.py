@@ -41,7 +41,7 @@ class LogSender:
 
     async def finish(self, live: ActiveSession) -> None:
         """Send the end: all that is new of a log that was followed, else the last 64 KiB."""
-        if live.course.log is not None:
+        if live.slots.agent_log is not None:
             await self._try(live)
 
     async def _try(self, live: ActiveSession) -> None:
@@ -53,7 +53,7 @@ class LogSender:
             _log.info("log not sent", session=live.id, error=str(error))
 
     async def _send(self, live: ActiveSession) -> None:
-        path = live.course.log
+        path = live.slots.agent_log
         while path is not None:
             if not live.sent:
                 live.skipped = max(0, await asyncio.to_thread(_size, path) - CHUNK)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from tugline import log
-from tugline.errors import FencedError, ServerError, TuglineError
+from tugline.errors import FencedError, ServerError
 from tugline.node.active_sessions import STARTED, ActiveSession, StopReason
 from tugline.node.admission import Admission, Engines
 from tugline.node.dispatcher import LONGEST_S, RetryingDispatcher
@@ -25,10 +25,9 @@ from tugline.node.stages import Stages
 from tugline.node.stats import Observer, Stats
 from tugline.protocol import CommitOutcome, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack
-from tugline.rollout.failures import blamed
-from tugline.rollout.gateway import Gateway
+from tugline.rollout.failures import describe, make_failure
 from tugline.rollout.parts import Parts
-from tugline.rollout.rollout import roll_out
+from tugline.rollout.rollout import Gateway, roll_out
 from tugline.types import Cause, Ledger, Status, Trajectory
 
 _OFFER_S = 2.0
@@ -85,13 +84,13 @@ class SessionRunner:
         self._stats.leased += 1
         session, task = work.session, work.task
         stack = contextlib.ExitStack()
-        course = stack.enter_context(
+        slots = stack.enter_context(
             self.stages.course(task.id, session.sample, task.limits.total_s)
         )
-        course.hold(held=self._paused)
+        slots.pause_timeout(paused=self._paused)
         # A path of constant length: agents tell the model where they are.
         directory = self._sessions / f"{session.id}.{session.epoch}"
-        live = self.live[session.id] = ActiveSession(work, course, directory)
+        live = self.live[session.id] = ActiveSession(work, slots, directory)
         self._begin(self._lead(live, stack, older), f"session-{session.id}")
 
     def stop(self, order: Stop) -> None:
@@ -101,7 +100,7 @@ class SessionRunner:
             return
         _log.info("told to stop", session=live.id, why=order.reason, by=order.by)
         if order.reason is StopKind.CANCELLED:
-            live.course.halt.pull()
+            live.slots.cancel_scope.cancel()
         else:
             live.call_off(StopReason.STALE if order.reason is StopKind.STALE else StopReason.DROP)
 
@@ -109,7 +108,7 @@ class SessionRunner:
         """Stop the clocks of all agents, or let them go on."""
         self._paused = paused
         for live in self.live.values():
-            live.course.hold(held=paused)
+            live.slots.pause_timeout(paused=paused)
 
     def call_off(self, fate: StopReason, *, started: bool = True) -> None:
         """Give up all sessions; without `started` those that run go on."""
@@ -179,7 +178,7 @@ class SessionRunner:
                 directory=live.directory,
                 parts=self._parts,
                 on_stage=on_stage,
-                course=live.course,
+                slots=live.slots,
             )
         )
         try:
@@ -258,7 +257,6 @@ class SessionRunner:
 
 def _broken(live: ActiveSession, error: BaseException) -> Trajectory:
     """The result of a rollout that could not even say what happened: tried again elsewhere."""
-    said = str(error) if isinstance(error, TuglineError) else f"{type(error).__name__}: {error}"
     return Trajectory(
         session=live.id,
         task=live.work.task.id,
@@ -266,5 +264,5 @@ def _broken(live: ActiveSession, error: BaseException) -> Trajectory:
         status=Status.FAILED,
         traces=(),
         ledger=Ledger(),
-        failure=blamed(Cause.NODE, said),
+        failure=make_failure(Cause.NODE, describe(error)),
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tugline.node.admission import Admission
 from tugline.node.settings import NodeSettings
-from tugline.rollout.timeouts import Course
+from tugline.rollout.stages import StageSlots
 from tugline.types import Status
 
 Turn = tuple[int, int]
@@ -120,13 +120,13 @@ class Stages:
         """When it was looked at last, and whether there was enough."""
 
     @contextlib.contextmanager
-    def course(self, task: str, sample: int, total_s: float | None) -> Iterator[StageSlots]:
+    def course(self, task: str, sample: int, total_s: float | None) -> Iterator[NodeSlots]:
         """The way of one more session through these stages."""
         number, members = self._groups.get(task, (-1, 0))
         if not members:
             number = next(self._numbers)
         self._groups[task] = (number, members + 1)
-        led = StageSlots(self, (number, sample), total_s)
+        led = NodeSlots(self, (number, sample), total_s)
         self.held += 1
         self.early += 1
         self.cold += 1
@@ -181,11 +181,11 @@ class Stages:
         self._changed()
 
 
-class StageSlots(Course):
+class NodeSlots(StageSlots):
     """The way of one session through a node's pools."""
 
     def __init__(self, stages: Stages, turn: Turn, total_s: float | None) -> None:
-        super().__init__(total_s, stages.spares)
+        super().__init__(total_s, prewarm=stages.spares)
         self._stages, self._turn = stages, turn
         self._cold = self._early = True
 
@@ -197,7 +197,7 @@ class StageSlots(Course):
             self._stages.early -= self._early
             self._early = False
 
-    def place(self, status: Status) -> AbstractAsyncContextManager[None]:
+    def acquire(self, status: Status) -> AbstractAsyncContextManager[None]:
         """A place in the pool of this stage."""
         return self._placed(status)
 

@@ -20,7 +20,6 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway, Opened
-from tugline.harnesses.base import spent_status
 from tugline.recording.file import read
 from tugline.recording.folder import tokenizer_of
 from tugline.recording.records import Header, Result
@@ -155,7 +154,7 @@ async def _perform(
         parts = _Parts(header, start)
         harness = parts.harness(task.harness)
         here = {} if start else {one.id: _places(_directory(folder, one)) for one in sessions}
-        source = _source(recording, options, live, here, spent_status(harness))
+        source = _source(recording, options, live, here, harness.spent_status)
         gateway = _Gateway(source, recording.rendering(), folder / "recordings")
         if start:
             gateway.folders = {"workdir": header.workdir, "home": header.home}

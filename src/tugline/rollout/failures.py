@@ -1,6 +1,6 @@
-"""What is to blame when a stage fails: from where it happened and what kind of error it was.
+"""Failure classification: which cause and boundary an error in a stage stands for.
 
-The table of what follows is `types.HANDLING` (I5).
+What follows from a cause (retry, reward, quarantine) is the table `types.HANDLING` (I5).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tugline.errors import (
 )
 from tugline.types import HANDLING, Cause, Failure, Status
 
-_KINDS: tuple[tuple[type[Exception], Cause], ...] = (
+_CAUSES: tuple[tuple[type[Exception], Cause], ...] = (
     (EngineError, Cause.ENGINE),
     (DiskFull, Cause.DISK),
     (SandboxNetworkError, Cause.NETWORK),
@@ -30,43 +30,50 @@ _KINDS: tuple[tuple[type[Exception], Cause], ...] = (
     (SandboxError, Cause.SANDBOX),
     (HarnessError, Cause.INSTALL),
 )
-"""The first that fits, wherever it happened."""
-_OUT_OF_TIME = {
+"""Causes that follow from the error alone; the first match counts."""
+_TIMEOUT_CAUSES = {
     Status.INIT: Cause.INIT_TIMEOUT,
     Status.READY: Cause.WAIT_TIMEOUT,
     Status.RUN: Cause.TOTAL_TIMEOUT,
     Status.BUILD: Cause.WAIT_TIMEOUT,
     Status.EVAL: Cause.EVAL_TIMEOUT,
 }
-_CLOCKED = (Status.INIT, Status.EVAL)
-"""Stages that end by a `TimeoutError` of ours; elsewhere one is a disk's or a network's."""
+_TIMED_STAGES = (Status.INIT, Status.EVAL)
+"""Stages with a timeout of ours; elsewhere a `TimeoutError` comes from a disk or a network."""
 
 
-def blamed(cause: Cause, message: str) -> Failure:
-    """A failure with the boundary that belongs to its cause."""
+def make_failure(cause: Cause, message: str) -> Failure:
+    """A failure with the boundary of its cause."""
     return Failure(HANDLING[cause].boundary, message, cause)
 
 
-def halted(status: Status) -> Failure:
-    """The failure of a session whose `total_s` was over in a stage."""
-    return blamed(_OUT_OF_TIME[status], f"total_s was over in {status.value}")
+def make_total_timeout(status: Status) -> Failure:
+    """The failure of a session whose `total_s` ended in stage `status`."""
+    return make_failure(_TIMEOUT_CAUSES[status], f"total_s was over in {status.value}")
 
 
-def failure_of(status: Status, error: Exception, *, kept: bool = True) -> Failure:
-    """Whose failure it is. Without `kept`, what was captured is lost, and that is the node's."""
-    if isinstance(error, TimeoutError) and error.errno is None and status in _CLOCKED:
-        return blamed(_OUT_OF_TIME[status], f"{status.value} was out of time")
-    said = str(error) if isinstance(error, TuglineError) else f"{type(error).__name__}: {error}"
-    return blamed(_cause(status, error, kept=kept), said)
+def classify(status: Status, error: Exception, *, recorded: bool = True) -> Failure:
+    """The failure for `error` in stage `status`.
+
+    Without `recorded` the session's calls could not be written, which is the node's failure.
+    """
+    if isinstance(error, TimeoutError) and error.errno is None and status in _TIMED_STAGES:
+        return make_failure(_TIMEOUT_CAUSES[status], f"{status.value} was out of time")
+    return make_failure(_find_cause(status, error, recorded=recorded), describe(error))
 
 
-def _cause(status: Status, error: Exception, *, kept: bool) -> Cause:
+def describe(error: BaseException) -> str:
+    """The error's message, with its type unless it is one of ours."""
+    return str(error) if isinstance(error, TuglineError) else f"{type(error).__name__}: {error}"
+
+
+def _find_cause(status: Status, error: Exception, *, recorded: bool) -> Cause:
     if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return Cause.DISK
-    for kind, cause in _KINDS:
+    for kind, cause in _CAUSES:
         if isinstance(error, kind):
             return cause
-    if isinstance(error, CaptureError) and status is Status.BUILD and kept:
+    if isinstance(error, CaptureError) and status is Status.BUILD and recorded:
         return Cause.ENGINE
     if isinstance(error, UsageError) and status is Status.INIT:
         return Cause.TASK

@@ -1,7 +1,6 @@
-"""The parts that tasks name, made once and shared by all sessions that ask for the same.
+"""The plug-ins that tasks name, made once and shared by all sessions that name the same.
 
-Sharing lets a harness install once and an evaluator remember its verdicts. `check` is for the door
-where a task comes in: a wrong name or option is an error there, not in the middle of a run.
+Sharing lets a harness install once and an evaluator cache its verdicts.
 """
 
 from __future__ import annotations
@@ -19,72 +18,84 @@ from tugline.traces.base import Builder
 from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
-_DOES = {
-    "harness": ("install", "launch"),
-    "runtime": ("open", "reap", "check_available", "list_weaknesses"),
+_CONTRACTS = {"harness": Harness, "runtime": Runtime}
+_METHODS = {
     "evaluator": ("evaluate",),
     "builder": ("build",),
 }
-"""What a part of each kind can do: not every class that a task can name may be called."""
 
 
 class Parts:
-    """Instances by kind, name and options."""
+    """Plug-in instances by kind, name and options.
+
+    Each method raises `UnknownPlugin` or `ConfigError` for one that cannot be made.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str, bytes], Any] = {}
-        self._introduced: dict[str, asyncio.Task[None]] = {}
+        self._reports: dict[str, asyncio.Task[None]] = {}
 
     def check(self, task: Task) -> None:
-        """Raises `UnknownPlugin` or `ConfigError` if `task` names a part that cannot be made."""
+        """Make every plug-in that `task` names."""
         self.harness(task.harness)
         self.runtime(task.runtime)
         self.evaluator(task.evaluator)
         self.builder(task.builder)
 
-    def harness(self, part: PluginSpec) -> Harness:
+    def harness(self, spec: PluginSpec) -> Harness:
         """The agent program."""
-        made: Harness = self._make("harness", part)
+        made: Harness = self._make("harness", spec)
         return made
 
-    def runtime(self, part: PluginSpec) -> Runtime:
-        """The place where it runs."""
-        made: Runtime = self._make("runtime", part)
+    def runtime(self, spec: PluginSpec) -> Runtime:
+        """The runtime of its sandboxes."""
+        made: Runtime = self._make("runtime", spec)
         return made
 
-    async def introduce(self, part: PluginSpec) -> None:
-        """Say once, in the log, what this runtime does not keep apart on this machine."""
-        if part.name not in self._introduced:
-            self._introduced[part.name] = asyncio.create_task(self._introduce(part))
-        await asyncio.shield(self._introduced[part.name])
+    def evaluator(self, spec: PluginSpec) -> Evaluator:
+        """The evaluator of its outcome."""
+        made: Evaluator = self._make("evaluator", spec)
+        return made
 
-    async def _introduce(self, part: PluginSpec) -> None:
+    def builder(self, spec: PluginSpec) -> Builder:
+        """The builder of its traces."""
+        made: Builder = self._make("builder", spec)
+        return made
+
+    async def report_weaknesses(self, spec: PluginSpec) -> None:
+        """Log once what this runtime does not isolate on this machine."""
+        if spec.name not in self._reports:
+            self._reports[spec.name] = asyncio.create_task(self._report_weaknesses(spec))
+        await asyncio.shield(self._reports[spec.name])
+
+    async def _report_weaknesses(self, spec: PluginSpec) -> None:
         try:
-            weaknesses = await asyncio.to_thread(self.runtime(part).list_weaknesses)
-        except TuglineError as error:  # whatever it is, the box will say so itself
-            del self._introduced[part.name]
-            _log.warning("runtime cannot be looked at", runtime=part.name, error=str(error))
+            weaknesses = await asyncio.to_thread(self.runtime(spec).list_weaknesses)
+        except TuglineError as error:  # opening a sandbox will raise it again
+            del self._reports[spec.name]
+            _log.warning("runtime cannot be inspected", runtime=spec.name, error=str(error))
             return
         for weakness in weaknesses:
-            _log.warning("not contained", runtime=part.name, what=weakness)
+            _log.warning("not isolated", runtime=spec.name, what=weakness)
 
-    def evaluator(self, part: PluginSpec) -> Evaluator:
-        """The judge."""
-        made: Evaluator = self._make("evaluator", part)
-        return made
-
-    def builder(self, part: PluginSpec) -> Builder:
-        """What turns calls into traces."""
-        made: Builder = self._make("builder", part)
-        return made
-
-    def _make(self, kind: str, part: PluginSpec) -> Any:
-        options = pack_options(f"{kind} {part.name!r}: options", part.options)
-        key = (kind, part.name, options)
+    def _make(self, kind: str, spec: PluginSpec) -> Any:
+        options = pack_options(f"{kind} {spec.name!r}: options", spec.options)
+        key = (kind, spec.name, options)
         if key not in self._made:
-            target = find(kind, part.name)
-            if not all(callable(getattr(target, verb, None)) for verb in _DOES[kind]):
-                msg = f"{part.name!r} is no {kind}: it must have {' and '.join(_DOES[kind])}"
-                raise UnknownPlugin(msg)
-            self._made[key] = make(kind, part.name, target, part.options)
+            target = find(kind, spec.name)
+            _check_contract(kind, spec.name, target)
+            self._made[key] = make(kind, spec.name, target, spec.options)
         return self._made[key]
+
+
+def _check_contract(kind: str, name: str, target: Any) -> None:
+    """Raises `UnknownPlugin` for a class that is no `kind`: a task may not call any class."""
+    if base := _CONTRACTS.get(kind):
+        if not (isinstance(target, type) and issubclass(target, base)):
+            msg = (
+                f"{name!r} is no {kind}: it must be a subclass of {base.__module__}.{base.__name__}"
+            )
+            raise UnknownPlugin(msg)
+    elif not all(callable(getattr(target, method, None)) for method in _METHODS[kind]):
+        msg = f"{name!r} is no {kind}: it must have {' and '.join(_METHODS[kind])}"
+        raise UnknownPlugin(msg)

@@ -1,26 +1,25 @@
-"""One rollout: from an empty folder to a trajectory.
+"""One rollout: from a task to a trajectory.
 
-`roll_out` reads top to bottom like the life of a session: INIT, READY, RUN, BUILD, EVAL. It returns
-a trajectory whatever happens (I5); only cancellation and the caller's own errors come out as
-exceptions. What is to blame comes from *where* something failed and from what kind of error it was
-(`blame.py`, `blame_others`).
+`roll_out` goes through the stages INIT, READY, RUN, BUILD and EVAL and returns a trajectory
+whatever happens (I5); only cancellation and the caller's own errors are raised. A failure is
+classified by the stage it happened in and by the type of its error (`failures`).
 
-Every stage has a clock of its own, which starts when the session gets its place there (`course`):
-waiting is charged to nobody but `total_s`. An agent that runs out of time is still built and
-judged, one that is cancelled is still built: a partial trajectory is data (I2).
+Each stage has its own timeout, which starts when the session gets a slot (`stages`): waiting counts
+towards `total_s` only. An agent that times out is still built and evaluated, and a cancelled one is
+still built, because a partial trajectory is data (I2).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tugline import log
 from tugline.errors import (
@@ -33,36 +32,78 @@ from tugline.errors import (
     UsageError,
 )
 from tugline.evaluators import base as evaluators
-from tugline.evaluators.base import Outcome, Verdict, wants_box
-from tugline.harnesses import base as harnesses
-from tugline.harnesses.base import LaunchContext, offers_tools, spent_status
+from tugline.evaluators.base import Outcome, Verdict
+from tugline.harnesses.base import Launch, LaunchContext
 from tugline.recording.records import Result
-from tugline.rollout.failures import blamed, failure_of, halted
-from tugline.rollout.gateway import Endpoint, Gateway
+from tugline.rollout.failures import classify, make_failure, make_total_timeout
 from tugline.rollout.parts import Parts
-from tugline.rollout.prewarm import PrewarmedSandbox
-from tugline.rollout.timeouts import Course
+from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
+from tugline.rollout.stages import StageSlots
 from tugline.sandbox.artifacts import keep
-from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
+from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.patch import Patch
 from tugline.traces.base import Built
 from tugline.types import Call, Cause, Failure, Ledger, Session, Status, Task, Trajectory
 
 MODEL = "tugline-policy"
-"""The model name that agents see: one that no harness knows, so that none adapts itself to it."""
+"""The model name that agents see; no harness has special cases for it."""
 
-_INSTALL_S = 1800.0
-_EVAL_GRACE_S = 10.0
-_LOG_TAIL = 400
-_ROOM = 32 << 20
-"""Bytes; with less a disk is full."""
+_MIN_FREE = 32 << 20
+"""Bytes; with less free space a disk counts as full."""
 _log = log.get("node")
 
 OnStage = Callable[[Status], None]
-"""Told of each stage before it begins."""
+"""Called before each stage."""
 
 
-class _Ran(NamedTuple):
+class Endpoint(Protocol):
+    """A session's address at the gateway."""
+
+    @property
+    def base_url(self) -> str:
+        """Such as ``http://127.0.0.1:40123/s/<session>``, without ``/v1``."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The session's secret."""
+        ...
+
+
+class Gateway(Protocol):
+    """The gateway as a rollout uses it; replays and tests bring their own."""
+
+    def open(
+        self,
+        session: Session,
+        task: Task,
+        *,
+        spent_status: int = 400,
+        offers_tools: bool = False,
+        workdir: str = "",
+        home: str = "",
+    ) -> AbstractAsyncContextManager[Endpoint]:
+        """Take the session's calls for the block; after it, none is accepted or in flight.
+
+        `spent_status` and `offers_tools` are those of the harness, `workdir` and `home` the
+        folders of its sandbox.
+        """
+        ...
+
+    def calls(self, session: str) -> Sequence[Call]:
+        """The recorded calls of a session whose block has ended."""
+        ...
+
+    async def conclude(self, session: str, result: Result) -> None:
+        """Append the result to the recording of a session whose block has ended."""
+        ...
+
+    def failure(self, session: str) -> Failure | None:
+        """The engine's failure if it left the session's last call unanswered."""
+        ...
+
+
+class _AgentRun(NamedTuple):
     """How the agent's program ended and what it left."""
 
     exit: Exit
@@ -70,15 +111,15 @@ class _Ran(NamedTuple):
     log_tail: str
 
 
-class _Stopped(Exception):
-    """The rollout ends here, with this."""
+class _EarlyEnd(Exception):
+    """Ends a rollout before its last stage."""
 
     def __init__(self, failure: Failure | None, status: Status = Status.FAILED) -> None:
         super().__init__(status)
         self.failure, self.status = failure, status
 
 
-async def roll_out(  # noqa: PLR0913 - what a session is, where it runs, and who is told
+async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows it
     task: Task,
     session: Session,
     *,
@@ -86,239 +127,147 @@ async def roll_out(  # noqa: PLR0913 - what a session is, where it runs, and who
     directory: Path,
     parts: Parts,
     on_stage: OnStage = lambda _status: None,
-    course: Course | None = None,
+    slots: StageSlots | None = None,
 ) -> Trajectory:
-    """Run one attempt in `directory`, an empty or new folder that stays, and say what came of it.
+    """Run one attempt in `directory`, an empty or new folder that is kept.
 
-    Without a `course` no stage waits. Raises what `on_stage` raises, which is how a caller that
-    lost its lease stops a rollout, and `ConfigError` for a task that `Parts.check` would not have
-    let in.
+    Without `slots` no stage waits. Raises what `on_stage` raises, and `ConfigError` or
+    `UnknownPlugin` for a task whose plug-ins cannot be made.
     """
-    rollout = _Rollout(task, session, gateway, directory, parts, on_stage, course or Course())
+    rollout = _Rollout(task, session, gateway, directory, parts, on_stage, slots or StageSlots())
     end = None
     try:
-        async with contextlib.aclosing(rollout.spare):
-            await rollout.run_agent()
+        async with contextlib.aclosing(rollout.prewarmed):
+            async with AsyncExitStack() as model:
+                launch = await rollout.initialize(model)
+                await rollout.run_agent(launch)
+            if not evaluators.in_place(rollout.evaluator):
+                await rollout.close_sandbox()
             await rollout.build()
-            rollout.blame_others()
+            rollout.check_engine_and_harness()
             await rollout.evaluate()
-    except _Stopped as stopped:
-        end = stopped
-        await rollout.save()
+    except _EarlyEnd as early:
+        end = early
+        await rollout.build_remaining()
     finally:
-        await rollout.leave()
-    return await rollout.conclude(end)
+        await rollout.close_sandbox()
+    return await rollout.commit(end)
 
 
+@dataclass(eq=False)
 class _Rollout:
-    """The stages, with a clock each, and what they have found so far."""
+    """One method per stage, and what the stages have produced so far."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what `roll_out` was given
-        self,
-        task: Task,
-        session: Session,
-        gateway: Gateway,
-        directory: Path,
-        parts: Parts,
-        on_stage: OnStage,
-        course: Course,
-    ) -> None:
-        self.task, self.session, self.gateway = task, session, gateway
-        self.directory, self.on_stage, self.course = directory, on_stage, course
-        self.harness = parts.harness(task.harness)
-        self.parts, self.runtime = parts, parts.runtime(task.runtime)
-        self.evaluator = parts.evaluator(task.evaluator)
-        self.builder = parts.builder(task.builder)
-        self.place = contextlib.AsyncExitStack()
-        """Holds the agent's box while it is needed."""
-        self.box: Sandbox | None = None
-        self.spare = PrewarmedSandbox(self._new_box)
-        """A box that waits for the evaluator."""
-        self.ran: _Ran | None = None
-        self.calls: Sequence[Call] = ()
-        self.built = Built((), Ledger())
-        self.verdict: Verdict | None = None
-        self.seconds: dict[str, float] = {}
-        self.boxes = 0
-        self.opened = False
-        """Whether the gateway took calls of it."""
+    task: Task
+    session: Session
+    gateway: Gateway
+    directory: Path
+    parts: Parts
+    on_stage: OnStage
+    slots: StageSlots
+    sandbox: Sandbox | None = None
+    """The agent's."""
+    agent_run: _AgentRun | None = None
+    calls: Sequence[Call] = ()
+    built: Built = field(default_factory=lambda: Built((), Ledger()))
+    verdict: Verdict | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    recording: bool = False
+    """Whether the gateway has a recording of this session."""
 
-    async def run_agent(self) -> None:
-        """INIT, READY and RUN: what the agent does to its files, and how it ends."""
-        limits = self.task.limits
-        async with contextlib.AsyncExitStack() as stack:
-            async with self._stage(Status.INIT):
-                # Not on the clock of INIT: the first installation may take long.
-                async with asyncio.timeout(_INSTALL_S):
-                    await self._install()
-                async with asyncio.timeout(limits.init_s):
-                    await self.parts.introduce(self.task.runtime)
-                    box = self.box = await self.place.enter_async_context(self._agents_box())
-                    endpoint = await stack.enter_async_context(self._endpoint(box))
-                    self.opened = True
-                    url = await box.expose(endpoint.base_url.rstrip("/"))
-                    launch = self.harness.launch(self._seat(box, url, endpoint.key))
-                    await box.put(box.home, launch.files)
-            self.course.log = box.logs / "agent.log"
-            async with self._stage(Status.RUN):
-                if wants_box(self.evaluator) and not evaluators.in_place(self.evaluator):
-                    self.spare.prepare(self.course.spares)
-                clock = self.course.clock(limits.agent_s)
-                end = await box.run(launch.argv, env=launch.env, timeout_s=clock)
-                _check_disk(self.directory)
-                home = self.directory / "agent" / "home"  # where built-in runtimes have it
-                await asyncio.to_thread(keep, home, harnesses.keeps(self.harness), box.logs)
-                patch = await box.diff()
-                said = await asyncio.to_thread(_tail, box.logs)
-                self.ran = _Ran(end, patch, said)
-        if not evaluators.in_place(self.evaluator):
-            await self.leave()
+    def __post_init__(self) -> None:
+        self.harness = self.parts.harness(self.task.harness)
+        self.evaluator = self.parts.evaluator(self.task.evaluator)
+        self.builder = self.parts.builder(self.task.builder)
+        self.sandboxes = TaskSandboxes(self.task, self.directory, self.parts)
+        self.sandbox_stack = AsyncExitStack()
+        self.prewarmed = PrewarmedSandbox(self.sandboxes.open_evaluation)
 
-    async def leave(self) -> None:
-        """Close the agent's box. One that breaks as it is closed changes nothing of what was."""
-        try:
-            await self.place.aclose()
-        except Exception as error:  # noqa: BLE001 - a plug-in's, too; `reap` finds what is left
-            _log.warning("box not closed well", session=self.session.id, error=str(error))
+    async def initialize(self, model: AsyncExitStack) -> Launch:
+        """INIT: install the harness, open sandbox and gateway (until `model` closes)."""
+        async with self._stage(Status.INIT):
+            # Not part of init_s: a first installation may take minutes.
+            async with asyncio.timeout(self.slots.install_s):
+                await self._install()
+            async with asyncio.timeout(self.task.limits.init_s):
+                await self.parts.report_weaknesses(self.task.runtime)
+                opening = self.sandboxes.open_agent(self.harness.mounts)
+                sandbox = self.sandbox = await self.sandbox_stack.enter_async_context(opening)
+                endpoint = await model.enter_async_context(self._open_gateway(sandbox))
+                self.recording = True
+                launch = self.harness.launch(
+                    LaunchContext(
+                        instruction=self.task.instruction,
+                        workdir=str(sandbox.workdir),
+                        home=str(sandbox.home),
+                        base_url=await sandbox.expose(endpoint.base_url.rstrip("/")),
+                        key=endpoint.key,
+                        model=MODEL,
+                    )
+                )
+                await sandbox.put(sandbox.home, launch.files)
+        self.slots.agent_log = sandbox.logs / "agent.log"
+        return launch
 
-    async def _install(self) -> None:
-        try:
-            await self.harness.install()
-        except UsageError as error:  # such as a Node that is missing: this node's, not the task's
-            raise HarnessError(str(error)) from error
-
-    def _agents_box(self) -> AbstractAsyncContextManager[Sandbox]:
-        mounts = harnesses.mounts(self.harness)
-        mounts += evaluators.hidden(self.evaluator, self.task)
-        if evaluators.in_place(self.evaluator):
-            mounts += evaluators.mounts(self.evaluator, self.task)
-        return self._open(self.directory / "agent", mounts, self.task.files)
-
-    def _open(
-        self, directory: Path, mounts: tuple[Mount, ...], files: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[Sandbox]:
-        place = SandboxSpec(workspace=self.task.workspace, files=files, mounts=mounts)
-        return self.runtime.open(directory, place)
+    async def run_agent(self, launch: Launch) -> None:
+        """READY and RUN: the agent works until it ends or `agent_s` is over."""
+        sandbox = self._agent_sandbox()
+        async with self._stage(Status.RUN):
+            if evaluators.wants_box(self.evaluator) and not evaluators.in_place(self.evaluator):
+                self.prewarmed.prepare(self.slots.prewarm)
+            timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
+            end = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
+            _check_disk(self.directory)
+            home = self.directory / "agent" / "home"  # where built-in runtimes have it
+            await asyncio.to_thread(keep, home, self.harness.log_globs, sandbox.logs)
+            patch = await sandbox.diff()
+            tail = await asyncio.to_thread(read_tail, sandbox.logs / "agent.log")
+            self.agent_run = _AgentRun(end, patch, tail)
 
     async def build(self) -> None:
-        """BUILD: traces from what was recorded."""
+        """BUILD: traces from the recorded calls."""
         async with self._stage(Status.BUILD):
             self.calls, self.built = await asyncio.to_thread(self._build)
 
-    async def save(self) -> None:
-        """Account for what was sampled before an early end, if it came before BUILD (I2)."""
-        if not self.opened or Status.BUILD.value in self.seconds:
+    async def build_remaining(self) -> None:
+        """Account for what was sampled before an end ahead of BUILD (I2)."""
+        if not self.recording or Status.BUILD.value in self.seconds:
             return
-        with contextlib.suppress(CaptureError, EngineError):  # the end there already says more
+        with contextlib.suppress(CaptureError, EngineError):  # the early end has its failure
             self.calls, self.built = await asyncio.to_thread(self._build)
 
-    def _build(self) -> tuple[Sequence[Call], Built]:
-        calls = self.gateway.calls(self.session.id)
-        return calls, self.builder.build(calls)
+    def check_engine_and_harness(self) -> None:
+        """End the rollout if the engine failed or the harness crashed.
 
-    def blame_others(self) -> None:
-        """Stop if the end was a fault of the engine, or of the agent's program.
-
-        A program that gave up after it had talked to the model is judged by what it left.
+        A program that gave up after it had called the model is evaluated.
         """
-        engine = self.gateway.failure(self.session.id)
-        if engine is not None:
-            raise _Stopped(blamed(Cause.ENGINE, engine.message))
-        if self.ran is None:
+        engine_failure = self.gateway.failure(self.session.id)
+        if engine_failure is not None:
+            raise _EarlyEnd(make_failure(Cause.ENGINE, engine_failure.message))
+        if self.agent_run is None or self.agent_run.exit.cause is not None:
             return
-        end, said, name = self.ran.exit, self.ran.log_tail, self.task.harness.name
-        if end.cause is not None:
-            return
-        broke = harnesses.crashed(self.harness, end, said)
-        if broke is not None:
-            raise _Stopped(blamed(Cause.CRASH, f"{name} broke: {broke}: {said}"))
-        if self.calls:
-            return
-        how = f"ended with exit code {end.code} and" if not end.timed_out else "ran out of time and"
-        raise _Stopped(blamed(Cause.CRASH, f"{name} {how} made no model call: {said}"))
+        end, tail, name = self.agent_run.exit, self.agent_run.log_tail, self.task.harness.name
+        crash = self.harness.find_crash(end, tail)
+        if crash is not None:
+            raise _EarlyEnd(make_failure(Cause.CRASH, f"{name} broke: {crash}: {tail}"))
+        if not self.calls:
+            how = "ran out of time" if end.timed_out else f"ended with exit code {end.code}"
+            msg = f"{name} {how} and made no model call: {tail}"
+            raise _EarlyEnd(make_failure(Cause.CRASH, msg))
 
     async def evaluate(self) -> None:
-        """EVAL, a second time if the first gave no verdict."""
+        """EVAL, repeated once if the first evaluation gave no verdict."""
         async with self._stage(Status.EVAL):
             try:
                 self.verdict = await self._evaluate_once()
             except (EvaluatorError, SandboxError, TimeoutError) as error:
-                _log.warning("evaluated again", session=self.session.id, error=str(error))
+                _log.warning("evaluation repeated", session=self.session.id, error=str(error))
                 self.verdict = await self._evaluate_once()
 
-    async def _evaluate_once(self) -> Verdict:
-        if self.ran is None:
-            msg = "an agent that did not run cannot be judged"
-            raise EvaluatorError(msg)
-        limit = self.task.limits.eval_s
-        outcome = Outcome(
-            task=self.task,
-            patch=self.ran.patch,
-            open_box=self.spare.open,
-            timeout_s=limit,
-            calls=self.calls,
-            traces=self.built.traces,
-            exit=self.ran.exit,
-            box=self.box if evaluators.in_place(self.evaluator) else None,
-        )
-        async with asyncio.timeout(limit + _EVAL_GRACE_S):
-            return await self.evaluator.evaluate(outcome)
-
-    def _new_box(self) -> AbstractAsyncContextManager[Sandbox]:
-        self.boxes += 1
-        mounts = evaluators.mounts(self.evaluator, self.task)
-        return self._open(self.directory / f"eval-{self.boxes}", mounts, {})
-
-    def _endpoint(self, box: Sandbox) -> AbstractAsyncContextManager[Endpoint]:
-        return self.gateway.open(
-            self.session,
-            self.task,
-            spent_status=spent_status(self.harness),
-            offers_tools=offers_tools(self.harness),
-            workdir=str(box.workdir),
-            home=str(box.home),
-        )
-
-    def _seat(self, box: Sandbox, url: str, key: str) -> LaunchContext:
-        return LaunchContext(
-            instruction=self.task.instruction,
-            workdir=str(box.workdir),
-            home=str(box.home),
-            base_url=url,
-            key=key,
-            model=MODEL,
-        )
-
-    @contextlib.asynccontextmanager
-    async def _stage(self, status: Status) -> AsyncIterator[None]:
-        """Wait for a place (for RUN, that is READY), time the stage, give its failure a name."""
-        at: Status = Status.READY if status is Status.RUN else status
-        self.on_stage(at)
-        began, placed = time.monotonic(), False
-        try:
-            async with self.course.halt.limit(), self.course.place(status):
-                placed = True
-                if at is not status:
-                    self.seconds[at.value] = time.monotonic() - began
-                    at = status
-                    self.on_stage(at)
-                began = time.monotonic()
-                yield
-        except Exception as error:
-            if self.course.halt.pulled and isinstance(error, TimeoutError):
-                failure = halted(at if placed else Status.READY) if self.course.halt.over else None
-                ending = Status.TIMED_OUT if failure else Status.CANCELLED
-                raise _Stopped(failure, ending) from error
-            failure = failure_of(at, error)
-            _log.warning("failed", session=self.session.id, stage=at, exc_info=error)
-            raise _Stopped(failure) from error
-        finally:
-            self.seconds[at.value] = time.monotonic() - began
-
-    async def conclude(self, end: _Stopped | None) -> Trajectory:
-        """All that is known by now, written down beside the calls if any could be made."""
-        trajectory = self._trajectory(end)
-        if not self.opened:
+    async def commit(self, end: _EarlyEnd | None) -> Trajectory:
+        """The trajectory, its result written to the recording if there is one."""
+        trajectory = self._make_trajectory(end)
+        if not self.recording:
             return trajectory
         result = Result(
             status=trajectory.status,
@@ -332,45 +281,116 @@ class _Rollout:
         try:
             await self.gateway.conclude(self.session.id, result)
         except CaptureError as error:
-            return self._trajectory(_Stopped(failure_of(Status.BUILD, error, kept=False)))
+            failure = classify(Status.BUILD, error, recorded=False)
+            return self._make_trajectory(_EarlyEnd(failure))
         return trajectory
 
-    def _agents_failure(self) -> Failure | None:
-        """What the agent ran out of; it was judged all the same."""
-        end = self.ran.exit if self.ran is not None else None
+    async def close_sandbox(self) -> None:
+        """Close the agent's sandbox. An error here does not change the outcome."""
+        try:
+            await self.sandbox_stack.aclose()
+        except Exception as error:  # noqa: BLE001 - a plug-in's, too; `reap` removes what is left
+            _log.warning("sandbox not closed", session=self.session.id, error=str(error))
+
+    @contextlib.asynccontextmanager
+    async def _stage(self, status: Status) -> AsyncIterator[None]:
+        """Wait for a slot (before RUN, that is READY), time the stage, classify its failure."""
+        current: Status = Status.READY if status is Status.RUN else status
+        self.on_stage(current)
+        began, started = time.monotonic(), False
+        scope = self.slots.cancel_scope
+        try:
+            async with scope.enforce(), self.slots.acquire(status):
+                started = True
+                if current is not status:
+                    self.seconds[current.value] = time.monotonic() - began
+                    current = status
+                    self.on_stage(current)
+                began = time.monotonic()
+                yield
+        except Exception as error:
+            if scope.cancelled and isinstance(error, TimeoutError):
+                if not scope.timed_out:
+                    raise _EarlyEnd(None, Status.CANCELLED) from error
+                failure = make_total_timeout(current if started else Status.READY)
+                raise _EarlyEnd(failure, Status.TIMED_OUT) from error
+            _log.warning("stage failed", session=self.session.id, stage=current, exc_info=error)
+            raise _EarlyEnd(classify(current, error)) from error
+        finally:
+            self.seconds[current.value] = time.monotonic() - began
+
+    async def _install(self) -> None:
+        try:
+            await self.harness.install()
+        except UsageError as error:  # such as a missing Node: the node's failure, not the task's
+            raise HarnessError(str(error)) from error
+
+    def _open_gateway(self, sandbox: Sandbox) -> AbstractAsyncContextManager[Endpoint]:
+        return self.gateway.open(
+            self.session,
+            self.task,
+            spent_status=self.harness.spent_status,
+            offers_tools=self.harness.offers_tools,
+            workdir=str(sandbox.workdir),
+            home=str(sandbox.home),
+        )
+
+    def _agent_sandbox(self) -> Sandbox:
+        if self.sandbox is None:
+            msg = "the agent's sandbox was not opened"
+            raise SandboxError(msg)
+        return self.sandbox
+
+    def _build(self) -> tuple[Sequence[Call], Built]:
+        calls = self.gateway.calls(self.session.id)
+        return calls, self.builder.build(calls)
+
+    async def _evaluate_once(self) -> Verdict:
+        if self.agent_run is None:
+            msg = "an agent that did not run cannot be evaluated"
+            raise EvaluatorError(msg)
+        timeout_s = self.task.limits.eval_s
+        outcome = Outcome(
+            task=self.task,
+            patch=self.agent_run.patch,
+            open_box=self.prewarmed.open,
+            timeout_s=timeout_s,
+            calls=self.calls,
+            traces=self.built.traces,
+            exit=self.agent_run.exit,
+            box=self.sandbox if evaluators.in_place(self.evaluator) else None,
+        )
+        async with asyncio.timeout(timeout_s + self.slots.eval_grace_s):
+            return await self.evaluator.evaluate(outcome)
+
+    def _find_agent_failure(self) -> Failure | None:
+        """The limit that ended the agent; its work was evaluated all the same."""
+        end = self.agent_run.exit if self.agent_run is not None else None
         if end is None or not (end.timed_out or end.cause):
             return None
         cause = end.cause or Cause.AGENT_TIMEOUT
-        return blamed(cause, f"{cause.value} after {end.seconds:.0f} s")
+        return make_failure(cause, f"{cause.value} after {end.seconds:.0f} s")
 
-    def _trajectory(self, end: _Stopped | None) -> Trajectory:
-        timed_out = self.ran is not None and self.ran.exit.timed_out
-        done = Status.TIMED_OUT if timed_out else Status.COMPLETED
-        failure = end.failure if end else self._agents_failure()
+    def _make_trajectory(self, end: _EarlyEnd | None) -> Trajectory:
+        timed_out = self.agent_run is not None and self.agent_run.exit.timed_out
+        completed = Status.TIMED_OUT if timed_out else Status.COMPLETED
         return Trajectory(
             session=self.session.id,
             task=self.task.id,
             sample=self.session.sample,
-            status=end.status if end else done,
+            status=end.status if end else completed,
             traces=self.built.traces,
             ledger=self.built.ledger,
             reward=self.verdict.reward if self.verdict else None,
             report=self.verdict.report if self.verdict else {},
-            failure=failure,
+            failure=end.failure if end else self._find_agent_failure(),
             seconds=self.seconds,
         )
 
 
 def _check_disk(folder: Path) -> None:
-    """Raises `DiskFull` for a node without room: that programs broke on it is not their fault."""
+    """Raises `DiskFull` if programs may have failed for want of disk space."""
     free = shutil.disk_usage(folder).free
-    if free < _ROOM:
+    if free < _MIN_FREE:
         msg = f"the disk of {folder} was full when the agent ended ({free >> 20} MB free)"
         raise DiskFull(msg)
-
-
-def _tail(logs: Path) -> str:
-    with (logs / "agent.log").open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        log.seek(max(0, log.tell() - _LOG_TAIL))
-        return log.read().decode(errors="replace").strip()

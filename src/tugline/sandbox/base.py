@@ -123,6 +123,10 @@ class Sandbox(ABC):
         ``python3`` is a Python with pytest where the runtime provides one.
         """
 
+    def read_folder_state(self) -> object:
+        """A value that changes when its folders do; None where only its programs can. Blocks."""
+        return None
+
     async def snapshot(self, to: Path) -> None:
         """Copy the changes of the workdir to `to`, a new folder, for `SandboxSpec.snapshot`.
 

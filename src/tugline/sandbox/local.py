@@ -168,7 +168,7 @@ class LocalSandbox(Sandbox):
         """The same: this machine's network is the programs' own."""
         return url
 
-    def look(self) -> object:
+    def read_folder_state(self) -> object:
         """What cannot stay the same when its folders are changed or replaced."""
         found = []
         for folder in (self.workdir, self.home):

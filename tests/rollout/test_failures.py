@@ -16,10 +16,9 @@ import pytest
 from attacked import IMAGE, running, token
 from rig import Play, Reply, rig, says
 from tugline.gateway.app import Opened
-from tugline.rollout import rollout as rollouts
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.rollout.timeouts import Course
+from tugline.rollout.stages import StageSlots
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.types import (
     HANDLING,
@@ -426,11 +425,8 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
     assert not mounts(tmp_path)
 
 
-async def test_a_bad_case_is_a_typed_result(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
     """Status, cause, boundary and a message that names the thing; in time; nothing is left."""
-    monkeypatch.setattr(rollouts, "_EVAL_GRACE_S", 0.5)
     mark = token()
     kept = len(mounts(tmp_path))
     async with rig(tmp_path / "gateway", case.play) as model, asyncio.timeout(case.within_s):
@@ -441,7 +437,7 @@ async def test_a_bad_case_is_a_typed_result(
             gateway=Gone(model.gateway) if "gone" in task.tags else model.gateway,
             directory=tmp_path / "session",
             parts=Parts(),
-            course=Course(total_s=case.total_s),
+            slots=StageSlots(case.total_s, eval_grace_s=0.5),
         )
     failure = trajectory.failure
     assert (failure.cause if failure else None) is case.cause, failure

@@ -16,9 +16,10 @@ import pytest
 from stub_model import Step, StubGateway
 from tugline.errors import ConfigError, DiskFull, EngineError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Outcome, Verdict
+from tugline.harnesses.base import Harness
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.rollout.timeouts import Course
+from tugline.rollout.stages import StageSlots
 from tugline.sandbox.local import Local
 from tugline.traces.base import Built
 from tugline.types import (
@@ -242,11 +243,10 @@ class Moody:
         return Verdict(Reward(0.5), {})
 
 
-class Broken:
+class Broken(Harness):
     """Parts that break when they are used."""
 
     name = "broken"
-    version = None
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -254,6 +254,9 @@ class Broken:
     async def install(self) -> None:
         """Break."""
         raise self.error
+
+    def launch(self, _context: object) -> Any:
+        """Never called."""
 
     def open(self, *_: object) -> object:
         """Break."""
@@ -342,7 +345,8 @@ class Dying(Local):
                 workdir=box.workdir,
                 logs=box.logs,
                 put=box.put,
-                reach=box.reach,
+                expose=box.expose,
+                read_folder_state=box.read_folder_state,
                 run=lost,
             )
 
@@ -394,12 +398,12 @@ async def test_a_disk_that_filled_up_meanwhile_is_not_the_agents(
     assert trajectory.ledger.sampled > 0
 
 
-class Crowded(Course):
-    """A node where no judge is ever free."""
+class NoEvalSlot(StageSlots):
+    """A node where no slot for EVAL is ever free."""
 
-    def place(self, status: Status) -> contextlib.AbstractAsyncContextManager[None]:
+    def acquire(self, status: Status) -> contextlib.AbstractAsyncContextManager[None]:
         """Wait in EVAL."""
-        return self._never() if status is Status.EVAL else super().place(status)
+        return self._never() if status is Status.EVAL else super().acquire(status)
 
     @contextlib.asynccontextmanager
     async def _never(self) -> AsyncIterator[None]:
@@ -415,7 +419,7 @@ async def test_waiting_for_a_judge_is_nobodys_failure(gateway: StubGateway, tmp_
         gateway=gateway,
         directory=tmp_path,
         parts=Parts(),
-        course=Crowded(4.0),
+        slots=NoEvalSlot(4.0),
     )
     assert trajectory.status is Status.TIMED_OUT
     assert trajectory.failure is not None
@@ -433,7 +437,7 @@ async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
 
     parts = Given(runtime=SimpleNamespace(list_weaknesses=list_weaknesses))
     for _ in range(3):
-        await parts.introduce(PluginSpec("odd"))
+        await parts.report_weaknesses(PluginSpec("odd"))
     assert looks == []
 
 

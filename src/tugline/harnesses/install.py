@@ -1,0 +1,220 @@
+"""Install pinned programs once per machine, however many processes ask for them.
+
+Programs are in the install directory, ``<cache>/toolbox``, which sandboxes mount read-only at the
+same path. A program is built beside its final folder, renamed, finished there and gets a manifest:
+a folder with a manifest is complete, one without is built anew, and what a killed installation left
+is removed by the next. The manifest has a digest over every file, so that ``tugline harness list``
+detects damage; the compile cache of Node is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+from filelock import AsyncFileLock
+
+from tugline.errors import ConfigError, DiskFull, HarnessError
+from tugline.sandbox.base import Mount
+from tugline.sandbox.cache import cache_folder
+
+_TIMEOUT_S = 900.0
+_MANIFEST = "tugline.json"
+COMPILE_CACHE = "compile-cache"
+"""Folder of a program where Node keeps compiled scripts."""
+
+Step = Callable[[Path], Awaitable[None]]
+
+
+class InstallManifest(msgspec.Struct, frozen=True):
+    """The content of a folder when it was complete."""
+
+    files: int
+    bytes: int
+    digest: str
+    """SHA-256, in hex, over every path with its mode and content."""
+
+
+class Package(ABC):
+    """One version of a program in the install directory."""
+
+    def __init__(self, harness: str, package: str, version: str) -> None:
+        """Raises `ConfigError` unless the version is exact."""
+        if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+            msg = f"harness {harness!r}: version is {version!r}, must be exact, such as '1.2.3'"
+            raise ConfigError(msg)
+        self.folder = install_dir() / f"{harness}-{version}"
+        self.mounts: tuple[Mount, ...] = ()
+        """Folders that a sandbox needs at the same path; set by `install`."""
+        self._harness, self._package, self._version = harness, package, version
+        self._command: tuple[str, ...] = ()
+        self._lock = asyncio.Lock()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command that starts the program. Raises `HarnessError` before `install`."""
+        if not self._command:
+            msg = f"harness {self._harness!r} is not installed yet"
+            raise HarnessError(msg)
+        return self._command
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Variables that the program needs."""
+        return {}
+
+    async def install(self, trial: Step) -> None:
+        """Install the program unless it is there; a new one must pass `trial`."""
+        async with self._lock:  # sessions that start together share one installation
+            if not self.mounts:
+                self.mounts = await self._install(trial)
+
+    @abstractmethod
+    async def find_newest(self) -> str:
+        """The newest version in the registry. Raises `HarnessError`."""
+
+    @abstractmethod
+    async def _install(self, trial: Step) -> tuple[Mount, ...]:
+        """Install it and set `_command`; returns its mounts."""
+
+
+def install_dir() -> Path:
+    """The folder of all programs; sandboxes mount it."""
+    return cache_folder() / "toolbox"
+
+
+def read_manifest(folder: Path) -> InstallManifest | None:
+    """The manifest of `folder`; None if it is not installed."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=InstallManifest)
+    return None
+
+
+async def install_once(folder: Path, fill: Step, finish: Step | None = None) -> None:
+    """Create `folder` unless it is complete: `fill` gets an empty folder to write to.
+
+    `finish` gets the final folder, before its manifest is written. Raises `DiskFull`.
+    """
+    if read_manifest(folder):
+        return
+    async with _lock_folder(folder):
+        if read_manifest(folder):
+            return
+        for leftover in (folder, *folder.parent.glob(f"{folder.name}.*/")):
+            await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
+        with (
+            _detect_full_disk(folder),
+            tempfile.TemporaryDirectory(
+                dir=folder.parent, prefix=f"{folder.name}.", ignore_cleanup_errors=True
+            ) as parent,
+        ):
+            fresh = Path(parent) / "new"
+            fresh.mkdir()
+            await fill(fresh)
+            fresh.rename(folder)
+        try:
+            if finish is not None:
+                await finish(folder)
+            manifest = await asyncio.to_thread(measure, folder)
+            with _detect_full_disk(folder):
+                (folder / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        finally:
+            if not read_manifest(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _lock_folder(folder: Path) -> AsyncIterator[None]:
+    lock = AsyncFileLock(folder.with_name(f"{folder.name}.lock"), preserve_lock_file=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        await lock.acquire(poll_interval=0.1)
+    except OSError as error:
+        msg = f"cannot write to {folder.parent}: {error.strerror}; set TUGLINE_CACHE elsewhere"
+        raise HarnessError(msg) from error
+    try:
+        yield
+    finally:
+        await lock.release()
+
+
+@contextlib.contextmanager
+def _detect_full_disk(folder: Path) -> Iterator[None]:
+    """Raise `DiskFull`, which names the folder, where a copy or an installer says so."""
+    try:
+        yield
+    except (OSError, HarnessError) as error:
+        if not re.search("no space left|disk quota exceeded", str(error), re.IGNORECASE):
+            raise
+        msg = (
+            f"cannot install {folder.name}: no room is left in {folder.parent}; "
+            "make some, or set TUGLINE_CACHE elsewhere"
+        )
+        raise DiskFull(msg) from error
+
+
+def measure(folder: Path) -> InstallManifest:
+    """The manifest for what `folder` holds now. Blocks while it reads every file."""
+    digest, files, sizes = hashlib.sha256(), 0, {}
+    for path in sorted(folder.rglob("*")):
+        info = path.lstat()
+        excluded = path == folder / _MANIFEST or path.is_relative_to(folder / COMPILE_CACHE)
+        if excluded or stat.S_ISDIR(info.st_mode):
+            continue
+        name = path.relative_to(folder).as_posix()
+        digest.update(f"{name}\0{info.st_mode:o}\0".encode(errors="surrogateescape"))
+        if stat.S_ISLNK(info.st_mode):
+            digest.update(os.fsencode(path.readlink()))
+        else:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        files += 1
+        sizes[info.st_ino] = info.st_size  # hard links count once
+    return InstallManifest(files, sum(sizes.values()), digest.hexdigest())
+
+
+async def run_installer(
+    purpose: str, *argv: str, cwd: Path, env: Mapping[str, str] | None = None
+) -> str:
+    """The output of an installer. Raises `HarnessError` with `purpose` and its last lines."""
+    code, text = await run_program(*argv, cwd=cwd, env=env)
+    if code != 0:
+        last = " | ".join(text.strip().splitlines()[-6:])
+        msg = f"{purpose} (exit {code}): {last}"
+        raise HarnessError(msg)
+    return text
+
+
+async def run_program(
+    *argv: str, cwd: Path, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Exit code and output of a program, which is killed if the waiting task is cancelled."""
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            text, _ = await process.communicate()
+    except TimeoutError as error:
+        msg = f"{argv[0]} was not done after {_TIMEOUT_S:.0f} s; is the package registry reachable?"
+        raise HarnessError(msg) from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, text.decode(errors="replace")

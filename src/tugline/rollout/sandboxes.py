@@ -1,0 +1,132 @@
+"""Sandboxes of one session: the agent's, and those of its evaluation.
+
+The first sandbox of an evaluation is prewarmed: opened empty while the agent still runs, filled
+when the evaluator asks for it. Runtimes that do not isolate sessions would let an agent write into
+it meanwhile, so a prewarmed sandbox that has changed is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from tugline import log
+from tugline.errors import SandboxError
+from tugline.evaluators import base as evaluators
+from tugline.rollout.parts import Parts
+from tugline.sandbox.base import Content, Mount, Sandbox, SandboxSpec
+from tugline.types import Task
+
+_log = log.get("node")
+_LOG_TAIL = 400
+
+
+class TaskSandboxes:
+    """Opens the sandboxes of one session of `task` below `directory`."""
+
+    def __init__(self, task: Task, directory: Path, parts: Parts) -> None:
+        self._task, self._directory = task, directory
+        self._runtime = parts.runtime(task.runtime)
+        self._evaluator = parts.evaluator(task.evaluator)
+        self._evaluations = 0
+
+    def open_agent(self, mounts: tuple[Mount, ...]) -> AbstractAsyncContextManager[Sandbox]:
+        """The agent's sandbox, with the task's files, `mounts` and what the evaluator asks for."""
+        mounts += evaluators.hidden(self._evaluator, self._task)
+        if evaluators.in_place(self._evaluator):
+            mounts += evaluators.mounts(self._evaluator, self._task)
+        spec = SandboxSpec(workspace=self._task.workspace, files=self._task.files, mounts=mounts)
+        return self._runtime.open(self._directory / "agent", spec)
+
+    def open_evaluation(self) -> AbstractAsyncContextManager[Sandbox]:
+        """A new sandbox for the evaluator, without the task's files."""
+        self._evaluations += 1
+        mounts = evaluators.mounts(self._evaluator, self._task)
+        spec = SandboxSpec(workspace=self._task.workspace, mounts=mounts)
+        return self._runtime.open(self._directory / f"eval-{self._evaluations}", spec)
+
+
+class PrewarmedSandbox:
+    """Sandboxes from `open_sandbox`, the first of them opened ahead by `prepare`."""
+
+    def __init__(self, open_sandbox: Callable[[], AbstractAsyncContextManager[Sandbox]]) -> None:
+        self._open_sandbox = open_sandbox
+        self._holder: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[tuple[Sandbox, object]] | None = None
+        self._release = asyncio.Event()
+
+    def prepare(self, slots: asyncio.Semaphore | None) -> None:
+        """Start to open one, unless all `slots` for prewarmed sandboxes are taken."""
+        if slots is not None and slots.locked():
+            return
+        self._ready = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(self._ready, slots))
+
+    @contextlib.asynccontextmanager
+    async def open(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
+        """The prewarmed sandbox the first time, if unchanged, else a new one; with `files`."""
+        sandbox = await self._take_prewarmed()
+        try:
+            if sandbox is not None:
+                await sandbox.put(sandbox.workdir, files)
+                yield sandbox
+                return
+        finally:
+            if sandbox is not None:
+                await self.aclose()
+        async with self._open_sandbox() as sandbox:
+            await sandbox.put(sandbox.workdir, files)
+            yield sandbox
+
+    async def aclose(self) -> None:
+        """Close the prewarmed sandbox, used or not."""
+        holder, self._holder = self._holder, None
+        if holder is None:
+            return
+        self._release.set()
+        if self._ready is not None and not self._ready.done():
+            holder.cancel()
+        await asyncio.wait({holder})
+        if self._ready is not None and self._ready.done():
+            self._ready.exception()  # mark it as retrieved
+
+    async def _take_prewarmed(self) -> Sandbox | None:
+        if self._holder is None or self._ready is None:
+            return None
+        ready, self._ready = self._ready, None
+        try:
+            sandbox, opened = await ready
+        except (SandboxError, OSError, TimeoutError) as error:
+            _log.info("no prewarmed sandbox", error=str(error))
+            return None
+        if await asyncio.to_thread(sandbox.read_folder_state) != opened:
+            _log.warning("prewarmed sandbox changed before its use", workdir=str(sandbox.workdir))
+            return None
+        return sandbox
+
+    async def _hold(
+        self, ready: asyncio.Future[tuple[Sandbox, object]], slots: asyncio.Semaphore | None
+    ) -> None:
+        # An asynchronous context manager must be entered and left by the same task.
+        async with slots or contextlib.nullcontext():
+            try:
+                async with self._open_sandbox() as sandbox:
+                    ready.set_result((sandbox, await asyncio.to_thread(sandbox.read_folder_state)))
+                    await self._release.wait()
+            except Exception as error:  # noqa: BLE001 - raised where the sandbox is asked for
+                if ready.done():
+                    _log.warning("prewarmed sandbox not closed", error=str(error))
+                else:
+                    ready.set_exception(error)
+
+
+def read_tail(log_file: Path) -> str:
+    """The end of a program's output."""
+    with log_file.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _LOG_TAIL))
+        return file.read().decode(errors="replace").strip()
