@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import subprocess
 import sys
 from itertools import islice
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tugline.demo.family import FAMILIES, FIXED, Edit, Problem, Split, ToolTurn, generate, split_of
+from tugline.demo.family import FAMILIES, Edit, Problem, Split, generate, split_of
 
 
 def problems(split: Split, count: int, seed: int = 3) -> list[Problem]:
@@ -102,28 +100,3 @@ def test_all_families_occur_and_problems_differ() -> None:
     """A few hundred problems cover every family and hardly repeat."""
     assert {problem.family for problem in SAMPLE} == {family.name for family in FAMILIES}
     assert len({problem.instruction for problem in SAMPLE}) > 0.99 * len(SAMPLE)
-
-
-def test_a_right_script_reads_edits_and_stops() -> None:
-    """A script with probability 1 is the solution, call by call."""
-    problem = SAMPLE[0]
-    read, edit, text = problem.script(random.Random(0), p_right=1.0)
-    assert isinstance(read, ToolTurn)
-    assert isinstance(edit, ToolTurn)
-    assert (read.name, json.loads(read.arguments)) == ("read", {"path": problem.module})
-    change = {"oldText": problem.solution.old, "newText": problem.solution.new}
-    assert json.loads(edit.arguments) == {"path": problem.module, "edits": [change]}
-    assert text == FIXED
-
-
-def test_a_wrong_script_never_solves_the_problem() -> None:
-    """With probability 0 no script holds the solution on the text that is in the file."""
-    rng = random.Random(0)
-    for problem in SAMPLE:
-        for turn in problem.script(rng, p_right=0.0):
-            if isinstance(turn, ToolTurn) and turn.name == "edit":
-                edit = json.loads(turn.arguments)["edits"][0]
-                assert (edit["oldText"], edit["newText"]) != (
-                    problem.solution.old,
-                    problem.solution.new,
-                )

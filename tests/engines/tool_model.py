@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from warm_start.tokenizer import END_OF_TURN, PAD, train_tokenizer
 
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.tokenizer import END_OF_TURN, PAD, train_tokenizer
 from tugline.sandbox.cache import cache_folder
 
 WINDOW = 8192

@@ -56,19 +56,11 @@ def demo(  # noqa: PLR0913 - each is a flag
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
     ] = False,
-    rebuild_warm_start: Annotated[
-        bool, typer.Option("--rebuild-warm-start", help="Make the shipped start policy anew.")
-    ] = False,
 ) -> None:
     """Train a tiny model on a real, unmodified agent, on this machine, in about ten minutes."""
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
     with _extra_named():
-        if rebuild_warm_start:
-            from tugline.demo.rebuild import rebuild  # noqa: PLC0415 - needs the extra
-
-            rebuild(out)
-            return
         from tugline.demo.start import choose, start  # noqa: PLC0415 - needs the extra
 
         folder, settings = choose(given, config=config, out=out, resume=resume)
@@ -76,7 +68,7 @@ def demo(  # noqa: PLR0913 - each is a flag
     if summary is None:
         raise typer.Exit(INTERRUPTED)
     if as_json:
-        typer.echo(msgspec.json.encode({**summary.told(), "folder": str(folder)}))
+        typer.echo(msgspec.json.encode({**summary.to_dict(), "folder": str(folder)}))
 
 
 @contextlib.contextmanager

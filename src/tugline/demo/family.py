@@ -12,7 +12,6 @@ chance); the tests fail before the change, pass after the right one and fail aft
 
 from __future__ import annotations
 
-import json
 import random
 import zlib
 from collections.abc import Iterator
@@ -33,21 +32,6 @@ class Edit(msgspec.Struct, frozen=True):
     new: str
 
 
-class ToolTurn(msgspec.Struct, frozen=True):
-    """An assistant turn that calls one tool; `arguments` is JSON text."""
-
-    name: str
-    arguments: str
-
-
-Turn = ToolTurn | str
-"""An assistant turn: a tool call, or the final text."""
-
-FIXED = "Fixed."
-NOT_FOUND = "I found nothing to fix."
-FAILED = "I could not fix it."
-
-
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One repository with one bug."""
 
@@ -66,32 +50,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     blind: tuple[str, ...]
     """Texts that are not in the module but could be guessed from the issue alone."""
     tags: dict[str, str] = {}
-
-    def script(self, rng: random.Random, p_right: float = 1.0) -> list[Turn]:
-        """Assistant turns that solve it with probability `p_right`, else one of four bad habits."""
-        if rng.random() < p_right:
-            return [self._read(), self._edit(self.solution), FIXED]
-        habit = rng.choices(HABITS, HABIT_WEIGHTS)[0]
-        if habit == "wrong change":
-            return [self._read(), self._edit(rng.choice(self.wrong)), FIXED]
-        if habit == "blind change":
-            guess = Edit(rng.choice(self.blind), self.solution.new)
-            return [self._edit(guess), FAILED]
-        if habit == "read only":
-            return [self._read(), NOT_FOUND]
-        return [NOT_FOUND]
-
-    def _read(self) -> ToolTurn:
-        return ToolTurn("read", json.dumps({"path": self.module}))
-
-    def _edit(self, edit: Edit) -> ToolTurn:
-        edits = [{"oldText": edit.old, "newText": edit.new}]
-        return ToolTurn("edit", json.dumps({"path": self.module, "edits": edits}))
-
-
-HABITS = ("wrong change", "blind change", "read only", "nothing")
-HABIT_WEIGHTS = (1, 3, 2, 3)
-"""How an unsuccessful scripted session goes wrong."""
 
 
 # --------------------------------------------------------------------------- the families

@@ -92,7 +92,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     builders: tuple[BuilderCost, ...] = ()
     """Every builder on the sessions of the last step."""
 
-    def told(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """The flat form that ``tugline demo --json`` prints and ``summary.json`` holds."""
         return {
             "harness": self.harness,

@@ -11,10 +11,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from transformers import PreTrainedModel
+
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
+from tugline.inference.load import load
 from tugline.launch.engine import served
 from tugline.launch.local import Local, OnDone, local
 from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
@@ -23,9 +27,36 @@ from tugline.recording import file as recordings
 from tugline.types import Call, Status, Task, Trajectory
 from tugline.web.serve import settle
 
+WARM_START = Path(__file__).parent / "warm_start_model"
+"""The shipped start policy, a Hugging Face folder made by ``tools/rebuild_warm_start.py``.
+
+Weights are stored in half precision; training and sampling happen in float32.
+"""
 MODEL = "tugline-demo"
 LEASE_S = 120.0
 """The node is in this process, which trains between its sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model in float32, with what is needed to talk to it."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+
+
+def load_policy(folder: Path = WARM_START) -> Policy:
+    """The policy in `folder`. Raises `UsageError` when it is not a model folder."""
+    return Policy(*load(folder, dtype=torch.float32))
+
+
+def describe(model: torch.nn.Module) -> str:
+    """Architecture and size, in words."""
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    return (
+        f"{type(model).__name__.removesuffix('ForCausalLM')} architecture, {size:.1f} M parameters"
+    )
 
 
 @dataclass(frozen=True, slots=True)

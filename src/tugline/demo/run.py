@@ -27,9 +27,8 @@ from tugline.demo import tasks
 from tugline.demo.compare import compare
 from tugline.demo.live import Live
 from tugline.demo.metrics import Score, Step, Summary
-from tugline.demo.policy import describe, load_policy
 from tugline.demo.report import picture
-from tugline.demo.rig import Rig, failed, rig, sampled
+from tugline.demo.rig import Rig, describe, failed, load_policy, rig, sampled
 from tugline.demo.settings import DemoSettings
 from tugline.errors import UsageError
 from tugline.harnesses.base import Harness
@@ -115,7 +114,7 @@ class Demo:
             await self._step(number, up, engine, trainer)
         after = await self._evaluate(up, "after")
         summary = await self._summed_up(up, trainer, harness, before, after)
-        text = msgspec.json.format(msgspec.json.encode(summary.told()))
+        text = msgspec.json.format(msgspec.json.encode(summary.to_dict()))
         (self.folder / SUMMARY).write_bytes(text + b"\n")
         picture(self.progress.rows, summary, self.folder / PICTURE)
         return summary

@@ -1,10 +1,9 @@
-"""The demo's own BPE tokenizer: small, and blind to nothing that matters.
+"""The BPE tokenizer of the demo's policy.
 
-Two choices make a tiny model learn on a laptop. A word is the same token wherever it stands (no
-leading space glued to it, digits one by one), so copying a name from a file into a tool call is
-copying ids. And what a harness says in every session, the lines of its system prompt and the
-descriptions of its tools, is one token a line, so a prompt of 6 KB is some 300 ids. A harness
-that words them otherwise still works: the text then falls apart into ordinary tokens.
+Two choices let a tiny model learn on a laptop. A word is the same token wherever it stands (no
+leading space attached, digits one by one), so copying a name from a file into a tool call is
+copying ids. And each fixed line of a harness's system prompt and tool descriptions is one token,
+so a prompt of 6 KB is some 300 ids. Other wordings still work: they become ordinary tokens.
 """
 
 from __future__ import annotations

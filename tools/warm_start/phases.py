@@ -1,14 +1,12 @@
-"""How the demo's policy comes to be before any reinforcement: three supervised phases.
+"""Supervised training of the demo's start policy, in three phases.
 
 `LANGUAGE` teaches what issues mean: short conversations without a system prompt, mostly solved.
-`SURROUNDINGS` teaches the same within a harness's own system prompt and tools, which for a while
-drown what was learned. `HABITS` then spoils it on purpose: sessions as they were recorded through
-the gateway, in which the scripted agent mostly gives up, edits blindly or is wrong. The outcome is
-a policy that makes well-formed calls and succeeds at times: something for reinforcement to sort
-out.
+`HARNESS_PROMPTS` teaches the same within a harness's own system prompt and tools. `HABITS` then
+adds failures on purpose: recorded sessions in which the scripted agent mostly gives up, edits
+blindly or is wrong. The result is a policy that makes well-formed calls and sometimes succeeds,
+which is what reinforcement learning needs to start from.
 
-Everything is a function of its arguments and a seed. Recording is somebody else's work; what comes
-in are `Trace`s, whose mask says which ids the policy is to say.
+Everything is a function of its arguments and a seed.
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.family import Problem, ToolTurn, Turn, generate
-from tugline.demo.tokenizer import PAD, train_tokenizer
+from tugline.demo.family import Problem, generate
 from tugline.types import Ids, Mask, Message, Role, Tool, Trace
+from warm_start.scripts import ToolTurn, Turn, write_script
+from warm_start.tokenizer import END_OF_TURN, PAD, train_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,11 @@ class Phase:
 LANGUAGE = Phase(steps=560, batch=48, matrix_lr=0.02, lr=3e-3)
 """Long enough for every family of bugs: they are learned one after the other."""
 
-SURROUNDINGS = Phase(steps=90, batch=16, matrix_lr=0.01, lr=2e-3)
-"""Short: the language is there, only the prompt around it is new."""
+HARNESS_PROMPTS = Phase(steps=90, batch=16, matrix_lr=0.01, lr=2e-3)
+"""Short: only the prompt around the known language is new."""
 
 HABITS = Phase(steps=50, batch=16, matrix_lr=0.005, lr=1e-3)
-"""Shorter still: more would teach the noise of single sessions instead of its frequency."""
+"""Shorter still: more would fit the noise of single sessions."""
 
 RECORDED = 240
 """Scripted sessions to record for the last phase."""
@@ -73,7 +72,33 @@ class Example(NamedTuple):
     mask: Mask
 
 
-# --------------------------------------------------------------------------- what is learned from
+WINDOW = 4096
+"""Longest sequence, in tokens."""
+
+
+def tiny_model(vocabulary: int, seed: int) -> Qwen3ForCausalLM:
+    """A model with fresh random weights of about 0.9 million parameters."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=WINDOW,
+            initializer_range=0.05,  # 0.02, the default, suits wide models
+            tie_word_embeddings=False,
+            pad_token_id=PAD,
+            eos_token_id=END_OF_TURN,
+            bos_token_id=None,
+        )
+    )
+
+
+# --------------------------------------------------------------------------- examples
 def new_tokenizer(prompts: Sequence[str], phrases: Sequence[str]) -> Tokenizer:
     """A tokenizer for the task family and for `prompts`, the harness's text as it is rendered."""
     return Tokenizer(train_tokenizer(_corpus(prompts), phrases), "tugline-demo")
@@ -82,28 +107,28 @@ def new_tokenizer(prompts: Sequence[str], phrases: Sequence[str]) -> Tokenizer:
 def _corpus(prompts: Sequence[str]) -> Iterator[str]:
     rng = random.Random(0)
     for problem in islice(generate("train", 0), 4000):
-        turns = problem.script(rng, 0.6)
+        turns = write_script(problem, rng, 0.6)
         yield f"user\n{problem.instruction}\n{problem.files[problem.module]}"
-        yield from (said(turn) for turn in turns)
-        yield from (observed(problem, turn) for turn in turns if isinstance(turn, ToolTurn))
+        yield from (turn_text(turn) for turn in turns)
+        yield from (tool_result(problem, turn) for turn in turns if isinstance(turn, ToolTurn))
     for _ in range(40):
         yield from prompts
 
 
-def said(turn: Turn) -> str:
+def turn_text(turn: Turn) -> str:
     """The text that the policy samples for `turn`, without the special tokens around it."""
     if isinstance(turn, str):
         return turn
     return f'\n{{"name": "{turn.name}", "arguments": {turn.arguments}}}\n'
 
 
-def sampled(turn: Turn, tokenizer: Tokenizer) -> Ids:
+def encode_turn(turn: Turn, tokenizer: Tokenizer) -> Ids:
     """The ids that the policy samples for `turn`, its end included."""
-    text = said(turn) if isinstance(turn, str) else f"<tool_call>{said(turn)}</tool_call>"
+    text = turn_text(turn) if isinstance(turn, str) else f"<tool_call>{turn_text(turn)}</tool_call>"
     return np.array(tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
-def observed(problem: Problem, turn: ToolTurn) -> str:
+def tool_result(problem: Problem, turn: ToolTurn) -> str:
     """What the agent's tools answer to a scripted turn on the untouched repository."""
     arguments = json.loads(turn.arguments)
     path = arguments["path"]
@@ -117,18 +142,18 @@ def observed(problem: Problem, turn: ToolTurn) -> str:
     )
 
 
-def rendered(
+def solved_conversations(
     rendering: Rendering, seed: int, system: str = "", tools: Sequence[Tool] = ()
 ) -> Iterator[Example]:
     """Endless solved conversations, with or without a harness's own prompt."""
     rng = random.Random(seed)
     for problem in generate("train", seed):
-        script = problem.script(rng)
-        example = conversation(rendering, problem, script, system, tools)
-        yield moved(example, rendering.tokenizer, rng) if system else example
+        script = write_script(problem, rng)
+        example = render_session(rendering, problem, script, system, tools)
+        yield relocate(example, rendering.tokenizer, rng) if system else example
 
 
-def conversation(
+def render_session(
     rendering: Rendering,
     problem: Problem,
     turns: Sequence[Turn],
@@ -140,11 +165,11 @@ def conversation(
     prompt = rendering.render([*opening, Message(Role.USER, problem.instruction)], tools)
     mask = [np.zeros(len(prompt), np.bool_)]
     for number, turn in enumerate(turns):
-        answer = sampled(turn, rendering.tokenizer)
+        answer = encode_turn(turn, rendering.tokenizer)
         mask.append(np.ones(len(answer), np.bool_))
         if isinstance(turn, str):
             return Example(np.concatenate((prompt, answer)), np.concatenate(mask))
-        result = Message(Role.TOOL, observed(problem, turn), tool_call_id=f"call_{number}")
+        result = Message(Role.TOOL, tool_result(problem, turn), tool_call_id=f"call_{number}")
         more = rendering.render_extension(prompt, answer, [result], tools)
         if more is None:
             break
@@ -154,12 +179,14 @@ def conversation(
     raise ValueError(msg)
 
 
-def recorded(traces: Sequence[Trace], tokenizer: Tokenizer, seed: int) -> Iterator[Example]:
+def relocated_sessions(
+    traces: Sequence[Trace], tokenizer: Tokenizer, seed: int
+) -> Iterator[Example]:
     """Recorded sessions, again and again, each time in another place of an imaginary machine."""
     rng = random.Random(seed)
     while True:
         for trace in rng.sample(traces, len(traces)):
-            yield moved(Example(trace.ids, trace.mask), tokenizer, rng)
+            yield relocate(Example(trace.ids, trace.mask), tokenizer, rng)
 
 
 # --------------------------------------------------------------------------- paths
@@ -171,7 +198,7 @@ _ROOTS = (
 )  # fmt: skip
 
 
-def moved(example: Example, tokenizer: Tokenizer, rng: random.Random) -> Example:
+def relocate(example: Example, tokenizer: Tokenizer, rng: random.Random) -> Example:
     """The same session in other directories: a policy must not depend on where it was recorded.
 
     Only ids before the first answer change: they are decoded, given the paths of an imaginary

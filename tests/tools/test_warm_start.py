@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+from warm_start.phases import (
+    Example,
+    Phase,
+    learn,
+    new_tokenizer,
+    relocate,
+    relocated_sessions,
+    render_session,
+    solved_conversations,
+    tiny_model,
+)
+from warm_start.scripts import FIXED, ToolTurn, write_script
+from warm_start.tokenizer import END_OF_TURN, harness_phrases
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.family import FIXED, generate
-from tugline.demo.model import tiny_model
-from tugline.demo.tokenizer import END_OF_TURN, harness_phrases
-from tugline.demo.warm_start import (
-    Example,
-    Phase,
-    conversation,
-    learn,
-    moved,
-    new_tokenizer,
-    recorded,
-    rendered,
-)
+from tugline.demo.family import generate
 from tugline.types import Tool, Trace
 
 SYSTEM = (
@@ -75,7 +77,9 @@ def test_a_fixed_line_of_the_harness_is_one_token(tokenizer: Tokenizer) -> None:
 def test_the_mask_covers_exactly_what_the_policy_says(rendering: Rendering) -> None:
     """Two tool calls and the final text, each with its end of turn, and nothing else."""
     problem = next(generate("train", 2))
-    example = conversation(rendering, problem, problem.script(random.Random(0)), SYSTEM, TOOLS)
+    example = render_session(
+        rendering, problem, write_script(problem, random.Random(0)), SYSTEM, TOOLS
+    )
     said = rendering.tokenizer.decode(example.ids[example.mask].tolist())
     answers = said.split("<|im_end|>")
     assert len(example.ids) == len(example.mask)
@@ -90,8 +94,10 @@ def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(
 ) -> None:
     """Directories are imaginary, answers and everything after the first of them stay."""
     problem = next(generate("train", 2))
-    example = conversation(rendering, problem, problem.script(random.Random(0)), SYSTEM, TOOLS)
-    other = moved(example, rendering.tokenizer, random.Random(1))
+    example = render_session(
+        rendering, problem, write_script(problem, random.Random(0)), SYSTEM, TOOLS
+    )
+    other = relocate(example, rendering.tokenizer, random.Random(1))
     text = rendering.tokenizer.decode(other.ids.tolist())
     assert "/opt/agent/" not in text
     assert "/opt/me/" not in text
@@ -106,16 +112,18 @@ def test_moving_a_session_changes_its_paths_and_nothing_that_was_said(
 def test_a_move_to_the_same_place_changes_no_id(rendering: Rendering) -> None:
     """Decoding a prompt and encoding it again is exact, or moving would distort it."""
     problem = next(generate("train", 2))
-    ids = conversation(rendering, problem, problem.script(random.Random(0)), SYSTEM, TOOLS).ids
+    ids = render_session(
+        rendering, problem, write_script(problem, random.Random(0)), SYSTEM, TOOLS
+    ).ids
     assert rendering.tokenizer.encode(rendering.tokenizer.decode(ids.tolist())) == ids.tolist()
 
 
 def test_recorded_traces_come_again_in_other_places(rendering: Rendering) -> None:
     """The last phase never runs dry and never sees the same directory twice."""
-    example = next(rendered(rendering, 4, SYSTEM, TOOLS))
+    example = next(solved_conversations(rendering, 4, SYSTEM, TOOLS))
     zeros = np.zeros(len(example.ids), np.float32)
     trace = Trace(ids=example.ids, mask=example.mask, logprobs=zeros, spans=())
-    first, second = islice(recorded([trace], rendering.tokenizer, seed=0), 2)
+    first, second = islice(relocated_sessions([trace], rendering.tokenizer, seed=0), 2)
     assert first.ids.tolist() != second.ids.tolist()
     assert first.mask.sum() == second.mask.sum() == example.mask.sum()
 
@@ -127,7 +135,7 @@ def test_learning_is_reproducible_and_lowers_the_loss(rendering: Rendering) -> N
     runs = []
     for _ in range(2):
         model = tiny_model(rendering.tokenizer.size, seed=0)
-        runs.append(list(learn(model, rendered(rendering, 1), phase)))
+        runs.append(list(learn(model, solved_conversations(rendering, 1), phase)))
     assert runs[0] == runs[1]
     assert runs[0][-1] < 0.8 * runs[0][0]
 
@@ -142,3 +150,28 @@ def test_a_batch_ignores_its_padding(rendering: Rendering) -> None:
     (padded,) = learn(model, iter([short, long]), phase)
     (bare,) = learn(alone, iter([short, short]), phase)
     assert padded == pytest.approx(bare, rel=1e-5)
+
+
+def test_a_right_script_reads_edits_and_stops() -> None:
+    """A script with probability 1 is the solution, call by call."""
+    problem = next(generate("train", 3))
+    read, edit, text = write_script(problem, random.Random(0), p_right=1.0)
+    assert isinstance(read, ToolTurn)
+    assert isinstance(edit, ToolTurn)
+    assert (read.name, json.loads(read.arguments)) == ("read", {"path": problem.module})
+    change = {"oldText": problem.solution.old, "newText": problem.solution.new}
+    assert json.loads(edit.arguments) == {"path": problem.module, "edits": [change]}
+    assert text == FIXED
+
+
+def test_a_wrong_script_never_solves_the_problem() -> None:
+    """With probability 0 no script holds the solution on the text that is in the file."""
+    rng = random.Random(0)
+    for problem in islice(generate("train", 3), 300):
+        for turn in write_script(problem, rng, p_right=0.0):
+            if isinstance(turn, ToolTurn) and turn.name == "edit":
+                edit = json.loads(turn.arguments)["edits"][0]
+                assert (edit["oldText"], edit["newText"]) != (
+                    problem.solution.old,
+                    problem.solution.new,
+                )
