@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from demo_tokenizer import END_OF_TURN, PAD, train_tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from warm_start.tokenizer import END_OF_TURN, PAD, train_tokenizer
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.sandbox.cache import cache_folder

@@ -9,7 +9,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from warm_start.phases import (
+from demo_tokenizer import END_OF_TURN, harness_phrases
+from scripted_turns import FIXED, ToolTurn, write_script
+from training_phases import (
     Example,
     Phase,
     learn,
@@ -20,8 +22,6 @@ from warm_start.phases import (
     solved_conversations,
     tiny_model,
 )
-from warm_start.scripts import FIXED, ToolTurn, write_script
-from warm_start.tokenizer import END_OF_TURN, harness_phrases
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ from tugline.types import Call, Status, Task, Trajectory
 from tugline.web.serve import settle
 
 WARM_START = Path(__file__).parent / "warm_start_model"
-"""The shipped start policy, a Hugging Face folder made by ``tools/rebuild_warm_start.py``.
+"""The shipped start policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``.
 
 Weights are stored in half precision; training and sampling happen in float32.
 """

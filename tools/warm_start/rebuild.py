@@ -1,4 +1,4 @@
-"""Make the policy that the demo starts from: ``python tools/rebuild_warm_start.py [OUT]``.
+"""Make the policy that the demo starts from: ``python tools/warm_start/rebuild.py [OUT]``.
 
 One scripted session per harness records its prompt, the tokenizer is made from that, short
 conversations teach the language of the tasks, and scripted sessions recorded through the gateway
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import training_phases as phases
+from demo_tokenizer import END_OF_TURN, harness_phrases, train_tokenizer
 from rich.console import Console
+from scripted_turns import NOT_FOUND, Turn, write_script
 from transformers import Qwen3ForCausalLM
-from warm_start import phases
-from warm_start.scripts import NOT_FOUND, Turn, write_script
-from warm_start.tokenizer import END_OF_TURN, harness_phrases, train_tokenizer
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import Problem, generate
@@ -35,7 +35,7 @@ from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Role, Tool, Trace, Trajectory
 
 SEED = 0
-AGENT = Path(__file__).resolve().parents[1] / "examples" / "agents" / "openai_loop.py"
+AGENT = Path(__file__).resolve().parents[2] / "examples" / "agents" / "openai_loop.py"
 BYTES_WINDOW = 65_536
 """Window for a prompt of which every byte is a token."""
 THREADS = 1

@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from demo_tokenizer import END_OF_TURN, PAD, train_tokenizer
+from scripted_turns import ToolTurn, Turn, write_script
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import Problem, generate
 from tugline.types import Ids, Mask, Message, Role, Tool, Trace
-from warm_start.scripts import ToolTurn, Turn, write_script
-from warm_start.tokenizer import END_OF_TURN, PAD, train_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
