@@ -163,7 +163,10 @@ def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
         del fields[derived]
     if draw.below(10) == 9:
         return call(
-            asked.number, [], [], **(fields | {"mode": Mode.TEXT, "unseen": 5, "versions": ()})
+            asked.number,
+            [],
+            [],
+            **(fields | {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}),
         )
     return call(asked.number, asked.prompt_ids.tolist(), sampled, **fields)
 

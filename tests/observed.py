@@ -115,7 +115,7 @@ async def observed(
         gateway = await enter(
             Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
         )
-        watch = Telemetry(node="here", model="scripted", calls=gateway.calls, tracer=tracer)
+        watch = Telemetry(node="here", model="scripted", calls=gateway.read_calls, tracer=tracer)
         stack.push_async_callback(watch.close)
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)
         node = Node(control, gateway, Parts(), folder / "node", settings, observer=watch)

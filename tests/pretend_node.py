@@ -226,7 +226,7 @@ class PausedGateway(StubGateway):
         self.did.append("resume")
         self.gate.set()
 
-    def weights(self, version: int) -> None:
+    def set_weights_version(self, version: int) -> None:
         """Note the version."""
         self.did.append(version)
 

@@ -114,7 +114,7 @@ class Rig:
     @property
     def calls(self) -> tuple[Call, ...]:
         """What is on disk."""
-        return self.gateway.calls("s1")
+        return self.gateway.read_calls("s1")
 
     @property
     def running(self) -> int:

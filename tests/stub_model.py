@@ -76,7 +76,7 @@ class StubGateway:
         finally:
             self.open_now.discard(session.id)
 
-    def calls(self, session: str) -> list[Call]:
+    def read_calls(self, session: str) -> list[Call]:
         """One call per request, each of which carries on the one before."""
         prompt = [1, 2, 3]
         found = []
@@ -85,11 +85,11 @@ class StubGateway:
             prompt = [*prompt, 10 + number, 11, 12]
         return found
 
-    async def conclude(self, session: str, result: Result) -> None:
+    async def write_result(self, session: str, result: Result) -> None:
         """Keep what became of it."""
         self.results[session] = result
 
-    def failure(self, session: str) -> Failure | None:
+    def engine_failure(self, session: str) -> Failure | None:
         """What the test said it should be."""
         return self.failures.get(session)
 

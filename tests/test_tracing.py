@@ -104,7 +104,7 @@ async def rolled(folder: Path) -> Rollout:
             parts=Parts(),
             on_stage=lambda status: began.append((status, time.time())),
         )
-        calls = gateway.calls(SESSION.id)
+        calls = gateway.read_calls(SESSION.id)
     return Rollout(
         task=TASK,
         session=SESSION,

@@ -94,7 +94,7 @@ class Row:
         turns = [c for c in one.calls if c.parent is not None and c.branch is not Branch.NEW_THREAD]
         self.turns += len(turns)
         self.exact_turns += sum(turn.branch is None for turn in turns)
-        self.healed_turns += sum(turn.branch is None and bool(turn.healed) for turn in turns)
+        self.healed_turns += sum(turn.branch is None and bool(turn.echo_changes) for turn in turns)
         trained = set()
         for builder in BUILDERS:
             traces, ledger = find("builder", builder)().build(one.calls)

@@ -26,7 +26,7 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.types import PluginSpec, Sampling, Session, Task
-from tugline.web.serve import run, settle
+from tugline.web.serve import freeze_gc, run
 
 TASK = Task(
     id="bench",
@@ -49,7 +49,7 @@ async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     wire: EngineFormat = Generate("vllm") if mode == "exact" else Chat("vllm")
     rendering = Rendering(Tokenizer.load(tokenizer), "qwen3") if mode == "exact" else None
     async with Gateway(Upstream(engine, wire), rendering, folder) as gateway:
-        settle()
+        freeze_gc()
         say({"port": urlsplit(gateway.url).port})
         async with contextlib.AsyncExitStack() as opened:
             while line := await asyncio.to_thread(sys.stdin.readline):

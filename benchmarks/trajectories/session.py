@@ -116,7 +116,7 @@ def calls(words: Words, turns: int, *, raw: bool = True) -> Iterator[Call]:
             answer=step.answer,
             tools=tools,
             sampling=Sampling(1.0, 1.0, 0, 4096),
-            asked=Sampling(0.7, max_tokens=4096),
+            requested=Sampling(0.7, max_tokens=4096),
             prompt_ids=prompt,
             sampled_ids=np.array(step.ids, np.int32),
             logprobs=-noise.exponential(0.4, SAMPLED).astype(np.float32),

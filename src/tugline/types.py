@@ -524,7 +524,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the call whose exact ids this prompt starts with, or nearest to it on a branch."""
     branch: Branch | None = None
     """Set when this call does not extend `parent` exactly; None for an exact continuation."""
-    healed: tuple[EchoChange, ...] = ()
+    echo_changes: tuple[EchoChange, ...] = ()
     """What the echo of the parent's answer changed without changing its meaning."""
     kind: TraceKind = TraceKind.MAIN
     thread: str | None = None
@@ -542,13 +542,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[Tool, ...] = ()
     sampling: Sampling
     """As enforced, not as asked."""
-    asked: Sampling = Sampling()
+    requested: Sampling = Sampling()
     constrained: bool = False
     """Whether a grammar or a ban held the answer: its logprobs are not the policy's alone."""
     prompt_ids: Ids
     sampled_ids: Ids
     logprobs: Logprobs
-    unseen: int = 0
+    unreported_tokens: int = 0
     """Sampled tokens that the engine counted without telling their ids (text-only mode)."""
     versions: tuple[VersionSpan, ...]
     finish: Finish

@@ -168,7 +168,7 @@ async def test_use_another_sessions_path_or_key(sandbox: Arena, gateway: Rig) ->
         assert codes[0] == "200"
         assert set(codes[1:]) <= {"401", "404"}, codes
         assert codes[5:] == ["401"] * (2 * len(guesses))
-    assert gateway.gateway.calls("s2") == ()
+    assert gateway.gateway.read_calls("s2") == ()
     assert len(gateway.calls) == 1
 
 

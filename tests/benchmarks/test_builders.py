@@ -77,7 +77,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 TURNS = [
     call(0, [1, 2], [3, END]),
-    call(1, [1, 2, 3, END, 4], [5, END], healed=(EchoChange.REASONING,)),
+    call(1, [1, 2, 3, END, 4], [5, END], echo_changes=(EchoChange.REASONING,)),
     call(2, [1, 2, 3, END, 4, 5, END, 6], [7, END]),
 ]
 """Prompts and answers of 4, 7 and 10 tokens, each beginning with the one before."""

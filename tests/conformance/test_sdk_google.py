@@ -107,7 +107,7 @@ async def test_a_loop_of_parallel_tools_is_one_exact_sequence(tmp_path: Path, id
     assert [call.parent for call in calls] == [None, 0, 1, 2]
     assert exact(calls)
     assert [m.role for m in calls[1].messages] == [Role.TOOL, Role.TOOL]
-    assert EchoChange.REASONING in calls[1].healed
+    assert EchoChange.REASONING in calls[1].echo_changes
 
 
 async def test_streamed_and_whole_answers_say_the_same(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ async def test_a_chat_loop_of_parallel_tools_is_one_exact_sequence(
     assert [call.branch for call in calls] == [None] * 4
     assert [call.parent for call in calls] == [None, 0, 1, 2]
     assert exact(calls)
-    assert calls[1].healed == (() if echo == "verbatim" else (EchoChange.ARGUMENTS,))
+    assert calls[1].echo_changes == (() if echo == "verbatim" else (EchoChange.ARGUMENTS,))
 
 
 @pytest.mark.parametrize("echo", ["verbatim", "without ids", "sealed"])
@@ -150,7 +150,7 @@ async def test_a_responses_loop_of_parallel_tools_is_one_exact_sequence(
     assert [call.branch for call in calls] == [None] * 4
     assert [call.parent for call in calls] == [None, 0, 1, 2]
     assert exact(calls)
-    assert [call.healed for call in calls] == [()] * 4
+    assert [call.echo_changes for call in calls] == [()] * 4
     assert [message.role for message in calls[1].messages] == [Role.TOOL, Role.TOOL]
 
 

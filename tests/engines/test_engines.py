@@ -91,7 +91,7 @@ class Bench:
     @property
     def calls(self) -> tuple[Call, ...]:
         """What is on disk."""
-        return self.gateway.calls(self.session)
+        return self.gateway.read_calls(self.session)
 
     async def running(self) -> int:
         """Requests on the engine."""
@@ -133,7 +133,7 @@ async def bench(
         Gateway(Upstream([served.url, *more], wire), rendering, folder) as gateway,
         gateway.open(session, task) as opened,
     ):
-        gateway.weights(served.version)
+        gateway.set_weights_version(served.version)
         it = Bench(served, gateway, opened.base_url, opened.key, name)
         async with it.client:
             yield it
@@ -315,9 +315,9 @@ async def test_a_client_that_hangs_up_frees_the_engine(
         await until(it.idle, 2 * crowd())
         await until(it.recorded, 2 * crowd())
         (call,) = it.calls
-    seen = (call.outcome, call.finish, len(call.sampled_ids), call.unseen)
+    seen = (call.outcome, call.finish, len(call.sampled_ids), call.unreported_tokens)
     assert call.outcome is End.CLIENT_GONE or not stream, seen
-    told = len(call.sampled_ids) or call.unseen
+    told = len(call.sampled_ids) or call.unreported_tokens
     assert 0 < told < LONG
     if len(call.sampled_ids):
         check_logprobs(served, (call,))
@@ -401,7 +401,7 @@ async def swap(it: Bench, folder: Path, version: int) -> None:
     async with it.served.weights() as weights:
         await weights.pause("keep")
         await weights.load(folder, version)
-        it.gateway.weights(version)
+        it.gateway.set_weights_version(version)
         await weights.resume()
     it.gateway.resume()
 

@@ -273,7 +273,7 @@ def test_an_answer_that_was_cut_off_is_not_taught(tmp_path: Path) -> None:
 
 def test_text_mode_and_pictures(tmp_path: Path) -> None:
     """Chat needs no ids, unless only exact ones are wanted; pictures have no place in it."""
-    empty: dict[str, Any] = {"mode": Mode.TEXT, "versions": (), "unseen": 2}
+    empty: dict[str, Any] = {"mode": Mode.TEXT, "versions": (), "unreported_tokens": 2}
     record(tmp_path, "a", calls=[call(0, [], [], **empty)])
     seen = (Message(Role.USER, "Look", images=(Image("data:image/png;base64,AA=="),)),)
     record(tmp_path, "b", sample=1, calls=[call(0, [1], [2], messages=seen)])

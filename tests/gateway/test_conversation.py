@@ -178,7 +178,7 @@ def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, .
     plan = conversation.plan(START, TOOLS)
     conversation.record(plan, 0, sampled("x"), Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
     after = conversation.plan((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
-    assert (after.branch, after.parent, after.healed) == (None, 0, heals)
+    assert (after.branch, after.parent, after.echo_changes) == (None, 0, heals)
 
 
 def test_equal_answers_are_told_apart_by_their_call_ids() -> None:

@@ -320,7 +320,7 @@ async def test_the_contract_decides_about_sampling(
     async with rig(tmp_path, says("Hi."), sampling=contract, policy=policy) as it:
         await it.ask(temperature=0.5)
         call = it.calls[0]
-    assert (call.sampling.temperature, call.asked.temperature) == (used, 0.5)
+    assert (call.sampling.temperature, call.requested.temperature) == (used, 0.5)
 
 
 async def test_the_contract_can_refuse(tmp_path: Path) -> None:

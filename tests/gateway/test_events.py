@@ -65,7 +65,7 @@ async def test_pauses_and_weights_are_noted_in_live_sessions(tmp_path: Path) -> 
     """In their order, with the mode and the version."""
     async with rig(tmp_path, says("ok")) as it:
         await it.gateway.pause("abort")
-        it.gateway.weights(7)
+        it.gateway.set_weights_version(7)
         it.gateway.resume()
         found = recording(tmp_path).events
     assert [(event.kind, event.detail) for event in found] == [
@@ -79,11 +79,11 @@ async def test_pauses_and_weights_are_noted_in_live_sessions(tmp_path: Path) -> 
 async def test_where_every_record_is_flushed_events_go_with_the_next_call(tmp_path: Path) -> None:
     """No event waits for the disk by itself, and none is lost."""
     async with rig(tmp_path, says("ok"), flush_s=0) as it:
-        it.gateway.weights(1)
+        it.gateway.set_weights_version(1)
         assert recording(tmp_path).events == ()
         await it.ask()
         assert len(recording(tmp_path).events) == 1
-        it.gateway.weights(2)
+        it.gateway.set_weights_version(2)
     assert [event.detail for event in recording(tmp_path).events] == ["1", "2"]
 
 

@@ -397,7 +397,7 @@ async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
         code, _, reply = await it.send(dialect, json.dumps(dialect.body("x" * 1_000_000)).encode())
         assert code == 400
         check(dialect, 400, reply, "4000")
-        failure = it.gateway.failure("s1")
+        failure = it.gateway.engine_failure("s1")
     assert failure is None, "an earlier call was answered"
 
 
@@ -467,10 +467,10 @@ async def test_an_engine_that_only_fails_is_told_in_the_dialects_words(
             assert headers["retry-after"] == "60"
         assert 1 <= it.engine.asked <= 5
         assert (await it.stream(dialect))[0] == code, "an early fault has a status in streams, too"
-        failure = it.gateway.failure("s1")
+        failure = it.gateway.engine_failure("s1")
         assert failure is not None
         assert failure.boundary == "engine"
-        assert it.gateway.calls("s1") == ()
+        assert it.gateway.read_calls("s1") == ()
 
 
 @each_dialect
@@ -511,7 +511,7 @@ async def test_a_stream_that_loses_its_engine_ends_properly(
     monkeypatch.setattr("tugline.gateway.completion._CONTINUATIONS", 0)
     async with door(tmp_path, cut) as it:
         code, text = await it.stream(dialect)
-        call = it.gateway.calls("s1")[0]
+        call = it.gateway.read_calls("s1")[0]
     assert code == 200
     assert dialect.end in text.replace(" ", "")
     assert call.outcome is Outcome.ENGINE_LOST
@@ -551,7 +551,7 @@ async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialec
         code, _, reply = await it.send(dialect)
         assert code == 200
         assert argument in json.dumps(reply)
-        assert len(it.gateway.calls("s1")[0].sampled_ids) == len(tokens)
+        assert len(it.gateway.read_calls("s1")[0].sampled_ids) == len(tokens)
 
 
 @each_dialect
@@ -571,9 +571,9 @@ async def test_a_client_that_leaves_is_in_the_ledger(tmp_path: Path, dialect: Di
         await asyncio.sleep(0.6)
         leaving.cancel()
         async with asyncio.timeout(5):
-            while not it.gateway.calls("s1"):  # noqa: ASYNC110 - bounded just above
+            while not it.gateway.read_calls("s1"):  # noqa: ASYNC110 - bounded just above
                 await asyncio.sleep(0.05)
-        ledger = PrefixMerging().build(it.gateway.calls("s1")).ledger
+        ledger = PrefixMerging().build(it.gateway.read_calls("s1")).ledger
     assert set(ledger.masked) == {Reason.CLIENT_GONE}
     assert ledger.trained == 0
 

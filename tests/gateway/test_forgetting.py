@@ -20,9 +20,9 @@ async def test_sessions_that_are_over_are_forgotten_in_time(
         for number in range(9):
             async with it.gateway.open(Session(id=f"o{number}", task="t", sample=0), task):
                 pass
-        assert len(it.gateway.calls("s1")) == 1
-        assert it.gateway.calls("o8") == ()
+        assert len(it.gateway.read_calls("s1")) == 1
+        assert it.gateway.read_calls("o8") == ()
         with pytest.raises(KeyError):
-            it.gateway.calls("o0")
+            it.gateway.read_calls("o0")
         assert len(it.gateway._recordings) == 4
         assert len(it.gateway._faults) == 3

@@ -68,7 +68,7 @@ class Bench:
     @property
     def calls(self) -> Any:
         """What is on disk."""
-        return self.gateway.calls("s1")
+        return self.gateway.read_calls("s1")
 
 
 @contextlib.asynccontextmanager
@@ -281,7 +281,7 @@ async def test_the_contract_overrides_what_the_client_asks(tmp_path: Path) -> No
         assert answer.choices[0].finish_reason == "length"
         assert (first.temperature, first.max_tokens, second.max_tokens) == (1.0, 5, 2)
         assert len({first.seed, second.seed, 1, 7}) == 4
-        assert it.calls[0].asked.temperature == 0.2
+        assert it.calls[0].requested.temperature == 0.2
         assert it.calls[0].finish is Finish.LENGTH
 
 
@@ -350,7 +350,7 @@ async def test_an_engine_that_fails_first_is_tried_again(tmp_path: Path) -> None
         with pytest.raises(openai.InternalServerError):
             await it.ask()
         assert len(it.calls) == 1
-        failure = it.gateway.failure("s1")
+        failure = it.gateway.engine_failure("s1")
         assert failure is not None
         assert failure.boundary == "engine"
 

@@ -132,7 +132,9 @@ async def test_other_wishes_are_told_and_answered(recording: Path, tmp_path: Pat
         recording,
         tmp_path / "tampered",
         lambda calls: [
-            msgspec.structs.replace(one, asked=msgspec.structs.replace(one.asked, temperature=0.25))
+            msgspec.structs.replace(
+                one, requested=msgspec.structs.replace(one.requested, temperature=0.25)
+            )
             for one in calls
         ],
     )

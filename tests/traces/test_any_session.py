@@ -87,11 +87,11 @@ def booked(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> 
     each = per_call(calls, traces)
     assert ledger.balanced
     assert ledger == total(each.values())
-    assert ledger.sampled == sum(len(one.sampled_ids) + one.unseen for one in calls)
+    assert ledger.sampled == sum(len(one.sampled_ids) + one.unreported_tokens for one in calls)
     for one in calls:
         assert each[one.number].balanced
-        assert each[one.number].sampled == len(one.sampled_ids) + one.unseen
-        assert each[one.number].dropped.get(Reason.NO_TOKEN_IDS, 0) == one.unseen
+        assert each[one.number].sampled == len(one.sampled_ids) + one.unreported_tokens
+        assert each[one.number].dropped.get(Reason.NO_TOKEN_IDS, 0) == one.unreported_tokens
     held = total(per_trace(trace) for trace in traces)
     assert (held.trained, held.masked) == (ledger.trained, ledger.masked)
     assert held.balanced

@@ -171,7 +171,7 @@ def test_an_answer_is_trained_as_far_as_its_lost_engine_got(builder: type[PerReq
 @pytest.mark.parametrize("builder", ALL)
 def test_tokens_that_nobody_saw_are_in_the_ledger(builder: type[PerRequest]) -> None:
     """An engine that tells only text gives no trace, and a reason for every token."""
-    text = call(1, [], [], mode=Mode.TEXT, unseen=7)
+    text = call(1, [], [], mode=Mode.TEXT, unreported_tokens=7)
     built = builder().build([call(0, [1], [2]), text, call(2, [1, 2, 3], [4], parent=0)])
     assert built.ledger.dropped == {Reason.NO_TOKEN_IDS: 7}
     assert (built.ledger.sampled, built.ledger.trained) == (9, 2)

@@ -25,7 +25,7 @@ from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings
 from tugline.types import Call, Status, Task, Trajectory
-from tugline.web.serve import settle
+from tugline.web.serve import freeze_gc
 
 WARM_START = Path(__file__).parent / "warm_start_model"
 """The shipped start policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``.
@@ -102,7 +102,7 @@ async def rig(
         served(engine, rendering(tokenizer), name=MODEL) as reached,
         local(told, folder, reached) as cluster,
     ):
-        settle()
+        freeze_gc()
         yield Rig(cluster)
 
 

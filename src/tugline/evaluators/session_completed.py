@@ -37,7 +37,7 @@ def _reason(outcome: Outcome) -> str:
     asks = calls[-1].answer is not None and bool(calls[-1].answer.tool_calls)
     if limits.max_turns is not None and len(calls) >= limits.max_turns and asks:
         return f"out of turns (max_turns is {limits.max_turns})"
-    sampled = sum(len(call.sampled_ids) + call.unseen for call in calls)
+    sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in calls)
     if limits.max_sampled_tokens is not None and sampled >= limits.max_sampled_tokens:
         return f"out of tokens (max_sampled_tokens is {limits.max_sampled_tokens})"
     return ""

@@ -63,7 +63,8 @@ class Calls(TableExporter):
 
     needs_reward = False
     columns = """
-        session:text task:text sample:int group:int call:int parent:int branch:text healed:texts
+        session:text task:text sample:int group:int call:int parent:int branch:text
+        echo_changes:texts
         kind:text thread:text dialect:text mode:text messages:text answer:text tools:text
         prompt_tokens:int sampled_tokens:int finish:text outcome:text received:float sent:float
         first_token:float last_token:float tags:tags model:text harness:text builder:text"""
@@ -78,9 +79,9 @@ class Calls(TableExporter):
                 "answer": None if call.answer is None else _json(message_of(call.answer)),
                 "tools": _json([tool_of(tool) for tool in call.tools]),
                 "prompt_tokens": len(call.prompt_ids),
-                "sampled_tokens": len(call.sampled_ids) + call.unseen,
+                "sampled_tokens": len(call.sampled_ids) + call.unreported_tokens,
             }
-            plain = ("parent", "branch", "healed", "kind", "thread", "dialect", "mode")
+            plain = ("parent", "branch", "echo_changes", "kind", "thread", "dialect", "mode")
             rest = {name: getattr(call, name) for name in (*plain, "finish", "outcome")}
             times = msgspec.structs.asdict(call.timings)
             tokens = len(call.prompt_ids) + len(call.sampled_ids)

@@ -39,7 +39,7 @@ from tugline.gateway.asgi import Http, Message, Receive, Send, lifespan
 from tugline.gateway.backend import EngineContext
 from tugline.gateway.conversation import Conversation
 from tugline.gateway.proxy import ModelCall, repeats
-from tugline.gateway.replicas import ModelCard, Source
+from tugline.gateway.replicas import ModelCard, TokenSource
 from tugline.gateway.sessions import LiveSession, SessionPolicy, Sessions
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
@@ -79,7 +79,7 @@ class Gateway:
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
-        upstream: Source,
+        upstream: TokenSource,
         rendering: Rendering | None,
         recordings_dir: Path,
         *,
@@ -195,15 +195,15 @@ class Gateway:
         """Where an attempt's calls are kept."""
         return self._folder / f"{session.id}.{session.epoch}.rec"
 
-    def calls(self, session: str) -> tuple[Call, ...]:
+    def read_calls(self, session: str) -> tuple[Call, ...]:
         """What the session's last attempt recorded, read back without raw requests."""
         return recordings.read(self._recordings[session], bodies=False).calls
 
-    async def conclude(self, session: str, result: Result) -> None:
+    async def write_result(self, session: str, result: Result) -> None:
         """Write down what became of a session that has been left. Raises `CaptureError`."""
         await asyncio.to_thread(conclude, self._recordings[session], result)
 
-    def failure(self, session: str) -> Failure | None:
+    def engine_failure(self, session: str) -> Failure | None:
         """Why its last call got no answer, if the engine or its window is to blame.
 
         A session that outgrows the window later on has answers to be judged by.
@@ -241,7 +241,7 @@ class Gateway:
         self._backend.gate.set()
         self._sessions.note(EventKind.RESUMED, "")
 
-    def weights(self, version: int) -> None:
+    def set_weights_version(self, version: int) -> None:
         """Announce what the engine now serves, for engines that do not say it with each token."""
         self._backend.version = version
         self._sessions.note(EventKind.WEIGHTS, str(version))

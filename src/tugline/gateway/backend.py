@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tugline.chat.templates.rendering import Rendering
-from tugline.gateway.replicas import ModelCard, Source
+from tugline.gateway.replicas import ModelCard, TokenSource
 from tugline.histogram import MOMENTS, Distribution
 from tugline.recording.folder import keep_tokenizer
 from tugline.recording.records import Header
@@ -51,7 +51,7 @@ class Traffic:
         times = call.timings
         self.calls[call.outcome] += 1
         self.prompt_tokens += len(call.prompt_ids)
-        self.sampled_tokens += len(call.sampled_ids) + call.unseen
+        self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
         if times.first_token is not None and times.last_token is not None:
             self.first_token_s.add(times.first_token - times.received)
             self.answer_s.add(times.last_token - times.received)
@@ -61,7 +61,7 @@ class Traffic:
 class EngineContext:
     """What answers are made with, and whether they may be made now."""
 
-    upstream: Source
+    upstream: TokenSource
     card: ModelCard
     rendering: Rendering | None
     tokenizer: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tugline.gateway.canonical import Mark, mark
+from tugline.gateway.canonical import MessageDigest, digest_message
 from tugline.gateway.turns import Turn
 from tugline.types import Branch, Ids, Message, Role
 
@@ -21,7 +21,7 @@ class Asked(NamedTuple):
     """A request in the terms of the comparison."""
 
     messages: Sequence[Message]
-    marks: Sequence[Mark]
+    marks: Sequence[MessageDigest]
     tools: bytes
     thread: str | None
 
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 class _Entry(NamedTuple):
     """One message of a recorded conversation; `answered` is the turn whose answer it is."""
 
-    mark: Mark
+    mark: MessageDigest
     answered: Turn | None
 
 
@@ -43,7 +43,7 @@ def nearest(turns: Sequence[Turn], ids: Ids) -> tuple[int, Turn | None]:
     return best, found
 
 
-def beside(children: Sequence[Turn], parent: Turn, marks: Sequence[Mark]) -> Branch | None:
+def beside(children: Sequence[Turn], parent: Turn, marks: Sequence[MessageDigest]) -> Branch | None:
     """`TURN_DELETED` if the request repeats what a child of `parent` was asked, and goes on."""
     for turn in children:
         asked = turn.marks
@@ -138,11 +138,11 @@ def _conversation(turn: Turn) -> list[_Entry]:
     entries: list[_Entry] = []
     for one in reversed(path):
         entries += [_Entry(each, None) for each in one.marks]
-        entries.append(_Entry(mark(one.answer, {}), one))
+        entries.append(_Entry(digest_message(one.answer, {}), one))
     return entries
 
 
-def _shared(entries: list[_Entry], marks: Sequence[Mark]) -> int:
+def _shared(entries: list[_Entry], marks: Sequence[MessageDigest]) -> int:
     for index, (entry, other) in enumerate(zip(entries, marks, strict=False)):
         if entry.mark != other:
             return index

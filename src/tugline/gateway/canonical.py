@@ -16,13 +16,13 @@ import msgspec
 
 from tugline.types import EchoChange, Message, Role, Tool, ToolCall
 
-Mark = bytes
+MessageDigest = bytes
 """Digest of one message's meaning."""
 
 _LONGEST_EXACT_INTEGER = 2**53
 
 
-def mark(message: Message, places: Mapping[str, int]) -> Mark:
+def digest_message(message: Message, places: Mapping[str, int]) -> MessageDigest:
     """Digest of `message`; `places` maps ids of the preceding answer's calls to positions."""
     role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
     answers = places.get(message.tool_call_id or "", message.tool_call_id)
@@ -33,12 +33,12 @@ def mark(message: Message, places: Mapping[str, int]) -> Mark:
     return hashlib.blake2b(msgspec.json.encode(meaning), digest_size=16).digest()
 
 
-def places_of(message: Message) -> dict[str, int]:
+def call_positions(message: Message) -> dict[str, int]:
     """Positions of an answer's calls by their ids."""
     return {call.id: i for i, call in enumerate(message.tool_calls)}
 
 
-def chained(before: bytes, one: Mark) -> bytes:
+def chain_digest(before: bytes, one: MessageDigest) -> bytes:
     """Digest of a conversation that goes on by one message."""
     return hashlib.blake2b(one, key=before, digest_size=16).digest()
 
@@ -48,7 +48,7 @@ def tools_digest(tools: Sequence[Tool]) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(list(tools)), digest_size=16).digest()
 
 
-def healed(told: Message, echoed: Message) -> tuple[EchoChange, ...]:
+def echo_changes(told: Message, echoed: Message) -> tuple[EchoChange, ...]:
     """What an echo that means the same as `told` writes differently."""
     found: list[EchoChange] = []
     pairs = list(zip(told.tool_calls, echoed.tool_calls, strict=False))

@@ -122,7 +122,7 @@ class Completion:
     @property
     def usage(self) -> Usage:
         """Counts so far, as the client sees them."""
-        count = len(self._resumed) + self.sampled.length + self.sampled.unseen
+        count = len(self._resumed) + self.sampled.length + self.sampled.unreported_tokens
         reasoning = self._decoder.reasoning_tokens if self._decoder is not None else 0
         return Usage(len(self.plan.prompt), count, self.plan.reused, reasoning)
 
@@ -150,7 +150,7 @@ class Completion:
         except asyncio.CancelledError:
             await self._break_off()
         except EngineError as error:
-            if self.sampled.length or self.sampled.unseen:
+            if self.sampled.length or self.sampled.unreported_tokens:
                 await self._finish(Outcome.ENGINE_LOST)
             else:
                 self.error = error
@@ -198,7 +198,7 @@ class Completion:
             try:
                 await self._read(avoid)
             except EngineError:
-                if self._used and (count := self.sampled.length + self.sampled.unseen):
+                if self._used and (count := self.sampled.length + self.sampled.unreported_tokens):
                     detail = f"{self._used[-1]} after {count} tokens"
                     self._live.note(EventKind.ENGINE_FAULT, detail, call=self.number)
                 again = self._decoder is not None and self.sampled.length
@@ -262,7 +262,7 @@ class Completion:
             sampled.reversion(delta.spans)
         sampled.finish = delta.finish or sampled.finish
         sampled.stop = delta.stop or sampled.stop
-        sampled.unseen += delta.unreported_tokens
+        sampled.unreported_tokens += delta.unreported_tokens
         self._replayed = delta.replayed or self._replayed
         if self._decoder is not None:
             pieces = self._decoder.feed(delta.ids)
@@ -315,24 +315,24 @@ class Completion:
             number=self.number,
             parent=self.plan.parent,
             branch=self.plan.branch,
-            healed=self.plan.healed,
+            echo_changes=self.plan.echo_changes,
             kind=kind,
             thread=thread.id,
             parent_thread=thread.parent,
             dialect=dialect,
-            mode=backend.mode if sampled.length or not sampled.unseen else Mode.TEXT,
+            mode=backend.mode if sampled.length or not sampled.unreported_tokens else Mode.TEXT,
             logprob_meaning=backend.upstream.wire.logprob_meaning,
             thinking_retention=backend.rendering.thinking_retention if backend.rendering else "",
             messages=self.plan.added,
             answer=message or told([piece for _, piece in self._told]),
             tools=self._request.tools,
             sampling=self._sampling,
-            asked=self._request.sampling,
+            requested=self._request.sampling,
             constrained=self._constrained,
             prompt_ids=self._context().to_array(),
             sampled_ids=ids,
             logprobs=logprobs,
-            unseen=sampled.unseen,
+            unreported_tokens=sampled.unreported_tokens,
             versions=tuple(sampled.versions),
             finish=sampled.finish or Finish.ABORT,
             stop=sampled.stop,

@@ -21,7 +21,14 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
 from tugline.gateway import branching
-from tugline.gateway.canonical import Mark, chained, healed, mark, places_of, tools_digest
+from tugline.gateway.canonical import (
+    MessageDigest,
+    call_positions,
+    chain_digest,
+    digest_message,
+    echo_changes,
+    tools_digest,
+)
 from tugline.gateway.turns import PromptPlan, Turn
 from tugline.types import Branch, Ids, Message, Role, Tool
 
@@ -37,7 +44,7 @@ class _Chain:
 
     tools: bytes
     messages: Sequence[Message] = ()
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[MessageDigest] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
 
 
@@ -76,7 +83,7 @@ class Conversation:
             turn=turn,
             parent=turn.number,
             branch=branch,
-            healed=healed(turn.answer, messages[depth - 1]),
+            echo_changes=echo_changes(turn.answer, messages[depth - 1]),
             added=tuple(messages[start:]),
             marks=tuple(links.marks[start:]),
             reused=len(turn.tokens),
@@ -128,7 +135,7 @@ class Conversation:
             thread=plan.thread,
             complete=complete,
         )
-        digest = chained(plan.digest, mark(answer, {}))
+        digest = chain_digest(plan.digest, digest_message(answer, {}))
         self._turns.setdefault(digest, []).append(turn)
         self._all.append(turn)
         if turn.before is not None:
@@ -157,12 +164,12 @@ class Conversation:
                     best, shared = known, same
         marks = best.marks[:shared]
         chain = best.chain[: shared + 1] or [tools]
-        places = next((places_of(m) for m in reversed(messages[:shared]) if m.tool_calls), {})
+        places = next((call_positions(m) for m in reversed(messages[:shared]) if m.tool_calls), {})
         for message in messages[shared:]:
-            marks.append(mark(message, places))
-            chain.append(chained(chain[-1], marks[-1]))
+            marks.append(digest_message(message, places))
+            chain.append(chain_digest(chain[-1], marks[-1]))
             if message.tool_calls:
-                places = places_of(message)
+                places = call_positions(message)
         links = _Chain(tools, messages, marks, chain)
         grown = best if shared == len(best.messages) else None
         others = [known for known in self._chains if known is not grown]
@@ -225,7 +232,7 @@ class Conversation:
             turn=None,
             parent=near.number if near is not None and reason is not None else None,
             branch=reason,
-            healed=(),
+            echo_changes=(),
             added=tuple(messages),
             marks=tuple(links.marks),
             reused=shared,

@@ -71,7 +71,7 @@ class Replica:
         self.faults, self.ejected = 0, False
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where answers come from: an engine, or a recording."""
 
     wire: EngineFormat

@@ -109,7 +109,7 @@ class LiveSession:
 
         Without that it is a copy into the page cache, which is quicker than asking a thread.
         """
-        self.sampled += len(call.sampled_ids) + call.unseen
+        self.sampled += len(call.sampled_ids) + call.unreported_tokens
         if not self.writer.sync:
             self.writer.append(call)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tugline.chat.tokens import TokenSequence
-from tugline.gateway.canonical import Mark
+from tugline.gateway.canonical import MessageDigest
 from tugline.types import Branch, EchoChange, Message
 
 
@@ -19,7 +19,7 @@ class Turn:
     prompt: int
     """How many of them are prompt."""
     answer: Message
-    marks: tuple[Mark, ...]
+    marks: tuple[MessageDigest, ...]
     """Of the messages it added to the conversation of `before`, without its answer."""
     before: Turn | None
     """The turn whose conversation it went on with."""
@@ -40,10 +40,10 @@ class PromptPlan:
     """Whose conversation it continues, in meaning; None on a branch."""
     parent: int | None
     branch: Branch | None
-    healed: tuple[EchoChange, ...]
+    echo_changes: tuple[EchoChange, ...]
     added: tuple[Message, ...]
     """The messages that are new with respect to the parent; all of them on a branch."""
-    marks: tuple[Mark, ...]
+    marks: tuple[MessageDigest, ...]
     """Theirs."""
     reused: int
     """Leading prompt ids that are the parent's own."""

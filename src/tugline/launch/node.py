@@ -70,7 +70,7 @@ async def worker(
             )
         )
         watch = Telemetry(
-            node=settings.name, model=gateway.card.id, calls=gateway.calls, tracer=tracer
+            node=settings.name, model=gateway.card.id, calls=gateway.read_calls, tracer=tracer
         )
         stack.push_async_callback(watch.close)
         engines, parts = Engines(settings.engines), Parts()

@@ -20,7 +20,7 @@ from tugline.launch.stopping import stopping
 from tugline.protocol import ResultView
 from tugline.recording.saved import ResultFolder
 from tugline.types import Task
-from tugline.web.serve import settle
+from tugline.web.serve import freeze_gc
 
 OnResult = Callable[[ResultView, int], None]
 """Told each result, those of an earlier run first, and of how many."""
@@ -43,7 +43,7 @@ async def run(
             engine(told.engine, slots=told.node.slots) as reached,
             local(_named(told), folder, reached) as up,
         ):
-            settle()
+            freeze_gc()
             wanted = await up.submit(tasks)
             results = [view for view in saved.views.values() if view.session in wanted]
             for view in results:

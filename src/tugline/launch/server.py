@@ -24,7 +24,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
 from tugline.types import Task
-from tugline.web.serve import settle
+from tugline.web.serve import freeze_gc
 
 STORE = "server.db"
 BLOBS = "blobs"
@@ -75,7 +75,7 @@ async def serve_alone(settings: Settings, folder: Path, say: Say) -> None:
             api(control, settings.server, folder) as (url, _),
         ):
             say(f"the server is up at {url}; it has no node yet")
-            settle()
+            freeze_gc()
             stopped = asyncio.Event()
             with stopping(stopped.set):
                 await stopped.wait()

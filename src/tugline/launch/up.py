@@ -16,7 +16,7 @@ from tugline.launch.stopping import stopping
 from tugline.node.app import Node
 from tugline.protocol import Dispatcher
 from tugline.types import PluginSpec
-from tugline.web.serve import serve, settle
+from tugline.web.serve import freeze_gc, serve
 
 NODES = "nodes"
 Run = Callable[[Worker], Awaitable[None]]
@@ -80,5 +80,5 @@ async def _work(told: Settings, folder: Path, server: Dispatcher, say: Say, run:
             await working.parts.report_weaknesses(
                 PluginSpec("auto")
             )  # what tasks get that name no runtime
-            settle()
+            freeze_gc()
             await run(working)

@@ -34,7 +34,7 @@ class Pausable(Gateway, Protocol):
         """Let calls go on."""
         ...
 
-    def weights(self, version: int) -> None:
+    def set_weights_version(self, version: int) -> None:
         """Announce what the engine now serves."""
         ...
 
@@ -78,7 +78,7 @@ class Controls:
 
     async def _apply(self, control: Control) -> None:
         if control.version != self._now.version:
-            self._gateway.weights(control.version)
+            self._gateway.set_weights_version(control.version)
         if control.paused is None:
             self._gateway.resume()
             self._on_hold(False)

@@ -40,7 +40,7 @@ def _turn(call: Call, known: Mapping[int, Call]) -> Turn:
         why=why,
         prompt=len(call.prompt_ids),
         shared=shared,
-        sampled=len(call.sampled_ids) + call.unseen,
+        sampled=len(call.sampled_ids) + call.unreported_tokens,
     )
     if status is Seam.BROKEN:
         turn.faults.append(f"call {call.number} {why}")
@@ -61,7 +61,7 @@ def _seam(call: Call, parent: Call | None, shared: int) -> tuple[Seam, str]:
         if parent.outcome is Outcome.CLIENT_GONE and kept >= 0:
             return Seam.FORKED, f"broken_off after {kept} ids that call {call.parent} sampled"
         return Seam.BROKEN, f"has only {shared} of the {whole} ids of call {call.parent}"
-    return (Seam.HEALED, ", ".join(call.healed)) if call.healed else (Seam.EXACT, "")
+    return (Seam.HEALED, ", ".join(call.echo_changes)) if call.echo_changes else (Seam.EXACT, "")
 
 
 def held(call: Call, parent: Call) -> int:

@@ -27,7 +27,7 @@ class Sampled:
     versions: list[VersionSpan] = field(default_factory=list)
     finish: Finish | None = None
     stop: str | None = None
-    unseen: int = 0
+    unreported_tokens: int = 0
     """Tokens that the engine only counted."""
     length: int = 0
     reply_start: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tugline.chat.request import Request
-from tugline.gateway.canonical import Mark
+from tugline.gateway.canonical import MessageDigest
 from tugline.replay.masks import Normalizers
 from tugline.replay.takes import RecordedResponse
 from tugline.types import Message, Sampling
@@ -33,7 +33,7 @@ class Difference(msgspec.Struct, frozen=True):
     """Position of the first prompt id that differs, where ids are compared."""
 
 
-def shared(take: RecordedResponse, marks: Sequence[Mark]) -> int:
+def shared(take: RecordedResponse, marks: Sequence[MessageDigest]) -> int:
     """How many leading messages mean the same."""
     pairs = zip(take.marks, marks, strict=False)
     same = (index for index, (old, new) in enumerate(pairs) if old != new)
@@ -45,7 +45,7 @@ def of_messages(
     old: Normalizers,
     request: Request,
     new: Normalizers,
-    marks: Sequence[Mark],
+    marks: Sequence[MessageDigest],
 ) -> tuple[str, str, str]:
     """Where, recorded and replayed: the first tool or message that differs."""
     tools = new.tools(request.tools)
@@ -71,7 +71,7 @@ def of_messages(
 def of_sampling(take: RecordedResponse, asked: Sampling) -> tuple[str, str, str] | None:
     """The first sampling field that the harness asked for otherwise; None if all is the same."""
     for field in Sampling.__struct_fields__:
-        theirs, ours = getattr(take.call.asked, field), getattr(asked, field)
+        theirs, ours = getattr(take.call.requested, field), getattr(asked, field)
         if theirs != ours:
             return f"sampling.{field}", str(theirs), str(ours)
     return None

@@ -14,7 +14,7 @@ from pathlib import PurePath
 import msgspec
 
 from tugline.errors import UsageError
-from tugline.gateway.canonical import Mark, mark, places_of
+from tugline.gateway.canonical import MessageDigest, call_positions, digest_message
 from tugline.types import Message, Tool
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
@@ -84,13 +84,13 @@ class Normalizers:
             self._known[message] = known
         return known
 
-    def marks(self, messages: Sequence[Message]) -> tuple[Mark, ...]:
+    def marks(self, messages: Sequence[Message]) -> tuple[MessageDigest, ...]:
         """What each message means, but for what is masked."""
-        found: list[Mark] = []
+        found: list[MessageDigest] = []
         calls: dict[str, int] = {}
         for message in messages:
-            found.append(mark(self.message(message), calls))
-            calls = places_of(message) if message.tool_calls else calls
+            found.append(digest_message(self.message(message), calls))
+            calls = call_positions(message) if message.tool_calls else calls
         return tuple(found)
 
     def tools(self, tools: Sequence[Tool]) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Answers from a recording where an engine would be: the gateway does not know the difference.
 
-`Recorded` is a `tugline.gateway.replicas.Source`. A request is recognised by what it says, with
-`Normalizers` for what may differ; among requests that say the same, by its prompt's ids, then by
-order, so parallel agents may arrive in any. It is answered by the recorded ids, log probabilities
-and versions. One that is not in the recording ends the session, or is sampled where there is an
-engine and the fork is reached. Replayed calls are marked (`Call.replayed`), so no token is
-trained twice (I2), and what is sampled is sampled in the context that this run really has (I1).
+`Recorded` is a `tugline.gateway.replicas.TokenSource`. A request is recognised by what it says,
+with `Normalizers` for what may differ; among requests that say the same, by its prompt's ids, then
+by order, so parallel agents may arrive in any. It is answered by the recorded ids, log
+probabilities and versions. One that is not in the recording ends the session, or is sampled where
+there is an engine and the fork is reached. Replayed calls are marked (`Call.replayed`), so no token
+is trained twice (I2), and what is sampled is sampled in the context that this run really has (I1).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tugline.chat.engines.generate import Generate
 from tugline.chat.request import Request
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import BudgetExhausted
-from tugline.gateway.canonical import Mark
-from tugline.gateway.replicas import ModelCard, Replica, Source
+from tugline.gateway.canonical import MessageDigest
+from tugline.gateway.replicas import ModelCard, Replica, TokenSource
 from tugline.recording.records import Header
 from tugline.replay.difference import Difference, of_messages, of_sampling, shared
 from tugline.replay.masks import Normalizers
@@ -45,7 +45,7 @@ _SHORTEST = 4
 class Live:
     """Who answers from the recorded call `at` on."""
 
-    engine: Source
+    engine: TokenSource
     """Not open yet; it speaks the recording's mode."""
     at: int
     samples: int = 1
@@ -74,7 +74,7 @@ class Run:
     differences: list[Difference] = field(default_factory=list)
     masked: dict[str, dict[str, str]] = field(default_factory=dict)
     """Mask to recorded value to this run's, where the two differ."""
-    alike: dict[Mark, Mark] = field(default_factory=dict)
+    alike: dict[MessageDigest, MessageDigest] = field(default_factory=dict)
     """Messages that were told to differ, as what they stand for."""
 
     def note(self, found: Difference) -> None:
@@ -114,7 +114,7 @@ class Recorded:
         """
         self._header, self._masks_of, self._tokenizer = header, masks_of, tokenizer
         self._masks, self._status, self._go_on = masks, spent_status, go_on
-        self._live: Source | None = live.engine if live else None
+        self._live: TokenSource | None = live.engine if live else None
         fork = live.at if live else len(calls)
         every = takes(calls, masks)
         self.takes = [take for take in every if take.call.number < fork]
@@ -207,7 +207,12 @@ class Recorded:
         return take
 
     def _differs(
-        self, run: Run, ask: EngineRequest, request: Request, marks: tuple[Mark, ...], number: int
+        self,
+        run: Run,
+        ask: EngineRequest,
+        request: Request,
+        marks: tuple[MessageDigest, ...],
+        number: int,
     ) -> RecordedResponse | None:
         """Note how; the answer to give all the same, or None for the engine or nobody."""
         if self._live is not None and (
@@ -235,7 +240,7 @@ class Recorded:
     def _told(self, run: Run, call: Call) -> list[Delta]:
         """The answer in pieces, first that it is a replayed one."""
         call = self._adapted(run, call)
-        deltas = [Delta(replayed=call, unreported_tokens=call.unseen)]
+        deltas = [Delta(replayed=call, unreported_tokens=call.unreported_tokens)]
         if call.mode is not Mode.EXACT:
             prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
             answer = call.answer

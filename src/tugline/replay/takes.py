@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from tugline.gateway.canonical import Mark, places_of
+from tugline.gateway.canonical import MessageDigest, call_positions
 from tugline.replay.masks import Normalizers
 from tugline.types import Branch, Call, Message, Outcome, Role, VersionSpan
 
@@ -30,10 +30,10 @@ class RecordedResponse:
     """In the order of `ordered`."""
     order: tuple[str, ...]
     """Calls of which the results came, in their own order."""
-    marks: tuple[Mark, ...]
+    marks: tuple[MessageDigest, ...]
     tools: dict[str, str]
 
-    def asks(self, marks: tuple[Mark, ...], tools: Mapping[str, str]) -> bool:
+    def asks(self, marks: tuple[MessageDigest, ...], tools: Mapping[str, str]) -> bool:
         """Whether a request that means this is the recorded one."""
         return len(marks) == len(self.marks) and marks == self.marks and tools == self.tools
 
@@ -73,7 +73,7 @@ def ordered(messages: Sequence[Message]) -> tuple[Message, ...]:
     for message in messages:
         found.append(message)
         if message.role is not Role.TOOL:
-            places, start = places_of(message), len(found)
+            places, start = call_positions(message), len(found)
         elif len(found) - start > 1:
             found[start:] = sorted(
                 found[start:], key=lambda one: places.get(one.tool_call_id or "", 0)
@@ -102,7 +102,7 @@ def _joined(call: Call, rest: Call) -> Call:
         sampled_ids=np.concatenate((call.sampled_ids, rest.sampled_ids)),
         logprobs=np.concatenate((call.logprobs, rest.logprobs)),
         versions=(*call.versions, *later),
-        unseen=call.unseen + rest.unseen,
+        unreported_tokens=call.unreported_tokens + rest.unreported_tokens,
         answer=rest.answer,
         finish=rest.finish,
         stop=rest.stop,

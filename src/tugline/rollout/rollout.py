@@ -90,15 +90,15 @@ class Gateway(Protocol):
         """
         ...
 
-    def calls(self, session: str) -> Sequence[Call]:
+    def read_calls(self, session: str) -> Sequence[Call]:
         """The recorded calls of a session whose block has ended."""
         ...
 
-    async def conclude(self, session: str, result: Result) -> None:
+    async def write_result(self, session: str, result: Result) -> None:
         """Append the result to the recording of a session whose block has ended."""
         ...
 
-    def failure(self, session: str) -> Failure | None:
+    def engine_failure(self, session: str) -> Failure | None:
         """The engine's failure if it left the session's last call unanswered."""
         ...
 
@@ -241,7 +241,7 @@ class _Rollout:
 
         A program that gave up after it had called the model is evaluated.
         """
-        engine_failure = self.gateway.failure(self.session.id)
+        engine_failure = self.gateway.engine_failure(self.session.id)
         if engine_failure is not None:
             raise _EarlyEnd(make_failure(Cause.ENGINE, engine_failure.message))
         if self.agent_run is None or self.agent_run.exit.cause is not None:
@@ -279,7 +279,7 @@ class _Rollout:
             seconds=trajectory.seconds,
         )
         try:
-            await self.gateway.conclude(self.session.id, result)
+            await self.gateway.write_result(self.session.id, result)
         except CaptureError as error:
             failure = classify(Status.BUILD, error, recorded=False)
             return self._make_trajectory(_EarlyEnd(failure))
@@ -342,7 +342,7 @@ class _Rollout:
         return self.sandbox
 
     def _build(self) -> tuple[Sequence[Call], Built]:
-        calls = self.gateway.calls(self.session.id)
+        calls = self.gateway.read_calls(self.session.id)
         return calls, self.builder.build(calls)
 
     async def _evaluate_once(self) -> Verdict:

@@ -32,10 +32,13 @@ def per_call(calls: Iterable[Call], traces: Iterable[Trace]) -> dict[int, Ledger
     for call in calls:
         held = _held(spans[call.number])
         rest = Reason.UNMERGED if call.number in left_out else Reason.OVER_LENGTH
-        lost = {rest: len(call.sampled_ids) - held.sampled, Reason.NO_TOKEN_IDS: call.unseen}
+        lost = {
+            rest: len(call.sampled_ids) - held.sampled,
+            Reason.NO_TOKEN_IDS: call.unreported_tokens,
+        }
         found[call.number] = msgspec.structs.replace(
             held,
-            sampled=len(call.sampled_ids) + call.unseen,
+            sampled=len(call.sampled_ids) + call.unreported_tokens,
             dropped={reason: count for reason, count in lost.items() if count},
         )
     return found

@@ -177,7 +177,7 @@ def _call_span(call: Call, model: str) -> Span:
                 "gen_ai.request.seed": sampling.seed,
                 "gen_ai.request.stop_sequences": sampling.stop or None,
                 "gen_ai.usage.input_tokens": len(call.prompt_ids),
-                "gen_ai.usage.output_tokens": len(call.sampled_ids) + call.unseen,
+                "gen_ai.usage.output_tokens": len(call.sampled_ids) + call.unreported_tokens,
                 "gen_ai.response.finish_reasons": (call.finish.value,),
                 "gen_ai.response.time_to_first_chunk": (
                     None if first is None else first - (times.sent or times.received)

@@ -126,7 +126,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main) if uvloop is None else uvloop.run(main)
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """Call once when a serving process has started: its collections then cost what is new.
 
     What was made until now (modules, templates, vocabularies) is never looked at again; without

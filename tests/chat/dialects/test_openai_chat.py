@@ -30,7 +30,7 @@ from tugline.errors import (
     TuglineError,
     Unauthorized,
 )
-from tugline.gateway.canonical import mark
+from tugline.gateway.canonical import digest_message
 from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, ToolKind
 
 CHAT = OpenAIChat()
@@ -516,7 +516,7 @@ def test_an_echoed_answer_means_what_was_said(
     elif rewrite == "renamed" and reasoning:
         echo["reasoning"] = echo.pop("reasoning_content")
     back = parse([*HI, echo, {"role": "user", "content": "Go on."}]).messages[1]
-    assert mark(back, {}) == mark(message, {})
+    assert digest_message(back, {}) == digest_message(message, {})
     assert [c.id for c in back.tool_calls] == [c.id for c in made]
     if rewrite in {"verbatim", "renamed"}:
         assert (back.content, back.reasoning) == (message.content, message.reasoning)

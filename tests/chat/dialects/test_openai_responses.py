@@ -25,7 +25,7 @@ from tugline.chat.request import (
 )
 from tugline.chat.response import ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import ContextOverflow, EngineError, RequestError, UpgradeRequired
-from tugline.gateway.canonical import mark
+from tugline.gateway.canonical import digest_message
 from tugline.types import (
     Finish,
     Image,
@@ -655,7 +655,7 @@ def test_an_echoed_answer_is_the_message_that_was_said(
         echo = [item for item in echo if item["type"] != "reasoning"]
     messages = parse([user("Hi"), *echo, user("Go on.")], tools=TOOLS).messages
     assert len(messages) == 3
-    assert mark(messages[1], {}) == mark(message, {})
+    assert digest_message(messages[1], {}) == digest_message(message, {})
     assert [call.id for call in messages[1].tool_calls] == [call.id for call in made]
     assert messages[1].content == message.content
     assert rewrite == "dropped" or messages[1].reasoning == message.reasoning

@@ -205,7 +205,7 @@ def test_incremental_and_cumulative_streams_are_the_same() -> None:
 
 
 def test_an_aborted_sglang_chat_has_counts_only() -> None:
-    """Without ids nothing can be trained on: the tokens are counted as unseen, not lost."""
+    """Without ids nothing can be trained on: the tokens are counted as unreported, not lost."""
     reader = SglangChat().make_reader(ask_for(SglangChat()))
     events = [json.loads(payload) for payload in RECORDED["sglang_chat"]["stream"][:9]]
     end = {"choices": [{"delta": {}, "finish_reason": "abort"}]}

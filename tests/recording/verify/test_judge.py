@@ -310,7 +310,7 @@ def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, R
         none = np.empty(0, np.int32)
         empty = np.empty(0, np.float32)
         call = replace(call, prompt_ids=none, sampled_ids=none, logprobs=empty, versions=())
-        call = replace(call, unseen=4)
+        call = replace(call, unreported_tokens=4)
     with Writer(path, replace(HEADER, template="", mode=mode), sync=False) as writer:
         writer.append(call)
     return read_in(tmp_path)

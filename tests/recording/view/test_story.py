@@ -53,7 +53,7 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     """Healed is said of ids that go on; a turn that leaves its parent is a fork in any case."""
     script = Script(tmp_path)
     first = script.call(encode("one two"), "three")
-    script.call([*whole(first), *encode("four")], "five", healed=(EchoChange.ARGUMENTS,))
+    script.call([*whole(first), *encode("four")], "five", echo_changes=(EchoChange.ARGUMENTS,))
     script.call(encode("one other"), "six", parent=0)
     gone = script.call(encode("one two"), "a b c", parent=None, outcome=Outcome.CLIENT_GONE)
     script.call(whole(gone)[:-1], "d", parent=3)

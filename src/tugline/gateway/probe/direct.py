@@ -49,7 +49,7 @@ class Answer:
         return [float(value) for delta in self.deltas for value in delta.logprobs]
 
     @property
-    def unseen(self) -> int:
+    def unreported_tokens(self) -> int:
         """Sampled tokens without an id."""
         return sum(delta.unreported_tokens for delta in self.deltas)
 

@@ -146,9 +146,10 @@ class _Probe:
         answer = await self._engine.ask(wire, asked)
         ids, logprobs = len(answer.ids), len(answer.logprobs)
         if wire.mode is Mode.TEXT:
-            return f"about {answer.unseen} tokens, none of which can be trained on"
-        if not ids or ids != logprobs or answer.unseen:
-            msg = f"{ids} token ids, {logprobs} logprobs and {answer.unseen} tokens without ids"
+            return f"about {answer.unreported_tokens} tokens, none of which can be trained on"
+        if not ids or ids != logprobs or answer.unreported_tokens:
+            missing = answer.unreported_tokens
+            msg = f"{ids} token ids, {logprobs} logprobs and {missing} tokens without ids"
             raise EngineError(msg)
         if wire.mode is Mode.OBSERVED and answer.prompt is None:
             msg = "the prompt's ids are not told"

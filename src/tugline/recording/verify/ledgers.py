@@ -66,7 +66,7 @@ def _unbalanced(recording: Recording, ledger: Ledger) -> list[str]:
     faults = []
     if not ledger.balanced:
         faults.append(f"the ledger does not balance: {ledger}")
-    sampled = sum(len(call.sampled_ids) + call.unseen for call in recording.calls)
+    sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in recording.calls)
     if ledger.sampled != sampled:
         faults.append(f"{sampled} tokens were sampled, the ledger has {ledger.sampled}")
     result = recording.result

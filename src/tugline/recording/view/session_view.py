@@ -86,7 +86,11 @@ def _build(part: PluginSpec, calls: Sequence[Call]) -> tuple[tuple[Trace, ...], 
     try:
         built = maker.build(calls)
     except CaptureError as error:
-        return (), Ledger(sampled=sum(len(c.sampled_ids) + c.unseen for c in calls)), str(error)
+        return (
+            (),
+            Ledger(sampled=sum(len(c.sampled_ids) + c.unreported_tokens for c in calls)),
+            str(error),
+        )
     return built.traces, built.ledger, ""
 
 
@@ -122,7 +126,7 @@ def _turn(
         why=why,
         prompt=len(call.prompt_ids),
         reused=reused,
-        sampled=len(call.sampled_ids) + call.unseen,
+        sampled=len(call.sampled_ids) + call.unreported_tokens,
         mean_logprob=mean(call.logprobs.tolist()),
         finish=call.finish,
         stop=call.stop,
@@ -164,7 +168,9 @@ def _how(call: Call, parent: Call | None, reused: int) -> tuple[How, tuple[str, 
     if parent is None or reused < len(parent.prompt_ids) + len(parent.sampled_ids):
         gone = parent is not None and parent.outcome is Outcome.CLIENT_GONE
         return How.FORKED, ("broken_off" if gone else "unrecorded",)
-    return (How.HEALED if call.healed else How.EXACT), tuple(heal.value for heal in call.healed)
+    return (How.HEALED if call.echo_changes else How.EXACT), tuple(
+        heal.value for heal in call.echo_changes
+    )
 
 
 def detailed(turn: Turn, call: Call) -> Turn:
@@ -173,7 +179,7 @@ def detailed(turn: Turn, call: Call) -> Turn:
         messages=call.messages,
         answer=call.answer,
         sampling=call.sampling,
-        asked=call.asked,
+        asked=call.requested,
         offered=tuple(tool.name for tool in call.tools),
     )
     return replace(turn, detail=detail)

@@ -144,7 +144,7 @@ class Terminal:
                 "thread": call.thread or "",
                 "dialect": f"{call.dialect}, {call.mode.value}",
                 "sampling": _told(call.sampling),
-                "asked for": _told(call.asked),
+                "asked for": _told(call.requested),
                 "stop": repr(call.stop) if call.stop else "",
                 "replicas": ", ".join(call.replicas),
                 "tools": ", ".join(tool.name for tool in call.tools),
