@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from trainers.sessions import captured, tiny
 from tugline.config import from_mapping
 from tugline.plugins import find, list_names
-from tugline.trainers.grpo.batch import prepare
 from tugline.trainers.grpo.config import Estimator, GrpoConfig, Normalisation
 from tugline.trainers.grpo.loss import token_weights
+from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import (
     Call,

@@ -17,8 +17,8 @@ from tugline.node.settings import NodeSettings
 from tugline.recording.rebuild import rebuild_all
 from tugline.recording.trajectories import read_folder
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.trainers.grpo.batch import Prepared, prepare
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.samples import Prepared, prepare
 from tugline.types import Ids, Limits, PluginSpec, Reward, Task, Trajectory, encode
 from tugline.web.serve import serve
 

@@ -13,9 +13,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny, trace
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import Row, pack, prepare
+from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import Policy
+from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory, decode, encode
 
@@ -185,7 +186,7 @@ def test_sharing_keeps_to_what_is_really_shared() -> None:
             assert float((policy.logprobs(micro) - micro.behaviour).abs().max()) < 1e-5
 
 
-def test_sessions_are_dealt_to_even_updates() -> None:
+def test_sessions_are_split_into_even_updates() -> None:
     """Eight sessions, ten traces, at three an update make three updates, once per epoch."""
     model = tiny()
     config = GrpoConfig(sessions_per_update=3, epochs=2)

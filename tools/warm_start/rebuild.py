@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 import training_phases as phases
 from demo_tokenizer import END_OF_TURN, harness_phrases, train_tokenizer
@@ -102,7 +103,7 @@ def record_openings(scratch: Path, live: Live) -> tuple[Tokenizer, dict[str, Ope
     problem = next(generate("train", SEED))
     for name, (settings, _) in HARNESSES.items():
         script: list[tuple[Problem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
-        roomy = settings.model_copy(update={"window": BYTES_WINDOW})
+        roomy = msgspec.structs.replace(settings, window=BYTES_WINDOW)
         _, calls = asyncio.run(record(script, bytes_only, scratch / name, roomy, live))
         (call,) = next(iter(calls.values()))
         prompt = bytes_only.decode(call.prompt_ids.tolist())

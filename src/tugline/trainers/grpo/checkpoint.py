@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and that continue bit for bit.
+"""Atomic checkpoints; training continues from one bit for bit.
 
 A checkpoint is the directory ``step-000012``: the model as Hugging Face reads it
 (``model.safetensors``, ``config.json``), the optimizer and the state of the trainer's random
@@ -29,18 +29,18 @@ OPTIMIZER = "optimizer.pt"
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says about itself."""
+    """Contents of ``state.json``."""
 
     step: int
     version: int
-    """Number of the policy that these weights are."""
+    """Policy version of these weights."""
     config: str
-    """Digest of the trainer's config, to tell whether it has changed since."""
+    """Digest of the trainer's config, to detect changes."""
     updates: int
     files: dict[str, str]
     """File name to SHA-256."""
     extra: dict[str, Any] = {}
-    """The caller's own, such as its place in the data."""
+    """Data of the caller, such as its position in the data set."""
 
 
 def save(
@@ -67,7 +67,7 @@ def save(
         draft.mkdir(parents=True)
         _write(draft, trainer, step=step, version=version, extra=extra or {})
         draft.rename(path)
-        _flush(directory)
+        _fsync(directory)
         for old in _steps(directory)[: -max(1, keep)]:
             shutil.rmtree(old)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
@@ -93,14 +93,14 @@ def _write(draft: Path, trainer: Grpo, *, step: int, version: int, extra: dict[s
     )
     (draft / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     for file in [*draft.iterdir(), draft]:
-        _flush(file)
+        _fsync(file)
 
 
 def load(path: Path, trainer: Grpo) -> State:
-    """Put weights, optimizer and random numbers of a checkpoint into `trainer`, in place.
+    """Restore weights, optimizer and random state of `trainer` from a checkpoint, in place.
 
-    Everything is verified before anything is changed. Raises `CheckpointError` on a file that is
-    missing or damaged, or a model of another shape.
+    Files are verified before anything is changed. Raises `CheckpointError` for a missing or damaged
+    file, or a model of another shape.
     """
     state = read(path)
     for name, digest in state.files.items():
@@ -122,7 +122,7 @@ def load(path: Path, trainer: Grpo) -> State:
 
 
 def read(path: Path) -> State:
-    """What the checkpoint at `path` says about itself."""
+    """Read the state of the checkpoint at `path`. Raises `CheckpointError`."""
     try:
         return msgspec.json.decode((path / STATE).read_bytes(), type=State)
     except (OSError, msgspec.DecodeError) as error:
@@ -131,7 +131,7 @@ def read(path: Path) -> State:
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint in `directory`; None without any."""
+    """Return the newest complete checkpoint in `directory`, or None."""
     return max(_steps(directory), default=None)
 
 
@@ -145,8 +145,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on the disk."""
+def _fsync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

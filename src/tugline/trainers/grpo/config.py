@@ -1,4 +1,4 @@
-"""Every knob of the GRPO trainer, each with the sentence that says what it does.
+"""Settings of the GRPO trainer.
 
 Strict and frozen: an unknown key is an error, and the digest of a config stands in every
 checkpoint, so a resumed run can tell whether it was changed.
@@ -25,10 +25,10 @@ class GrpoConfig(Config, frozen=True):
     """How a policy is updated from graded sessions; docs/training.md has the formulas."""
 
     reward: RewardOf = "outcome"
-    """What a trained token earned: `outcome`, what its session did; `per_trace`, what its trace did
-    where the evaluator said so; `discounted`, the outcome, the less the earlier its turn."""
+    """Reward of a trained token: `outcome`, that of its session; `per_trace`, that of its trace
+    if the evaluator gives one; `discounted`, the outcome, discounted for earlier turns."""
     turn_discount: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """What remains of the advantage from one turn to the turn before it, above 0 and at most 1
+    """Factor on the advantage from one turn to the turn before it, above 0 and at most 1
     (`discounted` only)."""
     advantage: Estimator = "grpo"
     """Baseline and scale of a session's advantage within its group."""
@@ -75,7 +75,7 @@ class GrpoConfig(Config, frozen=True):
     max_grad_norm: PositiveFloat = 1.0
     """The gradient is scaled down to this norm."""
     seed: int = 0
-    """Seed of the order in which sessions are dealt to updates."""
+    """Seed of the order of sessions in updates."""
 
     def __post_init__(self) -> None:
         """Check that `turn_discount` is given exactly where it is used. Raises `ConfigError`."""

@@ -1,10 +1,9 @@
 """Log probabilities of trained tokens under a Hugging Face causal language model.
 
 The head is applied only where the next token is trained: a vocabulary of logits for every token
-of a long prompt would cost more than all layers below it. Both ways of computing give the same
-numbers up to rounding: the plain one, which stands behind the exactness check, and the shared
-one, which computes the common beginning of the rows once, with gradient, and expands its keys and
-values over them.
+of a long prompt would cost more than all layers below it. Two ways give the same numbers up to
+rounding: the plain one, and the shared one, which computes the common prefix of the rows once, with
+gradient, and expands its keys and values over them.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from tugline.trainers.grpo.batch import MicroBatch
 class Policy:
     """A causal language model as a distribution over next tokens at one temperature.
 
-    The model is put in evaluation mode and stays there: dropout would make the policy that learns
-    another one than the policy that sampled.
+    The model is put in evaluation mode and stays there: with dropout the trained policy
+    would differ from the one that sampled.
     """
 
     def __init__(self, model: torch.nn.Module, temperature: float) -> None:
         self.model = model.eval()
         self.temperature = temperature
-        loose: Any = model  # Hugging Face's attributes, which torch's stubs cannot know
-        self._body = loose.base_model
-        self._head = loose.get_output_embeddings()
+        untyped: Any = model  # Hugging Face's attributes, unknown to torch's stubs
+        self._body = untyped.base_model
+        self._head = untyped.get_output_embeddings()
         self._check_head()
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def logprobs(self, micro: MicroBatch) -> torch.Tensor:
@@ -59,7 +58,7 @@ class Policy:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Some models change their logits after the head; those cannot be computed piecewise."""
+        """Refuse a model that changes its logits after the head. Raises `ConfigError`."""
         ids = torch.arange(1, 9, device=self.device)[None]
         whole = self.model(input_ids=ids, use_cache=False).logits
         states = self._body(input_ids=ids, use_cache=False).last_hidden_state

@@ -1,4 +1,4 @@
-"""The clipped policy loss, token by token; pure torch, no model in sight.
+"""The clipped policy loss of single tokens; pure torch, no model.
 
 Every token's loss carries a weight that was fixed for the whole update before it was cut into
 forward passes, so the loss of an update is a plain sum and its gradient does not depend on how
@@ -53,15 +53,15 @@ def token_terms(
         loss = loss * torch.exp(old - behaviour).clamp(max=config.importance_cap)
     kl = torch.zeros_like(new)
     if reference is not None:
-        apart = reference - new
-        kl = torch.expm1(apart) - apart
+        log_ratio = reference - new
+        kl = torch.expm1(log_ratio) - log_ratio
         loss = loss + config.kl * kl
     clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     return Terms(loss, ratio.detach(), clipped, kl.detach())
 
 
 def token_weights(samples: Sequence[Sample], config: GrpoConfig) -> list[float]:
-    """What one token of each sample counts for in an update made of `samples`.
+    """Return the weight of one token of each sample in an update made of `samples`.
 
     - ``token``: 1 / all trained tokens of the update (DAPO)
     - ``sequence``: the mean over a session's tokens, then over sessions (original GRPO)

@@ -1,10 +1,10 @@
-"""One GRPO step: graded sessions in, updated weights and a report out.
+"""One GRPO step: rewarded sessions in, updated weights and a report out.
 
-The step reads like the method: prepare samples, measure how exactly the captured log
-probabilities are reproduced by the weights they were sampled from, then deal the sessions to
-updates, each with all of its traces: so a session counts once, and the number of updates does not
-depend on the builder. The books of the whole step are in its report (I2), and so is the largest
-deviation of a captured log probability, the project's gate for exact conditioning (I1).
+`Grpo.step` prepares samples, measures how exactly the weights reproduce the captured log
+probabilities, shuffles sessions into updates, and makes the updates. A session is in one update
+with all of its traces, so it counts once and the number of updates does not depend on the builder.
+The report has the ledger of the whole step (I2) and the largest difference between a captured and
+a recomputed log probability, the measure of exact conditioning (I1).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import msgspec
 import torch
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, pack, prepare
+from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import Policy
 from tugline.trainers.grpo.loss import token_terms, token_weights
+from tugline.trainers.grpo.samples import prepare
 from tugline.types import Ledger, Sample, Trajectory
 
 
@@ -31,11 +32,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     updates: int
     samples: int
     tokens_trained: int
-    """Tokens that carry loss; an epoch more does not count them again."""
+    """Tokens that carry loss, counted once whatever `epochs` is."""
     tokens_forwarded: int
     """Positions computed with gradient, without padding."""
     tokens_padding: int
-    """Positions of padding computed beside them."""
+    """Padding positions computed with them."""
     loss: float
     """Mean over updates."""
     kl: float | None
@@ -64,7 +65,7 @@ class _Update:
     kl: float = 0.0
     clipped: float = 0.0
     ratio: float = 0.0
-    gap: float | None = None
+    logprob_gap: float | None = None
     grad_norm: float = 0.0
 
 
@@ -86,9 +87,9 @@ class Grpo:
         self.reference = Policy(reference, config.temperature) if reference is not None else None
         self.optimizer = _optimizer(model, config)
         self.order = torch.Generator().manual_seed(config.seed)
-        """Deals sessions to updates; part of every checkpoint."""
+        """Order of sessions in updates; part of every checkpoint."""
         self.updates = 0
-        """Optimizer updates made so far, over all steps."""
+        """Optimizer updates so far, over all steps."""
 
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
         """Learn from `trajectories`, of which those of one task are one group.
@@ -97,21 +98,22 @@ class Grpo:
         """
         began = time.perf_counter()
         samples, ledger = prepare(trajectories, self.config, version=version)
-        rows, gap = self._recompute(samples, version)
+        rows, gap = self._measure_gap(samples, version)
         updates = [
             self._update(chosen, version)
             for _ in range(self.config.epochs)
-            for chosen in self._deal(rows)
+            for chosen in self._shuffle(rows)
         ]
         if gap is None and updates:
-            gap = updates[0].gap
+            gap = updates[0].logprob_gap
         return self._report(updates, samples, ledger, gap, time.perf_counter() - began)
 
-    def _recompute(self, samples: Sequence[Sample], version: int) -> tuple[list[Row], float | None]:
-        """Rows with old log probabilities, and the gap; neither where the update will give them.
+    def _measure_gap(
+        self, samples: Sequence[Sample], version: int
+    ) -> tuple[list[Row], float | None]:
+        """Return rows with old log probabilities, and the gap; skip it where the update gives them.
 
-        One update that is computed the plain way starts with the very pass that would be made
-        here, so it is not made twice.
+        A single update without prefix sharing starts with the same forward pass.
         """
         rows = [Row(sample) for sample in samples]
         sessions = {sample.session for sample in samples}
@@ -119,24 +121,24 @@ class Grpo:
         if single and not self.config.share_prefix and self.config.importance_cap is None:
             return rows, None
         gap: float | None = None
-        done: list[Row] = []
+        recomputed: list[Row] = []
         with torch.no_grad():
             for micro in self._pack(rows, share=False):
                 new = self.policy.logprobs(micro)
-                gap = _largest(gap, _gap(new, micro, version))
+                gap = _largest(gap, _logprob_gap(new, micro, version))
                 if self.config.importance_cap is None:
-                    done += micro.rows
+                    recomputed += micro.rows
                     continue
                 counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
                 parts = torch.split(new.cpu(), counts)
-                done += [
+                recomputed += [
                     row._replace(old=part.numpy())
                     for row, part in zip(micro.rows, parts, strict=True)
                 ]
-        return done, gap
+        return recomputed, gap
 
-    def _deal(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        """Deal sessions at random to updates of even size, and weigh their tokens within each."""
+    def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Split sessions at random into updates of even size; weight the tokens of each."""
         if not rows:
             return
         sessions: dict[str, list[Row]] = {}
@@ -144,29 +146,29 @@ class Grpo:
             sessions.setdefault(row.sample.session, []).append(row)
         whole = list(sessions.values())
         shuffled = torch.randperm(len(whole), generator=self.order)
-        for hand in shuffled.chunk(math.ceil(len(whole) / self.config.sessions_per_update)):
-            chosen = [row for i in hand.tolist() for row in whole[i]]
+        for minibatch in shuffled.chunk(math.ceil(len(whole) / self.config.sessions_per_update)):
+            chosen = [row for i in minibatch.tolist() for row in whole[i]]
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
     def _update(self, rows: Sequence[Row], version: int) -> _Update:
         """One optimizer update; gradients add up over its forward passes."""
-        done = _Update()
+        figures = _Update()
         self.optimizer.zero_grad(set_to_none=True)
         for micro in self._pack(rows, share=self.config.share_prefix):
-            self._learn(micro, version, done)
+            self._backward(micro, version, figures)
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.config.max_grad_norm, error_if_nonfinite=True
         )
-        done.grad_norm = float(norm)
+        figures.grad_norm = float(norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         self.optimizer.step()
         self.updates += 1
-        return done
+        return figures
 
-    def _learn(self, micro: MicroBatch, version: int, done: _Update) -> None:
-        """Add one forward pass's gradient to the model and its figures to `done`."""
+    def _backward(self, micro: MicroBatch, version: int, figures: _Update) -> None:
+        """Accumulate the gradient and the figures of one forward pass."""
         new = self.policy.logprobs(micro)
         with torch.no_grad():
             reference = self.reference.logprobs(micro) if self.reference else None
@@ -180,14 +182,16 @@ class Grpo:
         )
         loss = (terms.loss * micro.weight).sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        done.tokens += len(new)
-        done.forwarded += micro.computed - micro.padding
-        done.padding += micro.padding
-        done.loss += float(loss.detach())
-        done.kl += float(terms.kl.sum())
-        done.clipped += float(terms.clipped.sum())
-        done.ratio += float(terms.ratio.sum())
-        done.gap = _largest(done.gap, _gap(new.detach(), micro, version))
+        figures.tokens += len(new)
+        figures.forwarded += micro.computed - micro.padding
+        figures.padding += micro.padding
+        figures.loss += float(loss.detach())
+        figures.kl += float(terms.kl.sum())
+        figures.clipped += float(terms.clipped.sum())
+        figures.ratio += float(terms.ratio.sum())
+        figures.logprob_gap = _largest(
+            figures.logprob_gap, _logprob_gap(new.detach(), micro, version)
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -237,10 +241,10 @@ def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
-def _gap(new: torch.Tensor, micro: MicroBatch, version: int) -> float | None:
+def _logprob_gap(new: torch.Tensor, micro: MicroBatch, version: int) -> float | None:
     """Largest deviation from the captured log probabilities of this version's tokens."""
-    apart = (new - micro.behaviour).abs()[micro.version == version]
-    return float(apart.max()) if len(apart) else None
+    difference = (new - micro.behaviour).abs()[micro.version == version]
+    return float(difference.max()) if len(difference) else None
 
 
 def _largest(one: float | None, other: float | None) -> float | None:

@@ -1,0 +1,176 @@
+"""From trajectories to training samples (numpy only).
+
+`prepare` gives every token its advantage and keeps the ledger, so that over a whole step sampled =
+trained + masked + dropped (I2). Trajectories built again from recordings give the same samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from tugline.errors import CaptureError
+from tugline.trainers.grpo.advantage import SessionReward, baselines, has_signal, turn_shares
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.types import Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
+
+
+class Prepared(NamedTuple):
+    """Samples of a step, and the ledger of all its sessions."""
+
+    samples: tuple[Sample, ...]
+    ledger: Ledger
+
+
+@dataclass
+class _LedgerBuilder:
+    """A mutable ledger; `build` freezes it."""
+
+    sampled: int = 0
+    trained: int = 0
+    masked: Counter[Reason] = field(default_factory=Counter)
+    dropped: Counter[Reason] = field(default_factory=Counter)
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Add a session's own ledger, after checking it against its traces."""
+        ledger = trajectory.ledger
+        in_traces = sum(int(trace.mask.sum()) for trace in trajectory.traces)
+        if not ledger.balanced or ledger.trained != in_traces:
+            msg = (
+                f"session {trajectory.session}: its ledger {ledger} does not balance with the "
+                f"{in_traces} trained tokens in its traces"
+            )
+            raise CaptureError(msg)
+        self.sampled += ledger.sampled
+        self.trained += ledger.trained
+        self.masked.update(ledger.masked)
+        self.dropped.update(ledger.dropped)
+
+    def mask(self, reason: Reason, count: int) -> None:
+        """Count `count` trained tokens as masked instead."""
+        self.trained -= count
+        self.masked[reason] += count
+
+    def drop(self, reason: Reason, count: int) -> None:
+        """Count `count` trained tokens as dropped instead."""
+        self.trained -= count
+        self.dropped[reason] += count
+
+    def build(self) -> Ledger:
+        """Return the ledger, without reasons that count nothing."""
+        return Ledger(
+            sampled=self.sampled,
+            trained=self.trained,
+            masked={reason: n for reason, n in self.masked.items() if n},
+            dropped={reason: n for reason, n in self.dropped.items() if n},
+        )
+
+
+def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: int) -> Prepared:
+    """Give each token its advantage within its task; one sample per trace that trains anything.
+
+    Sessions without a (finite) reward are dropped as SESSION_FAILED and count in no mean.
+    `version` is the policy about to be updated; staleness is measured from it.
+    """
+    ledger = _LedgerBuilder()
+    samples: list[Sample] = []
+    ordered = sorted(trajectories, key=lambda one: (one.task, one.sample, one.session))
+    for _, members in groupby(ordered, key=lambda one: one.task):
+        group = list(members)
+        rewarded = {one.session: found for one in group if (found := _rewards(one, config))}
+        rewards = [one.session for one in rewarded.values()]
+        levels = baselines(rewards, config.advantage, config.advantage_eps)
+        baseline = dict(zip(rewarded, levels, strict=True))
+        skipped = config.skip_zero_variance and not has_signal(rewards)
+        for one in group:
+            ledger.add(one)
+            if one.session not in rewarded:
+                ledger.drop(Reason.SESSION_FAILED, one.ledger.trained)
+            elif skipped:
+                ledger.drop(Reason.NO_SIGNAL, one.ledger.trained)
+            else:
+                advantage = baseline[one.session].advantage
+                advantages = [advantage(reward) for reward in rewarded[one.session].by_trace]
+                samples += _samples(one, advantages, config, version, ledger)
+    return Prepared(tuple(samples), ledger.build())
+
+
+class _Rewards(NamedTuple):
+    """Rewards of a session, for each trace and as a whole."""
+
+    by_trace: Sequence[float]
+    session: SessionReward
+
+
+def _rewards(trajectory: Trajectory, config: GrpoConfig) -> _Rewards | None:
+    """Return the rewards, or None without a finite outcome; traces default to the outcome."""
+    reward, traces = trajectory.reward, trajectory.traces
+    if reward is None or not math.isfinite(reward.value):
+        return None
+    by_trace = [reward.value] * len(traces)
+    if config.reward == "per_trace" and reward.per_trace:
+        if len(reward.per_trace) != len(traces):
+            msg = (
+                f"session {trajectory.session}: reward.per_trace has {len(reward.per_trace)} "
+                f"numbers for {len(traces)} traces; it must have one for each trace of the "
+                "builder that the task names"
+            )
+            raise CaptureError(msg)
+        by_trace = [one if math.isfinite(one) else reward.value for one in reward.per_trace]
+    tokens = [int(trace.mask.sum()) for trace in traces]
+    return _Rewards(by_trace, SessionReward.of(by_trace, tokens, otherwise=reward.value))
+
+
+def _samples(
+    trajectory: Trajectory,
+    advantages: Sequence[float],
+    config: GrpoConfig,
+    version: int,
+    ledger: _LedgerBuilder,
+) -> Iterator[Sample]:
+    """Yield a sample for each trace that still trains a token; `advantages` has one per trace."""
+    shares: Mapping[int, float] = {}
+    if config.turn_discount is not None:
+        spans = (span for trace in trajectory.traces for span in trace.spans)
+        trained = [span.call for span in spans if span.masked is None]
+        shares = turn_shares(trained, config.turn_discount)
+    for trace, advantage in zip(trajectory.traces, advantages, strict=True):
+        versions = _versions(trace)
+        mask = trace.mask
+        if config.max_staleness is not None:
+            stale = mask & (versions < version - config.max_staleness)
+            mask = mask & ~stale
+            ledger.mask(Reason.STALE, int(stale.sum()))
+        if mask.any():
+            yield Sample(
+                input_ids=trace.ids,
+                loss_mask=mask,
+                logprobs=trace.logprobs,
+                versions=versions,
+                advantages=_token_advantages(trace, mask, advantage, shares),
+                group=trajectory.task,
+                session=trajectory.session,
+            )
+
+
+def _token_advantages(
+    trace: Trace, mask: Mask, advantage: float, shares: Mapping[int, float]
+) -> Logprobs:
+    """Spread a trace's advantage over its tokens; `shares` scales it by call, 1 by default."""
+    values = np.full(len(trace.ids), advantage, np.float32)
+    for span in trace.spans:
+        values[span.start : span.end] = advantage * shares.get(span.call, 1.0)
+    return np.where(mask, values, np.float32(0))
+
+
+def _versions(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    versions = np.full(len(trace.ids), -1, np.int32)
+    for span in trace.spans:
+        versions[span.start : span.end] = span.version
+    return versions
