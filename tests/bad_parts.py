@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tugline.errors import HarnessError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox, SandboxSpec
 from tugline.sandbox.local import Local
@@ -34,33 +34,33 @@ class Uninstallable(Harness):
         raise NotImplementedError
 
 
-class Hanging:
+class Hanging(Evaluator):
     """An evaluator that waits for ever."""
 
-    wants_box = False
+    opens_sandbox = False
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Never ends."""
         await asyncio.Event().wait()
         return Verdict(Reward(1.0), {})
 
 
-class Crashing:
+class Crashing(Evaluator):
     """An evaluator with a bug."""
 
-    wants_box = False
+    opens_sandbox = False
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Fails."""
         return Verdict(Reward({}["score"]), {})  # type: ignore[misc]
 
 
-class Noting:
+class Noting(Evaluator):
     """An evaluator that tells what was left out of the agent's work."""
 
-    wants_box = False
+    opens_sandbox = False
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Always content."""
         return Verdict(Reward(1.0), {"notes": list(outcome.patch.notes)})
 

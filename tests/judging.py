@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tugline.evaluators.base import Evaluator, Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.sandbox.base import Content, Exit, Sandbox
 from tugline.sandbox.local import Local
 from tugline.sandbox.patch import FileChange, Patch
@@ -69,7 +69,7 @@ class Judge:
         self.boxes = 0
 
     @contextlib.asynccontextmanager
-    async def open_box(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
+    async def open_sandbox(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         """A numbered box."""
         self.boxes += 1
         async with Local(grace_s=0.1).open(self.folder / str(self.boxes)) as box:
@@ -77,9 +77,11 @@ class Judge:
             await box.put(box.workdir, files)
             yield box
 
-    def outcome(self, files: Mapping[str, str | FileChange | None] | None = None) -> Outcome:
+    def outcome(self, files: Mapping[str, str | FileChange | None] | None = None) -> SessionOutcome:
         """What an agent left that made this patch."""
-        return Outcome(self.task, patch(files or {}), self.open_box, self.timeout_s, exit=DONE)
+        return SessionOutcome(
+            self.task, patch(files or {}), self.open_sandbox, self.timeout_s, exit=DONE
+        )
 
     async def __call__(
         self, evaluator: Evaluator, files: Mapping[str, str | FileChange | None] | None = None

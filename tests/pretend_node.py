@@ -11,7 +11,7 @@ from typing import Any
 
 from stub_model import StubGateway
 from tugline.errors import FencedError, ServerError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings
@@ -289,11 +289,18 @@ class Script(Harness):
         """None that matter here."""
         return ()
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+
+class ScriptedEvaluator(Evaluator):
+    """The evaluator of a script."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Half a point, after a while."""
-        with self.going("eval"):
-            async with outcome.open_box({}):
-                await asyncio.sleep(self.times["eval"])
+        with self.script.going("eval"):
+            async with outcome.open_sandbox({}):
+                await asyncio.sleep(self.script.times["eval"])
         return Verdict(Reward(0.5), {})
 
 
@@ -350,14 +357,16 @@ class PretendSandbox(Sandbox):
 
 
 class Given(Parts):
-    """All parts are one."""
+    """Everything but the builder is scripted."""
 
     def __init__(self, part: Script) -> None:
         super().__init__()
-        self.part = part
+        self.part, self.scripted = part, ScriptedEvaluator(part)
 
     def _make(self, kind: str, part: PluginSpec) -> Any:
-        return super()._make(kind, part) if kind == "builder" else self.part
+        if kind == "builder":
+            return super()._make(kind, part)
+        return self.scripted if kind == "evaluator" else self.part
 
 
 def task(name: str = "t", *, what: str = "work", samples: int = 1, **limits: float) -> Task:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tugline.datasets.base import Template
-from tugline.datasets.swe import Swe
+from tugline.datasets.swe import SweTaskSet
 from tugline.sandbox.base import Content
 from tugline.types import Task
 
@@ -42,7 +42,7 @@ def template(**values: Any) -> Template:
     return Template.read({"harness": shell, **values}, "test", Path())
 
 
-def tasks(taskset: Swe, **values: Any) -> list[Task]:
+def tasks(taskset: SweTaskSet, **values: Any) -> list[Task]:
     """Its tasks."""
     return list(taskset.tasks(template(**values)))
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 import aiohttp
 
 from tugline.errors import SandboxError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.patch import Patch, PatchLimits
@@ -32,10 +32,10 @@ class Agent(Harness):
         return Launch(argv=(f"{context.base_url}/v1/chat/completions", context.key, context.model))
 
 
-class Verdicts:
+class Verdicts(Evaluator):
     """Everybody is right."""
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """1."""
         return Verdict(Reward(1.0), {})
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import Pressure
 from tugline.recording.records import Result
@@ -138,13 +138,13 @@ class Marks:
 
 
 class Rollouts(Harness, Runtime):
-    """Harness, runtime and evaluator whose programs only take time."""
+    """Harness and runtime whose programs only take time."""
 
     name = "simulated"
 
     def __init__(self, engine: Engine, seed: int, *, spare: bool = True) -> None:
         """With `spare` a box for the evaluator is opened while the agent runs."""
-        self.engine, self.seed, self.wants_box = engine, seed, spare
+        self.engine, self.seed, self.spare = engine, seed, spare
         self.marks = Marks()
 
     # ------------------------------------------------------------------ harness
@@ -187,13 +187,19 @@ class Rollouts(Harness, Runtime):
             self.engine.sessions -= 1
             self.marks.ran[session] = time.monotonic()
 
-    # ------------------------------------------------------------------ evaluator
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+
+class RolloutEvaluator(Evaluator):
+    """The evaluator of `Rollouts`, which only takes time."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts, self.opens_sandbox = rollouts, rollouts.spare
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Half a point."""
-        async with outcome.open_box({}) as box:
+        async with outcome.open_sandbox({}) as box:
             session = box.logs.parent.parent.name.rpartition(".")[0]
-            await asyncio.sleep(draw(self.seed, session).judging)
-        self.marks.judged[session] = time.monotonic()
+            await asyncio.sleep(draw(self._rollouts.seed, session).judging)
+        self._rollouts.marks.judged[session] = time.monotonic()
         return Verdict(Reward(0.5), {})
 
 
@@ -202,10 +208,12 @@ class Parts(Made):
 
     def __init__(self, rollouts: Rollouts) -> None:
         super().__init__()
-        self._rollouts = rollouts
+        self._rollouts, self._evaluator = rollouts, RolloutEvaluator(rollouts)
 
     def _make(self, kind: str, part: PluginSpec) -> Any:
-        return super()._make(kind, part) if kind == "builder" else self._rollouts
+        if kind == "builder":
+            return super()._make(kind, part)
+        return self._evaluator if kind == "evaluator" else self._rollouts
 
 
 @dataclass(frozen=True)

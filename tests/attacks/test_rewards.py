@@ -12,9 +12,9 @@ import pytest
 
 from attacked import Arena
 from rig import rig, says
-from tugline.evaluators.base import Evaluator, Outcome, mounts
-from tugline.evaluators.harbor import Harbor
-from tugline.evaluators.tests import Tests
+from tugline.evaluators.base import Evaluator, SessionOutcome, mounts
+from tugline.evaluators.harbor import HarborEvaluator
+from tugline.evaluators.tests import TestsEvaluator
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import Content, Sandbox
@@ -127,7 +127,7 @@ ATTACKS = {
 
 
 TURNS = itertools.count()
-JUDGE_OF_WORK, JUDGE_OF_NONE = Tests(timeout_s=10.0), Tests(timeout_s=3.0)
+JUDGE_OF_WORK, JUDGE_OF_NONE = TestsEvaluator(timeout_s=10.0), TestsEvaluator(timeout_s=3.0)
 """Shared, for they find out once whether pytest runs here."""
 
 
@@ -152,7 +152,7 @@ async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
     judges = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
+    async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         given = {"mounts": mounts(evaluator, task)}
         async with arena.box(f"judge-{turn}-{next(judges)}", **given) as box:
             await box.put(box.workdir, files)
@@ -163,7 +163,7 @@ async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
         end = await box.run(("sh", "-c", script), env=env, timeout_s=10)
         assert not end.timed_out
         patch = await box.diff()
-    outcome = Outcome(task=task, patch=patch, open_box=open_box, timeout_s=20.0)
+    outcome = SessionOutcome(task=task, patch=patch, open_sandbox=open_sandbox, timeout_s=20.0)
     return (await evaluator.evaluate(outcome)).reward.value
 
 
@@ -195,7 +195,7 @@ def judge(tmp_path: Path) -> Evaluator:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test.sh").write_text(JUDGE)
-    return Harbor(tests=str(folder), timeout_s=5.0)
+    return HarborEvaluator(tests=str(folder), timeout_s=5.0)
 
 
 @pytest.mark.parametrize(

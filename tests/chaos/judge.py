@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 
 
-class Answer:
+class Answer(Evaluator):
     """1 for an agent that left its answer, 0 for one that did not."""
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Looks at the changed files only."""
         change = outcome.patch.files.get("answer.txt")
         left = (change.text or "") if change else ""

@@ -10,7 +10,7 @@ import pytest
 
 from judging import Judge, task
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.tests import Tests
+from tugline.evaluators.tests import TestsEvaluator
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 
@@ -45,7 +45,7 @@ async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[s
         if options is UNITTEST
         else [f"test_bill.py::Bill::test_{n}" for n in ("total", "zero")]
     )
-    tests = Tests(**options, fail_to_pass=names[:1], pass_to_pass=names[1:])
+    tests = TestsEvaluator(**options, fail_to_pass=names[:1], pass_to_pass=names[1:])
     verdict = await judge(tests, GOOD)
     assert verdict.reward.value == 1.0, verdict.report
     assert verdict.reward.parts == {
@@ -64,23 +64,23 @@ async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[s
 
 async def test_credit_may_be_partial(judge: Judge) -> None:
     """With `partial`, the reward is the share of expected tests that came true."""
-    verdict = await judge(Tests(**UNITTEST, expected=[TOTAL, ZERO], partial=True))
+    verdict = await judge(TestsEvaluator(**UNITTEST, expected=[TOTAL, ZERO], partial=True))
     assert verdict.reward.value == 0.5
 
 
 async def test_a_test_may_be_expected_to_fail(judge: Judge) -> None:
     """Data sets that record outcomes name what must fail, too."""
-    tests = Tests(**UNITTEST, expected={TOTAL: "fail", ZERO: "pass"})
+    tests = TestsEvaluator(**UNITTEST, expected={TOTAL: "fail", ZERO: "pass"})
     assert (await judge(tests)).reward.value == 1.0
     assert (await judge(tests, GOOD)).reward.value == 0.0
 
 
 async def test_without_a_list_all_must_pass(judge: Judge) -> None:
     """Then the exit code counts as well."""
-    assert (await judge(Tests(**UNITTEST), GOOD)).reward.value == 1.0
-    verdict = await judge(Tests(**UNITTEST))
+    assert (await judge(TestsEvaluator(**UNITTEST), GOOD)).reward.value == 1.0
+    verdict = await judge(TestsEvaluator(**UNITTEST))
     assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
-    lies = Tests(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
+    lies = TestsEvaluator(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
     verdict = await judge(lies)
     assert verdict.report["reason"] == "all passed, but exit code 3"
 
@@ -91,7 +91,7 @@ async def test_files_are_laid_over_last(judge: Judge) -> None:
         "setup.sh": "echo 'raise SystemExit(0)' > test_hidden.py; mkdir -p sub; ln -s / sub/x\n",
         "test_hidden.py": "",
     }
-    tests = Tests(
+    tests = TestsEvaluator(
         **UNITTEST,
         setup=["sh", "setup.sh"],
         files={"test_hidden.py": TEST, "sub/x/test_deep.py": "raise SystemExit\n"},
@@ -120,7 +120,7 @@ async def test_files_are_laid_over_last(judge: Judge) -> None:
 )
 async def test_cheating_does_not_pay(judge: Judge, files: dict[str, str]) -> None:
     """Whatever is done to the tests or their runner, unsolved is not rewarded."""
-    verdict = await judge(Tests(**UNITTEST, expected=[TOTAL, ZERO]), files)
+    verdict = await judge(TestsEvaluator(**UNITTEST, expected=[TOTAL, ZERO]), files)
     assert verdict.reward.value == 0.0, verdict.report
 
 
@@ -128,52 +128,56 @@ async def test_the_report_is_where_nobody_could_put_one_before(judge: Judge) -> 
     """A report that the agent left is refused or gone; one that is not written is none."""
     xml = '<testsuites><testcase classname="a" name="b"/></testsuites>'
     options: dict[str, Any] = {"format": "junit", "expected": ["a::b"]}
-    tests = Tests(command="true", report="out/report.xml", **options)
+    tests = TestsEvaluator(command="true", report="out/report.xml", **options)
     verdict = await judge(tests, {"out/report.xml": xml})
     assert (verdict.reward.value, verdict.report["missing"]) == (0.0, ["a::b"])
     assert verdict.report["refused"] == {"out/report.xml": "belongs to the tests"}
-    writes = Tests(
+    writes = TestsEvaluator(
         command=f"mkdir -p out; echo '{xml}' > out/report.xml", report="out/report.xml", **options
     )
     assert (await judge(writes)).reward.value == 1.0
-    hidden = Tests(command=f"echo '{xml}' > \"$REPORT\"", env={"REPORT": "{report}"}, **options)
+    hidden = TestsEvaluator(
+        command=f"echo '{xml}' > \"$REPORT\"", env={"REPORT": "{report}"}, **options
+    )
     assert (await judge(hidden)).reward.value == 1.0
 
 
 async def test_a_task_may_allow_what_is_protected(judge: Judge) -> None:
     """`editable` takes a pattern out, `protected` adds one."""
     files = {"setup.cfg": "", "bill.lock": ""}
-    assert list((await judge(Tests(**UNITTEST), files)).report["refused"]) == ["setup.cfg"]
-    tests = Tests(**UNITTEST, editable=["setup.cfg"], protected=["*.lock"])
+    assert list((await judge(TestsEvaluator(**UNITTEST), files)).report["refused"]) == ["setup.cfg"]
+    tests = TestsEvaluator(**UNITTEST, editable=["setup.cfg"], protected=["*.lock"])
     assert list((await judge(tests, files)).report["refused"]) == ["bill.lock"]
 
 
 async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
     """Also in `setup`; the reason says which."""
-    verdict = await judge(Tests(command="sleep 60", format="tap", timeout_s=0.5))
+    verdict = await judge(TestsEvaluator(command="sleep 60", format="tap", timeout_s=0.5))
     assert (verdict.reward.value, verdict.report["timed_out"]) == (0.0, True)
     assert "out of time" in verdict.report["reason"]
-    verdict = await judge(Tests(command="true", setup="sleep 60", format="tap", timeout_s=0.5))
+    verdict = await judge(
+        TestsEvaluator(command="true", setup="sleep 60", format="tap", timeout_s=0.5)
+    )
     assert verdict.report["reason"] == "setup was out of time"
 
 
 async def test_a_command_that_cannot_run_is_no_verdict(judge: Judge) -> None:
     """Nobody is charged for a missing program, or for a set-up that never works."""
     with pytest.raises(EvaluatorError, match="command ends with exit code 127 also without"):
-        await judge(Tests(command="no-such-program", format="tap"))
+        await judge(TestsEvaluator(command="no-such-program", format="tap"))
     with pytest.raises(EvaluatorError, match="setup ends with exit code 3 also without the agent"):
-        await judge(Tests(command="true", setup="echo broken; exit 3", format="tap"))
+        await judge(TestsEvaluator(command="true", setup="echo broken; exit 3", format="tap"))
 
 
 async def test_a_command_that_the_agent_broke_is_a_nought(judge: Judge) -> None:
     """If it runs without the agent's changes, what happened is their doing."""
     judge.base["run.sh"] = SAYS
-    verdict = await judge(Tests(command="sh run.sh", format="tap"), {"run.sh": "exit 127"})
+    verdict = await judge(TestsEvaluator(command="sh run.sh", format="tap"), {"run.sh": "exit 127"})
     assert verdict.reward.value == 0.0
     assert verdict.report["reason"] == "no test was told of (exit 127)"
     judge.base["make.sh"] = "true"
     verdict = await judge(
-        Tests(command=SAYS, setup="sh make.sh", format="tap"), {"make.sh": "exit 1"}
+        TestsEvaluator(command=SAYS, setup="sh make.sh", format="tap"), {"make.sh": "exit 1"}
     )
     assert (verdict.reward.value, verdict.report["reason"]) == (0.0, "setup ended with exit code 1")
 
@@ -181,13 +185,13 @@ async def test_a_command_that_the_agent_broke_is_a_nought(judge: Judge) -> None:
 async def test_a_gigabyte_of_output_is_survived(judge: Judge) -> None:
     """Only so much of a log is read; the results that come too late are missing."""
     loud = "head -c 150000000 /dev/zero | tr '\\0' 'x'; echo; " + SAYS
-    verdict = await asyncio.wait_for(judge(Tests(command=loud, format="tap")), 60)
+    verdict = await asyncio.wait_for(judge(TestsEvaluator(command=loud, format="tap")), 60)
     assert verdict.reward.value == 0.0
 
 
 async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
     """The same work on the same workspace is judged once."""
-    tests = Tests(**UNITTEST, cache=True)
+    tests = TestsEvaluator(**UNITTEST, cache=True)
     first, again = await judge(tests, GOOD), await judge(tests, GOOD)
     assert (first.report["cached"], again.report["cached"], judge.boxes) == (False, True, 1)
     assert again.reward == first.reward
@@ -215,5 +219,5 @@ async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
 def test_wrong_options_are_named(options: dict[str, Any], says: str) -> None:
     """A mistake in a task is found where it is accepted, with what would be right."""
     with pytest.raises(ConfigError) as error:
-        Tests(**options)
+        TestsEvaluator(**options)
     assert says in str(error.value)

@@ -14,37 +14,37 @@ import pytest
 
 from judging import Judge, task
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
-from tugline.evaluators.function import Function
+from tugline.evaluators.base import SessionOutcome, Verdict
+from tugline.evaluators.function import FunctionEvaluator
 from tugline.types import Reward
 
 RELEASE = threading.Event()
 
 
-def share(outcome: Outcome, *, of: int = 4) -> float:
+def share(outcome: SessionOutcome, *, of: int = 4) -> float:
     """How many files changed, of so many."""
     return len(outcome.patch.files) / of
 
 
-async def opens(outcome: Outcome) -> dict[str, float]:
+async def opens(outcome: SessionOutcome) -> dict[str, float]:
     """Runs the agent's program in a box, which is how to do it."""
-    async with outcome.open_box(dict(outcome.patch.files)) as box:
+    async with outcome.open_sandbox(dict(outcome.patch.files)) as box:
         end = await box.run(("sh", "run.sh"), env={}, timeout_s=30.0)
     return {"value": float(end.code == 0), "exit": end.code}
 
 
-def hangs(_outcome: Outcome) -> float:
+def hangs(_outcome: SessionOutcome) -> float:
     """Longer than anybody waits."""
     RELEASE.wait(30)
     return 1.0
 
 
-def breaks(_outcome: Outcome) -> float:
+def breaks(_outcome: SessionOutcome) -> float:
     """A mistake of whoever wrote it."""
     return {}["key"]  # type: ignore[no-any-return]
 
 
-def leaves(_outcome: Outcome) -> float:
+def leaves(_outcome: SessionOutcome) -> float:
     """Takes nobody else down."""
     sys.exit(3)
 
@@ -81,14 +81,16 @@ def judge(tmp_path: Path) -> Judge:
 
 async def test_a_number_is_a_reward(judge: Judge) -> None:
     """A plain function gets the outcome and its options, in a thread."""
-    verdict = await judge(Function(target="my_rewards:share", options={"of": 2}), {"a": "x"})
+    verdict = await judge(
+        FunctionEvaluator(target="my_rewards:share", options={"of": 2}), {"a": "x"}
+    )
     assert verdict == Verdict(Reward(0.5), {})
-    assert (await judge(Function(target="my_rewards:later"))).reward.value == 0.25
+    assert (await judge(FunctionEvaluator(target="my_rewards:later"))).reward.value == 0.25
 
 
 async def test_an_async_function_may_open_boxes(judge: Judge) -> None:
     """A dict is the value and its parts."""
-    verdict = await judge(Function(target="my_rewards:opens"), {"run.sh": "exit 3"})
+    verdict = await judge(FunctionEvaluator(target="my_rewards:opens"), {"run.sh": "exit 3"})
     assert verdict.reward == Reward(0.0, {"exit": 3.0})
 
 
@@ -104,7 +106,7 @@ async def test_an_async_function_may_open_boxes(judge: Judge) -> None:
 async def test_what_may_be_returned(judge: Judge, made: object, reward: Reward) -> None:
     """Everything that says a reward without doubt."""
     MADE["it"] = made
-    verdict = await judge(Function(target="my_rewards:says", options={"what": "it"}))
+    verdict = await judge(FunctionEvaluator(target="my_rewards:says", options={"what": "it"}))
     assert verdict.reward == reward
 
 
@@ -116,26 +118,26 @@ async def test_what_is_no_reward_is_no_verdict(judge: Judge, made: object) -> No
     """Nothing is taken for 0 in silence."""
     MADE["it"] = made
     with pytest.raises(EvaluatorError, match="my_rewards:says returned"):
-        await judge(Function(target="my_rewards:says", options={"what": "it"}))
+        await judge(FunctionEvaluator(target="my_rewards:says", options={"what": "it"}))
 
 
 async def test_what_it_raises_is_told(judge: Judge) -> None:
     """The last lines of the traceback, so that it can be mended; also of one that exits."""
     with pytest.raises(EvaluatorError, match=r"(?s)my_rewards:breaks raised.*KeyError: 'key'"):
-        await judge(Function(target="my_rewards:breaks"))
+        await judge(FunctionEvaluator(target="my_rewards:breaks"))
     with pytest.raises(EvaluatorError, match="SystemExit"):
-        await judge(Function(target="my_rewards:leaves"))
+        await judge(FunctionEvaluator(target="my_rewards:leaves"))
 
 
 async def test_one_that_hangs_is_given_up(judge: Judge) -> None:
     """Within the time of the evaluation, and without a place that others need."""
     judge.timeout_s = 0.5
     began = time.monotonic()
-    hung = [judge(Function(target="my_rewards:hangs")) for _ in range(40)]
+    hung = [judge(FunctionEvaluator(target="my_rewards:hangs")) for _ in range(40)]
     said = await asyncio.gather(*hung, return_exceptions=True)
     assert all("took over 0.5 s" in str(each) for each in said)
     judge.timeout_s = 30.0
-    assert (await judge(Function(target="my_rewards:share"))).reward.value == 0.0
+    assert (await judge(FunctionEvaluator(target="my_rewards:share"))).reward.value == 0.0
     assert time.monotonic() - began < 20.0
 
 
@@ -151,11 +153,11 @@ async def test_one_that_hangs_is_given_up(judge: Judge) -> None:
 def test_a_wrong_target_is_named(target: str, says: str) -> None:
     """Where the task is accepted, not when its agents are done."""
     with pytest.raises(ConfigError) as error:
-        Function(target=target)
+        FunctionEvaluator(target=target)
     assert says in str(error.value)
 
 
 def test_the_functions_are_what_the_type_says() -> None:
     """The examples of this file are typed as docs/evaluators.md says they may be."""
-    plain: Callable[[Outcome], Any] = share
+    plain: Callable[[SessionOutcome], Any] = share
     assert plain is FUNCTIONS["share"]

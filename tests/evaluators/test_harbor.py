@@ -17,7 +17,7 @@ import pytest
 from containers import DEBIAN, podman
 from tugline.datasets.base import Solution
 from tugline.errors import ConfigError
-from tugline.evaluators.harbor import Harbor, read_json, read_text
+from tugline.evaluators.harbor import HarborEvaluator, read_json, read_text
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, validate_task
@@ -232,5 +232,5 @@ def test_what_is_no_number_is_no_reward(text: str) -> None:
 def test_a_wrong_option_is_named(options: dict[str, Any], told: str) -> None:
     """With its value and what would be right."""
     with pytest.raises(ConfigError) as caught:
-        Harbor(**options)
+        HarborEvaluator(**options)
     assert told in str(caught.value)

@@ -12,9 +12,9 @@ import pytest
 
 from containers import DEBIAN, podman
 from judging import DONE, task
-from tugline.evaluators.base import Evaluator, Outcome, Verdict
-from tugline.evaluators.tests import Tests
-from tugline.evaluators.weighted import Weighted
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.tests import TestsEvaluator
+from tugline.evaluators.weighted import WeightedEvaluator
 from tugline.sandbox.base import Content, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.sandbox.container.runtime import Container
@@ -71,7 +71,7 @@ def judged(
         return runtime.open(tmp_path / boxes[-1], SandboxSpec(workspace=given.workspace))
 
     @contextlib.asynccontextmanager
-    async def open_box(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
+    async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         async with opened() as box:
             await box.put(box.workdir, files)
             yield box
@@ -81,7 +81,7 @@ def judged(
             end = await box.run(("sh", "-ec", command), env={}, timeout_s=20.0)
             assert end.code == 0, (box.logs / "agent.log").read_text()
             patch = await box.diff()
-        return await evaluator.evaluate(Outcome(given, patch, open_box, 30.0, exit=DONE))
+        return await evaluator.evaluate(SessionOutcome(given, patch, open_sandbox, 30.0, exit=DONE))
 
     return judge
 
@@ -89,7 +89,7 @@ def judged(
 @pytest.mark.parametrize("expected", [None, [NAME]], ids=["all", "named"])
 async def test_work_on_a_repository_is_judged(judged: Judged, expected: list[str] | None) -> None:
     """The commit, the agent's change and nothing else; the diff is that of the change."""
-    tests = Tests(**UNITTEST, expected=expected)
+    tests = TestsEvaluator(**UNITTEST, expected=expected)
     verdict = await judged(RIGHT, tests)
     assert verdict.reward.value == 1.0, verdict.report
     assert verdict.report["diff"].count("\n") == 6
@@ -115,7 +115,7 @@ CHEATS = {
 @pytest.mark.parametrize("command", CHEATS.values(), ids=list(CHEATS))
 async def test_cheating_does_not_pay(judged: Judged, command: str) -> None:
     """Also without a list of tests, where only those that run can count."""
-    verdict = await judged(command, Tests(**UNITTEST))
+    verdict = await judged(command, TestsEvaluator(**UNITTEST))
     assert verdict.reward.value == 0.0, verdict.report
     assert verdict.report["total"] == 1, verdict.report
 
@@ -125,6 +125,6 @@ async def test_parts_are_judged_in_boxes_of_their_own(judged: Judged) -> None:
     command = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
     part = {"evaluator": {"name": "tests", "options": {"command": command, "format": "tap"}}}
     whole = {"evaluator": {"name": "tests", "options": UNITTEST}, "weight": 3}
-    verdict = await judged("true", Weighted(parts={"a": part, "b": part, "tests": whole}))
+    verdict = await judged("true", WeightedEvaluator(parts={"a": part, "b": part, "tests": whole}))
     assert (verdict.reward.parts["a"], verdict.reward.parts["b"]) == (1.0, 1.0)
     assert verdict.reward.value == 0.4

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from judging import DONE, Judge, call, task
-from tugline.evaluators.base import Outcome
-from tugline.evaluators.session_completed import SessionCompleted
+from tugline.evaluators.base import SessionOutcome
+from tugline.evaluators.session_completed import SessionCompletedEvaluator
 from tugline.sandbox.base import Exit
 from tugline.types import Cause, Limits, Message, Role, ToolCall
 
@@ -15,16 +16,16 @@ ASKS = Message(Role.ASSISTANT, "", (ToolCall("1", "bash", "{}"),))
 
 
 @pytest.fixture
-def outcome(tmp_path: Path) -> Outcome:
+def outcome(tmp_path: Path) -> SessionOutcome:
     """Of a session with one call that came to its own end."""
-    return Judge(tmp_path, task()).outcome()._replace(calls=[call(0, answer="Done.")])
+    return replace(Judge(tmp_path, task()).outcome(), calls=[call(0, answer="Done.")])
 
 
-async def test_an_end_of_its_own_is_a_one(outcome: Outcome) -> None:
+async def test_an_end_of_its_own_is_a_one(outcome: SessionOutcome) -> None:
     """Whatever its exit code was: agents use them as they like."""
-    assert (await SessionCompleted().evaluate(outcome)).reward.value == 1.0
-    failed = outcome._replace(exit=Exit(1, timed_out=False, seconds=1.0))
-    verdict = await SessionCompleted().evaluate(failed)
+    assert (await SessionCompletedEvaluator().evaluate(outcome)).reward.value == 1.0
+    failed = replace(outcome, exit=Exit(1, timed_out=False, seconds=1.0))
+    verdict = await SessionCompletedEvaluator().evaluate(failed)
     assert (verdict.reward.value, verdict.report["exit"]) == (1.0, 1)
 
 
@@ -45,19 +46,21 @@ async def test_an_end_of_its_own_is_a_one(outcome: Outcome) -> None:
     ],
 )
 async def test_what_was_ended_is_a_nought(
-    outcome: Outcome, calls: list[object], end: Exit | None, limits: Limits, reason: str
+    outcome: SessionOutcome, calls: list[object], end: Exit | None, limits: Limits, reason: str
 ) -> None:
     """By a clock, a limit of its box or a spent budget; the report says which."""
     given = msgspec.structs.replace(outcome.task, limits=limits)
-    verdict = await SessionCompleted().evaluate(
-        outcome._replace(task=given, calls=calls, exit=end)  # type: ignore[arg-type]
+    verdict = await SessionCompletedEvaluator().evaluate(
+        replace(outcome, task=given, calls=calls, exit=end)  # type: ignore[arg-type]
     )
     assert verdict.reward.value == 0.0
     assert verdict.report["reason"].startswith(reason)
 
 
-async def test_a_last_answer_within_the_budget_counts(outcome: Outcome) -> None:
+async def test_a_last_answer_within_the_budget_counts(outcome: SessionOutcome) -> None:
     """The last turn that is allowed may be the one in which the agent says that it is done."""
     limits = Limits(max_turns=1, max_sampled_tokens=3)
     given = msgspec.structs.replace(outcome.task, limits=limits)
-    assert (await SessionCompleted().evaluate(outcome._replace(task=given))).reward.value == 1.0
+    assert (
+        await SessionCompletedEvaluator().evaluate(replace(outcome, task=given))
+    ).reward.value == 1.0

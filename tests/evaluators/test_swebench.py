@@ -12,7 +12,7 @@ import pytest
 import judging
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Verdict
-from tugline.evaluators.swebench import SweBench
+from tugline.evaluators.swebench import SweBenchEvaluator
 
 FILES = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n",
@@ -80,7 +80,7 @@ class Judge(judging.Judge):
 
     async def on(self, files: Mapping[str, str | None], **options: Any) -> Verdict:
         """The verdict on a patch."""
-        return await self(SweBench(**{**ROW, **options}), files)
+        return await self(SweBenchEvaluator(**{**ROW, **options}), files)
 
 
 @pytest.fixture
@@ -246,4 +246,4 @@ async def test_without_the_package_the_extra_is_named(
 def test_a_bad_option_is_told(options: dict[str, Any], message: str) -> None:
     """Where the task is accepted, on a machine that may lack the package."""
     with pytest.raises(ConfigError, match=message):
-        SweBench(**{**ROW, **options})
+        SweBenchEvaluator(**{**ROW, **options})

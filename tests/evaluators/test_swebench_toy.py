@@ -15,7 +15,7 @@ import pytest
 from containers import DEBIAN, podman
 from swe_toy import WRONG, make, tasks, written
 from tugline.datasets.base import Solution
-from tugline.datasets.swe import Swe
+from tugline.datasets.swe import SweTaskSet
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import validate_task
 from tugline.sandbox.base import SandboxSpec
@@ -33,7 +33,9 @@ class Toy:
         self.folder, self.parts, self.runtime, self.tried = folder, parts, runtime, 0
         self.rows = make(folder)
         self.options = {"path": str(folder / "rows.jsonl"), **options}
-        self.tasks: list[Task] = tasks(Swe(**self.options), runtime=msgspec.to_builtins(runtime))
+        self.tasks: list[Task] = tasks(
+            SweTaskSet(**self.options), runtime=msgspec.to_builtins(runtime)
+        )
 
     def validated(self) -> dict[str, tuple[str, float, float]]:
         """What `tugline tasks validate` says: state, and what solution and nothing earned."""
@@ -157,7 +159,7 @@ async def test_tests_in_an_image_are_not_the_agents_to_see(
     """A row of R2E: the agent's box has their folder empty, and the evaluator's has not."""
     runtime = PluginSpec("container", {"engine": podman, "memory_mb": 512})
     toy = Toy(tmp_path, parts, runtime)
-    taskset = Swe(path=written(tmp_path / "r2e.jsonl", r2e))
+    taskset = SweTaskSet(path=written(tmp_path / "r2e.jsonl", r2e))
     (task,) = tasks(taskset, runtime=msgspec.to_builtins(runtime))
     peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))
     proof = await validate_task(task, peek, tmp_path / "peek", parts)

@@ -9,7 +9,7 @@ import judging
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Verdict
 from tugline.evaluators.pytest_run import expected_tests
-from tugline.evaluators.tests import Tests
+from tugline.evaluators.tests import TestsEvaluator
 from tugline.types import Workspace
 
 TASK = {
@@ -28,10 +28,10 @@ class Judge(judging.Judge):
     """Evaluates patches of TASK in boxes under a folder."""
 
     async def __call__(
-        self, files: Mapping[str, str | None], tests: Tests | None = None
+        self, files: Mapping[str, str | None], tests: TestsEvaluator | None = None
     ) -> Verdict:
         """The verdict on a patch."""
-        return await super().__call__(tests or Tests(timeout_s=60), files)
+        return await super().__call__(tests or TestsEvaluator(timeout_s=60), files)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def test_a_right_answer_counts_even_beside_a_cheat(judge: Judge, name: str
 
 async def test_an_endless_loop_is_a_nought(judge: Judge) -> None:
     """Time that the agent burns is its own fault, with the reason said; it is not remembered."""
-    tests = Tests(timeout_s=1.0, cache=True)
+    tests = TestsEvaluator(timeout_s=1.0, cache=True)
     verdict = await judge({"bill.py": "while True: pass\n"}, tests)
     assert verdict.reward.value == 0.0
     assert verdict.report["timed_out"]
@@ -137,22 +137,22 @@ async def test_hidden_tests_decide(judge: Judge) -> None:
     hidden = {
         "hidden/test_more.py": "import bill\ndef test_five():\n    assert bill.total(2, 3) == 5\n"
     }
-    assert (await judge(GOOD, Tests(files=hidden))).reward.parts["total"] == 3.0
-    alone = await judge(GOOD, Tests(files=hidden, paths=["hidden"]))
+    assert (await judge(GOOD, TestsEvaluator(files=hidden))).reward.parts["total"] == 3.0
+    alone = await judge(GOOD, TestsEvaluator(files=hidden, paths=["hidden"]))
     assert (alone.reward.value, alone.reward.parts["total"]) == (1.0, 1.0)
 
 
 async def test_only_the_tests_asked_for_must_pass(judge: Judge) -> None:
     """`expected` lets others fail, as in data sets that list what a fix should turn."""
-    tests = Tests(expected=["tests.test_bill.TestZero::test_zero"])
+    tests = TestsEvaluator(expected=["tests.test_bill.TestZero::test_zero"])
     assert (await judge({}, tests)).reward.value == 1.0
-    tests = Tests(expected=["tests.test_bill::test_total"])
+    tests = TestsEvaluator(expected=["tests.test_bill::test_total"])
     assert (await judge({}, tests)).reward.value == 0.0
 
 
 async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
     """With `cache`, the same work is not judged twice, and other work is not mistaken for it."""
-    tests = Tests(cache=True)
+    tests = TestsEvaluator(cache=True)
     first, again = await judge(GOOD, tests), await judge(GOOD, tests)
     assert (first.report["cached"], again.report["cached"]) == (False, True)
     assert again.reward == first.reward
@@ -164,13 +164,13 @@ async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
 async def test_wrong_settings_are_named(judge: Judge) -> None:
     """A folder without tests, a test file that is no Python and no time are errors, not noughts."""
     with pytest.raises(EvaluatorError, match="no test file at 'nowhere'"):
-        await judge({}, Tests(paths=["nowhere"]))
+        await judge({}, TestsEvaluator(paths=["nowhere"]))
     with pytest.raises(EvaluatorError, match="not valid Python"):
-        await judge({}, Tests(files={"test_x.py": "def ("}))
+        await judge({}, TestsEvaluator(files={"test_x.py": "def ("}))
     with pytest.raises(EvaluatorError, match="no test functions"):
-        await judge({}, Tests(files={"test_x.py": ""}, paths=["test_x.py"]))
+        await judge({}, TestsEvaluator(files={"test_x.py": ""}, paths=["test_x.py"]))
     with pytest.raises(ConfigError, match="timeout_s is 0"):
-        Tests(timeout_s=0)
+        TestsEvaluator(timeout_s=0)
 
 
 def test_expected_names_match_what_pytest_reports() -> None:
@@ -195,9 +195,9 @@ async def test_hidden_tests_judge_work_on_a_repository(tmp_path: Path) -> None:
         "test_it.py": "import bill, pathlib\ndef test_it():\n    assert bill.total(1, 1) == 2\n"
         "    assert not pathlib.Path('gone.py').exists()\n"
     }
-    verdict = await judge({**GOOD, "gone.py": None}, Tests(files=hidden))
+    verdict = await judge({**GOOD, "gone.py": None}, TestsEvaluator(files=hidden))
     assert verdict.reward.value == 1.0, verdict.report
     assert "-    return a - b" in verdict.report["diff"]
     # The repository has a module of that name; a new one may not come in place of json.
-    verdict = await judge({"random.py": "SEED = 2\n", "json.py": ""}, Tests(files=hidden))
+    verdict = await judge({"random.py": "SEED = 2\n", "json.py": ""}, TestsEvaluator(files=hidden))
     assert verdict.report["refused"] == {"json.py": "would be imported in place of json"}

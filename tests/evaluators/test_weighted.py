@@ -11,8 +11,8 @@ import pytest
 
 from judging import Judge, task
 from tugline.errors import ConfigError, EvaluatorError, SandboxError, UnknownPlugin
-from tugline.evaluators.base import Outcome, Verdict
-from tugline.evaluators.weighted import Weighted
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.weighted import WeightedEvaluator
 from tugline.sandbox.base import Mount
 from tugline.types import Reward, Task
 
@@ -20,7 +20,7 @@ HERE = "my_judges:Says"
 RUNNING: list[str] = []
 
 
-class Says:
+class Says(Evaluator):
     """An evaluator that says what it is told to."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Says:
     ) -> None:
         self.value, self.per_trace, self.fails, self.takes_s = value, per_trace, fails, takes_s
         self.mount, self.in_place, self.hides = mount, in_place, hides
-        self.wants_box = False
+        self.opens_sandbox = False
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
         """At most one."""
@@ -46,7 +46,7 @@ class Says:
         """As told."""
         return tuple(self.hides)
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """After its time."""
         RUNNING.append("+")
         await asyncio.sleep(self.takes_s)
@@ -83,7 +83,7 @@ def says(weight: float = 1.0, *, required: bool = True, **options: Any) -> dict[
 )
 async def test_rewards_are_put_together(judge: Judge, mode: str, value: float) -> None:
     """By weight, or as a product or the least; every part has its name."""
-    weighted = Weighted(parts={"a": says(7), "b": says(3, value=0.5)}, mode=mode)
+    weighted = WeightedEvaluator(parts={"a": says(7), "b": says(3, value=0.5)}, mode=mode)
     verdict = await judge(weighted)
     assert math.isclose(verdict.reward.value, value)
     assert verdict.reward.parts == {"a": 1.0, "a.part": 2.0, "b": 0.5, "b.part": 2.0}
@@ -93,16 +93,16 @@ async def test_rewards_are_put_together(judge: Judge, mode: str, value: float) -
 async def test_traces_keep_what_was_said_of_each(judge: Judge) -> None:
     """From the parts that judged traces one by one."""
     parts = {"a": says(3, per_trace=[1.0, 0.0]), "b": says(1, per_trace=[0.0, 1.0]), "c": says()}
-    assert (await judge(Weighted(parts=parts))).reward.per_trace == (0.75, 0.25)
+    assert (await judge(WeightedEvaluator(parts=parts))).reward.per_trace == (0.75, 0.25)
     parts["b"] = says(1, per_trace=[1.0])
     with pytest.raises(EvaluatorError, match="differ in the number of traces"):
-        await judge(Weighted(parts=parts))
+        await judge(WeightedEvaluator(parts=parts))
 
 
 @pytest.mark.parametrize("fault", ["evaluator", "runtime"])
 async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) -> None:
     """It keeps its kind, which says who is to blame; the others are ended, not left behind."""
-    weighted = Weighted(parts={"slow": says(takes_s=30.0), "a": says(fails=fault)})
+    weighted = WeightedEvaluator(parts={"slow": says(takes_s=30.0), "a": says(fails=fault)})
     with pytest.raises((EvaluatorError, SandboxError), match="broken") as error:
         await asyncio.wait_for(judge(weighted), 20)
     assert isinstance(error.value, EvaluatorError) == (fault == "evaluator")
@@ -111,39 +111,41 @@ async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) ->
 
 async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:
     """The rest counts as if it were alone, and the report says why."""
-    weighted = Weighted(
+    weighted = WeightedEvaluator(
         parts={"a": says(1, value=0.5), "b": says(9, required=False, fails="runtime")}
     )
     verdict = await judge(weighted)
     assert verdict.reward == Reward(0.5, {"a": 0.5, "a.part": 2.0})
     assert verdict.report["b"] == {"no_verdict": "broken"}
     judge.timeout_s = 0.5
-    verdict = await judge(Weighted(parts={"a": says(), "b": says(required=False, takes_s=30.0)}))
+    verdict = await judge(
+        WeightedEvaluator(parts={"a": says(), "b": says(required=False, takes_s=30.0)})
+    )
     assert verdict.report["b"] == {"no_verdict": "out of time after 0.5 s"}
     with pytest.raises(EvaluatorError, match="no part has a verdict"):
-        await judge(Weighted(parts={"b": says(required=False, fails="evaluator")}))
+        await judge(WeightedEvaluator(parts={"b": says(required=False, fails="evaluator")}))
 
 
 async def test_parts_run_at_once_but_in_place_one_by_one(judge: Judge) -> None:
     """There is only one box in which the agent was."""
-    await judge(Weighted(parts={"a": says(takes_s=0.05), "b": says(takes_s=0.05)}))
+    await judge(WeightedEvaluator(parts={"a": says(takes_s=0.05), "b": says(takes_s=0.05)}))
     assert RUNNING == ["+", "+", "-", "-"]
     RUNNING.clear()
     parts = {name: says(takes_s=0.05, in_place=True) for name in "ab"}
-    await judge(Weighted(parts=parts))
+    await judge(WeightedEvaluator(parts=parts))
     assert RUNNING == ["+", "-", "+", "-"]
 
 
 def test_what_parts_need_is_passed_on() -> None:
     """Their folders, the agent's box, and what is hidden from it."""
     parts = {"a": says(mount=["/a", "/srv/a"]), "b": says(mount=["/b", None], hides=["/x"])}
-    weighted = Weighted(parts=parts)
+    weighted = WeightedEvaluator(parts=parts)
     assert weighted.mounts(task()) == (Mount("/a", "/srv/a"), Mount("/b"))
     assert weighted.hidden(task()) == ("/x",)
     assert not weighted.in_place
-    assert not weighted.wants_box
-    assert Weighted(parts={"a": says(in_place=True)}).in_place
-    assert Weighted(parts={"a": {"evaluator": {"name": "tests"}}}).wants_box
+    assert not weighted.opens_sandbox
+    assert WeightedEvaluator(parts={"a": says(in_place=True)}).in_place
+    assert WeightedEvaluator(parts={"a": {"evaluator": {"name": "tests"}}}).opens_sandbox
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_what_parts_need_is_passed_on() -> None:
 def test_folders_that_do_not_go_together_are_named(parts: dict[str, Any], what: str) -> None:
     """Two things in one place, or hidden tests in the place where the agent is."""
     with pytest.raises(ConfigError, match=what):
-        Weighted(parts=parts).mounts(task())
+        WeightedEvaluator(parts=parts).mounts(task())
 
 
 @pytest.mark.parametrize(
@@ -183,17 +185,20 @@ def test_folders_that_do_not_go_together_are_named(parts: dict[str, Any], what: 
         ({"parts": {"a": says() | {"required": 1}}}, "required is 1, must be true or false"),
         ({"parts": {"a": {"evaluator": {"options": {}}}}}, "must have a name and options"),
         ({"parts": {"a": says(wrong=1)}}, "(its options: value, per_trace"),
-        ({"parts": {"a": {"evaluator": {"name": "builtins:dict"}}}}, "is no evaluator"),
+        (
+            {"parts": {"a": {"evaluator": {"name": "builtins:dict"}}}},
+            "must be a subclass of Evaluator",
+        ),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], says_so: str) -> None:
     """With the part and what would be right."""
     with pytest.raises(ConfigError) as error:
-        Weighted(**options)
+        WeightedEvaluator(**options)
     assert says_so in str(error.value)
 
 
 def test_an_unknown_part_is_named() -> None:
     """As it is everywhere else."""
     with pytest.raises(UnknownPlugin, match="did you mean 'tests'"):
-        Weighted(parts={"a": {"evaluator": {"name": "test"}}})
+        WeightedEvaluator(parts={"a": {"evaluator": {"name": "test"}}})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny import tokenizer
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 
 TESTS = Path(__file__).parents[1]
@@ -22,10 +22,10 @@ AGENT = TESTS / "chaos" / "agent.py"
 READY_S = 40.0
 
 
-class Fine:
+class Fine(Evaluator):
     """An evaluator that starts no program: every session is worth 1."""
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Judge nothing."""
         return Verdict(Reward(1.0), {})
 

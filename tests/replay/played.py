@@ -13,7 +13,7 @@ from chat_engine import create_chat_app
 from tugline.chat.engines.vllm import VllmChat
 from tugline.conformance.models import Model, scripted
 from tugline.conformance.script import Fault, Turn, tokenizer
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.recording.file import Recording, Writer, read
@@ -42,10 +42,10 @@ TURNS = (
 )
 
 
-class Copied:
+class Copied(Evaluator):
     """A judge that needs no program: whether the agent made the copy."""
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """1 if it did."""
         copy = outcome.patch.files.get("second.txt")
         done = copy is not None and copy.text == FILES["one.txt"]

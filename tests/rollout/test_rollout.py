@@ -15,7 +15,7 @@ import pytest
 
 from stub_model import Step, StubGateway
 from tugline.errors import ConfigError, DiskFull, EngineError, EvaluatorError, SandboxError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
@@ -230,13 +230,13 @@ async def test_the_engines_failure_is_not_the_agents(gateway: StubGateway, tmp_p
     assert trajectory.reward is None
 
 
-class Moody:
+class Moody(Evaluator):
     """An evaluator that fails as often as it is told."""
 
     def __init__(self, failures: list[Exception]) -> None:
         self.failures = failures
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Fail, or say 0.5."""
         if self.failures:
             raise self.failures.pop()

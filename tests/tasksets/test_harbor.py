@@ -10,7 +10,7 @@ import structlog
 
 from tugline.datasets.base import Template
 from tugline.datasets.files import gather
-from tugline.datasets.harbor import Harbor
+from tugline.datasets.harbor import HarborTaskSet
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec, Task, Workspace
 
@@ -48,7 +48,7 @@ def made(folder: Path, toml: str = TOML) -> Path:
 def read(folder: Path, template: dict[str, Any] | None = None, **options: Any) -> Task:
     """Its only task."""
     values = {"harness": {"name": "pi"}} | (template or {})
-    (task,) = Harbor(path=str(folder), **options).tasks(Template.read(values, "t", folder))
+    (task,) = HarborTaskSet(path=str(folder), **options).tasks(Template.read(values, "t", folder))
     return task
 
 
@@ -184,7 +184,7 @@ def test_a_task_that_cannot_be_had_may_be_left_out(tmp_path: Path) -> None:
     made(tmp_path / "two", "[[steps]]\nname = 'a'\n")
     template = Template.read({"harness": {"name": "pi"}}, "t", tmp_path)
     with structlog.testing.capture_logs() as logged:
-        found = Harbor(path=str(tmp_path), leave_out=True).tasks(template)
+        found = HarborTaskSet(path=str(tmp_path), leave_out=True).tasks(template)
         assert [task.id for task in found] == ["one"]
     assert "steps has 1 steps" in logged[0]["why"]
 
@@ -196,7 +196,7 @@ def test_unknown_keys_and_unfulfilled_wishes_are_warned_about_once(tmp_path: Pat
         made(tmp_path / name, toml)
     template = Template.read({"harness": {"name": "pi"}}, "t", tmp_path)
     with structlog.testing.capture_logs() as logged:
-        assert len(list(Harbor(path=str(tmp_path)).tasks(template))) == 2
+        assert len(list(HarborTaskSet(path=str(tmp_path)).tasks(template))) == 2
     assert [(each["event"], each["key"]) for each in logged] == [
         ("an unknown key", "environment.flavour"),
         ("a wish that is not fulfilled here", "environment.gpus"),
@@ -211,7 +211,9 @@ def test_a_variable_of_the_node_is_passed_only_by_name(
     toml = '[solution]\nenv = { A = "${SECRET_KEY:-none}", B = "x${SECRET_KEY}" }\n'
     folder = made(tmp_path / "one", toml)
     task = read(folder)
-    closed, opened = (Harbor(path=str(folder), pass_env=names) for names in ((), ("SECRET_KEY",)))
+    closed, opened = (
+        HarborTaskSet(path=str(folder), pass_env=names) for names in ((), ("SECRET_KEY",))
+    )
     for taskset, told in (
         (closed, {"A": "none", "B": "x"}),
         (opened, {"A": "s3cret", "B": "xs3cret"}),

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from swe_toy import make, tasks, template, written
-from tugline.datasets.swe import Swe
+from tugline.datasets.swe import SweTaskSet
 from tugline.datasets.swe_script import END, START, touched
 from tugline.errors import ConfigError
-from tugline.evaluators.swebench import SweBench
+from tugline.evaluators.swebench import SweBenchEvaluator
 from tugline.types import PluginSpec
 
 TEST_PATCH = """\
@@ -88,7 +88,7 @@ R2E = {
 
 def one(path: Path, row: object, **options: Any) -> Any:
     """The task of a row."""
-    (task,) = tasks(Swe(path=written(path / "rows.jsonl", row), **options))
+    (task,) = tasks(SweTaskSet(path=written(path / "rows.jsonl", row), **options))
     return task
 
 
@@ -129,7 +129,7 @@ def test_files_that_judge_and_files_that_may_change(tmp_path: Path) -> None:
     names = ["test_a.py", "old.py", "here.py", "data.json", "there.py"]
     assert options["judges_files"] == [f"tests/{name}" for name in names]
     assert options["editable"] == ["setup.cfg"]
-    assert SweBench(**options)
+    assert SweBenchEvaluator(**options)
 
 
 def test_a_row_of_swe_bench_brings_its_script(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_row_of_r2e(tmp_path: Path) -> None:
     assert "run_tests.sh" in options["judges_files"]
     assert "**Title** it breaks" in task.instruction
     assert "[ISSUE]" not in task.instruction
-    assert SweBench(**options).hidden(task) == ("/r2e_tests",)
+    assert SweBenchEvaluator(**options).hidden(task) == ("/r2e_tests",)
 
 
 def test_names_of_r2e_are_read_from_pytests_summary(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_files_may_come_from_a_repository(tmp_path: Path) -> None:
 def test_the_template_wins(tmp_path: Path) -> None:
     """What a run says about limits and runtime is not changed by the task set."""
     path = written(tmp_path / "rows.jsonl", GYM)
-    (task,) = tasks(Swe(path=path), runtime={"name": "local"}, limits={"eval_s": 5})
+    (task,) = tasks(SweTaskSet(path=path), runtime={"name": "local"}, limits={"eval_s": 5})
     assert task.runtime == PluginSpec("local")
     assert (task.limits.eval_s, task.limits.init_s) == (5, 1200)
 
@@ -229,20 +229,20 @@ def test_rows_from_parquet(tmp_path: Path) -> None:
         pa.Table.from_pylist([GYM, GYM | {"instance_id": "getmoto__moto-2"}]),
         tmp_path / "r.parquet",
     )
-    ids = [task.id for task in tasks(Swe(path=str(tmp_path / "r.parquet")))]
+    ids = [task.id for task in tasks(SweTaskSet(path=str(tmp_path / "r.parquet")))]
     assert ids == ["getmoto__moto-5752", "getmoto__moto-2"]
 
 
 def test_the_reference_solution(tmp_path: Path) -> None:
     """A task's reference patch, applied by git; none where the row has none."""
     rows = make(tmp_path)
-    taskset = Swe(path=str(tmp_path / "rows.jsonl"), repos="{repo}")
+    taskset = SweTaskSet(path=str(tmp_path / "rows.jsonl"), repos="{repo}")
     found = tasks(taskset)
     solution = taskset.solution(found[1])
     assert solution is not None
     assert solution.home == {"solution.patch": rows[1]["patch"]}
     assert solution.argv[-1].endswith('apply -v "$HOME/solution.patch"')
-    r2e = Swe(path=written(tmp_path / "r2e.jsonl", R2E))
+    r2e = SweTaskSet(path=written(tmp_path / "r2e.jsonl", R2E))
     assert r2e.solution(tasks(r2e)[0]) is None
 
 
@@ -287,7 +287,7 @@ def test_a_bad_row_is_told_by_its_place(
 def test_a_bad_option_is_told(options: dict[str, Any], message: str) -> None:
     """Before any row is read."""
     with pytest.raises(ConfigError, match=message):
-        Swe(**{"path": "rows.jsonl", **options})
+        SweTaskSet(**{"path": "rows.jsonl", **options})
 
 
 def test_what_rows_do_not_say_may_be_said_for_all(tmp_path: Path) -> None:
@@ -319,4 +319,7 @@ def test_the_toy_is_the_same_everywhere(tmp_path: Path) -> None:
     """Commits of the example repository depend on nothing of the machine."""
     rows = make(tmp_path)
     assert [row["base_commit"][:7] for row in rows] == ["d91a131", "c6019f3", "871deca"]
-    assert len(list(Swe(path=str(tmp_path / "rows.jsonl"), repos="{repo}").tasks(template()))) == 3
+    assert (
+        len(list(SweTaskSet(path=str(tmp_path / "rows.jsonl"), repos="{repo}").tasks(template())))
+        == 3
+    )

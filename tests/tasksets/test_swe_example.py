@@ -17,7 +17,7 @@ from tasksets.test_swe import GYM
 from tugline.config import load
 from tugline.datasets.base import Template
 from tugline.datasets.files import read_set
-from tugline.datasets.swe import Swe
+from tugline.datasets.swe import SweTaskSet
 from tugline.launch.settings import settings
 from tugline.rollout.parts import Parts
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
@@ -33,7 +33,7 @@ def test_the_tasks_are_well_said(size: str, tmp_path: Path) -> None:
     file = EXAMPLE / f"{size}.yaml"
     assert read_set(file) is not None
     template = Template.read(read_values(file)["template"], size, EXAMPLE)
-    (task,) = Swe(path=written(tmp_path / "rows.jsonl", GYM)).tasks(template)
+    (task,) = SweTaskSet(path=written(tmp_path / "rows.jsonl", GYM)).tasks(template)
     Parts().check(task)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiny import rendering
 from tugline.chat.engines.embedded import Embedded
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.launch.engine import EngineConnection
@@ -44,10 +44,10 @@ CHOICES = [
 ]
 
 
-class Grader:
+class Grader(Evaluator):
     """Reward by the answer, and a number for each of the two traces."""
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Longer is better; the first trace is judged apart."""
         value = sum(len(change.data) for change in outcome.patch.files.values() if change) / 7
         return Verdict(Reward(value, {"length": value}, (value / 3, 0.1)), {"seen": True})

@@ -11,9 +11,10 @@ is trained on it: the solution must earn 1 and nothing at all less.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -48,19 +49,19 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
     """What only the solution sees."""
 
 
-class TaskSet(Protocol):
-    """A set of tasks. Made with its options, of which a `path` has been made absolute."""
+class TaskSet(ABC):
+    """A set of tasks. A `path` among its options has been made absolute before."""
 
+    @abstractmethod
     def tasks(self, template: Template) -> Iterator[Task]:
         """The tasks, in the order of the source, as they are asked for.
 
         Raises `ConfigError` that names the file, the instance, the field and its value.
         """
-        ...
 
     def solution(self, task: Task) -> Solution | None:
-        """The reference solution of one of its tasks, None where the set has none."""
-        ...
+        """The reference solution of one of its tasks; None if there is none."""
+        return None
 
 
 class Template(msgspec.Struct, frozen=True):

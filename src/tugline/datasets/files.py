@@ -130,8 +130,8 @@ def made(part: PluginSpec, folder: Path) -> TaskSet:
     options = dict(part.options)
     if isinstance(options.get("path"), str):
         options["path"] = str((folder / Path(options["path"]).expanduser()).absolute())
-    if not all(callable(getattr(target, verb, None)) for verb in ("tasks", "solution")):
-        msg = f"{part.name!r} is no taskset: it must have tasks and solution"
+    if not (isinstance(target, type) and issubclass(target, TaskSet)):
+        msg = f"{part.name!r} is no taskset: it must be a subclass of TaskSet"
         raise UnknownPlugin(msg)
     taskset: TaskSet = make("taskset", part.name, target, options)
     return taskset

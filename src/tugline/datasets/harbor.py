@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from tugline import log
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, Template
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Mount
 from tugline.sandbox.variables import filled
@@ -108,7 +108,7 @@ _UNFULFILLED = (
 """Wishes that change nothing here; `environment.env` is seen by tests and solution alone."""
 
 
-class Harbor:
+class HarborTaskSet(TaskSet):
     """`path` is a task's folder or a folder of them, on each node.
 
     `build` makes images from Dockerfiles also where ``docker_image`` names one. `in_place` judges

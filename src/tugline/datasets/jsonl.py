@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, Template
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
 from tugline.datasets.rows import Row, Source
 from tugline.errors import ConfigError
 from tugline.types import Task
@@ -29,7 +29,7 @@ from tugline.types import Task
 _FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 
 
-class Jsonl:
+class JsonlTaskSet(TaskSet):
     """`path` is a .jsonl, .json, .csv or .parquet file, `dataset` one of the Hugging Face hub.
 
     `instruction` is a field, or a text with fields in braces. `id` is a field; without it rows are

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, Template
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
 from tugline.datasets.rows import Source
 from tugline.datasets.swe_rows import TEST_COMMANDS, Row, read_row
 from tugline.datasets.swe_script import eval_script, touched
@@ -49,7 +49,7 @@ _LIMITS = {"init_s": 1200.0, "eval_s": 3660.0}
 without the agent's work where they tell nothing."""
 
 
-class Swe:
+class SweTaskSet(TaskSet):
     """`path` is a .jsonl, .json, .csv or .parquet file, `dataset` one of the Hugging Face hub.
 
     `images` is `swebench`, `swe-gym` or a name with {instance_id} in it; without it rows name

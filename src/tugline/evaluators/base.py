@@ -1,17 +1,19 @@
-"""The contract of an evaluator: from what an agent left behind to a reward, or to "no verdict".
+"""The evaluator contract: from what a session left behind to a reward.
 
-An evaluator never runs anything in the place where the agent was (unless a task set says that it
-must: `in_place`). It gets the agent's changes as data and a way to open new boxes, without any
-network. Whatever the agent did is a verdict, also an endless loop or a
-deleted file; only when no verdict can be had does it raise `EvaluatorError`, which is retried and
-never charged to the policy (I5).
+The agent's changes arrive as data, together with a factory for fresh sandboxes that have no
+network; nothing runs where the agent was unless the evaluator is `in_place`. Whatever the agent
+did, an endless loop or a deleted file included, results in a `Verdict`. An evaluator raises
+`EvaluatorError` only when it cannot reach one; that is retried and never charged to the policy
+(I5).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -21,67 +23,56 @@ from tugline.types import Call, Reward, Task, Trace
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What is made of a session's outcome."""
+    """The result of an evaluation."""
 
     reward: Reward
     report: dict[str, Any]
-    """For people: anything that JSON can hold."""
+    """Details for people; any JSON values."""
 
 
-class Outcome(NamedTuple):
-    """What an agent left behind."""
+@dataclass(frozen=True, slots=True)
+class SessionOutcome:
+    """What a session left behind: the input of an evaluation."""
 
     task: Task
     patch: Patch
-    """What it did to the files of the task and of its workspace."""
-    open_box: Callable[[Mapping[str, Content]], AbstractAsyncContextManager[Sandbox]]
-    """A new box with the task's workspace and, over it, the given files; `Task.files` are not in
-    it unless given. Each call makes another one, with the evaluator's `mounts`."""
+    """Changes to the files of the task and of its workspace."""
+    open_sandbox: Callable[[Mapping[str, Content]], AbstractAsyncContextManager[Sandbox]]
+    """Open a new sandbox with the task's workspace, the given files over it, and the evaluator's
+    `mounts`. `Task.files` are included only if given."""
     timeout_s: float
-    """Time that the evaluation may take."""
+    """Time limit of the evaluation."""
     calls: Sequence[Call] = ()
-    """Its model calls, in order."""
+    """The session's model calls, in order."""
     traces: Sequence[Trace] = ()
-    """What was built of them."""
+    """The traces built from `calls`."""
     exit: Exit | None = None
-    """How its program ended."""
-    box: Sandbox | None = None
-    """Where the agent was, for evaluators that are `in_place`; its programs are dead."""
+    """How the agent's program ended."""
+    sandbox: Sandbox | None = None
+    """The agent's own sandbox, for evaluators that are `in_place`; no agent process is alive."""
 
 
-class Evaluator(Protocol):
-    """Judges outcomes; one instance may judge many at once."""
+class Evaluator(ABC):
+    """Scores sessions; one instance may score many at once."""
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
-        """Raises `EvaluatorError` when no verdict can be had."""
-        ...
+    in_place: bool = False
+    """Whether to evaluate in the agent's own sandbox, which has `mounts` from the start then."""
+    opens_sandbox: bool = True
+    """Whether a sandbox should be prewarmed while the agent runs."""
 
+    @abstractmethod
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Score one session. Raises `EvaluatorError` if no verdict can be reached."""
 
-def mounts(evaluator: Evaluator, task: Task) -> tuple[Mount, ...]:
-    """Folders that its boxes need; its own ``mounts(task)``, else none."""
-    given: Callable[[Task], tuple[Mount, ...]] = getattr(evaluator, "mounts", lambda _task: ())
-    return given(task)
+    def mounts(self, task: Task) -> tuple[Mount, ...]:
+        """Folders that the evaluator's sandboxes need."""
+        return ()
 
+    def hidden(self, task: Task) -> tuple[str, ...]:
+        """Absolute paths of folders that the agent sees empty, such as tests in an image."""
+        return ()
 
-def hidden(evaluator: Evaluator, task: Task) -> tuple[Mount, ...]:
-    """Folders that the agent's box has empty, such as tests in an image; its own ``hidden(task)``.
-
-    That names their absolute paths; without it there are none.
-    """
-    paths: Callable[[Task], Sequence[str]] = getattr(evaluator, "hidden", lambda _task: ())
-    return tuple(Mount(path) for path in paths(task))
-
-
-def in_place(evaluator: Evaluator) -> bool:
-    """Whether the agent's own box is kept for it; its ``in_place``, else no.
-
-    The agent's box then has the evaluator's `mounts` from the start: give it no secrets there.
-    """
-    wanted: bool = getattr(evaluator, "in_place", False)
-    return wanted
-
-
-def wants_box(evaluator: Evaluator) -> bool:
-    """Whether it is worth opening a box before it asks; its own ``wants_box``, else yes."""
-    wants: bool = getattr(evaluator, "wants_box", True)
-    return wants
+    def agent_mounts(self, task: Task) -> tuple[Mount, ...]:
+        """What the evaluator adds to the agent's sandbox."""
+        hidden = tuple(Mount(path) for path in self.hidden(task))
+        return hidden + (self.mounts(task) if self.in_place else ())

@@ -11,10 +11,11 @@ import asyncio
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.formats import FORMATS, Format
 from tugline.evaluators.formats.base import TestReport
 from tugline.evaluators.fresh import tail
@@ -60,7 +61,7 @@ class CommandRun:
         """Hidden `files`; and a report that is there before the tests is none of theirs."""
         return {**files, **({self._report: None} if self._report else {})}
 
-    async def prepare(self, outcome: Outcome, box: Sandbox) -> Verdict | None:
+    async def prepare(self, outcome: SessionOutcome, box: Sandbox) -> Verdict | None:
         """Run `setup` on the agent's work; a verdict when that does not go well."""
         if self._setup is None:
             return None
@@ -73,7 +74,9 @@ class CommandRun:
         verdict.report.update(reason=f"setup {how}", output=await tail(box, "setup"))
         return verdict
 
-    async def run(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Verdict:
+    async def run(
+        self, outcome: SessionOutcome, box: Sandbox, trusted: Mapping[str, Content]
+    ) -> Verdict:
         """Run the command in a box that has all files."""
         report = box.workdir / self._report if self._report else None
         if self._secret:
@@ -93,7 +96,7 @@ class CommandRun:
 
     async def _start(
         self,
-        outcome: Outcome,
+        outcome: SessionOutcome,
         box: Sandbox,
         argv: Sequence[str],
         log_name: str,
@@ -107,12 +110,14 @@ class CommandRun:
             log_name=log_name,
         )
 
-    async def _check(self, outcome: Outcome, argv: Sequence[str], option: str, end: Exit) -> None:
+    async def _check(
+        self, outcome: SessionOutcome, argv: Sequence[str], option: str, end: Exit
+    ) -> None:
         """Is it the agent's doing? Without its changes the same must go otherwise."""
         if end.timed_out or option in self._works:
             return
-        left = outcome._replace(timeout_s=max(1.0, outcome.timeout_s - end.seconds))
-        async with outcome.open_box(outcome.task.files) as box:
+        left = replace(outcome, timeout_s=max(1.0, outcome.timeout_s - end.seconds))
+        async with outcome.open_sandbox(outcome.task.files) as box:
             control = await self._start(left, box, argv, "control")
             fine = control.code == 0 if option == "setup" else control.code not in _CANNOT_RUN
             if not fine and not control.timed_out:

@@ -1,4 +1,4 @@
-"""Judge by a Python function of your own: ``module:callable``, called with the `Outcome`.
+"""Judge by a Python function of your own: ``module:callable``, called with the `SessionOutcome`.
 
 It runs in the node's process, so it sees everything and must be trusted; what the agent left is
 data, which it must not execute (open a box for that). A function that is not ``async`` runs in a
@@ -18,28 +18,28 @@ from importlib import import_module
 from typing import Any
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 
 _LAST = 6
 """Lines of a traceback that are told."""
 
 
-class Function:
+class FunctionEvaluator(Evaluator):
     """`target` is called with the outcome and `options` as keyword arguments.
 
     It returns a number, a `Reward`, a `Verdict`, or a dict with ``value`` and further named
-    numbers, the parts. `wants_box` says whether it opens boxes, so that one is made ready.
+    numbers, the parts. `opens_sandbox` says whether it opens boxes, so that one is made ready.
     """
 
     def __init__(
-        self, *, target: str, options: Mapping[str, Any] | None = None, wants_box: bool = False
+        self, *, target: str, options: Mapping[str, Any] | None = None, opens_sandbox: bool = False
     ) -> None:
         self._name, self._function = target, _load(target)
         self._options = dict(options or {})
-        self.wants_box = wants_box
+        self.opens_sandbox = opens_sandbox
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """What the function says; what it raises is no verdict, and never the agent's fault."""
         limit = asyncio.timeout(outcome.timeout_s)
         try:
@@ -56,7 +56,7 @@ class Function:
             raise EvaluatorError(msg) from error
         return _verdict(self._name, made)
 
-    async def _call(self, outcome: Outcome) -> object:
+    async def _call(self, outcome: SessionOutcome) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(outcome, **self._options)
         made = await _in_thread(lambda: self._function(outcome, **self._options))

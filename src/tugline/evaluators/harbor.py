@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.filters import Rules, check_patterns, laid, matches, shadowing, sift
 from tugline.evaluators.fresh import tail
 from tugline.evaluators.network import open_doors
@@ -59,7 +59,7 @@ class _Ran(NamedTuple):
     said: str
 
 
-class Harbor:
+class HarborEvaluator(Evaluator):
     """`tests` is the folder of the task's tests, on the node. Made by the task set ``harbor``.
 
     `env` is the script's environment, where ``${NAME}`` stands for a variable of the node that
@@ -105,19 +105,19 @@ class Harbor:
         """Tests that somebody left in the image are none of the agent's business."""
         return () if self.in_place else (str(TESTS),)
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the script on the agent's work, or where it was."""
         if not (self._tests / SCRIPT).is_file():
             msg = f"evaluator 'harbor': there is no {SCRIPT} in {self._tests} on this node"
             raise EvaluatorError(msg)
         refused: dict[str, str] = {}
         if self.in_place:
-            if outcome.box is None:
+            if outcome.sandbox is None:
                 msg = "evaluator 'harbor': in_place needs the agent's box, which is gone"
                 raise EvaluatorError(msg)
-            ran = await self._run(outcome.box, outcome.timeout_s)
+            ran = await self._run(outcome.sandbox, outcome.timeout_s)
         else:
-            async with outcome.open_box({}) as box:
+            async with outcome.open_sandbox({}) as box:
                 files, refused = await self._sifted(outcome, box)
                 await box.put(box.workdir, files)
                 ran = await self._run(box, outcome.timeout_s)
@@ -126,7 +126,7 @@ class Harbor:
         return self._verdict(ran, outcome, refused)
 
     async def _sifted(
-        self, outcome: Outcome, box: Sandbox
+        self, outcome: SessionOutcome, box: Sandbox
     ) -> tuple[dict[str, Content], dict[str, str]]:
         """What is laid over the workspace, and what is not, with reasons."""
         tops = {PurePosixPath(path).parts[0] for path in outcome.patch.files}
@@ -187,18 +187,18 @@ class Harbor:
             return _Ran(end, None, f"{LOGS} could not be emptied", "")
         return None
 
-    async def _check_script(self, outcome: Outcome, ran: _Ran) -> None:
+    async def _check_script(self, outcome: SessionOutcome, ran: _Ran) -> None:
         """Does it leave a reward where the agent never was? Raises `EvaluatorError` if not."""
         if self._works:
             return
-        async with outcome.open_box(outcome.task.files) as box:
+        async with outcome.open_sandbox(outcome.task.files) as box:
             control = await self._run(box, outcome.timeout_s)
         if control.rewards is None:
             msg = f"{self._tests / SCRIPT}: {ran.why}, and without the agent's work: {control.why}"
             raise EvaluatorError(f"{msg}: {control.said[-300:]}" if control.said else msg)
         self._works = True
 
-    def _verdict(self, ran: _Ran, outcome: Outcome, refused: Mapping[str, str]) -> Verdict:
+    def _verdict(self, ran: _Ran, outcome: SessionOutcome, refused: Mapping[str, str]) -> Verdict:
         parts = dict(ran.rewards or {})
         report: dict[str, Any] = {
             "reason": ran.why or "rewarded by the task's script",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.diff import unified
 from tugline.evaluators.fresh import has_base, texts
 from tugline.evaluators.judge_model import BEST, JudgeModel, Memory, Scores
@@ -25,7 +25,7 @@ from tugline.types import Call, Reward, Trace
 _SCOPES = ("session", "trace")
 
 
-class Judge:
+class JudgeEvaluator(Evaluator):
     """`rubric` is what to grade: a text, or criteria with ``name``, ``text`` and ``weight``.
 
     `base_url` (with ``/v1``) and `model` say who grades; the key is in the environment variable
@@ -34,7 +34,7 @@ class Judge:
     adds fields to the request, None takes one out. `cache` is a folder that remembers verdicts.
     """
 
-    wants_box = False
+    opens_sandbox = False
 
     def __init__(  # noqa: PLR0913 - what a task can say
         self,
@@ -75,7 +75,7 @@ class Judge:
             memory=Memory(Path(cache) if cache is not None else None),
         )
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """One verdict for the session, or one for each trace and their mean."""
         limit = asyncio.timeout(outcome.timeout_s)
         try:
@@ -91,7 +91,7 @@ class Judge:
             msg = f"evaluator 'judge': no verdict in {outcome.timeout_s:g} s"
             raise EvaluatorError(msg) from error
 
-    async def _each(self, outcome: Outcome, diff: str) -> Verdict:
+    async def _each(self, outcome: SessionOutcome, diff: str) -> Verdict:
         if not outcome.traces:
             msg = "evaluator 'judge': there is no trace to grade"
             raise EvaluatorError(msg)
@@ -102,7 +102,7 @@ class Judge:
         return Verdict(Reward(sum(values) / len(values), mean, values), {"traces": list(reports)})
 
     async def _grade(
-        self, outcome: Outcome, calls: Sequence[Call], diff: str
+        self, outcome: SessionOutcome, calls: Sequence[Call], diff: str
     ) -> tuple[float, dict[str, Any], dict[str, float]]:
         """The value, the report and the parts of what these calls show."""
         shown = Shown(outcome.task.instruction, calls, diff)
@@ -118,11 +118,11 @@ class Judge:
         return sum(each.weight * said.scores[each.name] for each in self._criteria) / total / BEST
 
 
-async def _diff(outcome: Outcome) -> str:
+async def _diff(outcome: SessionOutcome) -> str:
     """What changed; of a repository's own files the old text is in a box of its own."""
     before: Mapping[str, str] = outcome.task.files
     if outcome.patch.files and has_base(outcome.task.workspace):
-        async with outcome.open_box({}) as box:
+        async with outcome.open_sandbox({}) as box:
             before = await texts(box, outcome.patch, before)
     return await asyncio.to_thread(unified, before, outcome.patch)
 

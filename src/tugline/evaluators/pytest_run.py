@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import TypeGuard
 
 from tugline.errors import EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.formats import FORMATS
 from tugline.evaluators.formats.base import TestOutcome
 from tugline.evaluators.fresh import has_base, tail
@@ -61,10 +61,12 @@ class PytestRun:
             trusted["pytest.ini"] = "[pytest]\n"
         return dict(trusted)
 
-    async def prepare(self, outcome: Outcome, box: Sandbox) -> Verdict | None:
+    async def prepare(self, outcome: SessionOutcome, box: Sandbox) -> Verdict | None:
         """Nothing has to be."""
 
-    async def run(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Verdict:
+    async def run(
+        self, outcome: SessionOutcome, box: Sandbox, trusted: Mapping[str, Content]
+    ) -> Verdict:
         """Run them in a box that has all files."""
         sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
         paths = _under(self._paths, pick(sources))
@@ -88,11 +90,11 @@ class PytestRun:
         verdict.report["output"] = await tail(box, "tests")
         return verdict
 
-    async def _check_pytest(self, outcome: Outcome) -> None:
+    async def _check_pytest(self, outcome: SessionOutcome) -> None:
         """No report: is it the agent's doing? In a box without its files, pytest must load."""
         if self._works:
             return
-        async with outcome.open_box({}) as box:
+        async with outcome.open_sandbox({}) as box:
             argv = ("python3", "-I", "-c", _CONTROL)
             end = await box.run(argv, env={}, timeout_s=60.0, log_name="control")
             if end.code != 0:

@@ -5,16 +5,16 @@ For smoke tests of a set-up, and as a part beside other evaluators (`weighted`).
 
 from __future__ import annotations
 
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 
 
-class SessionCompleted:
+class SessionCompletedEvaluator(Evaluator):
     """No options."""
 
-    wants_box = False
+    opens_sandbox = False
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Never without a verdict."""
         reason = _reason(outcome)
         report = {
@@ -25,7 +25,7 @@ class SessionCompleted:
         return Verdict(Reward(float(not reason)), report)
 
 
-def _reason(outcome: Outcome) -> str:
+def _reason(outcome: SessionOutcome) -> str:
     """Why it was not its own end; empty if it was."""
     end, calls, limits = outcome.exit, outcome.calls, outcome.task.limits
     if not calls:

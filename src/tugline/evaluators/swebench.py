@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.diff import unified
 from tugline.evaluators.filters import PYTHON, Rules, check_patterns, laid, shadowing, sift
 from tugline.evaluators.network import open_doors
@@ -76,7 +76,7 @@ class _Ran(NamedTuple):
         return self.log[-_TAIL:].strip()
 
 
-class SweBench:
+class SweBenchEvaluator(Evaluator):
     """`eval_script` runs the tests; `log_parser` is who reads its output, of `swebench`.
 
     `fail_to_pass` and `pass_to_pass` are the tests that must pass after the agent's work; with
@@ -139,7 +139,7 @@ class SweBench:
         """Folders that the agent sees empty."""
         return self._hides
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the row's tests on the agent's work."""
         ends = time.monotonic() + outcome.timeout_s
         ran = await self._run(outcome, outcome.patch, ends)
@@ -154,11 +154,11 @@ class SweBench:
         }
         return Verdict(self._reward(ran), report)
 
-    async def _run(self, outcome: Outcome, work: Patch, ends: float) -> _Ran:
+    async def _run(self, outcome: SessionOutcome, work: Patch, ends: float) -> _Ran:
         """Run the script on some work, in a new box."""
         spec = await asyncio.to_thread(self._spec)
         seal = secrets.token_hex(8)
-        async with outcome.open_box({}) as box:
+        async with outcome.open_sandbox({}) as box:
             patch, refused = sift(work, await self._rules(box, work))
             await box.put(box.workdir, laid(outcome.task.files, patch, {}))
             await box.put(box.home, {_SCRIPT: _sealed(spec.eval_script, seal)})
@@ -184,7 +184,7 @@ class SweBench:
             workdir=box.workdir,
         )
 
-    async def _check_works(self, outcome: Outcome, ends: float) -> None:
+    async def _check_works(self, outcome: SessionOutcome, ends: float) -> None:
         """Nothing was told: is it the agent's doing? Without its work, something must be."""
         ran = await self._run(outcome, Patch(), ends)
         if not ran.found:

@@ -20,13 +20,14 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 import msgspec
 
 from tugline.errors import ConfigError
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.command_run import Command, CommandRun
 from tugline.evaluators.diff import unified
 from tugline.evaluators.filters import (
@@ -57,16 +58,18 @@ class _Run(Protocol):
         """What lies over the agent's work in the end; None removes a file."""
         ...
 
-    async def prepare(self, outcome: Outcome, box: Sandbox) -> Verdict | None:
+    async def prepare(self, outcome: SessionOutcome, box: Sandbox) -> Verdict | None:
         """What has to be done before that; a verdict if it fails."""
         ...
 
-    async def run(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Verdict:
+    async def run(
+        self, outcome: SessionOutcome, box: Sandbox, trusted: Mapping[str, Content]
+    ) -> Verdict:
         """What the tests say."""
         ...
 
 
-class Tests:
+class TestsEvaluator(Evaluator):
     """`files` are tests that the agent never saw; they are laid over last.
 
     Without a `command`, our own pytest runs `paths`, files or folders (default: all of `files` and
@@ -137,7 +140,7 @@ class Tests:
             timeout_s=timeout_s,
         )
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
         trusted = self._trusted(outcome.task)
         key = _digest(outcome, trusted) if self._cache is not None else ""
@@ -153,9 +156,9 @@ class Tests:
                 self._cache.popitem(last=False)
         return Verdict(verdict.reward, {**verdict.report, "cached": False})
 
-    async def _judge(self, outcome: Outcome, trusted: Mapping[str, Content]) -> Verdict:
+    async def _judge(self, outcome: SessionOutcome, trusted: Mapping[str, Content]) -> Verdict:
         began, task = time.monotonic(), outcome.task
-        async with outcome.open_box({}) as box:
+        async with outcome.open_sandbox({}) as box:
             rules = await self._rules(outcome, box, trusted)
             patch, refused = sift(outcome.patch, rules)
             before = dict(task.files)
@@ -169,7 +172,7 @@ class Tests:
             if verdict is None:
                 await box.put(box.workdir, trusted)
                 left = max(1.0, outcome.timeout_s - (time.monotonic() - began))
-                outcome = outcome._replace(timeout_s=left)
+                outcome = replace(outcome, timeout_s=left)
                 verdict = await self._run.run(outcome, box, trusted)
         return Verdict(verdict.reward, {**verdict.report, **report})
 
@@ -182,7 +185,9 @@ class Tests:
         place = PurePosixPath(path)
         return bool(matches(place, self._protected) and not matches(place, self._editable))
 
-    async def _rules(self, outcome: Outcome, box: Sandbox, trusted: Mapping[str, Content]) -> Rules:
+    async def _rules(
+        self, outcome: SessionOutcome, box: Sandbox, trusted: Mapping[str, Content]
+    ) -> Rules:
         known = [PurePosixPath(path).parts[0] for path in outcome.task.files]
         if has_base(outcome.task.workspace):
             named = shadowing(outcome.patch)
@@ -212,7 +217,7 @@ def _only_with(what: str, **options: object) -> None:
             raise ConfigError(msg)
 
 
-def _digest(outcome: Outcome, trusted: Mapping[str, Content]) -> str:
+def _digest(outcome: SessionOutcome, trusted: Mapping[str, Content]) -> str:
     task = outcome.task
     content = (task.workspace, task.files, outcome.patch.files, trusted)
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).hexdigest()

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
-from tugline.evaluators import base
-from tugline.evaluators.base import Evaluator, Outcome, Verdict
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.together import all_of
 from tugline.plugins import find, make
 from tugline.sandbox.base import Mount
@@ -36,7 +36,7 @@ class _Part(NamedTuple):
     required: bool
 
 
-class Weighted:
+class WeightedEvaluator(Evaluator):
     """`parts` has for each name its ``evaluator`` (name, options), ``weight`` and ``required``.
 
     The value is the weighted mean; with `mode` ``product`` or ``min`` weights do not count. Parts
@@ -53,15 +53,15 @@ class Weighted:
         self._mode = mode
         self._parts = {name: _part(name, spec) for name, spec in parts.items()}
         own = [part.evaluator for part in self._parts.values()]
-        self.in_place = any(base.in_place(each) for each in own)
-        self.wants_box = any(base.wants_box(each) for each in own if not base.in_place(each))
+        self.in_place = any(each.in_place for each in own)
+        self.opens_sandbox = any(each.opens_sandbox for each in own if not each.in_place)
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
         """Those of all parts. Raises `ConfigError` where they do not go together."""
         found: dict[str, tuple[str, Mount]] = {}
         for name, part in self._parts.items():
-            for mount in base.mounts(part.evaluator, task):
-                if self.in_place and mount.source and not base.in_place(part.evaluator):
+            for mount in part.evaluator.mounts(task):
+                if self.in_place and mount.source and not part.evaluator.in_place:
                     msg = (
                         f"evaluator 'weighted': part {name!r} would show the agent its files at "
                         f"{mount.target}, because another part is in place"
@@ -79,10 +79,10 @@ class Weighted:
     def hidden(self, task: Task) -> tuple[str, ...]:
         """What any part hides from the agent."""
         parts = (part.evaluator for part in self._parts.values())
-        paths = (mount.target for part in parts for mount in base.hidden(part, task))
+        paths = (path for part in parts for path in part.hidden(task))
         return tuple(dict.fromkeys(paths))
 
-    async def evaluate(self, outcome: Outcome) -> Verdict:
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """All verdicts, put together."""
         alone = asyncio.Lock()
         verdicts = await all_of(
@@ -91,14 +91,14 @@ class Weighted:
         return self._together(dict(zip(self._parts, verdicts, strict=True)))
 
     async def _judge(
-        self, name: str, part: _Part, outcome: Outcome, alone: asyncio.Lock
+        self, name: str, part: _Part, outcome: SessionOutcome, alone: asyncio.Lock
     ) -> Verdict | str:
         """Its verdict, or why there is none of one that is not required."""
-        in_place = base.in_place(part.evaluator)
+        in_place = part.evaluator.in_place
         try:
             async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NOTHING:
-                box = outcome.box if in_place else None
-                return await part.evaluator.evaluate(outcome._replace(box=box))
+                sandbox = outcome.sandbox if in_place else None
+                return await part.evaluator.evaluate(replace(outcome, sandbox=sandbox))
         except (EvaluatorError, SandboxError, TimeoutError) as error:
             why = str(error) or f"out of time after {outcome.timeout_s:g} s"
             if not part.required:
@@ -162,8 +162,8 @@ def _part(name: str, spec: object) -> _Part:
         msg = f"{where}.evaluator must have a name and options: {error}"
         raise ConfigError(msg) from error
     made = find("evaluator", part.name)
-    if not callable(getattr(made, "evaluate", None)):
-        msg = f"{where}.evaluator: {part.name!r} is no evaluator: it must have evaluate"
+    if not (isinstance(made, type) and issubclass(made, Evaluator)):
+        msg = f"{where}.evaluator: {part.name!r} must be a subclass of Evaluator"
         raise ConfigError(msg)
     try:
         judge = make("evaluator", part.name, made, part.options)

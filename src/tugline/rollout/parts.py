@@ -18,9 +18,8 @@ from tugline.traces.base import Builder
 from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
-_CONTRACTS = {"harness": Harness, "runtime": Runtime}
+_CONTRACTS = {"harness": Harness, "runtime": Runtime, "evaluator": Evaluator}
 _METHODS = {
-    "evaluator": ("evaluate",),
     "builder": ("build",),
 }
 

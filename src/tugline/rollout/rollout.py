@@ -31,8 +31,7 @@ from tugline.errors import (
     SandboxError,
     UsageError,
 )
-from tugline.evaluators import base as evaluators
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.recording.records import Result
 from tugline.rollout.failures import classify, make_failure, make_total_timeout
@@ -141,7 +140,7 @@ async def roll_out(  # noqa: PLR0913 - a session, where it runs, and who follows
             async with AsyncExitStack() as model:
                 launch = await rollout.initialize(model)
                 await rollout.run_agent(launch)
-            if not evaluators.in_place(rollout.evaluator):
+            if not rollout.evaluator.in_place:
                 await rollout.close_sandbox()
             await rollout.build()
             rollout.check_engine_and_harness()
@@ -213,7 +212,7 @@ class _Rollout:
         """READY and RUN: the agent works until it ends or `agent_s` is over."""
         sandbox = self._agent_sandbox()
         async with self._stage(Status.RUN):
-            if evaluators.wants_box(self.evaluator) and not evaluators.in_place(self.evaluator):
+            if self.evaluator.opens_sandbox and not self.evaluator.in_place:
                 self.prewarmed.prepare(self.slots.prewarm)
             timeout = self.slots.start_agent_timeout(self.task.limits.agent_s)
             end = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
@@ -350,15 +349,15 @@ class _Rollout:
             msg = "an agent that did not run cannot be evaluated"
             raise EvaluatorError(msg)
         timeout_s = self.task.limits.eval_s
-        outcome = Outcome(
+        outcome = SessionOutcome(
             task=self.task,
             patch=self.agent_run.patch,
-            open_box=self.prewarmed.open,
+            open_sandbox=self.prewarmed.open,
             timeout_s=timeout_s,
             calls=self.calls,
             traces=self.built.traces,
             exit=self.agent_run.exit,
-            box=self.sandbox if evaluators.in_place(self.evaluator) else None,
+            sandbox=self.sandbox if self.evaluator.in_place else None,
         )
         async with asyncio.timeout(timeout_s + self.slots.eval_grace_s):
             return await self.evaluator.evaluate(outcome)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from tugline import log
 from tugline.errors import SandboxError
-from tugline.evaluators import base as evaluators
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import Content, Mount, Sandbox, SandboxSpec
 from tugline.types import Task
@@ -36,16 +35,14 @@ class TaskSandboxes:
 
     def open_agent(self, mounts: tuple[Mount, ...]) -> AbstractAsyncContextManager[Sandbox]:
         """The agent's sandbox, with the task's files, `mounts` and what the evaluator asks for."""
-        mounts += evaluators.hidden(self._evaluator, self._task)
-        if evaluators.in_place(self._evaluator):
-            mounts += evaluators.mounts(self._evaluator, self._task)
+        mounts += self._evaluator.agent_mounts(self._task)
         spec = SandboxSpec(workspace=self._task.workspace, files=self._task.files, mounts=mounts)
         return self._runtime.open(self._directory / "agent", spec)
 
     def open_evaluation(self) -> AbstractAsyncContextManager[Sandbox]:
         """A new sandbox for the evaluator, without the task's files."""
         self._evaluations += 1
-        mounts = evaluators.mounts(self._evaluator, self._task)
+        mounts = self._evaluator.mounts(self._task)
         spec = SandboxSpec(workspace=self._task.workspace, mounts=mounts)
         return self._runtime.open(self._directory / f"eval-{self._evaluations}", spec)
 

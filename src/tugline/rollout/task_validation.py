@@ -16,8 +16,7 @@ from pathlib import Path
 import msgspec
 
 from tugline.datasets.base import Solution
-from tugline.evaluators import base as evaluators
-from tugline.evaluators.base import Outcome, Verdict
+from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.rollout.failures import classify
 from tugline.rollout.parts import Parts
 from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
@@ -50,7 +49,7 @@ class _SolutionRun:
 
     async def evaluate(self, solution: Solution) -> tuple[Verdict, str]:
         """The verdict, and why the solution's program failed if it did."""
-        in_place = evaluators.in_place(self._evaluator)
+        in_place = self._evaluator.in_place
         limits = self._task.limits
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.timeout(limits.init_s):
@@ -62,13 +61,13 @@ class _SolutionRun:
             if not in_place:
                 await stack.aclose()
             self.stage = Status.EVAL
-            outcome = Outcome(
+            outcome = SessionOutcome(
                 task=self._task,
                 patch=patch,
-                open_box=PrewarmedSandbox(self._sandboxes.open_evaluation).open,
+                open_sandbox=PrewarmedSandbox(self._sandboxes.open_evaluation).open,
                 timeout_s=limits.eval_s,
                 exit=end,
-                box=sandbox if in_place else None,
+                sandbox=sandbox if in_place else None,
             )
             async with asyncio.timeout(limits.eval_s + _EVAL_GRACE_S):
                 return await self._evaluator.evaluate(outcome), error
