@@ -12,7 +12,7 @@ import pytest
 
 from attacked import Arena
 from rig import rig, says
-from tugline.evaluators.base import Evaluator, SessionOutcome, mounts
+from tugline.evaluators.base import Evaluator, SessionOutcome
 from tugline.evaluators.harbor import HarborEvaluator
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.rollout.parts import Parts
@@ -153,7 +153,7 @@ async def earned(arena: Arena, script: str, evaluator: Evaluator) -> float:
 
     @contextlib.asynccontextmanager
     async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        given = {"mounts": mounts(evaluator, task)}
+        given = {"mounts": evaluator.mounts(task)}
         async with arena.box(f"judge-{turn}-{next(judges)}", **given) as box:
             await box.put(box.workdir, files)
             yield box

@@ -22,7 +22,9 @@ _MOST = 100_000
 
 
 class TestOutcome(StrEnum):
-    """What became of a test; the worse first."""
+    """The outcome of one test, worst first."""
+
+    __test__ = False  # not a class of tests for pytest
 
     __test__ = False  # pytest would take the name for a test's
 
@@ -37,7 +39,9 @@ _WORSE = list(TestOutcome)
 
 
 class TestReport:
-    """Marks by name, as one run told them."""
+    """Outcomes by test name, as one run reported them."""
+
+    __test__ = False  # not a class of tests for pytest
 
     __test__ = False  # pytest would take the name for a test's
 
