@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import aiohttp
 import msgspec
 
-from tugline.conformance.script import END, tokenizer
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.testing.scripted_model import END_ID, make_tokenizer
 from tugline.web.serve import serve
 
 TUGLINE = Path(sys.executable).with_name("tugline")
@@ -129,12 +129,12 @@ class Server(Program):
 @contextlib.asynccontextmanager
 async def engine(folder: Path) -> AsyncIterator[str]:
     """An engine without a model in this process; what a node must be told of it is `node.yaml`."""
-    words = tokenizer()
-    answer = [*words.encode("nothing"), END]
+    words = make_tokenizer()
+    answer = [*words.encode("nothing"), END_ID]
     scripted = ScriptedEngine(
         lambda _prompt, _request: Reply(answer, tokens_per_chunk=len(answer)),
         vocab_size=words.size,
-        eos_ids=[END],
+        eos_ids=[END_ID],
     )
     (folder / "tokenizer.json").write_text(words.to_json(), encoding="utf-8")
     told = {"engine": {"tokenizer": "tokenizer.json", "renderer": "qwen3"}}

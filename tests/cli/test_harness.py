@@ -72,8 +72,6 @@ async def test_a_damaged_program_is_told(tmp_path: Path, monkeypatch: pytest.Mon
         (["upgrade", "pi", "--version", "new"], "version is 'new', must be exact"),
         (["check", "pi", "--version", "1"], "version is '1', must be exact"),
         (["install", "pie"], "unknown harness 'pie'; did you mean 'pi'?"),
-        (["check", "pi", "--engine", "http://127.0.0.1:9"], "127.0.0.1:9"),
-        (["check", "pi", "--engine", "notaurl"], "--engine is 'notaurl', must be http://HOST:PORT"),
         (["check", "pi", "--keep", "/dev/null/x"], "choose another --keep"),
     ],
 )

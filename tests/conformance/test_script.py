@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -14,14 +15,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from conformance import network
+from conformance.session_run import SessionRun, WireRecord
+from conformance.worker import KNOWN_FAILURES, checks_of, label, parts_of
 from tugline.chat.templates.rendering import Rendering
-from tugline.conformance import sandbox, sessions
-from tugline.conformance.cells import CELLS, REASONS, cells_of, judged
-from tugline.conformance.rehearsal import Run, Seen
-from tugline.conformance.script import Fault, Player, Turn, tokenizer
-from tugline.conformance.worker import checks_of, parts_of
+from tugline.cli.harness_check import CASES, LAST_WORDS, cases_of
 from tugline.errors import UsageError
 from tugline.sandbox.base import Exit
+from tugline.testing.scripted_model import Fault, ScriptedModel, Turn, make_tokenizer
 from tugline.types import (
     Branch,
     Call,
@@ -37,9 +38,9 @@ from tugline.types import (
     VersionSpan,
 )
 
-WORDS = tokenizer()
+WORDS = make_tokenizer()
 RENDERING = Rendering(WORDS, "qwen3", thinking_retention="all")
-CELL = cells_of("pi")[0]
+CASE = cases_of("pi")[0]
 SCRIPT = (Turn("First.", "I think.", (("bash", {"command": "ls"}),)), Turn("Second."))
 
 
@@ -52,45 +53,45 @@ def prompt(*messages: tuple[Role, str], tools: bool = True) -> Ids:
 # --------------------------------------------------------------------------- the player
 def test_turns_are_counted_in_the_prompt() -> None:
     """The same prompt gets the same answer, a longer conversation the next one."""
-    player = Player(WORDS, {"Do it": SCRIPT})
+    player = ScriptedModel(WORDS, {"Do it": SCRIPT})
     first = prompt((Role.USER, "Do it"))
     second = prompt((Role.USER, "Do it"), (Role.ASSISTANT, "First."), (Role.USER, "More"))
     answers = [WORDS.decode(player.reply(ids, "").ids) for ids in (first, second, first)]
-    assert answers == [SCRIPT[0].written(), "Second.<|im_end|>", SCRIPT[0].written()]
-    assert player.owed == sum(len(WORDS.encode(turn.written())) for turn in SCRIPT)
+    assert answers == [SCRIPT[0].render(), "Second.<|im_end|>", SCRIPT[0].render()]
+    assert player.expected_tokens == sum(len(WORDS.encode(turn.render())) for turn in SCRIPT)
 
 
 def test_an_answer_that_was_cut_is_gone_on_with() -> None:
     """A prompt that ends inside an answer is answered by the rest of it, without the fault."""
-    player = Player(WORDS, {"Do it": SCRIPT}, {0: Fault(cut_after=3)})
+    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Fault(cut_after=3)})
     first = prompt((Role.USER, "Do it"))
-    whole = WORDS.encode(SCRIPT[0].written())
+    whole = WORDS.encode(SCRIPT[0].render())
     assert player.reply(first, "").cut_after == 3
     rest = player.reply(np.concatenate((first, np.array(whole[:3], np.int32))), "")
     assert (rest.ids, rest.cut_after) == (whole[3:], None)
-    assert player.owed == len(whole)
+    assert player.expected_tokens == len(whole)
 
 
 def test_a_fault_strikes_once() -> None:
     """The retry is answered."""
-    player = Player(WORDS, {"Do it": SCRIPT}, {0: Fault(refuse=503)})
+    player = ScriptedModel(WORDS, {"Do it": SCRIPT}, {0: Fault(refuse=503)})
     first = prompt((Role.USER, "Do it"))
     assert [player.reply(first, "").status for _ in range(2)] == [503, None]
 
 
 def test_what_belongs_to_no_script_is_a_side_call() -> None:
     """A title request is answered and owes the script nothing."""
-    player = Player(WORDS, {"Do it": SCRIPT})
+    player = ScriptedModel(WORDS, {"Do it": SCRIPT})
     for asked, tools in (("Give a title", True), ("Give a title for: Do it", False)):
         answer = player.reply(prompt((Role.USER, asked), tools=tools), "")
         assert "title" in WORDS.decode(answer.ids)
-    assert (player.side_calls, player.owed) == (2, 0)
+    assert (player.side_calls, player.expected_tokens) == (2, 0)
 
 
 def test_an_answer_is_what_the_renderer_reads_back() -> None:
     """Reasoning, text and parallel calls of the script survive the template's own parser."""
-    turn = sessions.script(CELL)[0]
-    parsed = RENDERING.parse(WORDS.encode(turn.written()))
+    turn = CASE.script()[0]
+    parsed = RENDERING.parse(WORDS.encode(turn.render()))
     assert (parsed.reasoning, parsed.content) == (turn.reasoning, turn.text)
     assert [(name, json.loads(told)) for name, told in parsed.calls] == list(turn.calls)
 
@@ -117,7 +118,7 @@ def call(number: int, before: Call | None = None, **changes: Any) -> Call:
     return Call(**{**told, **changes})
 
 
-def session(**changes: Any) -> Run:
+def session(**changes: Any) -> SessionRun:
     """Four turns in which everything went well."""
     calls = [call(0)]
     for number in range(1, 4):
@@ -125,23 +126,24 @@ def session(**changes: Any) -> Run:
     told: dict[str, Any] = {
         "exit": Exit(0, timed_out=False, seconds=1.0),
         "calls": tuple(calls),
-        "seen": tuple(
-            Seen("/", 0.0, b"%d" % i, 200, [(float(at), b"x") for at in range(8)]) for i in range(4)
+        "requests": tuple(
+            WireRecord("/", 0.0, b"%d" % i, 200, [(float(at), b"x") for at in range(8)])
+            for i in range(4)
         ),
         "files": {"both.txt": "walrus\nheron\n"},
-        "log": f"He said: {sessions.LAST_WORDS}",
-        "told": '{"input": 12, "output": 3}',
+        "log": f"He said: {LAST_WORDS}",
+        "output": '{"input": 12, "output": 3}',
         "sampled": 12,
-        "owed": 12,
+        "expected_tokens": 12,
         "side_calls": 0,
     }
-    return Run(**{**told, **changes})
+    return SessionRun(**{**told, **changes})
 
 
-def verdicts(ran: Run) -> dict[str, str | None]:
+def verdicts(ran: SessionRun) -> dict[str, str | None]:
     """What every judge says about the same session."""
-    parts = parts_of(CELL, slow=True).values()
-    return {name: judge(CELL, ran) for part in parts for name, judge in part.judges.items()}
+    parts = parts_of(CASE, slow=True).values()
+    return {name: examine(CASE, ran) for part in parts for name, examine in part.checks.items()}
 
 
 def test_a_good_session_passes() -> None:
@@ -166,15 +168,19 @@ def edited(**changes: Any) -> tuple[Call, ...]:
         ("completes", session(exit=Exit(3, timed_out=False, seconds=9)), "exit code 3"),
         ("tool_call_executed", session(files={}), "both.txt holds None"),
         ("tool_call_executed", session(calls=(call(0), call(1, messages=()))), "lacks the results"),
-        ("streaming", session(seen=(Seen("/", 0.0, b"1", 200, [(1.0, b"x")]),)), "came whole"),
         (
             "streaming",
-            session(seen=(Seen("/", 0.0, b"1", 200, [(11.0, b"x")] * 9),)),
+            session(requests=(WireRecord("/", 0.0, b"1", 200, [(1.0, b"x")]),)),
+            "came whole",
+        ),
+        (
+            "streaming",
+            session(requests=(WireRecord("/", 0.0, b"1", 200, [(11.0, b"x")] * 9),)),
             "0 of 9 parts",
         ),
         ("history_exact", session(calls=edited(branch=Branch.HISTORY_EDITED)), "turn 2: history_"),
         ("prefix_kept", session(calls=edited(prompt_ids=np.zeros(40, np.int32))), "turn 2 does"),
-        ("usage_seen", session(told="112 1.12 12.5"), "none of"),
+        ("usage_seen", session(output="112 1.12 12.5"), "none of"),
         ("retry_safe", session(sampled=16), "16 tokens sampled for answers of 12"),
         ("retry_safe", session(calls=(*session().calls, call(4))), "5 turns instead of 4"),
         (
@@ -187,10 +193,10 @@ def edited(**changes: Any) -> tuple[Call, ...]:
             session(exit=Exit(-9, timed_out=True, seconds=90)),
             "still running",
         ),
-        ("budget_stop_survived", session(seen=session().seen * 9), "36 requests"),
+        ("budget_stop_survived", session(requests=session().requests * 9), "36 requests"),
     ],
 )
-def test_what_is_wrong_is_named(check: str, ran: Run, why: str) -> None:
+def test_what_is_wrong_is_named(check: str, ran: SessionRun, why: str) -> None:
     """Each check can fail, and says how."""
     found = verdicts(ran)[check]
     assert found is not None
@@ -205,38 +211,38 @@ def test_side_calls_are_not_turns() -> None:
 
 def test_a_reason_in_the_harness_excuses_only_its_own_failure() -> None:
     """Another failure of the same check of the same harness is still ours."""
-    mini = cells_of("mini_swe_agent")[0]
-    assert judged(mini, "streaming", "the answer came whole").startswith("cli: ")
-    assert judged(mini, "streaming", "only 0 turns") == "fail: only 0 turns"
-    assert judged(CELL, "streaming", "the answer came whole").startswith("fail: ")
-    assert judged(CELL, "streaming", None) == "pass"
+    mini = cases_of("mini_swe_agent")[0]
+    assert label(mini, "streaming", "the answer came whole").startswith("cli: ")
+    assert label(mini, "streaming", "only 0 turns") == "fail: only 0 turns"
+    assert label(CASE, "streaming", "the answer came whole").startswith("fail: ")
+    assert label(CASE, "streaming", None) == "pass"
 
 
 def test_the_docs_say_what_is_checked_and_what_lies_in_a_harness() -> None:
     """Each check and each reason stands in docs/harnesses.md."""
     page = (Path(__file__).parents[2] / "docs" / "harnesses.md").read_text(encoding="utf-8")
-    names = {name for cell in CELLS for name in checks_of(cell, slow=True)}
+    names = {name for case in CASES for name in checks_of(case, slow=True)}
     assert [name for name in sorted(names) if f"| `{name}` |" not in page] == []
-    rows = [f"| `{harness}` | `{name}` | {reason} |" for harness, name, _, reason in REASONS]
+    rows = [f"| `{harness}` | `{name}` | {reason} |" for harness, name, _, reason in KNOWN_FAILURES]
     assert [row for row in rows if row not in page] == []
 
 
 def test_every_harness_of_the_matrix_has_its_dialects() -> None:
     """What the acceptance asks for, once each; another name lists what can be checked."""
-    cells = [(cell.harness, cell.dialect) for cell in CELLS]
-    assert len(cells) == len(set(cells)) == 15
-    assert sum(harness == "pi" for harness, _ in cells) == 4
-    assert sum(harness == "opencode" for harness, _ in cells) == 4
+    cases = [(case.harness, case.dialect) for case in CASES]
+    assert len(cases) == len(set(cases)) == 15
+    assert sum(harness == "pi" for harness, _ in cases) == 4
+    assert sum(harness == "opencode" for harness, _ in cases) == 4
     with pytest.raises(UsageError, match="'shell' cannot be checked; these can: codex, claude"):
-        cells_of("shell")
+        cases_of("shell")
 
 
 # --------------------------------------------------------------------------- the sandbox
 ASK = """
 import asyncio, pathlib, socket, sys
-from tugline.conformance import sandbox
+from conformance import network
 async def main():
-    async with sandbox.entered(pathlib.Path(sys.argv[1])) as names:
+    async with network.set_up(pathlib.Path(sys.argv[1])) as names:
         loop = asyncio.get_running_loop()
         for name in ("telemetry.example.com", "localhost"):
             try:
@@ -254,9 +260,10 @@ asyncio.run(main())
 
 def test_a_sandbox_reaches_nobody_and_notes_who_was_asked_for(tmp_path: Path) -> None:
     """No name exists there, the one that was asked for is kept, and no address can be reached."""
-    assert sandbox.unavailable() is None
+    assert network.unavailable() is None
     done = subprocess.run(
-        [*sandbox.UNSHARE, sys.executable, "-c", ASK, str(tmp_path)],
+        [*network.UNSHARE, sys.executable, "-c", ASK, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=60,
@@ -270,7 +277,7 @@ async def test_the_name_server_answers_any_question() -> None:
     names: list[str] = []
     loop = asyncio.get_running_loop()
     server, _ = await loop.create_datagram_endpoint(
-        lambda: sandbox._Recorder(names), local_addr=("127.0.0.1", 0)
+        lambda: network._Recorder(names), local_addr=("127.0.0.1", 0)
     )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         client.setblocking(False)

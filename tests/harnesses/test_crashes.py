@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from tugline.conformance.cells import CELLS
-from tugline.conformance.rehearsal import Run, Stage, rehearse
-from tugline.conformance.script import Turn
+from conformance.session_run import Scenario, SessionRun, run_session
+from tugline.cli.harness_check import CASES
 from tugline.errors import HarnessError
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.harnesses.preset import start_once
 from tugline.plugins import find
 from tugline.sandbox.base import Exit
 from tugline.sandbox.local import Local
+from tugline.testing.scripted_model import Turn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
-ONE_EACH = {cell.harness: cell for cell in reversed(CELLS)}
+ONE_EACH = {case.harness: case for case in reversed(CASES)}
 NAMES = sorted(ONE_EACH)
 INSTRUCTION = "Do as you are told."
 TAIL = 400
@@ -37,12 +37,12 @@ def harness(name: str) -> Any:
     return find("harness", name)(**ONE_EACH[name].options)
 
 
-async def told(name: str, command: str, folder: Path, max_turns: int | None = None) -> Run:
+async def told(name: str, command: str, folder: Path, max_turns: int | None = None) -> SessionRun:
     """A session whose model has one command run."""
-    cell = ONE_EACH[name]
-    call = (cell.tool, {cell.argument: command, **cell.arguments})
+    case = ONE_EACH[name]
+    call = case.call(command)
     script = (Turn("", calls=(call,)), Turn("Done."))
-    return await rehearse(cell, Stage({INSTRUCTION: script}, max_turns=max_turns), folder)
+    return await run_session(case, Scenario({INSTRUCTION: script}, max_turns=max_turns), folder)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tugline.conformance.cells import CELLS
-from tugline.conformance.rehearsal import Run, Stage, rehearse
-from tugline.conformance.script import Turn
+from conformance.session_run import Scenario, SessionRun, run_session
+from tugline.cli.harness_check import CASES
+from tugline.testing.scripted_model import Turn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
-ONE_EACH = {cell.harness: cell for cell in reversed(CELLS)}
+ONE_EACH = {case.harness: case for case in reversed(CASES)}
 WITH_MCP = ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"]
 WITH_SKILLS = [*WITH_MCP, "pi"]
 INSTRUCTION = "Say hello to the moon."
@@ -56,13 +56,13 @@ Count them twice.
 """
 
 
-async def rehearsed(
+async def run_scripted(
     name: str, folder: Path, *turns: Turn, options: dict[str, Any] | None = None
-) -> Run:
+) -> SessionRun:
     """One session of the real program with a script in its folder."""
     script = {INSTRUCTION: (*turns, Turn("Hello."))}
-    return await rehearse(
-        ONE_EACH[name], Stage(script, {"server.py": SERVER}, options=options or {}), folder
+    return await run_session(
+        ONE_EACH[name], Scenario(script, {"server.py": SERVER}, options=options or {}), folder
     )
 
 
@@ -71,16 +71,16 @@ async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path
     """The first request names it; what the server answers stands in the next one."""
     moon = {"command": "python3", "args": ["server.py", "gibbous"], "env": {"A": "b"}}
     options = {"mcp": {"moon": moon}}
-    seen = await rehearsed(name, tmp_path / "asked", options=options)
+    seen = await run_scripted(name, tmp_path / "asked", options=options)
     assert seen.exit.code == 0, seen.log
-    assert b"phase_of_moon" in seen.seen[0].request
+    assert b"phase_of_moon" in seen.requests[0].request
     if name == "qwen_code":  # it tells of the tool, and calls it through one of its own
         call = ("tool_call", {"name": "mcp__moon__phase_of_moon", "arguments": {}})
     else:
         tools = [tool.name for tool in seen.calls[0].tools]
         call = (next(tool for tool in tools if tool.endswith("phase_of_moon")), {})
-    ran = await rehearsed(name, tmp_path / "called", Turn("", calls=(call,)), options=options)
-    assert b"waning gibbous" in ran.seen[1].request, ran.log[-2000:]
+    ran = await run_scripted(name, tmp_path / "called", Turn("", calls=(call,)), options=options)
+    assert b"waning gibbous" in ran.requests[1].request, ran.log[-2000:]
 
 
 class Moon(BaseHTTPRequestHandler):
@@ -135,14 +135,14 @@ async def test_a_server_is_asked_over_http_with_its_headers(
 ) -> None:
     """Without the token it would tell nothing."""
     options = {"mcp": {"moon": {"url": far, "headers": {"x-token": "t1"}}}}
-    ran = await rehearsed(name, tmp_path, options=options)
-    assert b"phase_of_moon" in ran.seen[0].request, ran.log[-2000:]
+    ran = await run_scripted(name, tmp_path, options=options)
+    assert b"phase_of_moon" in ran.requests[0].request, ran.log[-2000:]
 
 
 @pytest.mark.parametrize("name", WITH_SKILLS)
 async def test_a_skill_is_announced(name: str, tmp_path: Path) -> None:
     """Its description, which is what the model chooses by, is in the first request."""
-    ran = await rehearsed(name, tmp_path, options={"skills": {"count-moons": SKILL}})
+    ran = await run_scripted(name, tmp_path, options={"skills": {"count-moons": SKILL}})
     assert ran.exit.code == 0, ran.log
-    assert b"How the moons of Zog are counted." in ran.seen[0].request
+    assert b"How the moons of Zog are counted." in ran.requests[0].request
     assert len(ran.calls) == 1

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from containers import BUSYBOX, DEBIAN, podman  # noqa: F401 - a fixture
-from tugline.conformance.cells import CELLS, Case
-from tugline.conformance.models import scripted
-from tugline.conformance.script import Fault, Player, Turn
+from tugline.cli.harness_check import CASES, Case
 from tugline.gateway.app import Gateway
 from tugline.harnesses.preset import start_once
 from tugline.plugins import find
@@ -21,6 +19,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.container.runtime import Container
+from tugline.testing.scripted_model import Fault, ScriptedModel, Turn, serve_scripted_model
 from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
@@ -30,7 +29,7 @@ FILES = {
     "test_bill.py": "from bill import total\n\n\ndef test_total():\n    assert total(2, 3) == 5\n",
 }
 LAST_WORDS = "The bill is right now."
-ONE_EACH = {cell.harness: cell for cell in reversed(CELLS)}
+ONE_EACH = {case.harness: case for case in reversed(CASES)}
 PARTS = Parts()
 
 
@@ -41,13 +40,13 @@ class Done(NamedTuple):
     box: Path
 
 
-def script(cell: Case, operator: str) -> tuple[Turn, ...]:
+def script(case: Case, operator: str) -> tuple[Turn, ...]:
     """Look at the file, change it, say so."""
 
     def run(command: str) -> tuple[str, dict[str, object]]:
-        return cell.tool, {cell.argument: command, **cell.arguments}
+        return case.call(command)
 
-    end = (run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),) if cell.ends_by_command else ()
+    end = (run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),) if case.ends_by_command else ()
     return (
         Turn("I look at it.", calls=(run("cat bill.py"),)),
         # Qwen Code refuses `sed -i` for a file that its own tool did not read.
@@ -72,17 +71,17 @@ def place(request: pytest.FixtureRequest) -> PluginSpec:
 
 
 @pytest.fixture(params=sorted(ONE_EACH))
-def cell(request: pytest.FixtureRequest) -> Case:
+def case(request: pytest.FixtureRequest) -> Case:
     """Each preset, in its first dialect."""
     return ONE_EACH[request.param]
 
 
-def a_task(cell: Case, place: PluginSpec, limits: Limits) -> Task:
+def a_task(case: Case, place: PluginSpec, limits: Limits) -> Task:
     """One bug."""
     return Task(
         id="t",
         instruction=INSTRUCTION,
-        harness=PluginSpec(cell.harness, cell.options),
+        harness=PluginSpec(case.harness, case.options),
         runtime=place,
         evaluator=PluginSpec("tests"),
         files=FILES,
@@ -91,11 +90,11 @@ def a_task(cell: Case, place: PluginSpec, limits: Limits) -> Task:
 
 
 @contextlib.asynccontextmanager
-async def released(slots: StageSlots, player: Player, turns: int) -> AsyncIterator[None]:
+async def released(slots: StageSlots, player: ScriptedModel, turns: int) -> AsyncIterator[None]:
     """Hold the agent's clock until the model was asked for so many turns."""
 
     async def release() -> None:
-        while len(player.played) < turns:  # noqa: ASYNC110 - the script tells nobody
+        while len(player.answers) < turns:  # noqa: ASYNC110 - the script tells nobody
             await asyncio.sleep(0.02)
         slots.pause_timeout(paused=False)
 
@@ -107,19 +106,19 @@ async def released(slots: StageSlots, player: Player, turns: int) -> AsyncIterat
         releasing.cancel()
 
 
-async def rolled(cell: Case, place: PluginSpec, folder: Path, operator: str = "+") -> Done:
+async def rolled(case: Case, place: PluginSpec, folder: Path, operator: str = "+") -> Done:
     """The whole way, with a model that never answers its second turn if `operator` is empty."""
     stalls = not operator
-    hitches = {1: Fault(first_s=600.0)} if stalls else {}
+    faults = {1: Fault(first_s=600.0)} if stalls else {}
     limits = Limits(agent_s=0.5 if stalls else 120.0, eval_s=60.0)
-    async with scripted({INSTRUCTION: script(cell, operator)}, hitches) as model:
-        assert model.player is not None
+    async with serve_scripted_model({INSTRUCTION: script(case, operator)}, faults) as model:
+        assert model.model is not None
         gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         slots = StageSlots(200.0)
-        held = released(slots, model.player, 2) if stalls else contextlib.nullcontext()
+        held = released(slots, model.model, 2) if stalls else contextlib.nullcontext()
         async with gateway, held:
             trajectory = await roll_out(
-                a_task(cell, place, limits),
+                a_task(case, place, limits),
                 Session(id="t-0", task="t", sample=0),
                 gateway=gateway,
                 directory=folder / "session",
@@ -129,40 +128,40 @@ async def rolled(cell: Case, place: PluginSpec, folder: Path, operator: str = "+
     return Done(trajectory, folder / "session" / "agent")
 
 
-def kept(done: Done, cell: Case) -> list[str]:
+def kept(done: Done, case: Case) -> list[str]:
     """What was kept of the program's own log."""
     logs = done.box / "logs" / "home"
-    patterns = find("harness", cell.harness)(**cell.options).log_globs
+    patterns = find("harness", case.harness)(**case.options).log_globs
     return [path.read_text(errors="replace") for one in patterns for path in logs.glob(one)]
 
 
 async def test_the_right_patch_earns_its_reward(
-    cell: Case, place: PluginSpec, tmp_path: Path
+    case: Case, place: PluginSpec, tmp_path: Path
 ) -> None:
     """The program edits in its sandbox, its patch passes in another, its own log is kept."""
-    done = await rolled(cell, place, tmp_path)
+    done = await rolled(case, place, tmp_path)
     assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
     assert done.trajectory.status is Status.COMPLETED
     assert done.trajectory.reward is not None
     assert done.trajectory.reward.value == 1.0, done.trajectory.report
     assert done.trajectory.ledger.balanced
     assert len(done.trajectory.traces) == 1
-    assert any(LAST_WORDS in text for text in kept(done, cell))
+    assert any(LAST_WORDS in text for text in kept(done, case))
 
 
-async def test_the_wrong_patch_earns_none(cell: Case, place: PluginSpec, tmp_path: Path) -> None:
+async def test_the_wrong_patch_earns_none(case: Case, place: PluginSpec, tmp_path: Path) -> None:
     """The same way, with a change that does not help."""
-    done = await rolled(cell, place, tmp_path, operator="*")
+    done = await rolled(case, place, tmp_path, operator="*")
     assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
     assert done.trajectory.reward is not None
     assert done.trajectory.reward.value == 0.0, done.trajectory.report
 
 
 async def test_out_of_time_keeps_what_there_is(
-    cell: Case, place: PluginSpec, tmp_path: Path
+    case: Case, place: PluginSpec, tmp_path: Path
 ) -> None:
     """The model stalls in the second turn: what was said before is traced, judged and typed."""
-    done = await rolled(cell, place, tmp_path, operator="")
+    done = await rolled(case, place, tmp_path, operator="")
     assert done.trajectory.status is Status.TIMED_OUT, done.trajectory.failure
     assert done.trajectory.failure is not None
     assert done.trajectory.failure.cause is Cause.AGENT_TIMEOUT
@@ -173,8 +172,8 @@ async def test_out_of_time_keeps_what_there_is(
 
 
 @pytest.mark.podman
-async def test_an_image_needs_nothing_of_its_own(cell: Case, podman: str) -> None:  # noqa: F811
+async def test_an_image_needs_nothing_of_its_own(case: Case, podman: str) -> None:  # noqa: F811
     """An image that holds busybox alone, without a C library, runs the program all the same."""
-    harness = PARTS.harness(PluginSpec(cell.harness, cell.options))
+    harness = PARTS.harness(PluginSpec(case.harness, case.options))
     await harness.install()
     await start_once(harness, Container(engine=podman, image=BUSYBOX))

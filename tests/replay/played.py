@@ -11,8 +11,6 @@ import msgspec
 
 from chat_engine import create_chat_app
 from tugline.chat.engines.vllm import VllmChat
-from tugline.conformance.models import Model, scripted
-from tugline.conformance.script import Fault, Turn, tokenizer
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
@@ -20,6 +18,13 @@ from tugline.recording.file import Recording, Writer, read
 from tugline.recording.folder import keep_tokenizer
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
+from tugline.testing.scripted_model import (
+    Fault,
+    ServedModel,
+    Turn,
+    make_tokenizer,
+    serve_scripted_model,
+)
 from tugline.types import Call, PluginSpec, Reward, Session, Task
 from tugline.web.serve import serve
 
@@ -64,25 +69,25 @@ def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
 
 
 @contextlib.asynccontextmanager
-async def observed(turns: Sequence[Turn]) -> AsyncIterator[Model]:
+async def observed(turns: Sequence[Turn]) -> AsyncIterator[ServedModel]:
     """The same model behind an engine that renders by itself."""
     async with (
-        scripted({INSTRUCTION: turns}, {}) as model,
-        serve(create_chat_app(model.engine, tokenizer())) as url,
+        serve_scripted_model({INSTRUCTION: turns}, {}) as model,
+        serve(create_chat_app(model.engine, make_tokenizer())) as url,
     ):
-        yield Model(Upstream(url, VllmChat()), None)
+        yield ServedModel(Upstream(url, VllmChat()), None)
 
 
 async def record(
     folder: Path,
     what: Task | None = None,
     turns: Sequence[Turn] = TURNS,
-    hitches: dict[int, Fault] | None = None,
-    model: Model | None = None,
+    faults: dict[int, Fault] | None = None,
+    model: ServedModel | None = None,
 ) -> Path:
     """Run one session to its end and give its recording."""
     async with contextlib.AsyncExitStack() as stack:
-        answering = scripted({INSTRUCTION: turns}, hitches or {})
+        answering = serve_scripted_model({INSTRUCTION: turns}, faults or {})
         answers = model or await stack.enter_async_context(answering)
         gateway = Gateway(answers.upstream, answers.rendering, folder / "recordings")
         await stack.enter_async_context(gateway)
@@ -97,7 +102,7 @@ def tampered(recording: Path, folder: Path, change: Callable[[Sequence[Call]], l
     found: Recording = read(recording)
     assert found.header is not None
     path = folder / recording.name
-    keep_tokenizer(tokenizer(), folder)
+    keep_tokenizer(make_tokenizer(), folder)
     with Writer(path, found.header) as writer:
         for call in change(found.calls):
             writer.append(call)

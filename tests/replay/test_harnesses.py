@@ -8,15 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from conformance import sessions
+from conformance.session_run import Scenario, run_session
 from replay.played import saying, tampered
-from tugline.conformance import sessions
-from tugline.conformance.cells import Case, cells_of
-from tugline.conformance.models import scripted
-from tugline.conformance.rehearsal import Stage, rehearse
-from tugline.conformance.script import Turn
+from tugline.cli.harness_check import FILES, INSTRUCTION, Case, cases_of
 from tugline.recording.file import read
 from tugline.replay.recorded import Live
 from tugline.replay.run import Recording, fork, replay
+from tugline.testing.scripted_model import Turn, serve_scripted_model
 from tugline.types import Role
 
 HARNESSES = (
@@ -30,24 +29,24 @@ HARNESSES = (
 )
 
 
-def unhurried(cell: Case) -> Stage:
+def unhurried(case: Case) -> Scenario:
     """The plain session with commands that take a moment: Qwen Code loses output of quick ones."""
 
     def slow(turn: Turn) -> Turn:
         calls = [
-            (name, {**told, cell.argument: f"{told[cell.argument]}; sleep 0.3"})
+            (name, {**told, case.argument: f"{told[case.argument]}; sleep 0.3"})
             for name, told in turn.calls
         ]
         return msgspec.structs.replace(turn, calls=tuple(calls))
 
-    *turns, last = sessions.script(cell)
-    return Stage({sessions.INSTRUCTION: (*map(slow, turns), last)}, sessions.FILES)
+    *turns, last = case.script()
+    return Scenario({INSTRUCTION: (*map(slow, turns), last)}, FILES)
 
 
-async def recorded(name: str, stage: Callable[[Case], Stage], folder: Path) -> Path:
+async def recorded(name: str, scenario: Callable[[Case], Scenario], folder: Path) -> Path:
     """The recording of one session of the real program."""
-    cell = cells_of(name)[0]
-    await rehearse(cell, stage(cell), folder)
+    case = cases_of(name)[0]
+    await run_session(case, scenario(case), folder)
     return folder / "recordings" / "check-0.0.rec"
 
 
@@ -78,8 +77,8 @@ async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> 
 async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
     """Two recorded answers, then live ones to the end, in a history that continues exactly."""
     recording = Recording.load(await recorded(name, unhurried, tmp_path / "first"))
-    stage = unhurried(cells_of(name)[0])
-    async with scripted(stage.scripts, {}) as model:
+    scenario = unhurried(cases_of(name)[0])
+    async with serve_scripted_model(scenario.scripts, {}) as model:
         (report,) = await fork(recording, tmp_path / "fork", Live(model.upstream, 2))
     assert report.as_recorded, report.differences
     assert (report.replayed, report.live) == (2, 2)
@@ -96,20 +95,20 @@ async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.harness
 @pytest.mark.parametrize(
-    ("name", "stage", "answers"),
+    ("name", "scenario", "answers"),
     [
         ("codex", sessions.team, 5),
         ("opencode", sessions.titled, 5),
         ("pi", sessions.faulty, 4),
-        ("claude_code", sessions.short, 2),
+        ("claude_code", sessions.budget, 2),
     ],
     ids=["sub-agent", "title", "faults", "budget"],
 )
 async def test_sub_agents_titles_faults_and_budgets_are_replayed(
-    name: str, stage: Callable[[Case], Stage], answers: int, tmp_path: Path
+    name: str, scenario: Callable[[Case], Scenario], answers: int, tmp_path: Path
 ) -> None:
     """An agent is waited for by its new id; what broke off is whole; refusals come again."""
-    recording = Recording.load(await recorded(name, stage, tmp_path / "first"))
+    recording = Recording.load(await recorded(name, scenario, tmp_path / "first"))
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.replayed == answers

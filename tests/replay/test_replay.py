@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from replay.played import INSTRUCTION, LOOP, TURNS, observed, record, run, saying, tampered, task
-from tugline.conformance.models import scripted
-from tugline.conformance.script import Turn
 from tugline.errors import CaptureError, UsageError
 from tugline.recording.file import read
 from tugline.recording.verify.sessions import judge
@@ -22,6 +20,7 @@ from tugline.replay.recorded import Live
 from tugline.replay.run import Options, Recording, fork, replay
 from tugline.replay.takes import ordered
 from tugline.sandbox.local import Local
+from tugline.testing.scripted_model import Turn, serve_scripted_model
 from tugline.types import Limits, Message, PluginSpec, Reason, Role, ToolCall
 
 PI = PluginSpec("pi")
@@ -233,7 +232,7 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
         Turn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
         Turn("Done otherwise."),
     )
-    async with scripted({INSTRUCTION: other}, {}) as model:
+    async with serve_scripted_model({INSTRUCTION: other}, {}) as model:
         live = Live(model.upstream, 1, samples=2, slots=2, first=3)
         reports = await fork(recording, tmp_path / "forks", live)
         assert model.engine is not None
@@ -269,7 +268,7 @@ async def test_a_fork_that_does_not_reach_its_turn_says_why(
         tmp_path / "tampered",
         lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
     )
-    async with scripted({INSTRUCTION: TURNS}, {}) as model:
+    async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         (report,) = await fork(Recording.load(changed), tmp_path / "fork", Live(model.upstream, 2))
         assert model.engine is not None
         assert not model.engine.calls
@@ -281,8 +280,8 @@ _KILLED = """
 import asyncio, sys
 from pathlib import Path
 from replay.played import record
-from tugline.conformance.script import Hitch
-asyncio.run(record(Path(sys.argv[1]), hitches={2: Hitch(first_s=60.0)}))
+from tugline.testing.scripted_model import Fault
+asyncio.run(record(Path(sys.argv[1]), faults={2: Fault(first_s=60.0)}))
 """
 
 
@@ -302,7 +301,7 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     Local().reap(folder)
     recording = Recording.load(recording)
     assert recording.result is None
-    async with scripted({INSTRUCTION: TURNS}, {}) as model:
+    async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         live = Live(model.upstream, len(recording.calls))
         (report,) = await fork(recording, tmp_path / "recovered", live)
         assert model.engine is not None

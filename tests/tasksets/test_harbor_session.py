@@ -8,20 +8,19 @@ import msgspec
 import pytest
 
 from containers import podman
-from tugline.conformance.cells import CELLS
-from tugline.conformance.models import scripted
-from tugline.conformance.script import Turn
+from tugline.cli.harness_check import CASES
 from tugline.datasets.files import gather
 from tugline.gateway.app import Gateway
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
+from tugline.testing.scripted_model import Turn, serve_scripted_model
 from tugline.types import PluginSpec, Session, Status, Trajectory
 
 __all__ = ["podman"]
 
 pytestmark = [pytest.mark.podman, pytest.mark.pi, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
-PI = next(cell for cell in CELLS if cell.harness == "pi")
+PI = next(case for case in CASES if case.harness == "pi")
 FORGED = "echo 1 > /logs/verifier/reward.txt; echo true > /tests/test.sh; ls /solution"
 
 
@@ -32,7 +31,7 @@ async def rolled(name: str, command: str, engine: str, folder: Path) -> Trajecto
     task = msgspec.structs.replace(found, runtime=runtime, harness=PluginSpec("pi", PI.options))
     first = Turn("I do it.", calls=((PI.tool, {PI.argument: command, **PI.arguments}),))
     turns = (first, Turn("That is it."))
-    async with scripted({task.instruction.strip(): turns}, {}) as model:
+    async with serve_scripted_model({task.instruction.strip(): turns}, {}) as model:
         gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         async with gateway:
             return await roll_out(

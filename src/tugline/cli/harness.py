@@ -1,8 +1,4 @@
-"""``tugline harness list | install | upgrade | check``: which agents there are, and work here.
-
-A check runs the real program against the real gateway and a scripted model, in a network without
-internet, and says for each requirement whether it holds, or why not and whose fault that is.
-"""
+"""``tugline harness list | install | upgrade | check``: agent programs on this machine."""
 
 from __future__ import annotations
 
@@ -17,18 +13,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tugline.cli.doctor import engine_at
-from tugline.conformance.cells import Case, cells_of
-from tugline.conformance.matrix import check as check_cell
-from tugline.conformance.matrix import reached
-from tugline.conformance.worker import Result
+from tugline import log
+from tugline.cli import harness_check
+from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
 from tugline.errors import UsageError
 from tugline.harnesses import inventory
 from tugline.harnesses.inventory import InventoryItem, find_preset, list_items, list_presets
 from tugline.harnesses.preset import Preset
+from tugline.types import PluginSpec
 
 harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
-_SIGNS = {"pass": "[green]pass[/]", "cli:": "[yellow]cli[/]", "fail:": "[red]fail[/]", "-": ""}
+_SIGNS = {"pass": "[green]pass[/]", "fail:": "[red]fail[/]", "-": ""}
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
@@ -43,15 +38,18 @@ def list_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Name every harness and its version, what is installed of it and whether that is sound."""
-    with Console(stderr=True).status("reading what is installed"):
+    """List harnesses with their versions, and verify the checksums of installed ones."""
+    with Console(stderr=True).status("reading installed harnesses"):
         found = asyncio.run(list_items(newest=newest))
     if as_json:
         typer.echo(msgspec.json.encode({"harnesses": found}))
     else:
         _list(found)
     if any(item.sound is False for item in found):
-        typer.echo("what has changed is not as it was installed: remove its folder", err=True)
+        typer.echo(
+            "a harness differs from what was installed: remove its folder and install it again",
+            err=True,
+        )
         raise typer.Exit(1)
 
 
@@ -59,7 +57,7 @@ def _list(found: Sequence[InventoryItem]) -> None:
     table = Table("name", "version", "installed", "checksum", "newest", box=None)
     table.add_column("checked in", overflow="fold")
     for item in found:
-        dialects = [cell.dialect for cell in cells_of(None) if cell.harness == item.name]
+        dialects = [case.dialect for case in CASES if case.harness == item.name]
         table.add_row(
             item.name,
             item.version or "-",
@@ -78,7 +76,7 @@ def install(
     every: Annotated[bool, typer.Option("--all", help="Install every harness.")] = False,
     version: Version = None,
 ) -> None:
-    """Put harnesses into the toolbox ahead of time, and start each of them once."""
+    """Install harnesses ahead of time, and start each of them once."""
     if every == bool(names):
         msg = "give the names of harnesses, or --all"
         raise UsageError(msg)
@@ -96,7 +94,7 @@ def upgrade(name: str, *, version: Version = None) -> None:
     pinned = find_preset(name)
     wanted = version or asyncio.run(pinned.package.find_newest())
     if wanted == pinned.version:
-        typer.echo(f"{name} {wanted} is what tasks get already")
+        typer.echo(f"{name} {wanted} is the pinned version already")
         return
     _install(find_preset(name, wanted))
     typer.echo(
@@ -112,47 +110,41 @@ def _install(program: Preset) -> None:
 
 
 @harness.command()
-def check(  # noqa: PLR0913 - options of the command line
+def check(
     name: Annotated[str | None, typer.Argument(help="Harness to check.")] = None,
     *,
     every: Annotated[bool, typer.Option("--all", help="Check every harness.")] = False,
     version: Version = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Let this engine answer, such as http://127.0.0.1:8000.")
-    ] = None,
-    slow: Annotated[
-        bool, typer.Option("--slow", help="Also a first token after 70 s, two minutes a cell.")
-    ] = False,
+    runtime: Annotated[str, typer.Option(help="Runtime of the session.")] = "auto",
     keep: Annotated[
-        Path | None, typer.Option(help="Keep logs, requests and answers in this new folder.")
+        Path | None, typer.Option(help="Keep logs and recordings in this new folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a harness against the gateway and a scripted model, without internet."""
+    """Run a harness in a sandbox, against the gateway and a scripted model."""
     if every == (name is not None):
         msg = "give the name of one harness, or --all"
         raise UsageError(msg)
-    cells = cells_of(name)
-    if engine is not None:
-        engine_at(engine)
+    cases = cases_of(name)
     if version is not None:
-        find_preset(cells[0].harness, version)
-        cells = tuple(
-            msgspec.structs.replace(cell, options={**cell.options, "version": version})
-            for cell in cells
+        find_preset(cases[0].harness, version)
+        cases = tuple(
+            msgspec.structs.replace(case, options={**case.options, "version": version})
+            for case in cases
         )
     if keep is not None:
-        _make(keep)
-    results = asyncio.run(_check(cells, engine, keep=keep, slow=slow))
+        _make_folder(keep)
+    log.configure(level="error")
+    results = asyncio.run(_check(cases, PluginSpec(runtime), keep))
     if as_json:
         typer.echo(msgspec.json.encode({"results": results}))
     else:
         _show(results)
-    if any(one.startswith("fail") for result in results for one in result.checks.values()):
+    if any(result.failed for result in results):
         raise typer.Exit(1)
 
 
-def _make(keep: Path) -> None:
+def _make_folder(keep: Path) -> None:
     try:
         keep.mkdir(parents=True)
     except OSError as error:
@@ -161,29 +153,26 @@ def _make(keep: Path) -> None:
 
 
 async def _check(
-    cells: Sequence[Case], url: str | None, *, keep: Path | None, slow: bool
-) -> list[Result]:
+    cases: Sequence[Case], runtime: PluginSpec, keep: Path | None
+) -> list[CheckResult]:
     console = Console(stderr=True, highlight=False)
     results = []
-    async with reached(url) as engine:
-        for number, cell in enumerate(cells):
-            began = time.monotonic()
-            with console.status(f"{number + 1}/{len(cells)} {cell.harness} ({cell.dialect})"):
-                results.append(await check_cell(cell, keep=keep, slow=slow, engine=engine))
-            _say(console, results[-1], time.monotonic() - began)
+    for number, case in enumerate(cases, 1):
+        began = time.monotonic()
+        with console.status(f"{number}/{len(cases)} {case.harness} ({case.dialect})"):
+            result = await harness_check.check(case, runtime, keep)
+        passed = sum(one == "pass" for one in result.checks.values())
+        console.print(
+            f"{result.harness} {result.version} ({result.dialect}): {passed} of "
+            f"{len(result.checks)} passed, {result.exact_turns} of {result.turns} turns exact, "
+            f"{time.monotonic() - began:.0f} s",
+            soft_wrap=True,
+        )
+        results.append(result)
     return results
 
 
-def _say(console: Console, result: Result, seconds: float) -> None:
-    passed = sum(one == "pass" for one in result.checks.values())
-    console.print(
-        f"{result.harness} {result.version} ({result.dialect}): {passed} of {len(result.checks)} "
-        f"passed, {result.exact_turns} of {result.turns} turns exact, {seconds:.0f} s",
-        soft_wrap=True,
-    )
-
-
-def _show(results: Sequence[Result]) -> None:
+def _show(results: Sequence[CheckResult]) -> None:
     console = Console()
     names = list(dict.fromkeys(name for result in results for name in result.checks))
     table = Table("", *(name.replace("_", "\n") for name in names))
@@ -194,6 +183,5 @@ def _show(results: Sequence[Result]) -> None:
     for result in results:
         for name, verdict in result.checks.items():
             if verdict != "pass":
-                who = f"{result.harness} ({result.dialect})"
-                line = f"{who}, {name}: {verdict}"
+                line = f"{result.harness} ({result.dialect}), {name}: {verdict}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -26,8 +26,6 @@ class TestOutcome(StrEnum):
 
     __test__ = False  # not a class of tests for pytest
 
-    __test__ = False  # pytest would take the name for a test's
-
     FAIL = "fail"
     SKIP = "skip"
     XFAIL = "xfail"
@@ -42,8 +40,6 @@ class TestReport:
     """Outcomes by test name, as one run reported them."""
 
     __test__ = False  # not a class of tests for pytest
-
-    __test__ = False  # pytest would take the name for a test's
 
     def __init__(self) -> None:
         self.marks: dict[str, TestOutcome] = {}

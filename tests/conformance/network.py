@@ -1,9 +1,8 @@
-"""A network of one's own: loopback and nothing else, and a name server that only takes notes.
+"""A network namespace with a loopback interface and a recording name server.
 
-The worker is started by ``unshare`` in fresh user, network and mount namespaces. There it brings
-the loopback interface up and puts a resolver of its own in place of the machine's, which answers
-that no name exists and keeps the names that were asked for. So a harness that would have reached a
-foreign host is caught by name, and reaches nobody.
+``unshare`` starts the worker in fresh user, network and mount namespaces. The worker brings the
+loopback interface up and replaces the machine's resolver by one that answers NXDOMAIN and records
+the names. A harness that tries to reach a foreign host cannot, and is identified by the name.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tugline.errors import SandboxError
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 _RESOLVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
-_OWN = ("localhost",)
+_LOCAL_NAMES = ("localhost",)
 
 
 def unavailable() -> str | None:
-    """Why there can be no sandbox here; None if there can."""
+    """Return why the machine allows no namespaces; None if it does."""
     try:
         done = subprocess.run(
             [*UNSHARE, "mount", "--bind", "/proc/self/status", "/etc/resolv.conf"],
@@ -37,13 +36,15 @@ def unavailable() -> str | None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no sandbox: {error}"
-    return None if done.returncode == 0 else f"no sandbox: {' '.join(done.stderr.split())}"
+        return f"no network namespace: {error}"
+    return (
+        None if done.returncode == 0 else f"no network namespace: {' '.join(done.stderr.split())}"
+    )
 
 
 @contextlib.asynccontextmanager
-async def entered(folder: Path) -> AsyncIterator[list[str]]:
-    """Set up the namespaces that this process was started in; yields the names asked for."""
+async def set_up(folder: Path) -> AsyncIterator[list[str]]:
+    """Set up the namespaces that this process was started in; yield the names looked up."""
     _bring_loopback_up()
     resolver = folder / "resolv.conf"
     await asyncio.to_thread(resolver.write_text, _RESOLVER)
@@ -61,8 +62,8 @@ async def entered(folder: Path) -> AsyncIterator[list[str]]:
 
 def _bring_loopback_up() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("16sh14x", b"lo", 0)
-        _, flags = struct.unpack("16sh14x", fcntl.ioctl(sock, _GET_FLAGS, asked))
+        request = struct.pack("16sh14x", b"lo", 0)
+        _, flags = struct.unpack("16sh14x", fcntl.ioctl(sock, _GET_FLAGS, request))
         fcntl.ioctl(sock, _SET_FLAGS, struct.pack("16sh14x", b"lo", flags | _UP))
 
 
@@ -83,7 +84,7 @@ class _Recorder(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         name, end = _question(data)
-        if name not in _OWN and name not in self._names:
+        if name not in _LOCAL_NAMES and name not in self._names:
             self._names.append(name)
         flags = b"\x81\x83"  # a response: no such name
         answer = data[:2] + flags + b"\0\1\0\0\0\0\0\0" + data[12:end]
@@ -91,7 +92,7 @@ class _Recorder(asyncio.DatagramProtocol):
 
 
 def _question(data: bytes) -> tuple[str, int]:
-    """The name that a DNS query asks for, and where its question ends."""
+    """Return the name in a DNS query and the offset after its question."""
     labels: list[str] = []
     at = 12
     while at < len(data) and data[at]:

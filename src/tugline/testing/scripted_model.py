@@ -1,0 +1,191 @@
+"""A model that answers from a script, with scripted faults.
+
+Answers depend on the prompt alone: the turn is the number of assistant openings in it. The same
+prompt therefore gets the same answer however often it is sent, and a prompt that ends inside an
+answer, which is how a gateway continues after a lost connection, gets the rest of that answer. A
+request without tools, or for none of the scripts, counts as a side call (a title, a summary).
+
+    look = Turn("I look.", calls=(("bash", {"command": "ls"}),))
+    scripts = {"Fix the bug.": (look, Turn("Done."))}
+    async with serve_scripted_model(scripts) as served:
+        gateway = Gateway(served.upstream, served.rendering, folder)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+import tugline
+from tugline.chat.engines.embedded import Embedded
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
+from tugline.gateway.replicas import Upstream
+from tugline.inference.server import create_app
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
+from tugline.types import Ids
+from tugline.web.serve import serve
+
+_SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>",
+    "</tool_call>", "<tool_response>", "</tool_response>",
+)  # fmt: skip
+_OPENING = "<|im_start|>assistant\n"
+_TOOLS = "<tools>"
+END_ID = 2
+"""The id that ends an answer."""
+CONTEXT_WINDOW = 131_072
+"""Tokens."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One answer; `calls` are names of tools with their arguments."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+    def render(self) -> str:
+        """Return the answer as a Qwen3 model writes it."""
+        thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
+        calls = [
+            f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+            for name, arguments in self.calls
+        ]
+        return thought + "\n".join([*([self.text] if self.text else []), *calls]) + "<|im_end|>"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error or a delay of one turn; only `token_s` applies to repeated requests as well."""
+
+    refuse: int | None = None
+    """HTTP status instead of an answer."""
+    cut_after: int | None = None
+    """Drop the connection after this many tokens."""
+    first_s: float = 0.0
+    """Seconds before the first token."""
+    token_s: float = 0.0
+    """Seconds before each token."""
+
+
+Script = Sequence[Turn | Callable[[str], Turn]]
+"""Turns in order; a function gets the text of the prompt."""
+
+_SIDE_ANSWER = Turn("A short title")
+_AFTER_END = Turn("There is nothing left to do.")
+
+
+class ScriptedModel:
+    """Answers from `scripts`, each selected by a marker in the prompt.
+
+    `faults` are of the first script, by number of the turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        scripts: Mapping[str, Script],
+        faults: Mapping[int, Fault] | None = None,
+    ) -> None:
+        self._tokenizer, self._scripts = tokenizer, scripts
+        self._faults = dict(faults or {})
+        self._failed: set[int] = set()
+        self._opening = tokenizer.encode(_OPENING)
+        self.answers: dict[tuple[str, int], int] = {}
+        """Tokens of every answer that was requested, by script and turn."""
+        self.side_calls = 0
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens that the engine samples if it samples every answer exactly once."""
+        return sum(self.answers.values())
+
+    def reply(self, prompt: Ids, _request: str) -> Reply:
+        """Return the engine's reply to a prompt."""
+        text = self._tokenizer.decode(prompt.tolist())
+        marker = next((marker for marker in self._scripts if marker in text), "")
+        marker = marker if _TOOLS in text else ""
+        turn = text.count(_OPENING) - 1
+        ids = self._tokenizer.encode(self._turn(marker, turn, text).render())
+        done = self._count_answered(prompt)
+        if marker:
+            self.answers[marker, turn] = len(ids)
+        first = bool(marker) and marker == next(iter(self._scripts))
+        fault = self._faults.get(turn, Fault()) if first else Fault()
+        if done == 0 and turn in self._failed:
+            fault = Fault(token_s=fault.token_s)
+        self._failed.add(turn)
+        return Reply(
+            ids[done:],
+            delay_s=fault.token_s,
+            first_s=fault.first_s if done == 0 else 0.0,
+            status=fault.refuse if done == 0 else None,
+            cut_after=fault.cut_after if done == 0 else None,
+        )
+
+    def _turn(self, marker: str, turn: int, text: str) -> Turn:
+        if not marker:
+            self.side_calls += 1
+            return _SIDE_ANSWER
+        script = self._scripts[marker]
+        if turn >= len(script):
+            return _AFTER_END
+        answer = script[turn]
+        return answer if isinstance(answer, Turn) else answer(text)
+
+    def _count_answered(self, prompt: Ids) -> int:
+        """Return how many tokens of the answer the prompt already ends with."""
+        starts = (prompt == self._opening[0]).nonzero()[0]
+        return len(prompt) - int(starts[-1]) - len(self._opening)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a gateway needs of a model, and the parts behind it if it is scripted."""
+
+    upstream: Upstream
+    rendering: Rendering | None
+    engine: ScriptedEngine | None = None
+    model: ScriptedModel | None = None
+
+
+@contextlib.asynccontextmanager
+async def serve_scripted_model(
+    scripts: Mapping[str, Script], faults: Mapping[int, Fault] | None = None
+) -> AsyncIterator[ServedModel]:
+    """Serve a scripted model that takes token ids, which is what exact mode needs."""
+    tokenizer = make_tokenizer()
+    model = ScriptedModel(tokenizer, scripts, faults)
+    engine = ScriptedEngine(
+        model.reply, vocab_size=tokenizer.size, max_model_len=CONTEXT_WINDOW, eos_ids=[END_ID]
+    )
+    rendering = Rendering(tokenizer, "qwen3", thinking_retention="all")
+    async with serve(create_app(engine, model_name="scripted")) as url:
+        yield ServedModel(Upstream(url, Embedded()), rendering, engine, model)
+
+
+@cache
+def make_tokenizer() -> Tokenizer:
+    """Train a byte-level BPE tokenizer on the text of this package, which takes 0.1 s."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    package = Path(tugline.__file__).parent
+    texts = (path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, "scripted")

@@ -1,0 +1,135 @@
+"""The checks of a session. Pure; each returns None if all is well, else the reason."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from conformance.session_run import SessionRun
+from conformance.sessions import BUDGET, CUT, SLOW
+from tugline.cli.harness_check import (
+    FILES,
+    LAST_WORDS,
+    Case,
+    find_forks,
+    find_lost_prefix,
+    main_calls,
+)
+from tugline.types import Branch, Call, TraceKind
+
+_EARLY = 5
+"""Parts of an answer that are more than its opening."""
+_IN_FLIGHT = 3
+"""Tokens that may be on their way from the engine when a connection is cut."""
+_MOST_REQUESTS = 30
+"""Requests after a budget's refusal until a harness counts as one that never stops."""
+
+
+def completes(case: Case, run: SessionRun) -> str | None:
+    """Every turn was requested and the program ended by itself."""
+    turns, expected = len(main_calls(run.calls)), len(case.script())
+    if run.exit.timed_out:
+        return f"still running after {run.exit.seconds:.0f} s and {turns} turns"
+    if turns != expected:
+        return f"{turns} turns instead of {expected}, {_describe_end(run)}"
+    return f"exit code {run.exit.code}" if run.exit.code else None
+
+
+def tool_call_executed(_: Case, run: SessionRun) -> str | None:
+    """Both parallel calls and the later ones ran, and their results came back."""
+    if run.files.get("both.txt") != "".join(FILES.values()):
+        return f"both.txt holds {run.files.get('both.txt')!r}"
+    results = " ".join(m.content for call in run.calls[1:2] for m in call.messages)
+    missing = [word for word in ("walrus", "heron") if word not in results]
+    return f"the second request lacks the results {missing}" if missing else None
+
+
+def streaming(_: Case, run: SessionRun) -> str | None:
+    """The slow turn's answer went out while it was sampled, not only its headers."""
+    if len(run.calls) <= SLOW:
+        return f"only {len(run.calls)} turns"
+    call = run.calls[SLOW]
+    parts = next((r.chunks for r in run.requests if r.request == call.request), [])
+    if len(parts) == 1:
+        return "the answer came whole"
+    early = sum(at < (call.timings.last_token or 0.0) for at, _ in parts)
+    if early < _EARLY:
+        return f"{early} of {len(parts)} parts of the answer left before its last token was there"
+    return None
+
+
+def history_exact(_: Case, run: SessionRun) -> str | None:
+    """Every turn but the first continues the one before."""
+    turns = len(main_calls(run.calls))
+    return f"only {turns} turns" if turns < 3 else find_forks(run.calls)
+
+
+def prefix_kept(_: Case, run: SessionRun) -> str | None:
+    """Every prompt starts with the parent's prompt and answer, id for id."""
+    return find_lost_prefix(run.calls)
+
+
+def usage_seen(_: Case, run: SessionRun) -> str | None:
+    """The program wrote a true count of prompt tokens, of one call or of all."""
+    prompts = [len(call.prompt_ids) for call in run.calls]
+    counts = {*prompts, *itertools.accumulate(prompts)}
+    if any(re.search(rf"(?<![\d.]){count}(?![\d.])", run.output) for count in counts):
+        return None
+    return f"none of {sorted(counts)} in its output"
+
+
+def retry_safe(case: Case, run: SessionRun) -> str | None:
+    """The faults went unnoticed and no token was sampled or counted twice."""
+    turns, expected = len(main_calls(run.calls)), len(case.script())
+    if turns != expected or run.exit.timed_out:
+        return f"{turns} turns instead of {expected}, {_describe_end(run)}"
+    # An answer that is not streamed is lost with the engine that died over it.
+    most = run.expected_tokens + _IN_FLIGHT + (0 if case.streams else CUT)
+    if not run.expected_tokens <= run.sampled <= most:
+        return f"{run.sampled} tokens sampled for answers of {run.expected_tokens}"
+    counted = sum(len(call.sampled_ids) for call in run.calls)
+    if counted != run.expected_tokens:
+        return f"{counted} tokens counted of {run.expected_tokens} sampled"
+    return None
+
+
+def budget_stop_survived(_: Case, run: SessionRun) -> str | None:
+    """The program gives up by itself, soon, and no call was made beyond the budget."""
+    requests, calls = len(run.requests), len(run.calls)
+    if run.exit.timed_out:
+        return f"still running {run.exit.seconds:.0f} s after it began, {requests} requests"
+    if requests > _MOST_REQUESTS:
+        return f"{requests} requests before it gave up"
+    return None if calls == BUDGET else f"{calls} calls with a budget of {BUDGET}"
+
+
+def text_shown(_: Case, run: SessionRun) -> str | None:
+    """The model's last text reaches whoever started the program."""
+    return None if LAST_WORDS in run.log else f"{LAST_WORDS!r} is not in its output"
+
+
+def sub_agents_linked(_: Case, run: SessionRun) -> str | None:
+    """A sub-agent's calls have a thread of their own, and name the one that started it."""
+    main = {call.thread for call in run.calls if call.kind is TraceKind.MAIN}
+    subs = [call for call in run.calls if call.kind is TraceKind.SUBAGENT]
+    if not subs:
+        return f"no call of a sub-agent, {_describe_end(run)}"
+    wrong = [c.number for c in subs if c.thread in main or c.parent_thread not in main]
+    if wrong:
+        return f"calls {wrong} name no thread of their own, or not the main one as its parent"
+    forked = [call.number for call in run.calls if call.branch not in {None, Branch.NEW_THREAD}]
+    return f"calls {forked} do not continue their threads" if forked else None
+
+
+def title_is_side_call(case: Case, run: SessionRun) -> str | None:
+    """The request for a title is beside the task and does not fork the conversation."""
+    sides: list[Call] = [call for call in run.calls if call.kind is TraceKind.SIDE]
+    if not run.side_calls or len(sides) != run.side_calls:
+        return f"{len(sides)} side calls recorded, {run.side_calls} made"
+    return completes(case, run) or history_exact(case, run)
+
+
+def _describe_end(run: SessionRun) -> str:
+    how = "out of time" if run.exit.timed_out else f"exit code {run.exit.code}"
+    statuses = [each.status for each in run.requests]
+    return f"{how}; statuses {statuses}; {' '.join(run.log.split())[-300:]!r}"

@@ -1,0 +1,63 @@
+"""The sessions of the suite: what the model answers, and which faults occur.
+
+A plain session of four turns, the same with a fault at every turn, one whose budget ends halfway;
+some harnesses have one more for a feature of theirs.
+"""
+
+from __future__ import annotations
+
+import re
+
+from conformance.session_run import Scenario
+from tugline.cli.harness_check import FILES, INSTRUCTION, LAST_WORDS, Case
+from tugline.testing.scripted_model import Fault, Turn
+
+SLOW = 1
+"""The turn whose first words must leave before its last are sampled."""
+BUDGET = 2
+CUT = 12
+"""Tokens after which the engine dies."""
+_TOKEN_S = 0.03
+_BUDGET_S = 90.0
+_TEAM = "Have one agent of yours look at one.txt, then say what it found."
+_SUB_TASK = "Agent: look at one.txt."
+
+
+def plain(case: Case) -> Scenario:
+    """No fault; one turn is slow."""
+    return Scenario({INSTRUCTION: case.script()}, FILES, {SLOW: Fault(token_s=_TOKEN_S)})
+
+
+def faulty(case: Case) -> Scenario:
+    """The engine refuses, dies within an answer, and then the client's connection breaks."""
+    faults = {0: Fault(refuse=503), 1: Fault(cut_after=CUT), 2: Fault(token_s=_TOKEN_S)}
+    return Scenario({INSTRUCTION: case.script()}, FILES, faults, broken=frozenset({2}))
+
+
+def budget(case: Case) -> Scenario:
+    """The budget ends after two of four turns."""
+    return Scenario({INSTRUCTION: case.script()}, FILES, max_turns=BUDGET, timeout_s=_BUDGET_S)
+
+
+def slow_start(case: Case) -> Scenario:
+    """The first token comes after 70 s, longer than some clients wait; then 30 s of answer."""
+    faults = {0: Fault(first_s=70.0), 1: Fault(token_s=0.5)}
+    return Scenario({INSTRUCTION: case.script()}, FILES, faults, timeout_s=240.0)
+
+
+def team(case: Case) -> Scenario:
+    """Codex starts an agent of its own and waits for it."""
+
+    def wait(prompt: str) -> Turn:
+        agents = re.findall(r'"agent_id":\s*"([^"]+)"', prompt)
+        return Turn(calls=(("multi_agent_v1__wait_agent", {"targets": agents[-1:]}),))
+
+    start = ("multi_agent_v1__spawn_agent", {"message": _SUB_TASK})
+    sub = (Turn(calls=(case.call("cat one.txt"),)), Turn("A walrus."))
+    scripts = {_TEAM: (Turn("I ask.", calls=(start,)), wait, Turn(LAST_WORDS)), _SUB_TASK: sub}
+    return Scenario(scripts, FILES, options={"sub_agents": True})
+
+
+def titled(case: Case) -> Scenario:
+    """The harness requests a title, too."""
+    return Scenario({INSTRUCTION: case.script()}, FILES, options={"title": True})
