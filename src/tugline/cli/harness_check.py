@@ -257,7 +257,7 @@ async def _run_session(case: Case, runtime: PluginSpec, folder: Path) -> Checked
             trajectory = await roll_out(
                 *(task, session), gateway=gateway, directory=folder / "session", parts=Parts()
             )
-            calls = tuple(gateway.calls(session.id))
+            calls = tuple(gateway.read_calls(session.id))
     log = folder / "session" / "agent" / "logs" / "agent.log"
     text = await asyncio.to_thread(_read_text, log)
     failure = trajectory.failure.message if trajectory.failure else ""
