@@ -119,6 +119,7 @@ def test_a_configuration_made_in_python_is_checked_too() -> None:
     """Bounds hold however a configuration comes about, and replacing a field checks again."""
     with pytest.raises(ConfigError, match=r"^learning_rate is -1, must be a number > 0$"):
         Optimizer(learning_rate=-1)
+    assert Settings(name="x", folder=Path("a")).folder == Path("a")
     with pytest.raises(ConfigError, match="kind is 'adam', must be one of adamw, sgd"):
         msgspec.structs.replace(Optimizer(), kind="adam")
 

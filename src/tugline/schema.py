@@ -80,7 +80,7 @@ def decode(
 
 
 def _decode_path(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str | Path):
         return Path(value)
     if kind is Path:
         msg = "must be a string"

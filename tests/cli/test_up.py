@@ -42,9 +42,9 @@ def tugline(*options: str, cwd: Path) -> tuple[int, str]:
     [
         (("up", "--engine", "http://x", "--model", "m"), "leave it out beside --engine"),
         (("up", "--model", "m", "--tokenizer", "t"), "--tokenizer is for an engine at an address"),
-        (("up", "--port", "70000"), "server.port: 70000 is not <= 65535"),
+        (("up", "--port", "70000"), "server.port is 70000, must be an integer <= 65535"),
         (("up", "--slots", "0"), "node.slots is 0, must be an integer >= 1"),
-        (("up", "--name", "a/b"), "node.name: 'a/b'"),
+        (("up", "--name", "a/b"), "node.name is 'a/b', must be a string matching"),
         (("up", "--config", "wrong.yaml"), "wrong.yaml: unknown key 'server.prot'; did you mean"),
         (("run", "none.yaml", "--out", "o"), "there is no file none.yaml"),
     ],
