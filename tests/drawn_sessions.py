@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from tugline.types import (
     Branch,
     Call,
+    CallOutcome,
     Finish,
     Image,
     Message,
     Mode,
-    Outcome,
     Role,
     Sampling,
     Timings,
@@ -82,7 +82,12 @@ class _Bytes:
 
 _WAYS = ("on", "on", "on", "again", "edit", "compact", "agent", "side", "fresh", "rerendered")
 _FINISH = (Finish.STOP, Finish.STOP, Finish.LENGTH, Finish.ABORT)
-_OUTCOME = (Outcome.COMPLETE, Outcome.COMPLETE, Outcome.CLIENT_GONE, Outcome.ENGINE_LOST)
+_OUTCOME = (
+    CallOutcome.COMPLETE,
+    CallOutcome.COMPLETE,
+    CallOutcome.CLIENT_GONE,
+    CallOutcome.ENGINE_LOST,
+)
 
 
 def session(data: bytes, name: str = "s") -> Drawn:

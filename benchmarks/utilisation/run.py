@@ -89,7 +89,7 @@ def a_task(name: str, case: Case, samples: int = SAMPLES) -> Task:
         evaluator=PluginSpec("simulated"),
         samples=samples,
         limits=LONG,
-        group=Group(enough=case.enough),
+        group=Group(min_usable=case.enough),
     )
 
 

@@ -72,7 +72,7 @@ def body(name: str, draw: random.Random, callback: str) -> dict[str, Any]:
     }
     match draw.random():
         case dice if dice < 0.15:
-            task["group"]["enough"] = 2
+            task["group"]["min_usable"] = 2
         case dice if dice < 0.3:
             task["group"]["deadline_s"] = draw.uniform(5, 30)
     if draw.random() < 0.4:

@@ -26,10 +26,10 @@ from tugline.testing.scripted_model import Fault, ScriptedModel, Turn, make_toke
 from tugline.types import (
     Branch,
     Call,
+    CallOutcome,
     Finish,
     Ids,
     Message,
-    Outcome,
     Role,
     Sampling,
     Timings,
@@ -185,7 +185,7 @@ def edited(**changes: Any) -> tuple[Call, ...]:
         ("retry_safe", session(calls=(*session().calls, call(4))), "5 turns instead of 4"),
         (
             "retry_safe",
-            session(calls=(*session().calls, call(4, outcome=Outcome.CLIENT_GONE))),
+            session(calls=(*session().calls, call(4, outcome=CallOutcome.CLIENT_GONE))),
             "15 tokens counted of 12",
         ),
         (

@@ -16,7 +16,7 @@ import pytest
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
 from tugline.testing.scripted_engine import Reply
-from tugline.types import Call, Outcome, Role
+from tugline.types import Call, CallOutcome, Role
 
 CALLS = "".join(
     f'<tool_call>\n{{"name": "read", "arguments": {{"path":  "{path}"}}}}\n</tool_call>\n'
@@ -250,7 +250,7 @@ async def test_closing_the_stream_stops_the_engine(tmp_path: Path) -> None:
         async with asyncio.timeout(5):
             while it.running or not it.calls:  # noqa: ASYNC110  # the engine tells no event
                 await asyncio.sleep(0.01)
-        assert it.calls[0].outcome is Outcome.CLIENT_GONE
+        assert it.calls[0].outcome is CallOutcome.CLIENT_GONE
 
 
 async def test_the_beta_route_and_a_late_system_message(tmp_path: Path) -> None:

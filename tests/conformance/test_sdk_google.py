@@ -17,7 +17,7 @@ from google.genai import errors, types
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
 from tugline.testing.scripted_engine import Reply
-from tugline.types import Call, EchoChange, Outcome, Role
+from tugline.types import Call, CallOutcome, EchoChange, Role
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession")
 CALLS = "".join(
@@ -276,4 +276,4 @@ async def test_hanging_up_stops_the_engine(tmp_path: Path) -> None:
         async with asyncio.timeout(5):
             while it.running or not it.calls:  # noqa: ASYNC110  # the engine tells no event
                 await asyncio.sleep(0.01)
-        assert it.calls[0].outcome is Outcome.CLIENT_GONE
+        assert it.calls[0].outcome is CallOutcome.CLIENT_GONE

@@ -16,7 +16,7 @@ from tugline.harnesses.install import install_once, run_installer
 from tugline.harnesses.npm import Npm
 from tugline.sandbox.cache import cache_folder
 from tugline.testing.scripted_engine import Reply
-from tugline.types import Ids, Outcome
+from tugline.types import CallOutcome, Ids
 
 SDKS = ("openai@7.55.0", "@anthropic-ai/sdk@1.11.0", "@google/genai@3.1.0")
 PROGRAM = Path(__file__).with_name("npm") / "sdk.mjs"
@@ -105,6 +105,6 @@ async def test_an_agent_on_a_javascript_sdk(tmp_path: Path, api: str) -> None:
         assert np.array_equal(after.prompt_ids[: len(whole)], whole)
     assert any("scripted" in name for name in seen["models"])
     assert seen["refused"]["status"] == 401
-    assert calls[4].outcome is Outcome.CLIENT_GONE
+    assert calls[4].outcome is CallOutcome.CLIENT_GONE
     if api in {"anthropic", "google"}:
         assert seen["counted"] > 0

@@ -18,7 +18,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from rig import Constrained, Play, Rig, in_turn, rig, says
 from tugline.testing.scripted_engine import Reply
-from tugline.types import Branch, Call, EchoChange, Outcome, Role, TraceKind
+from tugline.types import Branch, Call, CallOutcome, EchoChange, Role, TraceKind
 
 CALLS = "".join(
     f'<tool_call>\n{{"name": "read", "arguments": {{"path":  "{path}"}}}}\n</tool_call>\n'
@@ -398,4 +398,4 @@ async def test_closing_the_stream_stops_the_engine(tmp_path: Path, api: str) -> 
         async with asyncio.timeout(5):
             while it.running or not it.calls:  # noqa: ASYNC110  # the engine tells no event
                 await asyncio.sleep(0.01)
-        assert it.calls[0].outcome is Outcome.CLIENT_GONE
+        assert it.calls[0].outcome is CallOutcome.CLIENT_GONE

@@ -24,11 +24,11 @@ from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Branch,
     Call,
+    CallOutcome,
     Finish,
     Image,
     Message,
     Mode,
-    Outcome,
     Role,
     TraceKind,
 )
@@ -249,7 +249,7 @@ def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> Non
 def test_a_resumed_answer_is_told_once(tmp_path: Path) -> None:
     """A retry that goes on in the middle of an answer takes the place of what there was of it."""
     first, second = two_turns()
-    begun = replace(first, finish=Finish.ABORT, outcome=Outcome.CLIENT_GONE)
+    begun = replace(first, finish=Finish.ABORT, outcome=CallOutcome.CLIENT_GONE)
     resumed = call(1, [10, 11, 12, 13], [14], messages=(), answer=first.answer)
     third = replace(second, number=2, parent=1)
     record(tmp_path, "a", calls=[begun, resumed, third])

@@ -16,7 +16,7 @@ from rig import Rig, ids, rig, says, text_of
 from tugline.gateway.sessions import LiveSession
 from tugline.testing.scripted_engine import Reply
 from tugline.traces.prefix_merging import PrefixMerging
-from tugline.types import Call, Ids, Outcome
+from tugline.types import Call, CallOutcome, Ids
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1).map(
     lambda text: f"<{text}> wörter 界 " + " ".join(text) + " end."
@@ -36,7 +36,7 @@ def cut_at(text: str, cuts: list[int]) -> Any:
     return reply
 
 
-def calls_of(it: Rig) -> list[Outcome]:
+def calls_of(it: Rig) -> list[CallOutcome]:
     """How the calls that were recorded so far ended."""
     return [call.outcome for call in it.calls]
 
@@ -68,7 +68,7 @@ async def test_an_answer_is_whole_wherever_it_is_cut(
     assert told == text.strip()
     answer = np.concatenate([call.sampled_ids for call in calls])
     assert answer.tolist() == ids(text)
-    assert calls[-1].outcome is Outcome.COMPLETE
+    assert calls[-1].outcome is CallOutcome.COMPLETE
     for call in calls:
         covered = [(span.start, span.end) for span in call.versions]
         assert sum(end - start for start, end in covered) == len(call.sampled_ids)
@@ -101,5 +101,5 @@ async def test_a_client_that_comes_back_while_its_answer_is_given_up(
             told = text_of(await response.text())
         calls = it.calls
     assert told == text
-    assert [call.outcome for call in calls] == [Outcome.CLIENT_GONE, Outcome.COMPLETE]
+    assert [call.outcome for call in calls] == [CallOutcome.CLIENT_GONE, CallOutcome.COMPLETE]
     assert np.concatenate([call.sampled_ids for call in calls]).tolist() == ids(text)

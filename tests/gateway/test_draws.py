@@ -15,7 +15,7 @@ from rig import ASK, Rig, cut_once, ids, rig, says, text_of
 from tugline.errors import EngineError
 from tugline.gateway import completion
 from tugline.testing.scripted_engine import Reply
-from tugline.types import Branch, Finish, Limits, Outcome, Policy, Sampling, VersionSpan
+from tugline.types import Branch, CallOutcome, Finish, Limits, Policy, Sampling, VersionSpan
 
 LONG = " ".join(f"word{i}" for i in range(24))
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -37,7 +37,7 @@ async def test_an_answer_goes_on_where_its_engine_died(tmp_path: Path) -> None:
         call = it.calls[0]
     assert told == LONG
     assert call.sampled_ids.tolist() == ids(LONG)
-    assert (call.outcome, call.finish, call.branch) == (Outcome.COMPLETE, Finish.STOP, None)
+    assert (call.outcome, call.finish, call.branch) == (CallOutcome.COMPLETE, Finish.STOP, None)
     assert len(call.replicas) == 3
     assert call.replicas[0] == call.replicas[2] != call.replicas[1]
 
@@ -73,7 +73,7 @@ async def test_without_a_replica_left_the_answer_ends_as_truncated(
         call = it.calls[0]
     assert '"stop_reason":"max_tokens"' in text
     assert text.rstrip().endswith('{"type":"message_stop"}')
-    assert call.outcome is Outcome.ENGINE_LOST
+    assert call.outcome is CallOutcome.ENGINE_LOST
     assert call.sampled_ids.tolist() == ids(told)[:60]
 
 
@@ -121,7 +121,7 @@ async def test_hanging_up_ends_the_engines_work_and_keeps_what_was_sampled(tmp_p
         assert time.monotonic() - began < 2.0
         await until(lambda: it.calls)
         call = it.calls[0]
-    assert call.outcome is Outcome.CLIENT_GONE
+    assert call.outcome is CallOutcome.CLIENT_GONE
     assert 0 < len(call.sampled_ids) < len(ids(LONG))
 
 
@@ -133,7 +133,7 @@ async def test_an_unstreamed_answer_is_salvaged_when_its_client_leaves(tmp_path:
         asking.cancel()
         await until(lambda: not it.running, 2.5)
         await until(lambda: it.calls)
-    assert it.calls[0].outcome is Outcome.CLIENT_GONE
+    assert it.calls[0].outcome is CallOutcome.CLIENT_GONE
 
 
 async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ async def test_a_retry_at_once_joins_the_answer_in_flight(tmp_path: Path) -> Non
         told = text_of(await _read(it))
         assert len(it.engines[0].calls) == 1
     assert told == LONG
-    assert [call.outcome for call in it.calls] == [Outcome.COMPLETE]
+    assert [call.outcome for call in it.calls] == [CallOutcome.COMPLETE]
 
 
 async def test_the_same_turn_without_a_stream_is_not_sampled_again(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ async def test_pause_can_end_running_answers_with_what_they_have(tmp_path: Path)
         it.gateway.resume()
         assert '"stop_reason":"max_tokens"' in await reading
         call = it.calls[0]
-    assert (call.outcome, call.finish) == (Outcome.COMPLETE, Finish.ABORT)
+    assert (call.outcome, call.finish) == (CallOutcome.COMPLETE, Finish.ABORT)
     assert 0 < len(call.sampled_ids) < len(ids(LONG))
 
 

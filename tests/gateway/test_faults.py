@@ -29,7 +29,7 @@ from tugline.gateway import asgi
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.traces.prefix_merging import PrefixMerging
-from tugline.types import Limits, Outcome, PluginSpec, Reason, Session, Task
+from tugline.types import CallOutcome, Limits, PluginSpec, Reason, Session, Task
 from tugline.web.serve import serve
 
 
@@ -514,7 +514,7 @@ async def test_a_stream_that_loses_its_engine_ends_properly(
         call = it.gateway.read_calls("s1")[0]
     assert code == 200
     assert dialect.end in text.replace(" ", "")
-    assert call.outcome is Outcome.ENGINE_LOST
+    assert call.outcome is CallOutcome.ENGINE_LOST
     ledger = PrefixMerging().build([call]).ledger
     assert (ledger.sampled, ledger.trained) == (10, 10)
 

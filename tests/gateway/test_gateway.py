@@ -23,7 +23,17 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
-from tugline.types import Call, Finish, Ids, Limits, Outcome, PluginSpec, Sampling, Session, Task
+from tugline.types import (
+    Call,
+    CallOutcome,
+    Finish,
+    Ids,
+    Limits,
+    PluginSpec,
+    Sampling,
+    Session,
+    Task,
+)
 from tugline.web.serve import serve
 
 RENDERING = rendering()
@@ -177,7 +187,7 @@ async def test_a_client_that_hangs_up_stops_the_engine_and_is_recorded(tmp_path:
             await _within_a_second(lambda: not it.engine.stats().running)
             await _within_a_second(lambda: bool(it.calls))
             (call,) = it.calls
-            assert call.outcome is Outcome.CLIENT_GONE
+            assert call.outcome is CallOutcome.CLIENT_GONE
             assert 0 < len(call.sampled_ids) < 400
 
 
@@ -364,7 +374,7 @@ async def test_an_engine_lost_mid_answer_ends_it_as_truncated(
         finish = [c.choices[0].finish_reason async for c in await it.ask(stream=True) if c.choices]
         assert finish[-1] == "length"
         (call,) = it.calls
-        assert (call.outcome, len(call.sampled_ids)) == (Outcome.ENGINE_LOST, 6)
+        assert (call.outcome, len(call.sampled_ids)) == (CallOutcome.ENGINE_LOST, 6)
 
 
 async def test_an_sdk_retry_of_an_answered_call_samples_once(tmp_path: Path) -> None:

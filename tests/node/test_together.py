@@ -88,7 +88,7 @@ async def test_enough_of_a_group_ends_the_rest(tmp_path: Path) -> None:
     async with plane(tmp_path) as control:
         pair = Pair(tmp_path, control, slots=4)
         async with pair.working():
-            group = msgspec.structs.replace(task(samples=4), group=Group(enough=2))
+            group = msgspec.structs.replace(task(samples=4), group=Group(min_usable=2))
             pair.script.hang = frozenset({"t-2", "t-3"})
             await control.submit([group])
 

@@ -42,7 +42,7 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
 async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
     """What waits is cancelled, what runs is stopped, and what it has done is kept."""
     node = await Idler.join(control, room=3)
-    await control.submit([a_task("t", 5, group=Group(enough=1))])
+    await control.submit([a_task("t", 5, group=Group(min_usable=1))])
     assert names((await node.ask()).work) == ["t-0", "t-1", "t-2"]
     await node.commit("t-0", failure=Boundary.AGENT)
     assert (await control.task("t")).reason == ""

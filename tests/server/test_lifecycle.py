@@ -99,7 +99,7 @@ class Lifecycle:
             tenant=draw(["a", "b"]),
             priority=draw([-1, 0, 1]),
             group=Group(
-                enough=draw([None, None, 1, 2]),
+                min_usable=draw([None, None, 1, 2]),
                 deadline_s=draw([None, None, 3.0, 30.0]),
                 attempts=draw([1, 2, 3]),
                 max_staleness=draw([None, 0, 1]),

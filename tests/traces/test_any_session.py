@@ -20,9 +20,9 @@ from tugline.traces.prefix_merging import PrefixMerging
 from tugline.traces.tree import PrefixTree, Tree, grow
 from tugline.types import (
     Call,
+    CallOutcome,
     Finish,
     Mode,
-    Outcome,
     Reason,
     Trace,
     TraceKind,
@@ -139,16 +139,16 @@ def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
             later.number > call.number and whole(later)[: len(whole(call))] == whole(call)
             for later in drawn.calls
         )
-        aborted = call.outcome is Outcome.COMPLETE and call.finish is Finish.ABORT
+        aborted = call.outcome is CallOutcome.COMPLETE and call.finish is Finish.ABORT
         if call.kind is TraceKind.SIDE:
             assert set(ledger.masked) == {Reason.SIDE_CALL}
         elif aborted:
             assert set(ledger.masked) == {Reason.ABORTED}
         elif ledger.masked:
             assert set(ledger.masked) == {Reason.CLIENT_GONE}
-            assert call.outcome is Outcome.CLIENT_GONE
+            assert call.outcome is CallOutcome.CLIENT_GONE
         else:
-            assert call.outcome is not Outcome.CLIENT_GONE or echoed
+            assert call.outcome is not CallOutcome.CLIENT_GONE or echoed
 
 
 @MANY

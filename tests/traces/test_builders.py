@@ -17,11 +17,11 @@ from tugline.traces.prefix_merging import PrefixMerging
 from tugline.traces.tree import PrefixTree
 from tugline.types import (
     Branch,
+    CallOutcome,
     Finish,
     Image,
     Ledger,
     Mode,
-    Outcome,
     PluginSpec,
     Reason,
     Task,
@@ -103,7 +103,7 @@ def test_a_wrong_parent_is_verified_and_overruled() -> None:
 @pytest.mark.parametrize("builder", ALL)
 def test_answer_nobody_saw_is_masked(builder: type[PerRequest]) -> None:
     """A harness that hung up never acted on the answer: kept as context, not trained."""
-    gone = call(0, [1, 2], [3, 4], outcome=Outcome.CLIENT_GONE, finish=Finish.ABORT)
+    gone = call(0, [1, 2], [3, 4], outcome=CallOutcome.CLIENT_GONE, finish=Finish.ABORT)
     built = builder().build([gone, call(1, [1, 2], [5])])
     assert not built.traces[0].mask.any()
     assert built.traces[0].spans[0].masked is Reason.CLIENT_GONE
@@ -114,7 +114,7 @@ def test_answer_nobody_saw_is_masked(builder: type[PerRequest]) -> None:
 @pytest.mark.parametrize("builder", ALL)
 def test_echo_proves_that_the_answer_was_seen(builder: type[PerRequest]) -> None:
     """A later prompt that carries the answer on, id for id, takes the mask away."""
-    gone = call(0, [1, 2], [3, 4], outcome=Outcome.CLIENT_GONE, finish=Finish.ABORT)
+    gone = call(0, [1, 2], [3, 4], outcome=CallOutcome.CLIENT_GONE, finish=Finish.ABORT)
     built = builder().build([gone, call(1, [1, 2, 3, 4, 9], [5], parent=0)])
     assert (built.ledger.trained, built.ledger.masked) == (3, {})
 
@@ -164,7 +164,7 @@ def test_a_compaction_is_linked_to_what_it_summarises() -> None:
 @pytest.mark.parametrize("builder", ALL)
 def test_an_answer_is_trained_as_far_as_its_lost_engine_got(builder: type[PerRequest]) -> None:
     """What was sampled before the last replica died was sampled on policy."""
-    lost = call(0, [1], [2, 3], outcome=Outcome.ENGINE_LOST, finish=Finish.ABORT)
+    lost = call(0, [1], [2, 3], outcome=CallOutcome.ENGINE_LOST, finish=Finish.ABORT)
     assert builder().build([lost]).ledger.trained == 2
 
 
@@ -263,7 +263,7 @@ def test_another_picture_is_another_context(builder: type[PerRequest]) -> None:
 def test_ledgers_add_up() -> None:
     """Per call, per trace and in sum; an empty sum is an empty ledger."""
     calls = [
-        call(0, [1, 2], [3, 4], outcome=Outcome.CLIENT_GONE),
+        call(0, [1, 2], [3, 4], outcome=CallOutcome.CLIENT_GONE),
         call(1, [1], [5, 6, 7]),
     ]
     traces, ledger = PrefixMerging(max_length=3).build(calls)

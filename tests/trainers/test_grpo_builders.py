@@ -22,8 +22,8 @@ from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
 from tugline.types import (
     Call,
+    CallOutcome,
     Finish,
-    Outcome,
     Reward,
     Sample,
     Sampling,
@@ -76,7 +76,7 @@ def sessions(draw: DrawFn, name: str) -> list[Call]:
             how = draw(st.sampled_from(["continue", "continue", "twin", "edit"]))
             kept = {"continue": len(whole), "twin": len(base.prompt_ids), "edit": 1}[how]
             prompt = whole[:kept] + ([] if how == "twin" else prompt)
-        gone = draw(st.sampled_from([Outcome.COMPLETE] * 4 + [Outcome.CLIENT_GONE]))
+        gone = draw(st.sampled_from([CallOutcome.COMPLETE] * 4 + [CallOutcome.CLIENT_GONE]))
         parent = base and base.number
         grown.append(call(name, number, prompt, draw(few), parent=parent, outcome=gone))
     return grown

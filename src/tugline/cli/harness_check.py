@@ -25,7 +25,7 @@ from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_model import Turn, serve_scripted_model
-from tugline.types import Call, Limits, Outcome, PluginSpec, Reward, Session, Task, TraceKind
+from tugline.types import Call, CallOutcome, Limits, PluginSpec, Reward, Session, Task, TraceKind
 
 INSTRUCTION = "Read one.txt and two.txt, then write both into both.txt."
 FILES = {"one.txt": "walrus\n", "two.txt": "heron\n"}
@@ -162,7 +162,7 @@ class CheckedSession(msgspec.Struct, frozen=True):
 
 def main_calls(calls: Sequence[Call]) -> list[Call]:
     """Return the calls of the conversation, without side calls and abandoned answers."""
-    return [c for c in calls if c.kind is not TraceKind.SIDE and c.outcome is Outcome.COMPLETE]
+    return [c for c in calls if c.kind is not TraceKind.SIDE and c.outcome is CallOutcome.COMPLETE]
 
 
 def find_forks(calls: Sequence[Call]) -> str | None:

@@ -13,7 +13,7 @@ import msgspec
 
 from tugline.exports.base import Exporter, Item, Left, Row
 from tugline.exports.chat import dialogue, message_of, tool_of
-from tugline.types import Call, Finish, Mode, Outcome, Role, TraceKind
+from tugline.types import Call, CallOutcome, Finish, Mode, Role, TraceKind
 
 _USUAL = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
 
@@ -108,7 +108,7 @@ def _answered(tip: Call, known: Mapping[int, Call]) -> list[Call]:
     chain: list[Call] = []
     at: Call | None = tip
     while at is not None:
-        whole = at.finish is Finish.STOP and at.outcome is Outcome.COMPLETE
+        whole = at.finish is Finish.STOP and at.outcome is CallOutcome.COMPLETE
         if chain or (whole and at.answer is not None):
             chain.append(at)
         at = _before(at, known)

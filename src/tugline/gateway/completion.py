@@ -33,11 +33,11 @@ from tugline.recording.recorder import Sampled, replayed
 from tugline.recording.records import EventKind
 from tugline.types import (
     Call,
+    CallOutcome,
     Finish,
     Ids,
     Message,
     Mode,
-    Outcome,
     Role,
     Sampling,
     Timings,
@@ -146,12 +146,12 @@ class Completion:
             if self._unheard:
                 await self._break_off()
             else:
-                await self._finish(Outcome.COMPLETE)
+                await self._finish(CallOutcome.COMPLETE)
         except asyncio.CancelledError:
             await self._break_off()
         except EngineError as error:
             if self.sampled.length or self.sampled.unreported_tokens:
-                await self._finish(Outcome.ENGINE_LOST)
+                await self._finish(CallOutcome.ENGINE_LOST)
             else:
                 self.error = error
         except TuglineError as error:
@@ -278,14 +278,14 @@ class Completion:
         self.sampled.cut(max(0, decoder.length - len(self._resumed)))
         self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.matched_stop
 
-    async def _finish(self, outcome: Outcome) -> None:
+    async def _finish(self, outcome: CallOutcome) -> None:
         """Record, then let the answer be known."""
         part = self._decoder or self._assembler
         pieces, message = part.finish() if part is not None else ([], Message(Role.ASSISTANT))
         if self._decoder is not None and self._decoder.matched_stop is not None:
             self._stop(self._decoder)
         await self._record(outcome, message)
-        finish = self.sampled.finish if outcome is Outcome.COMPLETE else Finish.LENGTH
+        finish = self.sampled.finish if outcome is CallOutcome.COMPLETE else Finish.LENGTH
         self.answer = Response(
             id=self.id,
             model=self._request.model or self._backend.card.id,
@@ -300,12 +300,12 @@ class Completion:
     async def _break_off(self) -> None:
         """Keep what there is of an answer that nobody waits for."""
         if not self._recorded:
-            await self._record(Outcome.CLIENT_GONE)
+            await self._record(CallOutcome.CLIENT_GONE)
             self._remember_parts()
         if self.answer is None:
             self.error = ClientGone("the client hung up before the answer was complete")
 
-    async def _record(self, outcome: Outcome, message: Message | None = None) -> None:
+    async def _record(self, outcome: CallOutcome, message: Message | None = None) -> None:
         dialect, body = self._record_of
         backend, thread, sampled = self._backend, self._request.thread, self.sampled
         ids, logprobs = sampled.joined()

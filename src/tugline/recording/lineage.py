@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from tugline.recording.verify.findings import Seam, Turn
-from tugline.types import Call, Mode, Outcome, shared_prefix
+from tugline.types import Call, CallOutcome, Mode, shared_prefix
 
 CERTAIN = 1e-4
 """How far above 0 rounding may lift a log probability."""
@@ -58,7 +58,7 @@ def _seam(call: Call, parent: Call | None, shared: int) -> tuple[Seam, str]:
         return Seam.FORKED, f"{call.branch}{along}"
     if parent is not None and shared < whole:
         kept = shared - len(parent.prompt_ids)
-        if parent.outcome is Outcome.CLIENT_GONE and kept >= 0:
+        if parent.outcome is CallOutcome.CLIENT_GONE and kept >= 0:
             return Seam.FORKED, f"broken_off after {kept} ids that call {call.parent} sampled"
         return Seam.BROKEN, f"has only {shared} of the {whole} ids of call {call.parent}"
     return (Seam.HEALED, ", ".join(call.echo_changes)) if call.echo_changes else (Seam.EXACT, "")

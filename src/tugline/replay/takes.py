@@ -14,7 +14,7 @@ import numpy as np
 
 from tugline.gateway.canonical import MessageDigest, call_positions
 from tugline.replay.masks import Normalizers
-from tugline.types import Branch, Call, Message, Outcome, Role, VersionSpan
+from tugline.types import Branch, Call, CallOutcome, Message, Role, VersionSpan
 
 _GOES_ON = frozenset({None, Branch.ENGINE_RERENDERED})
 """Calls that say only what they added to their parent's conversation."""
@@ -40,7 +40,7 @@ class RecordedResponse:
     @property
     def needed(self) -> bool:
         """False for an answer that the harness hung up on: another run may never ask for it."""
-        return self.call.outcome is not Outcome.CLIENT_GONE
+        return self.call.outcome is not CallOutcome.CLIENT_GONE
 
 
 def takes(calls: Sequence[Call], masks: Normalizers) -> list[RecordedResponse]:

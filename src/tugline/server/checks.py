@@ -80,7 +80,7 @@ BOUNDS = (
     Bound("sampling.top_k", 0, 10_000_000),
     Bound("sampling.max_tokens", 1, 1_000_000_000),
     Bound("sampling.seed", 0, BIG),
-    Bound("group.enough", 1, 10_000),
+    Bound("group.min_usable", 1, 10_000),
     Bound("group.deadline_s", 0, 52 * WEEK_S, above=True),
     Bound("group.attempts", 1, 100),
     Bound("group.max_staleness", 0, 1_000_000),
@@ -104,10 +104,10 @@ def check_task(task: Task) -> None:
     _sized("instruction", task.instruction, 0, MAX_TEXT)
     if not task.instruction.strip():
         _refuse("instruction", repr(task.instruction), "a text that says what to do")
-    enough = task.group.enough
+    enough = task.group.min_usable
     if enough is not None and enough > task.samples:
         must = f"at most samples, which is {task.samples}"
-        _refuse("group.enough", repr(enough), must)
+        _refuse("group.min_usable", repr(enough), must)
     for name in ("harness", "evaluator", "runtime", "builder"):
         _part(name, getattr(task, name))
     if len(task.sampling.stop) > 64:

@@ -23,11 +23,11 @@ from tugline.errors import CaptureError, ConfigError
 from tugline.types import (
     Branch,
     Call,
+    CallOutcome,
     Finish,
     Ids,
     Ledger,
     Mode,
-    Outcome,
     Reason,
     Span,
     Trace,
@@ -154,9 +154,9 @@ def untrained(call: Call, carried_on: bool, train_side: bool) -> Reason | None: 
         return Reason.CONSTRAINED
     if call.kind is TraceKind.SIDE and not train_side:
         return Reason.SIDE_CALL
-    if call.outcome is Outcome.CLIENT_GONE:
+    if call.outcome is CallOutcome.CLIENT_GONE:
         return None if carried_on else Reason.CLIENT_GONE
-    if call.outcome is Outcome.COMPLETE and call.finish is Finish.ABORT:
+    if call.outcome is CallOutcome.COMPLETE and call.finish is Finish.ABORT:
         return Reason.ABORTED
     return None
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tugline.types import Call, Outcome, Session, Status, Task, Trajectory
+from tugline.types import Call, CallOutcome, Session, Status, Task, Trajectory
 
 Value = str | bool | int | float | Sequence[str]
 """What an attribute may be."""
@@ -157,7 +157,7 @@ def _call_span(call: Call, model: str) -> Span:
     times, sampling = call.timings, call.sampling
     first, last = times.first_token, times.last_token
     address = urlsplit(call.replicas[-1]) if call.replicas else None
-    lost = call.outcome is not Outcome.COMPLETE
+    lost = call.outcome is not CallOutcome.COMPLETE
     return Span(
         name=f"chat {model}".rstrip(),
         start=times.received,

@@ -26,10 +26,10 @@ from tugline.traces.base import Built
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Call,
+    CallOutcome,
     Finish,
     Message,
     Mode,
-    Outcome,
     PluginSpec,
     Role,
     Sampling,
@@ -223,7 +223,10 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
     assert told.get("text") == LONG or told["input"] == {"path": LONG, "n": 1}
     found = judged(tmp_path)
     path, recording = read_in(tmp_path)
-    assert [call.outcome for call in recording.calls] == [Outcome.CLIENT_GONE, Outcome.COMPLETE]
+    assert [call.outcome for call in recording.calls] == [
+        CallOutcome.CLIENT_GONE,
+        CallOutcome.COMPLETE,
+    ]
     assert [turn.status for turn in found.turns] == [Seam.EXACT, Seam.EXACT]
     assert not found.failed, found.checks
     rewritten(path, recording, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
@@ -239,7 +242,7 @@ def _joined(pieces: list[Piece]) -> Message:
     return Message(Role.ASSISTANT, "".join(texts), tool_calls=calls, reasoning=reasoning)
 
 
-def _call(sampled: list[int], answer: Message | None, outcome: Outcome, stop: str) -> Call:
+def _call(sampled: list[int], answer: Message | None, outcome: CallOutcome, stop: str) -> Call:
     count = len(sampled)
     return Call(
         session="s",
@@ -293,7 +296,7 @@ def test_whatever_is_sampled_reads_the_same_again(
         folder.mkdir()
         RENDERING.tokenizer.save(folder)
     told = _joined(pieces) if gone else decoder.finish()[1]
-    outcome = Outcome.CLIENT_GONE if gone else Outcome.COMPLETE
+    outcome = CallOutcome.CLIENT_GONE if gone else CallOutcome.COMPLETE
     call = _call(sampled[: decoder.length], told, outcome, stop)
     assert Texts(folder).faults(folder / "s.rec", HEADER, [call]) == {}
     lie = replace(call, answer=replace(told, content=told.content + "!"))
@@ -304,7 +307,7 @@ def test_whatever_is_sampled_reads_the_same_again(
 def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, Recording]:
     path = tmp_path / "s.0.rec"
     call = replace(
-        _call(ids("Hi. "), Message(Role.ASSISTANT, content), Outcome.COMPLETE, ""), mode=mode
+        _call(ids("Hi. "), Message(Role.ASSISTANT, content), CallOutcome.COMPLETE, ""), mode=mode
     )
     if mode is Mode.TEXT:
         none = np.empty(0, np.int32)

@@ -16,10 +16,10 @@ from tugline.recording.records import Event, EventKind, Header, Result
 from tugline.types import (
     Branch,
     Call,
+    CallOutcome,
     Finish,
     Ledger,
     Message,
-    Outcome,
     PluginSpec,
     Reward,
     Role,
@@ -158,7 +158,7 @@ def small(folder: Path) -> Path:
         [*whole(first), *encode(HOSTILE)], f"It says {HOSTILE}", messages=asked, versions=(4, 5)
     )
     script.writer.note(Event(EventKind.WEIGHTS, START + 3.9, detail="version 5"))
-    gone = {"outcome": Outcome.CLIENT_GONE, "finish": Finish.ABORT, "answer": None}
+    gone = {"outcome": CallOutcome.CLIENT_GONE, "finish": Finish.ABORT, "answer": None}
     script.call([*whole(second), *encode("on")], "never heard", versions=(5,), **gone)
     script.writer.note(Event(EventKind.ENGINE_FAULT, START + 5.2, 2, "replica \x1b[2J b died"))
     edited = [*first.prompt_ids.tolist(), *encode("Another history.")]

@@ -22,7 +22,7 @@ from tugline.recording.view.story import (
     Turn,
 )
 from tugline.traces.ledger import total
-from tugline.types import Branch, EchoChange, Mode, Outcome, Reason, TraceKind
+from tugline.types import Branch, CallOutcome, EchoChange, Mode, Reason, TraceKind
 
 
 def told_of(path: Path, builder: str | None = None) -> Told:
@@ -55,7 +55,7 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     first = script.call(encode("one two"), "three")
     script.call([*whole(first), *encode("four")], "five", echo_changes=(EchoChange.ARGUMENTS,))
     script.call(encode("one other"), "six", parent=0)
-    gone = script.call(encode("one two"), "a b c", parent=None, outcome=Outcome.CLIENT_GONE)
+    gone = script.call(encode("one two"), "a b c", parent=None, outcome=CallOutcome.CLIENT_GONE)
     script.call(whole(gone)[:-1], "d", parent=3)
     script.call([], "seven", mode=Mode.TEXT, parent=None)
     script.writer.close()

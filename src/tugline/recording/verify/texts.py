@@ -25,7 +25,7 @@ from tugline.errors import ConfigError
 from tugline.recording.folder import tokenizer_of
 from tugline.recording.lineage import held
 from tugline.recording.records import Header
-from tugline.types import Call, Ids, Message, Mode, Outcome, Role, ToolCall
+from tugline.types import Call, CallOutcome, Ids, Message, Mode, Role, ToolCall
 
 _NONE: Ids = np.empty(0, np.int32)
 
@@ -146,7 +146,7 @@ def _read(rendering: Rendering, call: Call, start: _Start) -> Message:
     )
     decoder.feed(start.before)
     pieces = decoder.feed(call.sampled_ids)
-    if call.outcome is Outcome.CLIENT_GONE:
+    if call.outcome is CallOutcome.CLIENT_GONE:
         return _joined(pieces)
     return decoder.finish()[1]
 

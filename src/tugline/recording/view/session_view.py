@@ -31,7 +31,7 @@ from tugline.recording.view.story import (
 )
 from tugline.traces.base import Builder
 from tugline.traces.ledger import per_call
-from tugline.types import Call, Ledger, Mode, Outcome, PluginSpec, Trace, shared_prefix
+from tugline.types import Call, CallOutcome, Ledger, Mode, PluginSpec, Trace, shared_prefix
 
 
 class Told(NamedTuple):
@@ -166,7 +166,7 @@ def _how(call: Call, parent: Call | None, reused: int) -> tuple[How, tuple[str, 
     if call.branch is not None:
         return How.FORKED, (call.branch.value,)
     if parent is None or reused < len(parent.prompt_ids) + len(parent.sampled_ids):
-        gone = parent is not None and parent.outcome is Outcome.CLIENT_GONE
+        gone = parent is not None and parent.outcome is CallOutcome.CLIENT_GONE
         return How.FORKED, ("broken_off" if gone else "unrecorded",)
     return (How.HEALED if call.echo_changes else How.EXACT), tuple(
         heal.value for heal in call.echo_changes

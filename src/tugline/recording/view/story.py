@@ -14,10 +14,10 @@ from msgspec import UNSET, UnsetType
 
 from tugline.recording.records import EventKind, Header, Result
 from tugline.types import (
+    CallOutcome,
     Finish,
     Ledger,
     Message,
-    Outcome,
     Sampling,
     Span,
     TraceKind,
@@ -73,7 +73,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     mean_logprob: float | None
     finish: Finish
     stop: str | None
-    outcome: Outcome
+    outcome: CallOutcome
     versions: tuple[VersionSpan, ...]
     at: float
     first_token_s: float | None

@@ -146,7 +146,7 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
         "body": packed.body,
         "digest": packed.digest,
         "samples": task.samples,
-        "enough": group.enough,
+        "enough": group.min_usable,
         "deadline": None if group.deadline_s is None else now + group.deadline_s,
         "attempts": group.attempts,
         "max_staleness": group.max_staleness,

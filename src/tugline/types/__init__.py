@@ -1,0 +1,48 @@
+"""The nouns of Tugline: frozen values that every other package works on.
+
+They import nothing of ours, hold no behaviour beyond their own consistency, and are what processes
+exchange: each is a `msgspec.Struct`, so one definition serves memory, msgpack on disk and JSON on
+the wire (`encode` and `decode`).
+"""
+
+from __future__ import annotations
+
+from tugline.types.arrays import Ids, Logprobs, Mask, decode, encode, shared_prefix
+from tugline.types.call import (
+    Branch,
+    Call,
+    CallOutcome,
+    EchoChange,
+    Finish,
+    LogprobMeaning,
+    Mode,
+    Timings,
+    TraceKind,
+    VersionSpan,
+)
+from tugline.types.failure import HANDLING, RETRIES, Boundary, Cause, Failure, Handling
+from tugline.types.message import Image, Message, Role, Tool, ToolCall, ToolKind
+from tugline.types.sample import Sample
+from tugline.types.session import TERMINAL, TRANSITIONS, Session, Status
+from tugline.types.task import (
+    Callback,
+    Group,
+    Limits,
+    PluginSpec,
+    Policy,
+    Sampling,
+    Stale,
+    Task,
+    Workspace,
+)
+from tugline.types.trace import Ledger, Reason, Span, Trace
+from tugline.types.trajectory import Reward, Trajectory
+
+__all__ = [
+    "HANDLING", "RETRIES", "TERMINAL", "TRANSITIONS", "Boundary", "Branch", "Call", "CallOutcome",
+    "Callback", "Cause", "EchoChange", "Failure", "Finish", "Group", "Handling", "Ids", "Image",
+    "Ledger", "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode", "PluginSpec",
+    "Policy", "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "Stale",
+    "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory",
+    "VersionSpan", "Workspace", "decode", "encode", "shared_prefix",
+]  # fmt: skip

@@ -1,0 +1,164 @@
+"""One model call as it was recorded."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from tugline.types.arrays import Ids, Logprobs
+from tugline.types.message import Message, Tool
+from tugline.types.task import Sampling
+
+
+class Finish(StrEnum):
+    """Why sampling stopped, as reported by the engine."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Mode(StrEnum):
+    """Where the prompt's token ids come from."""
+
+    EXACT = "exact"
+    """Rendered by the gateway: ids in, ids out."""
+    OBSERVED = "observed"
+    """Rendered by the engine's template and read back."""
+    TEXT = "text"
+    """Not reported: the call cannot be trained on."""
+
+
+class LogprobMeaning(StrEnum):
+    """Distribution that the recorded logprobs belong to."""
+
+    PROCESSED = "processed"
+    """The one that was sampled: after temperature and truncation."""
+    RAW = "raw"
+    """The model's own, before temperature; the same at temperature 1 without truncation."""
+
+
+class TraceKind(StrEnum):
+    """Role of a token sequence, or a call, within its session."""
+
+    MAIN = "main"
+    BRANCH = "branch"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"
+    SIDE = "side"
+
+
+class CallOutcome(StrEnum):
+    """Whether the response reached the harness."""
+
+    COMPLETE = "complete"
+    CLIENT_GONE = "client_gone"
+    ENGINE_LOST = "engine_lost"
+
+
+class Branch(StrEnum):
+    """Why a call does not extend its parent token for token."""
+
+    HISTORY_EDITED = "history_edited"
+    """An earlier message has other content."""
+    HARNESS_ASSISTANT = "harness_assistant"
+    """The new messages contain a response that the model did not give."""
+    TOOLS_CHANGED = "tools_changed"
+    CALL_REPAIRED = "call_repaired"
+    """The echoed response has the model's tool calls, but repaired or renamed."""
+    TURN_DELETED = "turn_deleted"
+    """Responses were removed from an otherwise unchanged history."""
+    RESULTS_REORDERED = "results_reordered"
+    """The results of parallel tool calls changed order."""
+    COMPACTED = "compacted"
+    """The harness replaced its history with a summary."""
+    NEW_THREAD = "new_thread"
+    """Another conversation of the same session, such as a sub-agent's or a title request."""
+    RENDERER_REFUSED = "renderer_refused"
+    """The template cannot extend these ids with these messages."""
+    ENGINE_RERENDERED = "engine_rerendered"
+    """Observed mode: the engine's prompt ids do not extend what was sampled."""
+
+
+class EchoChange(StrEnum):
+    """Change in the echo of a response that keeps its meaning."""
+
+    ARGUMENTS = "arguments"
+    """Tool arguments are other JSON text of the same value."""
+    REASONING = "reasoning"
+    """Reasoning is left out, shortened or moved to another field."""
+    IDS = "ids"
+    """Tool calls have other ids."""
+    TEXT = "text"
+    """White space around the text differs."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Sampled tokens ``[start, end)`` were sampled under policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Unix seconds; None for events that did not happen."""
+
+    received: float
+    sent: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call as recorded. `sampled_ids` and `logprobs` have equal lengths."""
+
+    session: str
+    number: int
+    """Position in the session, from 0."""
+    parent: int | None = None
+    """Number of the call whose exact ids this prompt starts with, or nearest to it on a branch."""
+    branch: Branch | None = None
+    """Set when this call does not extend `parent` exactly; None for an exact continuation."""
+    echo_changes: tuple[EchoChange, ...] = ()
+    """Changes in the echo of the parent's response that keep its meaning."""
+    kind: TraceKind = TraceKind.MAIN
+    thread: str | None = None
+    """The harness's own conversation id, if it sends one."""
+    parent_thread: str | None = None
+    dialect: str
+    mode: Mode = Mode.EXACT
+    logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED
+    thinking_retention: str = ""
+    """How long reasoning stays in the context; empty where the engine decides."""
+    messages: tuple[Message, ...]
+    """Messages that this request added to its parent's conversation (all of them on a branch)."""
+    answer: Message | None = None
+    """The response as far as the harness received it; None if it received nothing."""
+    tools: tuple[Tool, ...] = ()
+    sampling: Sampling
+    """Sampling parameters that were used."""
+    requested: Sampling = Sampling()
+    """Sampling parameters that the harness requested."""
+    constrained: bool = False
+    """Whether a grammar or a token ban constrained the response, and so its logprobs."""
+    prompt_ids: Ids
+    sampled_ids: Ids
+    logprobs: Logprobs
+    unreported_tokens: int = 0
+    """Sampled tokens that the engine counted without reporting their ids (text mode)."""
+    versions: tuple[VersionSpan, ...]
+    finish: Finish
+    stop: str | None = None
+    """The stop string that ended the response."""
+    outcome: CallOutcome = CallOutcome.COMPLETE
+    replayed: bool = False
+    """Copied from another session's recording: sampled and trained on there, not here."""
+    engine: str
+    replicas: tuple[str, ...] = ()
+    """Addresses that sampled this response, in order; more than one after a failover."""
+    timings: Timings
+    request: bytes = b""
+    """Raw request body, for the viewer."""
+    response: bytes = b""

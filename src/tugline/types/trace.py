@@ -1,0 +1,93 @@
+"""Traces to train on, and the ledger of their tokens (I1, I2)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from tugline.types.arrays import Ids, Logprobs, Mask
+from tugline.types.call import TraceKind
+
+
+class Reason(StrEnum):
+    """Why a sampled token is not trained on. The list is closed."""
+
+    CLIENT_GONE = "client_gone"
+    """The harness disconnected and never received the response."""
+    ABORTED = "aborted"
+    """The engine was told to stop before the response was complete."""
+    OVER_LENGTH = "over_length"
+    """Beyond the trainer's longest sequence."""
+    UNMERGED = "unmerged"
+    """The builder's merging rule could not place the call."""
+    SESSION_FAILED = "session_failed"
+    """The session's outcome says nothing about the policy (see `Boundary`)."""
+    STALE = "stale"
+    """Sampled under a policy version older than the trainer accepts."""
+    NO_SIGNAL = "no_signal"
+    """All sessions of the group have the same reward, and the trainer skips such groups."""
+    HELD_OUT = "held_out"
+    """Sampled to measure the policy, not to train it."""
+    NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
+    """The engine reported text only."""
+    SIDE_CALL = "side_call"
+    """A title, a routing decision or a summary beside the task."""
+    CONSTRAINED = "constrained"
+    """A grammar or a token ban constrained the response; see `Call.constrained`."""
+    REPLAYED = "replayed"
+    """Sampled in the session that this one was forked from, and trained on there."""
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """Conservation of tokens (I2): ``sampled == trained + masked + dropped``."""
+
+    sampled: int = 0
+    trained: int = 0
+    masked: dict[Reason, int] = {}
+    """In a trace as context, without loss."""
+    dropped: dict[Reason, int] = {}
+    """In no trace."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every sampled token is accounted for exactly once."""
+        return self.sampled == (
+            self.trained + sum(self.masked.values()) + sum(self.dropped.values())
+        )
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Trace tokens ``[start, end)`` were sampled by `call` under policy `version`."""
+
+    call: int
+    start: int
+    end: int
+    version: int
+    masked: Reason | None = None
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence to train on; arrays all have shape ``(n,)``.
+
+    ``logprobs[i]`` is the captured log probability of ``ids[i]`` given ``ids[:i]`` where a span
+    covers ``i``, and 0 elsewhere. ``mask[i]`` is True where ``ids[i]`` is trained on.
+    """
+
+    ids: Ids
+    mask: Mask
+    logprobs: Logprobs
+    spans: tuple[Span, ...]
+    kind: TraceKind = TraceKind.MAIN
+    parent: int | None = None
+    """Index in the trajectory of the trace that this one forked from or was started by."""
+    shared: int = 0
+    """Number of leading ids shared with the parent, whose computation can be reused."""
+    thread: str | None = None
+    """The harness's own conversation id, if it sends one."""
+    thinking_retention: str = ""
+    """How long reasoning stayed in the context; empty where the engine decided."""
+    exact: bool = True
+    """Whether the context is, id for id, the one that was sampled in (I1)."""
+    images: tuple[str, ...] = ()
+    """SHA-256 in hex of the images in the context, in order; the recording has their data."""
