@@ -27,7 +27,7 @@ from tugline.chat.engines.base import EngineFormat
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.probe.diagnosis import ROUTES, CallOutcome
+from tugline.gateway.probe.diagnosis import ROUTES, Outcome
 from tugline.gateway.probe.direct import Direct
 from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.findings import Verdict
@@ -188,7 +188,7 @@ async def test_the_doctor_finds_what_each_engine_is(served: Served) -> None:
     assert report.mode is Mode.EXACT
     assert report.sound
     assert report.logprob_meaning is meanings.get(served.name, LogprobMeaning.PROCESSED)
-    assert [check for check in report.checks if check.outcome is not CallOutcome.PASS] == []
+    assert [check for check in report.checks if check.outcome is not Outcome.PASS] == []
     assert report.wire(Mode.OBSERVED).mode is Mode.OBSERVED
     flags = " ".join(report.advice)
     assert ("--logprobs-mode processed_logprobs" in flags) is (served.name == "vllm")
