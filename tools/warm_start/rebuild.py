@@ -31,7 +31,7 @@ from tugline.demo.family import Problem, generate
 from tugline.demo.live import Live
 from tugline.demo.rig import WARM_START, rendering, rig
 from tugline.demo.settings import DemoSettings
-from tugline.demo.tasks import as_task
+from tugline.demo.tasks import make_task
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Role, Tool, Trace, Trajectory
 
@@ -138,7 +138,7 @@ async def record(
     the recordings have the harness's own system prompt, tool schemas and tool results.
     """
     tasks = [
-        as_task(settings, f"script-{i:04d}", problem, samples=1)
+        make_task(settings, f"script-{i:04d}", problem, samples=1)
         for i, (problem, _) in enumerate(scripts)
     ]
     turns = {f"{task.id}-0": script for task, (_, script) in zip(tasks, scripts, strict=True)}

@@ -61,9 +61,9 @@ def demo(  # noqa: PLR0913 - each is a flag
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
     with _extra_named():
-        from tugline.demo.start import choose, start  # noqa: PLC0415 - needs the extra
+        from tugline.demo.start import choose_run, start  # noqa: PLC0415 - needs the extra
 
-        folder, settings = choose(given, config=config, out=out, resume=resume)
+        folder, settings = choose_run(given, config=config, out=out, resume=resume)
         summary = start(folder, settings)
     if summary is None:
         raise typer.Exit(INTERRUPTED)

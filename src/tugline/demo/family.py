@@ -1,11 +1,10 @@
-"""Small broken Python repositories, as many as wanted, each with an issue and a failing test.
+"""Generator of small broken Python repositories, each with an issue and a failing test.
 
-A problem is one wrong expression in one of two functions of a module. What is wrong stands only in
-the file, what would be right only in the issue, so an agent has to read one and heed the other.
-Six families of bugs, twelve wordings, some forty modules and some hundreds of function names
-combine freely.
+A problem is one wrong expression in one of two functions of a module. The bug is visible only in
+the file, the right behaviour only in the issue, so an agent has to use both. Six families of bugs,
+twelve wordings, some forty modules and some hundreds of function names combine freely.
 
-What must hold: the same split and seed give the same problems on every machine; a combination of
+Invariants: the same split and seed give the same problems on every machine; a combination of
 family, wording and module, and a function name, belong to one split only (by a checksum, not by
 chance); the tests fail before the change, pass after the right one and fail after each wrong one.
 """
@@ -22,7 +21,7 @@ import msgspec
 Split = Literal["train", "heldout"]
 
 HELD_OUT_SHARE = 5
-"""One in this many combinations, and one in this many function names, is never trained on."""
+"""One in this many combinations, and one in this many function names, is held out."""
 
 
 class Edit(msgspec.Struct, frozen=True):
@@ -48,12 +47,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     wrong: tuple[Edit, ...]
     """Edits that apply and do not make the tests pass."""
     blind: tuple[str, ...]
-    """Texts that are not in the module but could be guessed from the issue alone."""
+    """Texts that could be guessed from the issue but are not in the module."""
     tags: dict[str, str] = {}
 
 
 # --------------------------------------------------------------------------- the families
-class Choice(NamedTuple):
+class CodeChoice(NamedTuple):
     """A piece of code and the ways an issue asks for it."""
 
     code: str
@@ -68,7 +67,7 @@ class Family(NamedTuple):
     gap: str
     """The part of `expression` around the code that an edit replaces: short, yet found once."""
     need: str
-    choices: tuple[Choice, ...]
+    choices: tuple[CodeChoice, ...]
     """The right code, the bug and the wrong fixes are drawn from here."""
     operands: Literal["two numbers", "numbers", "flags", "text"]
 
@@ -80,11 +79,11 @@ FAMILIES = (
         " {code} ",
         "{word} {a} and {b}",
         (
-            Choice("+", ("the sum of", "the total of")),
-            Choice("-", ("the difference of", "the gap between")),
-            Choice("*", ("the product of", "the multiple of")),
-            Choice("//", ("the quotient of", "the whole ratio of")),
-            Choice("%", ("the remainder of", "the rest of")),
+            CodeChoice("+", ("the sum of", "the total of")),
+            CodeChoice("-", ("the difference of", "the gap between")),
+            CodeChoice("*", ("the product of", "the multiple of")),
+            CodeChoice("//", ("the quotient of", "the whole ratio of")),
+            CodeChoice("%", ("the remainder of", "the rest of")),
         ),
         "two numbers",
     ),
@@ -94,11 +93,11 @@ FAMILIES = (
         " {code} ",
         "whether {a} is {word} {b}",
         (
-            Choice(">", ("above", "more than")),
-            Choice(">=", ("at least", "not below")),
-            Choice("<", ("below", "less than")),
-            Choice("<=", ("at most", "not above")),
-            Choice("==", ("equal to", "exactly")),
+            CodeChoice(">", ("above", "more than")),
+            CodeChoice(">=", ("at least", "not below")),
+            CodeChoice("<", ("below", "less than")),
+            CodeChoice("<=", ("at most", "not above")),
+            CodeChoice("==", ("equal to", "exactly")),
         ),
         "two numbers",
     ),
@@ -108,10 +107,10 @@ FAMILIES = (
         "{code}(",
         "{word} {many}",
         (
-            Choice("min", ("the smallest of the", "the lowest of the")),
-            Choice("max", ("the largest of the", "the highest of the")),
-            Choice("sum", ("all together of the", "the added up")),
-            Choice("len", ("how many there are of the", "the count of the")),
+            CodeChoice("min", ("the smallest of the", "the lowest of the")),
+            CodeChoice("max", ("the largest of the", "the highest of the")),
+            CodeChoice("sum", ("all together of the", "the added up")),
+            CodeChoice("len", ("how many there are of the", "the count of the")),
         ),
         "numbers",
     ),
@@ -121,10 +120,10 @@ FAMILIES = (
         " {code}(",
         "whether {word} {many} are set",
         (
-            Choice("all", ("all of the", "every one of the")),
-            Choice("any", ("any of the", "one or more of the")),
-            Choice("not all", ("not all of the", "only a part of the")),
-            Choice("not any", ("none of the", "not one of the")),
+            CodeChoice("all", ("all of the", "every one of the")),
+            CodeChoice("any", ("any of the", "one or more of the")),
+            CodeChoice("not all", ("not all of the", "only a part of the")),
+            CodeChoice("not any", ("none of the", "not one of the")),
         ),
         "flags",
     ),
@@ -134,11 +133,11 @@ FAMILIES = (
         ".{code}(",
         "{a} {word}",
         (
-            Choice("upper", ("in capital letters", "in upper case")),
-            Choice("lower", ("in small letters", "in lower case")),
-            Choice("title", ("with every word capitalised", "in title case")),
-            Choice("strip", ("without spaces around it", "trimmed")),
-            Choice("split", ("cut into words", "as a list of words")),
+            CodeChoice("upper", ("in capital letters", "in upper case")),
+            CodeChoice("lower", ("in small letters", "in lower case")),
+            CodeChoice("title", ("with every word capitalised", "in title case")),
+            CodeChoice("strip", ("without spaces around it", "trimmed")),
+            CodeChoice("split", ("cut into words", "as a list of words")),
         ),
         "text",
     ),
@@ -148,10 +147,10 @@ FAMILIES = (
         "[{code}]",
         "{word} of the {many}",
         (
-            Choice("0", ("the first", "the opening one")),
-            Choice("1", ("the second", "the one after the first")),
-            Choice("-1", ("the last", "the final one")),
-            Choice("-2", ("the last but one", "the one before the last")),
+            CodeChoice("0", ("the first", "the opening one")),
+            CodeChoice("1", ("the second", "the one after the first")),
+            CodeChoice("-1", ("the last", "the final one")),
+            CodeChoice("-2", ("the last but one", "the one before the last")),
         ),
         "numbers",
     ),
@@ -202,7 +201,7 @@ WORDS = ("red", "oak", "sun", "ink", "fox", "bay", "owl", "map", "tea", "ivy", "
 
 # --------------------------------------------------------------------------- generation
 def split_of(*parts: str) -> Split:
-    """The split that a combination belongs to, the same everywhere and for ever."""
+    """Return the split of a combination, the same on every machine."""
     held_out = zlib.crc32("/".join(parts).encode()) % HELD_OUT_SHARE == 0
     return "heldout" if held_out else "train"
 
@@ -222,16 +221,16 @@ class _Function(NamedTuple):
     family: Family
     name: str
     names: dict[str, str]
-    choices: tuple[Choice, ...]
+    choices: tuple[CodeChoice, ...]
     """The right one first, then the others that a test tells apart from it."""
     rows: tuple[tuple[object, ...], ...]
     """Arguments of the test."""
     docstring: bool
 
-    def expression(self, choice: Choice) -> str:
+    def expression(self, choice: CodeChoice) -> str:
         return self.family.expression.format(code=choice.code, **self.names)
 
-    def gap(self, choice: Choice) -> str:
+    def gap(self, choice: CodeChoice) -> str:
         """What an edit replaces, with `choice` in it."""
         return self.family.gap.format(code=choice.code)
 
@@ -240,12 +239,12 @@ class _Function(NamedTuple):
         gaps = [gap for gap in ("a", "b", "many") if f"{{{gap}}}" in self.family.expression]
         return [self.names[gap] for gap in gaps]
 
-    def value(self, choice: Choice, row: tuple[object, ...]) -> object:
+    def value(self, choice: CodeChoice, row: tuple[object, ...]) -> object:
         """What the function returns for `row` with `choice` in the gap."""
         scope = dict(zip(self.parameters, row, strict=True))
         return eval(self.expression(choice), {}, scope)  # noqa: S307 - an expression of this file
 
-    def source(self, choice: Choice) -> str:
+    def source(self, choice: CodeChoice) -> str:
         lines = [f"def {self.name}({', '.join(self.parameters)}):"]
         if self.docstring:
             lines.append(f'    """{self.name.replace("_", " ").capitalize()}."""')
@@ -266,7 +265,7 @@ def _problem(rng: random.Random, split: Split, name: str) -> Problem:
     target = _function(rng, split, family, taken=())
     right, bug, *rest = target.choices
     old = target.gap(bug)
-    other = _bystander(rng, split, target, old)
+    other = _correct_function(rng, split, target, old)
     functions = [target.source(bug), other.source(other.choices[0])]
     rng.shuffle(functions)
     source = "\n\n".join(functions)
@@ -292,7 +291,7 @@ def _problem(rng: random.Random, split: Split, name: str) -> Problem:
     )
 
 
-def _bystander(rng: random.Random, split: Split, target: _Function, old: str) -> _Function:
+def _correct_function(rng: random.Random, split: Split, target: _Function, old: str) -> _Function:
     """A correct function of another family, in which the text to replace does not occur."""
     while True:
         family = rng.choice([other for other in FAMILIES if other.name != target.family.name])
@@ -320,11 +319,11 @@ def _function(
         rows = tuple(_row(rng, family) for _ in range(3))
         names = {"a": a, "b": b, "many": many}
         function = _Function(family, name, names, choices, rows, rng.random() < 0.5)
-        if split_of(name) == split and name not in taken and _told_apart(function):
+        if split_of(name) == split and name not in taken and _is_distinguished(function):
             return function
 
 
-def _told_apart(function: _Function) -> bool:
+def _is_distinguished(function: _Function) -> bool:
     """Whether the rows of the test distinguish the right choice from every other one."""
     right, *others = function.choices
     expected = [function.value(right, row) for row in function.rows]

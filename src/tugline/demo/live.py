@@ -1,8 +1,7 @@
-"""The demo while it runs: a table that grows on a terminal, plain lines anywhere else.
+"""Progress of the demo: a growing table on a terminal, plain lines elsewhere.
 
 Everything goes to stderr, so ``--json`` on stdout stays clean. Without a terminal each finished
-step is one line, and sessions inside a step are reported now and then, so that a log shows a run
-that is alive without filling up.
+step is one line, and sessions within a step are reported every `QUIET_S` seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rich.text import Text
 from tugline.demo.metrics import Step
 
 SHOWN = 12
-"""Steps on the screen; earlier ones scroll out of the table, not out of the files."""
+"""Most recent steps shown in the table."""
 QUIET_S = 10.0
 """Without a terminal, seconds between two lines about the same phase or step."""
 
@@ -34,8 +33,8 @@ class Live:
         self._screen: Screen | None = None
         self._steps: list[Step] = []
         self._phase = "starting"
-        self._done, self._of = 0, 0
-        self._since = self._spoken = time.monotonic()
+        self._done, self._total = 0, 0
+        self._since = self._printed = time.monotonic()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -51,38 +50,38 @@ class Live:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._phase, self._of = ("stopped" if kind else "done"), 0
+        self._phase, self._total = ("stopped" if kind else "done"), 0
         if self._screen is not None:
             self._screen.stop()
 
     def phase(self, text: str) -> None:
-        """Say what is being done from now on, such as ``installing pi``."""
-        self._phase, self._done, self._of = text, 0, 0
+        """Set the current activity, such as ``installing pi``."""
+        self._phase, self._done, self._total = text, 0, 0
         self._since = time.monotonic()
         self._say(f"{text} ...")
 
     def sessions(self, done: int, total: int) -> None:
-        """Progress inside the present phase or step."""
-        self._done, self._of = done, total
-        if time.monotonic() - self._spoken >= QUIET_S:
+        """Report progress within the current phase or step."""
+        self._done, self._total = done, total
+        if time.monotonic() - self._printed >= QUIET_S:
             self._say(f"  {self._phase}: session {done} of {total}")
 
     def row(self, step: Step) -> None:
-        """A training step is finished."""
+        """Add a finished training step."""
         self._steps.append(step)
-        self._done, self._of = 0, 0
+        self._done, self._total = 0, 0
         self._since = time.monotonic()
         cells = (f"{name} {value}" for name, value in zip(_HEADS, self._cells(step), strict=True))
         self._say("  ".join(cells))
 
     @property
     def left_s(self) -> float:
-        """Seconds to go, judged by the last steps."""
+        """Estimated seconds left, from the most recent steps."""
         recent = [one.seconds for one in self._steps[-5:]]
         return sum(recent) / len(recent) * (self.total - self._steps[-1].step) if recent else 0.0
 
     def _say(self, text: str) -> None:
-        self._spoken = time.monotonic()
+        self._printed = time.monotonic()
         if self._screen is None:
             self._console.print(text, markup=False, soft_wrap=True)
 
@@ -113,12 +112,12 @@ class Live:
     def _progress(self) -> Table | Text:
         seconds = time.monotonic() - self._since
         left = f"about {self.left_s / 60:.0f} min left" if self.left_s >= 60 else ""
-        if not self._of:
+        if not self._total:
             return Text(f"{self._phase}  {seconds:.0f} s  {left}".rstrip(), style="bold")
         line = Table.grid(padding=(0, 2, 0, 0))
-        bar = ProgressBar(total=self._of, completed=self._done, width=30)
+        bar = ProgressBar(total=self._total, completed=self._done, width=30)
         line.add_row(
-            Text(self._phase, style="bold"), bar, f"{self._done}/{self._of} sessions", left
+            Text(self._phase, style="bold"), bar, f"{self._done}/{self._total} sessions", left
         )
         return line
 

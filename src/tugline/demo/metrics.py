@@ -1,7 +1,7 @@
-"""What the demo measures, as values: one `Step` per training step, one `Summary` at the end.
+"""Figures of the demo: one `Step` per training step, one `Summary` at the end.
 
-They are written to disk as they are shown, so a picture can be drawn again from the files alone.
-Pass rates always travel with their number of attempts: a rate without it says nothing about luck.
+They are stored as they are shown, so the picture can be drawn again from the files. A pass rate is
+always stored with its number of attempts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Score(msgspec.Struct, frozen=True):
 
     @property
     def rate(self) -> float:
-        """Share that passed; nan where nothing was tried."""
+        """Share that passed; NaN without attempts."""
         return self.passed / self.n if self.n else math.nan
 
 
@@ -37,20 +37,20 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Sampled tokens of the step."""
     ledger: Ledger
-    """What became of each of them, what the trainer masked and dropped included."""
+    """Trained, masked and dropped tokens of the step, including those the trainer left out."""
     sessions_per_s: float
     engine_busy: float
     """Share of the rollout time in which the engine was computing, 0 to 1."""
     updates: int
-    """Optimizer updates of the step; 0 where no group carried a signal."""
+    """Optimizer updates of the step; 0 if no group had a signal."""
     max_abs_dlogprob: float | None
-    """Largest distance between a captured and a recomputed logprob, nats; None if not measured."""
+    """Largest difference of a captured and a recomputed logprob, nats; None if not measured."""
     seconds: float
     """Wall clock of the step."""
 
 
 class BuilderCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What training on the same sessions costs with one builder."""
+    """Training cost of the same sessions with one builder."""
 
     builder: str
     sessions: int
@@ -62,7 +62,7 @@ class BuilderCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a whole run came to."""
+    """Results of a whole run."""
 
     before: Score
     """Held-out tasks, first weights, one attempt each."""
@@ -74,9 +74,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int
     """All sessions, evaluations included."""
     failed_sessions: int
-    """Those that ended for a reason that is not the policy's."""
+    """Sessions that failed for a reason other than the policy."""
     ledger: Ledger
-    """Every token that was sampled; those of evaluations are dropped as `held_out`."""
+    """All sampled tokens; those of evaluations are dropped as `held_out`."""
     tokens_forwarded: int
     """Positions that the trainer computed with gradient."""
     training_s: float
@@ -87,13 +87,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     harness: str
     harness_version: str
     model: str
-    """Architecture and size, in words."""
+    """Architecture and size, as text."""
     builder: str
     builders: tuple[BuilderCost, ...] = ()
-    """Every builder on the sessions of the last step."""
+    """Cost of each builder on the sessions of the last step."""
 
     def to_dict(self) -> dict[str, object]:
-        """The flat form that ``tugline demo --json`` prints and ``summary.json`` holds."""
+        """Return the flat form for ``tugline demo --json`` and ``summary.json``."""
         return {
             "harness": self.harness,
             "harness_version": self.harness_version,
@@ -127,10 +127,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wilson(passed: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval for a pass rate, 95 % by default; (0, 1) where nothing was tried.
+    """Wilson's score interval for a pass rate, 95 % by default; (0, 1) without attempts.
 
-    Unlike the plus-minus of a normal distribution it stays within 0 and 1 and is honest for few
-    attempts (E. B. Wilson 1927, J. Am. Stat. Assoc. 22, 209).
+    Unlike the normal approximation it stays within 0 and 1 and holds for few attempts
+    (E. B. Wilson 1927, J. Am. Stat. Assoc. 22, 209).
     """
     if n == 0:
         return 0.0, 1.0

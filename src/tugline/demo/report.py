@@ -1,8 +1,8 @@
-"""What is left when the demo ends: a picture of the learning and a summary in words.
+"""Closing report of the demo: a plot of the learning curve and a summary.
 
-Both say how sure they are: the held-out pass rates carry 95 % Wilson intervals, and the summary
-shows the token ledger (I2) and the distance between captured and recomputed logprobs (I1), since a
-reward curve alone does not show that the right tokens were trained on.
+Held-out pass rates have 95 % Wilson intervals. The summary shows the token ledger (I2) and the
+difference between captured and recomputed logprobs (I1), because a reward curve does not show
+whether the right tokens were trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FAINT = "#d5dbe1"
 _BEFORE = "#9aa5b1"
 _AFTER = "#56b4e9"
 _LINE = "#0072b2"
-"""The two blues of Okabe and Ito, told from grey by everybody."""
+"""Two blues of the Okabe-Ito palette, which colour-blind readers can tell from grey."""
 
 
 def picture(steps: Sequence[Step], summary: Summary, path: Path) -> None:
@@ -55,7 +55,7 @@ def closing(summary: Summary, files: Sequence[Path]) -> RenderableType:
     return Panel(Group(_headline(summary), "", table), title="tugline demo", expand=False)
 
 
-# --------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------- summary
 def _headline(summary: Summary) -> Text:
     before, after = summary.before, summary.after
     style = "bold green" if after.rate > before.rate else "bold red"
@@ -85,8 +85,9 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         (
             "training",
             (
-                f"{summary.steps} steps, {summary.updates} updates; {_clock(summary.seconds)} in"
-                f" all, {_clock(summary.training_s)} of them in the trainer"
+                f"{summary.steps} steps, {summary.updates} updates;"
+                f" {_format_duration(summary.seconds)} in all,"
+                f" {_format_duration(summary.training_s)} of them in the trainer"
             ),
         ),
         (
@@ -95,7 +96,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("tokens", tokens),
         ("", f"masked: {_reasons(ledger.masked)}; dropped: {_reasons(ledger.dropped)}"),
-        ("logprobs", _compared(summary)),
+        ("logprobs", _logprob_difference(summary)),
     ]
     return facts + [
         (
@@ -113,7 +114,7 @@ def _reasons(counts: Mapping[Reason, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "none"
 
 
-def _compared(summary: Summary) -> str:
+def _logprob_difference(summary: Summary) -> str:
     if summary.max_abs_dlogprob is None:
         return "captured and recomputed were not compared"
     return f"captured and recomputed differ by {summary.max_abs_dlogprob:.1e} nats at most"
@@ -123,12 +124,12 @@ def _harness(summary: Summary) -> str:
     return f"{summary.harness} {summary.harness_version}".rstrip()
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-# --------------------------------------------------------------------------- lines and bars
+# --------------------------------------------------------------------------- plot
 def _draw_curve(axes: Axes, steps: Sequence[Step]) -> None:
     numbers, rewards = [one.step for one in steps], [one.reward for one in steps]
     axes.plot(numbers, rewards, color=_LINE, alpha=0.35, linewidth=1, marker="o", markersize=3)

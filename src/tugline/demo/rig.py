@@ -1,7 +1,6 @@
-"""Everything that must be up while sessions run: engine, gateway, server and node, in one process.
+"""Engine, gateway, server and node of the demo, in one process.
 
-The parts meet through their own interfaces, as they would on many machines; the rig only starts
-them in order and takes them down again.
+The parts use the same interfaces as on many machines; `rig` starts and stops them in order.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ Weights are stored in half precision; training and sampling happen in float32.
 """
 MODEL = "tugline-demo"
 LEASE_S = 120.0
-"""The node is in this process, which trains between its sessions."""
+"""Long, because this process trains between sessions and renews no lease meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model in float32, with what is needed to talk to it."""
+    """A model in float32, its tokenizer and its end-of-answer ids."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -47,12 +46,12 @@ class Policy:
 
 
 def load_policy(folder: Path = WARM_START) -> Policy:
-    """The policy in `folder`. Raises `UsageError` when it is not a model folder."""
+    """Load the policy in `folder`. Raises `UsageError` if it is no model folder."""
     return Policy(*load(folder, dtype=torch.float32))
 
 
 def describe(model: torch.nn.Module) -> str:
-    """Architecture and size, in words."""
+    """Return architecture and size as text."""
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     return (
         f"{type(model).__name__.removesuffix('ForCausalLM')} architecture, {size:.1f} M parameters"
@@ -92,25 +91,25 @@ def rendering(tokenizer: Tokenizer) -> Rendering:
 async def rig(
     engine: GenerationEngine, tokenizer: Tokenizer, folder: Path, *, slots: int, port: int = 0
 ) -> AsyncIterator[Rig]:
-    """Everything up, in `folder`; what a killed run left there is taken back first."""
-    told = Settings(
+    """Start everything in `folder`, after cleaning up what a killed run left there."""
+    settings = Settings(
         server=ServerSettings(lease_s=LEASE_S),
         node=NodeSettings(name="demo", slots=slots),
         gateway=GatewaySettings(port=port),
     )
     async with (
         served(engine, rendering(tokenizer), name=MODEL) as reached,
-        local(told, folder, reached) as cluster,
+        local(settings, folder, reached) as cluster,
     ):
         freeze_gc()
         yield Rig(cluster)
 
 
 def sampled(trajectories: Sequence[Trajectory]) -> int:
-    """Tokens that these sessions sampled."""
+    """Number of tokens that these sessions sampled."""
     return sum(one.ledger.sampled for one in trajectories)
 
 
 def failed(trajectories: Sequence[Trajectory]) -> int:
-    """Sessions that ended for a reason that is not the policy's."""
+    """Number of sessions that failed for a reason other than the policy."""
     return sum(one.status is Status.FAILED for one in trajectories)

@@ -1,4 +1,4 @@
-"""What the demo can be told. The defaults are the run that README promises."""
+"""Settings of the demo; the defaults are the run that README describes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DemoSettings(Config, frozen=True):
     builder: str = "prefix_merging"
     """How recorded calls become traces: `prefix_merging`, `per_request` or `tree`."""
     seed: NonNegativeInt = 0
-    """Chooses the training tasks, the order of updates and every random draw of the sampler."""
+    """Seed of the training tasks, the order of updates and the sampling."""
     steps: PositiveInt = 16
     """GRPO steps."""
     tasks_per_step: PositiveInt = 6

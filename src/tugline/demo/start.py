@@ -1,4 +1,4 @@
-"""Start or resume a run: which folder, which settings, and how it is stopped."""
+"""Start or resume a run: its folder, its settings, and stopping it."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from tugline.web import serve
 RUNS = Path("runs")
 
 
-def choose(
+def choose_run(
     given: Mapping[str, Any], *, config: Path | None, out: Path | None, resume: bool
 ) -> tuple[Path, DemoSettings]:
-    """The run's folder and settings; `given` overrides the file at `config`.
+    """Return the run's folder and settings; `given` overrides the file at `config`.
 
-    A resumed run keeps the settings it was started with. Without anything to resume a new run is
-    started. Raises `UsageError` where the two contradict each other.
+    A resumed run keeps its settings; a new run starts if there is none to resume. Raises
+    `UsageError` if given settings differ from those of the resumed run.
     """
     base = load(config, DemoSettings) if config is not None else DemoSettings()
     settings = from_mapping({**msgspec.to_builtins(base), **given}, DemoSettings, source="options")
     if not resume and out is not None and (out / SETTINGS).exists():
-        msg = f"{out} holds a run already; add --resume to go on with it, or choose another --out"
+        msg = f"{out} holds a run already; add --resume to continue it, or choose another --out"
         raise UsageError(msg)
-    folder = out or (_unfinished() if resume else None)
+    folder = out or (_find_unfinished() if resume else None)
     if folder is None or not (folder / SETTINGS).exists():
         return folder or RUNS / f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}", settings
-    kept = load(folder / SETTINGS, DemoSettings)
-    changed = [key for key, value in given.items() if getattr(kept, key) != value]
-    if changed or (config is not None and kept != settings):
+    stored = load(folder / SETTINGS, DemoSettings)
+    changed = [key for key, value in given.items() if getattr(stored, key) != value]
+    if changed or (config is not None and stored != settings):
         what = ", ".join(changed) or config
         msg = f"{folder} was started with other settings ({what}); leave them out to resume it"
         raise UsageError(msg)
-    return folder, kept
+    return folder, stored
 
 
-def _unfinished() -> Path | None:
-    """The latest run that has no summary."""
+def _find_unfinished() -> Path | None:
+    """Return the latest run without a summary."""
     runs = [file.parent for file in sorted(RUNS.glob(f"demo-*/{SETTINGS}"), reverse=True)]
     return next((run for run in runs if not (run / SUMMARY).exists()), None)
 
 
 def start(folder: Path, settings: DemoSettings) -> Summary | None:
-    """Run to the end, shown on stderr. None when Ctrl-C or SIGTERM stopped it."""
+    """Run to the end with progress on stderr; None if stopped by Ctrl-C or SIGTERM."""
     folder.mkdir(parents=True, exist_ok=True)
     log.configure(level="info", path=folder / "log.jsonl")
     console = Console(stderr=True, highlight=False)
@@ -72,7 +72,7 @@ def start(folder: Path, settings: DemoSettings) -> Summary | None:
     try:
         summary = serve.run(run())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print(f"stopped; go on with: tugline demo --resume --out {folder}")
+        console.print(f"stopped; resume with: tugline demo --resume --out {folder}")
         return None
     names = (PICTURE, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
     console.print(closing(summary, [folder / name for name in names]))

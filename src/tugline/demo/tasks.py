@@ -1,4 +1,4 @@
-"""The demo's problems as tasks for the node: what is asked, with what, and how it is judged."""
+"""Tasks of the demo, made from its problems."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tugline.errors import ConfigError
 from tugline.types import Group, Limits, PluginSpec, Sampling, Task
 
 ATTEMPTS = 20
-"""A session that was cut off by a killed run is tried again; each kill costs it one attempt."""
+"""Attempts per session; each kill of the run costs the running sessions one."""
 HELD_OUT_SEED = 1_000_003
-"""The same held-out problems for every seed of a run, so that runs can be compared."""
+"""Seed of the held-out problems; independent of the run, so runs can be compared."""
 
 
-def harness_part(settings: DemoSettings) -> PluginSpec:
-    """The harness with its options. Raises `ConfigError` if the command is missing or idle."""
+def harness_spec(settings: DemoSettings) -> PluginSpec:
+    """The harness and its options. Raises `ConfigError` if the command is missing or unused."""
     if settings.harness == "shell":
         if not settings.command:
             msg = "harness 'shell' needs the agent's command: add --command \"python my_agent.py\""
@@ -29,34 +29,34 @@ def harness_part(settings: DemoSettings) -> PluginSpec:
     return PluginSpec(settings.harness)
 
 
-def training(settings: DemoSettings, step: int) -> list[Task]:
-    """The groups of one step, from 1."""
+def training_tasks(settings: DemoSettings, step: int) -> list[Task]:
+    """Groups of one step, counted from 1."""
     first = (step - 1) * settings.tasks_per_step
     chosen = islice(generate("train", settings.seed), first, first + settings.tasks_per_step)
     return [
-        as_task(settings, f"step{step:03d}-{i}", problem, samples=settings.samples)
+        make_task(settings, f"step{step:03d}-{i}", problem, samples=settings.samples)
         for i, problem in enumerate(chosen)
     ]
 
 
-def held_out(settings: DemoSettings, name: str) -> list[Task]:
-    """The evaluation called `name`: the same problems and draws whatever the name."""
+def heldout_tasks(settings: DemoSettings, name: str) -> list[Task]:
+    """Tasks of the evaluation `name`; problems and seeds do not depend on the name."""
     problems = islice(generate("heldout", HELD_OUT_SEED), settings.heldout)
     return [
-        as_task(settings, f"{name}-{i:03d}", problem, samples=1)
+        make_task(settings, f"{name}-{i:03d}", problem, samples=1)
         for i, problem in enumerate(problems)
     ]
 
 
-def as_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int) -> Task:
-    """One problem under a name; a single sample draws the same whatever stands before the dash."""
-    place = name.partition("-")[2] if samples == 1 else name
+def make_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int) -> Task:
+    """Make a task; the seed of a single sample ignores the part of `name` before the dash."""
+    seed_name = name.partition("-")[2] if samples == 1 else name
     return Task(
         id=name,
         instruction=problem.instruction,
-        harness=harness_part(settings),
+        harness=harness_spec(settings),
         evaluator=PluginSpec("tests", {"cache": True}),
-        # Its model, which was warmed up on these paths, can do no more than its tools can.
+        # The start policy was trained on the paths that this runtime shows.
         runtime=PluginSpec("local"),
         builder=PluginSpec(settings.builder),
         files=problem.files,
@@ -67,11 +67,11 @@ def as_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int
             temperature=1.0,
             top_p=1.0,
             max_tokens=settings.max_answer,
-            seed=_seed(settings.seed, place),
+            seed=_seed(settings.seed, seed_name),
         ),
         tags=problem.tags,
     )
 
 
-def _seed(seed: int, place: str) -> int:
-    return zlib.crc32(f"{seed}/{place}".encode())
+def _seed(seed: int, name: str) -> int:
+    return zlib.crc32(f"{seed}/{name}".encode())

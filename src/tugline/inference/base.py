@@ -19,14 +19,14 @@ from tugline.errors import ContextOverflow, EngineError, RequestError
 from tugline.types import Finish, Ids, Logprobs, VersionSpan
 
 Mode = Literal["wait", "keep", "abort"]
-"""What becomes of running requests when weights change or the engine pauses.
+"""How running requests are treated when weights change or the engine pauses.
 
-``wait``: they finish first. ``keep``: they stop, and go on with the KV they have. ``abort``: they
-end with what they have. New requests are held meanwhile in all three.
+``wait``: they finish first. ``keep``: they stop, and continue later with their KV. ``abort``: they
+end with the tokens they have. New requests are held meanwhile in all three.
 """
 
 MIN_TEMPERATURE = 0.01
-"""Below this (0 aside) float32 logits overflow into noise; such a request is refused."""
+"""Lowest temperature besides 0; below it float32 logits overflow."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,17 +46,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that end the answer, besides the model's own."""
     ignore_eos: bool = False
     id: str = ""
-    """Name by which `GenerationEngine.abort` finds this request."""
+    """Identifies the request to `GenerationEngine.abort`."""
     stream: bool = True
     """False: one chunk at the end, which costs the event loop less."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Tokens that were sampled since the last chunk; the last one has a finish reason."""
+    """Tokens sampled since the previous chunk; the last chunk has a finish reason."""
 
     ids: Ids
     logprobs: Logprobs
-    """Log probabilities in the distribution that was really sampled from."""
+    """Log probabilities in the distribution they were sampled from."""
     versions: tuple[VersionSpan, ...]
     """Policy versions of these tokens; positions count from the answer's first token."""
     finish: Finish | None = None
@@ -84,7 +84,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationEngine(Protocol):
-    """What `create_app` needs of an engine."""
+    """The interface that `create_app` serves."""
 
     @property
     def max_model_len(self) -> int:
@@ -116,7 +116,7 @@ class GenerationEngine(Protocol):
         ...
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
-        """How likely each id is after those before it, without the first; shape ``(n - 1,)``.
+        """Log probability of each id but the first, given those before it; shape ``(n - 1,)``.
 
         Raises `RequestError` where there is no model.
         """
@@ -127,11 +127,11 @@ class GenerationEngine(Protocol):
         ...
 
     async def pause(self, mode: Mode) -> None:
-        """Stop, and hold new requests until `resume`."""
+        """Hold new requests until `resume`; `mode` says what happens to running ones."""
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Admit requests again after `pause`."""
         ...
 
     async def abort(self, ids: Sequence[str]) -> int:
@@ -140,7 +140,7 @@ class GenerationEngine(Protocol):
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk for a whole answer."""
+    """Concatenate the chunks of an answer."""
     spans: list[VersionSpan] = []
     for span in (span for chunk in chunks for span in chunk.versions):
         if spans and spans[-1].version == span.version:
@@ -200,4 +200,4 @@ def _refuse(field: str, value: object, right: str) -> None:
 
 
 class CutError(EngineError):
-    """The connection shall drop here, in the middle of the answer (a scripted fault)."""
+    """Drop the connection here, in the middle of the answer (a scripted fault)."""

@@ -1,4 +1,4 @@
-"""The synchronous heart of the embedded engine: which rows run, and one step of all of them.
+"""The synchronous batch of the embedded engine: admission, and one step of all rows.
 
 A step admits waiting requests (copy the longest cached prefix, prefill the tails together), then
 decodes one token for every running row. It owns the model and is driven by one thread; nothing
@@ -53,7 +53,7 @@ _ROW = np.dtype(
 
 
 class Sequence:
-    """One request as it is sampled; written by the engine's thread, read by anybody."""
+    """State of one request; written by the engine's thread, read by any."""
 
     def __init__(self, request: GenerateRequest, *, limit: int, stops: frozenset[int]) -> None:
         self.request = request
@@ -95,21 +95,21 @@ class Batch:
         version: int,
     ) -> None:
         self.version = version
-        self.held = False
-        """Nothing is admitted."""
+        self.admission_paused = False
+        """No waiting request is admitted."""
         self.frozen = False
-        """Nothing is decoded."""
+        """No running row is decoded."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._model = model
         self._max_running, self._max_parked = max_running, max_parked
         self._rows = np.zeros(max_running, _ROW)
-        self._live = PrefixTable(max_running, max_model_len)
-        self._kept = PrefixTable(max_parked, max_model_len)
+        self._running_prefixes = PrefixTable(max_running, max_model_len)
+        self._parked_prefixes = PrefixTable(max_parked, max_model_len)
         self._parked: OrderedDict[int, torch.Tensor] = OrderedDict()
-        """By slot in `_kept`, least recently used first."""
+        """By slot in `_parked_prefixes`, least recently used first."""
         self._pool = _pool_for(model)
-        self._news: dict[Sequence, None] = {}
+        self._updates: dict[Sequence, None] = {}
         self._finished = dict.fromkeys(Finish, 0)
         self._sampled = self._prompt = self._reused = self._steps = 0
         self._busy = 0.0
@@ -119,7 +119,7 @@ class Batch:
     def idle(self) -> bool:
         """Whether `step` would do nothing."""
         decoding = self.running and not self.frozen
-        return not decoding and not (self.waiting and not self.held)
+        return not decoding and not (self.waiting and not self.admission_paused)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
@@ -128,11 +128,11 @@ class Batch:
     @torch.inference_mode()
     def cancel(self, sequences: Iterable[Sequence]) -> None:
         """End these now, with finish ``abort``; those that have ended are left alone."""
-        doomed = {id(one) for one in sequences if one.finish is None}
+        aborted = {id(one) for one in sequences if one.finish is None}
         for one in [*self.running, *self.waiting]:
-            if id(one) in doomed:
+            if id(one) in aborted:
                 one.finish = Finish.ABORT
-                self._news[one] = None
+                self._updates[one] = None
         for one in [one for one in self.waiting if one.finish]:
             self._finished[Finish.ABORT] += 1
             self.waiting.remove(one)
@@ -145,15 +145,15 @@ class Batch:
             self._model.load_state_dict(weights, strict=False)
         self.version = version
         self._rows["clean"] = False
-        self._live.forget(slice(None))
-        self._kept.forget(slice(None))
+        self._running_prefixes.forget(slice(None))
+        self._parked_prefixes.forget(slice(None))
         self._parked.clear()
 
-    def take_news(self) -> list[Sequence]:
-        """Sequences with tokens or an end that nobody was told of."""
-        news = list(self._news)
-        self._news.clear()
-        return news
+    def take_updates(self) -> list[Sequence]:
+        """Return and clear the sequences with new tokens or an end."""
+        updates = list(self._updates)
+        self._updates.clear()
+        return updates
 
     def stats(self) -> Stats:
         """A snapshot of the counters."""
@@ -174,7 +174,7 @@ class Batch:
     def step(self) -> None:
         """Admit what fits, then one token for every row that was running before."""
         decoding = 0 if self.frozen else len(self.running)
-        if not self.held:
+        if not self.admission_paused:
             self._admit()
         if decoding:
             self._decode(decoding)
@@ -214,9 +214,9 @@ class Batch:
         The last token of a prompt is always computed, since its logits are wanted.
         """
         ids = one.request.prompt_ids[:-1]
-        row, live = self._live.longest(ids)
-        slot, kept = self._kept.longest(ids)
-        return (row, live) if live >= kept else (-1 - slot, kept)
+        row, running = self._running_prefixes.longest(ids)
+        slot, parked = self._parked_prefixes.longest(ids)
+        return (row, running) if running >= parked else (-1 - slot, parked)
 
     def _prefill(self, chosen: list[tuple[Sequence, int, int]]) -> int:
         """Start these rows; returns how many tokens were computed, padding included."""
@@ -249,7 +249,7 @@ class Batch:
             *(request.temperature, request.top_p, request.top_k),
             *(seed, True),
         )
-        self._live.put(row, request.prompt_ids)
+        self._running_prefixes.put(row, request.prompt_ids)
         self.running.append(one)
 
     def _supersede(self, chosen: list[tuple[Sequence, int, int]]) -> None:
@@ -257,8 +257,8 @@ class Batch:
         for slot, cached in {(-1 - source, cached) for _, source, cached in chosen if source < 0}:
             if slot not in self._parked:
                 continue
-            if cached == self._kept.length(slot):
-                self._kept.forget(slot)
+            if cached == self._parked_prefixes.length(slot):
+                self._parked_prefixes.forget(slot)
                 del self._parked[slot]
             else:
                 self._parked.move_to_end(slot)
@@ -267,7 +267,7 @@ class Batch:
         rows = self._rows[:count]
         self._pool.ensure(count, int(rows["kv"].max()) + 1)
         clean = rows["clean"].nonzero()[0]
-        self._live.extend(clean, rows["last"][clean])
+        self._running_prefixes.extend(clean, rows["last"][clean])
         positions = rows["kv"][:, None].astype(np.int64)
         rows["kv"] += 1
         self._forward(0, rows["last"][:, None].astype(np.int64), positions)
@@ -292,7 +292,7 @@ class Batch:
         sequences = self.running[first : first + len(ids)]
         for one, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             one.push(token, logprob, self.version)
-            self._news[one] = None
+            self._updates[one] = None
         self._sampled += len(sequences)
         self._steps += 1
         self._busy += time.perf_counter() - began
@@ -330,9 +330,9 @@ class Batch:
             if row != last:
                 self._pool.move(last, row, int(self._rows[last]["kv"]))
                 self._rows[row] = self._rows[last]
-                self._live.move(last, row)
+                self._running_prefixes.move(last, row)
                 self.running[row] = self.running[last]
-            self._live.forget(last)
+            self._running_prefixes.forget(last)
             self.running.pop()
 
     def _park(self, row: int) -> None:
@@ -344,7 +344,7 @@ class Batch:
         else:
             slot, _ = self._parked.popitem(last=False)
         self._parked[slot] = self._pool.cut(row, length)
-        self._kept.put(slot, self.running[row].ids[:length])
+        self._parked_prefixes.put(slot, self.running[row].ids[:length])
 
 
 def _shares(one: Sequence, other: Sequence) -> int:

@@ -4,7 +4,7 @@ Requests, aborts and weight swaps reach the thread through one queue and take ef
 steps. What a step sampled goes back in one call per step, however many requests it served.
 
 Invariants: I1 (see `tugline.inference.batch`), I3 in the small: when the thread dies, every
-request fails with its reason; nobody waits for ever.
+request fails with its reason; no wait is unbounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tugline.errors import EngineError, UsageError
 from tugline.inference.base import Chunk, GenerateRequest, Mode, Stats, check
 from tugline.inference.batch import Batch
 from tugline.inference.batch import Sequence as Sampled
-from tugline.inference.scoring import score
+from tugline.inference.sampling import score
 from tugline.types import Ids, Logprobs, VersionSpan
 
 CLOSE_S = 30.0
@@ -64,17 +64,17 @@ class Engine:
             max_parked=max_parked,
             version=version,
         )
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._arrivals: dict[Sampled, asyncio.Event] = {}
-        self._drained: list[Callable[[], None]] = []
-        """What to do once no row runs; only the thread touches it."""
-        self._promises: set[asyncio.Future[None]] = set()
+        self._wakeups: dict[Sampled, asyncio.Event] = {}
+        self._when_drained: list[Callable[[], None]] = []
+        """Run once no row is running; used by the thread only."""
+        self._pending: set[asyncio.Future[None]] = set()
         self._paused = False
         self._failure: Exception | None = None
 
-    # ----------------------------------------------------------------- life
+    # ----------------------------------------------------------------- start and stop
     async def start(self) -> None:
         """Start the thread; requests are answered on the loop that called this."""
         self._loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ class Engine:
             return
         if not self.down:
             await self.abort([])
-        self._orders.put(None)
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         self._thread = None
 
@@ -132,37 +132,37 @@ class Engine:
         stops = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.eos_ids)
         room = self.max_model_len - len(request.prompt_ids)
         one = Sampled(request, limit=min(request.max_tokens, room), stops=stops)
-        arrival = self._arrivals[one] = asyncio.Event()
-        told = 0
+        wakeup = self._wakeups[one] = asyncio.Event()
+        sent = 0
         try:
-            self._order(lambda: self._batch.add(one))
+            self._submit(lambda: self._batch.add(one))
             while True:
-                await arrival.wait()
-                arrival.clear()
+                await wakeup.wait()
+                wakeup.clear()
                 self._raise_if_down()
-                chunk = _chunk_since(one, told)
-                told += len(chunk.ids)
+                chunk = _chunk_since(one, sent)
+                sent += len(chunk.ids)
                 yield chunk
                 if chunk.finish:
                     return
         finally:
-            del self._arrivals[one]
+            del self._wakeups[one]
             if one.finish is None:
-                self._orders.put(lambda: self._batch.cancel([one]))
+                self._commands.put(lambda: self._batch.cancel([one]))
 
     async def score(self, ids: Ids, temperature: float) -> Logprobs:
-        """How likely each id is after those before it, without the first; shape ``(n - 1,)``.
+        """Log probability of each id but the first, given those before it; shape ``(n - 1,)``.
 
-        Computed between two steps, while nobody else is served.
+        Computed between two steps, during which no other request progresses.
         """
         found: list[Logprobs] = []
-        await self._do(lambda: found.append(score(self._model, ids, temperature)))
+        await self._run_in_thread(lambda: found.append(score(self._model, ids, temperature)))
         return found[0]
 
     async def swap(
         self, weights: Mapping[str, torch.Tensor], version: int, mode: Mode = "wait"
     ) -> None:
-        """Put new weights in between two steps; returns when they are in use.
+        """Replace the weights between two steps; returns when they are in use.
 
         All cached KV is forgotten. Rows that run on (``keep``) keep their own old KV, as real
         engines do, and their answer gets a new version span. Raises `UsageError`, with the old
@@ -173,24 +173,24 @@ class Engine:
                 "swap(mode='wait') while paused with 'keep' would never end: use 'keep' or 'abort'"
             )
             raise UsageError(msg)
-        await self._do(lambda: self._batch.swap(weights, version), mode)
+        await self._run_in_thread(lambda: self._batch.swap(weights, version), mode)
 
     async def pause(self, mode: Mode = "keep") -> None:
-        """Stop, and hold new requests until `resume`; ``wait`` returns when all have finished."""
+        """Hold new requests until `resume`; ``wait`` returns once all running ones finish."""
 
         def pause() -> None:
             self._paused = True
             self._batch.frozen = mode == "keep"
 
-        await self._do(pause, mode)
+        await self._run_in_thread(pause, mode)
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Admit requests again after `pause`."""
 
         def resume() -> None:
             self._paused = self._batch.frozen = False
 
-        await self._do(resume)
+        await self._run_in_thread(resume)
 
     async def abort(self, ids: Sequence[str]) -> int:
         """End requests by id, all when `ids` is empty; returns how many there were."""
@@ -202,10 +202,10 @@ class Engine:
             found.append(len(doomed))
             self._batch.cancel(doomed)
 
-        await self._do(abort)
+        await self._run_in_thread(abort)
         return found[0]
 
-    # ----------------------------------------------------------------- orders to the thread
+    # ----------------------------------------------------------------- commands for the thread
     def _raise_if_down(self) -> None:
         if self._failure is not None:
             msg = f"the engine is down: {type(self._failure).__name__}: {self._failure}"
@@ -214,33 +214,33 @@ class Engine:
             msg = "the engine is not running: call start() or use 'async with'"
             raise EngineError(msg, status=503)
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _submit(self, command: Callable[[], None]) -> None:
         self._raise_if_down()
-        self._orders.put(order)
+        self._commands.put(command)
 
-    async def _do(self, action: Callable[[], None], mode: Mode = "keep") -> None:
-        """Let the thread do `action` and wait for it: now, once drained, or after an abort."""
+    async def _run_in_thread(self, action: Callable[[], None], mode: Mode = "keep") -> None:
+        """Run `action` in the thread and wait for it: now, once drained, or after an abort."""
         done = asyncio.get_running_loop().create_future()
-        self._promises.add(done)
-        done.add_done_callback(self._promises.discard)
+        self._pending.add(done)
+        done.add_done_callback(self._pending.discard)
 
         def act() -> None:
             try:
                 action()
             except UsageError as error:
-                self._tell(_reject, done, error)
+                self._call_on_loop(_reject, done, error)
             else:
-                self._tell(_resolve, done)
+                self._call_on_loop(_resolve, done)
 
-        def order() -> None:
+        def command() -> None:
             if mode == "wait":
-                self._drained.append(act)
+                self._when_drained.append(act)
                 return
             if mode == "abort":
                 self._batch.cancel(list(self._batch.running))
             act()
 
-        self._order(order)
+        self._submit(command)
         await done
 
     # ----------------------------------------------------------------- in the thread
@@ -248,64 +248,64 @@ class Engine:
         if self._threads:
             torch.set_num_threads(self._threads)
         try:
-            while self._take_orders():
+            while self._take_commands():
                 self._batch.step()
-                self._post()
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear that the thread died
-            self._tell(self._fail, error)
+                self._publish()
+        except Exception as error:  # noqa: BLE001 - every waiting request must fail with the reason
+            self._call_on_loop(self._fail, error)
 
-    def _take_orders(self) -> bool:
-        """Do what was ordered, waiting while there is nothing else to do; False to stop."""
+    def _take_commands(self) -> bool:
+        """Run queued commands, blocking while the batch is idle; False to stop."""
         while True:
             if not self._batch.running:
-                for act in self._drained:
+                for act in self._when_drained:
                     act()
-                self._drained.clear()
-            self._batch.held = self._paused or bool(self._drained)
-            self._post()
+                self._when_drained.clear()
+            self._batch.admission_paused = self._paused or bool(self._when_drained)
+            self._publish()
             try:
-                order = self._orders.get(block=self._batch.idle)
+                command = self._commands.get(block=self._batch.idle)
             except queue.Empty:
                 return True
-            if order is None:
+            if command is None:
                 return False
-            order()
+            command()
 
-    def _post(self) -> None:
-        told = [one for one in self._batch.take_news() if one.request.stream or one.finish]
-        if told:
-            self._tell(self._arrive, told)
+    def _publish(self) -> None:
+        updated = [one for one in self._batch.take_updates() if one.request.stream or one.finish]
+        if updated:
+            self._call_on_loop(self._wake, updated)
 
-    def _tell(self, function: Callable[..., None], *args: object) -> None:
+    def _call_on_loop(self, function: Callable[..., None], *args: object) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
     # ----------------------------------------------------------------- back on the loop
-    def _arrive(self, told: list[Sampled]) -> None:
-        for one in told:
-            if arrival := self._arrivals.get(one):
-                arrival.set()
+    def _wake(self, updated: list[Sampled]) -> None:
+        for one in updated:
+            if wakeup := self._wakeups.get(one):
+                wakeup.set()
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
-        for arrival in self._arrivals.values():
-            arrival.set()
-        for promise in [*self._promises]:
-            _reject(promise, error)
+        for wakeup in self._wakeups.values():
+            wakeup.set()
+        for future in [*self._pending]:
+            _reject(future, error)
 
 
-def _resolve(promise: asyncio.Future[None]) -> None:
-    if not promise.done():
-        promise.set_result(None)
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
-def _reject(promise: asyncio.Future[None], error: Exception) -> None:
-    if not promise.done():
-        promise.set_exception(error)
+def _reject(future: asyncio.Future[None], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _chunk_since(one: Sampled, start: int) -> Chunk:
-    """What was sampled from `start` on. The arrays are views: their part is never written again."""
+    """Return the tokens from `start` on, as views of arrays that are not written there again."""
     finish = one.finish  # before the count: once there is a finish, the count is final
     end = one.count
     bounds = [*one.versions, (end, 0)]

@@ -1,4 +1,4 @@
-"""Keys and values of the running rows, of finished sequences, and who shares a prefix with whom.
+"""KV cache of running rows and of finished sequences, and the search for shared prefixes.
 
 The pool is one tensor ``(layer, key|value, row, head, position, dim)``. Running rows are the first
 ones, without a hole, so a decode step is one batch over a view and nothing is gathered. A finished
@@ -22,7 +22,7 @@ from tugline.types import Ids
 
 
 class KVPool(Cache):
-    """The cache that the model writes to; `aim` says where its next forward pass goes."""
+    """The cache that the model writes to; `aim` sets the target of its next forward pass."""
 
     def __init__(
         self, *, layers: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype

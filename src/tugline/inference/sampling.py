@@ -1,11 +1,11 @@
-"""Draw one token per row from a batch of logits, reproducibly and without a loop over rows.
+"""Sample one token per row from a batch of logits, reproducibly; score given tokens.
 
-Each draw is an inverse-CDF look-up with a uniform number that is a pure function of the request's
-seed and the position in its answer. No generator state exists, so what a seeded request samples
-does not depend on which other requests share its batch (but for float noise in the logits).
+Each token is an inverse-CDF look-up with a uniform number that is a pure function of the request's
+seed and the position in its answer. There is no generator state, so a seeded request samples the
+same tokens whatever else is in its batch (up to float noise in the logits).
 
-Invariant I1: the returned log probability is that of the drawn token in the very distribution it
-was drawn from: after temperature, top-k and top-p. Rows with temperature 0 take the likeliest token
+Invariant I1: the returned log probability is that of the sampled token in the distribution it was
+sampled from: after temperature, top-k and top-p. Rows with temperature 0 take the likeliest token
 and report its log probability at temperature 1.
 """
 
@@ -14,6 +14,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from tugline.types import Ids, Logprobs
+
+SCORED_TOGETHER = 512
+"""Positions scored in one forward pass; bounds the memory of their logits."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (
@@ -81,3 +87,22 @@ def _truncate(
     outside = (before >= mass[:, None]) & (mass < 1)[:, None]
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(ordered).scatter_(1, order, ordered)
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, ids: Ids, temperature: float) -> Logprobs:
+    """Log probability of each id but the first, given those before it; shape ``(n - 1,)``.
+
+    At `temperature`, or at 1 if that is 0. A plain forward pass that neither uses nor fills the
+    engine's own cache, so it is independent of what was sampled.
+    """
+    whole = torch.from_numpy(ids.astype(np.int64)).to(model.device)
+    cache = DynamicCache()
+    parts = []
+    for start in range(0, len(ids) - 1, SCORED_TOGETHER):
+        piece = whole[start : min(start + SCORED_TOGETHER, len(ids) - 1)]
+        logits = model(input_ids=piece[None], past_key_values=cache, use_cache=True).logits[0]
+        rows = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        following = whole[start + 1 : start + 1 + len(piece)]
+        parts.append(rows.gather(1, following[:, None])[:, 0].cpu().numpy())
+    return np.concatenate(parts) if parts else np.empty(0, np.float32)

@@ -1,8 +1,8 @@
-"""An engine without a model: a function says what each request is answered with.
+"""An engine without a model: a function supplies the answer to each request.
 
-For tests of everything in front of an engine, and for recording warm-start data from a scripted
-expert. Served by `tugline.inference.server.create_app` it behaves on the wire as the real engine
-does, faults included; no torch is needed.
+For tests of everything in front of an engine, and for recording scripted sessions. Served by
+`tugline.inference.server.create_app` it behaves on the wire like the real engine, and can inject
+faults; no torch is needed.
 
     def reply(prompt_ids, request_id):
         return Reply(tokenizer.encode("done") + [eos])
@@ -27,7 +27,7 @@ _POLL_S = 0.005
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What one request is answered with, and what goes wrong on the way."""
+    """The answer to one request, and the faults on the way."""
 
     ids: Sequence[int]
     """Sampled ids; end them with a stop id for finish ``stop``, else it is ``length``."""
@@ -47,7 +47,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class ScriptedEngine:
-    """See `tugline.inference.base.GenerationEngine`; `calls` keeps every request it was sent."""
+    """See `tugline.inference.base.GenerationEngine`; `calls` has every request received."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ScriptedEngine:
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Answer as the script says."""
+        """Answer according to the script."""
         check(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         await self._open.wait()
         reply = self._reply(request.prompt_ids, request.id)
@@ -137,12 +137,12 @@ class ScriptedEngine:
 
     async def abort(self, ids: Sequence[str]) -> int:
         """End running requests by id, all when `ids` is empty."""
-        doomed = [
+        chosen = [
             aborted for request, aborted in self._running.values() if not ids or request.id in ids
         ]
-        for aborted in doomed:
+        for aborted in chosen:
             aborted.set()
-        return len(doomed)
+        return len(chosen)
 
     async def _play(
         self, request: GenerateRequest, reply: Reply, aborted: asyncio.Event
@@ -186,7 +186,7 @@ class ScriptedEngine:
 
 
 def _ending(ids: Sequence[int], stops: set[int], limit: int) -> tuple[Ids, Finish]:
-    """`ids` up to the first stop or the limit. An empty script is a mistake of its author."""
+    """`ids` up to the first stop or the limit. Raises `UsageError` for an empty script."""
     if not ids:
         msg = "Reply.ids is empty: a model always samples at least one token"
         raise UsageError(msg)
