@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tiny import rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
-from tugline.chat.engines.embedded import Embedded
+from tugline.chat.engines.generate import Embedded
 from tugline.chat.request import Constraint
 from tugline.gateway.app import Gateway, StreamMode
 from tugline.gateway.replicas import Upstream

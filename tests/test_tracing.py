@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rig import RENDERING, says
-from tugline.chat.engines.embedded import Embedded
+from tugline.chat.engines.generate import Embedded
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream

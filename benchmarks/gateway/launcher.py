@@ -19,8 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tugline.chat.engines.base import EngineFormat
-from tugline.chat.engines.chat import Chat
-from tugline.chat.engines.generate import Generate
+from tugline.chat.engines.vllm import VllmChat, VllmGenerate
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
@@ -46,7 +45,7 @@ def say(value: object) -> None:
 async def main(mode: str, engine: str, tokenizer: Path, folder: Path) -> None:
     """Serve until the standard input closes."""
     numbers = itertools.count()
-    wire: EngineFormat = Generate("vllm") if mode == "exact" else Chat("vllm")
+    wire: EngineFormat = VllmGenerate() if mode == "exact" else VllmChat()
     rendering = Rendering(Tokenizer.load(tokenizer), "qwen3") if mode == "exact" else None
     async with Gateway(Upstream(engine, wire), rendering, folder) as gateway:
         freeze_gc()

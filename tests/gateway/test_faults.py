@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rig import RENDERING, ids
-from tugline.chat.engines.embedded import Embedded
+from tugline.chat.engines.generate import Embedded
 from tugline.gateway import asgi
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream

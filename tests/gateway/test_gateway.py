@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tiny import rendering
-from tugline.chat.engines.embedded import Embedded
+from tugline.chat.engines.generate import Embedded
 from tugline.errors import EngineError
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream

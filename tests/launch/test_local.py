@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tiny import rendering
-from tugline.chat.engines.embedded import Embedded
+from tugline.chat.engines.generate import Embedded
 from tugline.errors import Invalid, ServerError
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app

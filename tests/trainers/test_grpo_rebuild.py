@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from tiny import rendering
-from tugline.chat.engines.embedded import Embedded
+from tugline.chat.engines.generate import Embedded
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app

@@ -1,7 +1,8 @@
-"""Text of an answer from its ids, told as soon as it is certain and never taken back.
+"""Incremental detokenizer: text from ids, emitted as soon as it is certain and never taken back.
 
-Held back are an incomplete character, blank space that may turn out to be trailing, and what may be
-the beginning of a stop string. Every segment is a line of its own, without blank space at its ends.
+Held back are an incomplete character, white space that may turn out to be trailing, and text that
+may be the beginning of a stop string. Each segment begins on a new line, without white space at
+its ends.
 """
 
 from __future__ import annotations
@@ -11,40 +12,34 @@ from collections.abc import Mapping
 
 
 class Detokenizer:
-    """The text, or the reasoning, of one answer. What a method returns is to be told now."""
+    """The text, or the reasoning, of one answer. Methods return the text that is now certain."""
 
     __slots__ = (
-        "_begun",
-        "_bytes",
-        "_fresh",
-        "_guard",
-        "_held",
-        "_longest",
-        "_opening",
-        "_preface",
-        "_stops",
-        "_token_bytes",
-        "said",
-        "stopped",
+        "_at_start", "_bytes", "_guard", "_longest", "_preface", "_space", "_stops", "_token_bytes",
+        "_undecided", "emitted", "matched_stop",
     )  # fmt: skip
 
     def __init__(
         self, token_bytes: Mapping[int, bytes], *, stops: tuple[str, ...] = (), guard: str = ""
     ) -> None:
         """`guard` is text that belongs to a special token if that follows."""
-        self.said: list[str] = []
-        self.stopped: str | None = None
+        self.emitted: list[str] = []
+        self.matched_stop: str | None = None
         self._token_bytes = token_bytes
         self._stops = stops
         self._guard = (*stops, guard + "\0") if guard else stops
         self._longest = max(map(len, self._guard), default=1) - 1
         self._bytes = b""
-        self._opening = ""
-        self._held = self._preface = ""
-        self._begun, self._fresh = False, True
+        """An incomplete character."""
+        self._undecided = ""
+        """May belong to a stop string, the guard or the preface."""
+        self._space = ""
+        """May be trailing."""
+        self._preface = ""
+        self._at_start = True
 
-    def tell(self, ids: list[int]) -> str:
-        """Go on with these ids."""
+    def feed(self, ids: list[int]) -> str:
+        """Add ids to the segment."""
         token_bytes = self._token_bytes
         data = b"".join([token_bytes[token] for token in ids])
         if self._bytes:
@@ -52,80 +47,77 @@ class Detokenizer:
         text, used = utf_8_decode(data, "replace", False)
         self._bytes = data[used:]
         if self._preface:
-            text = self._introduced(text)
+            text = self._strip_preface(text)
         if self._guard:
-            text = self._watched(text)
-        return self._say(text) if text else ""
+            text = self._hold_back(text)
+        return self._emit(text) if text else ""
 
     def write(self, text: str) -> str:
-        """A whole segment that is certain."""
-        ready = self._say(text)
-        self._fresh = True
+        """Add a whole segment that is certain."""
+        ready = self._emit(text)
+        self._at_start = True
         return ready
 
-    def close(self) -> str:
-        """The segment is over: its end is certain, its trailing blank space is not told."""
+    def end_segment(self) -> str:
+        """End the segment: its end is certain, its trailing white space is dropped."""
         text, _ = utf_8_decode(self._bytes, "replace", True)
-        text = self._opening + text
-        if self._preface:
-            self._preface = ""
-        ready = self._say(text) if text and self.stopped is None else ""
-        self._bytes, self._opening, self._fresh = b"", "", True
+        text = self._undecided + text
+        self._preface = ""
+        ready = self._emit(text) if text and self.matched_stop is None else ""
+        self._bytes, self._undecided, self._at_start = b"", "", True
         return ready
 
-    def watch(self, text: str) -> str:
-        """What of a whole text stands before the first stop string."""
-        text = self._watched(text) + self._opening
-        self._opening = ""
+    def cut_at_stop(self, text: str) -> str:
+        """The part of a whole text that precedes the first stop string."""
+        text = self._hold_back(text) + self._undecided
+        self._undecided = ""
         return text
 
     def skip(self, preface: str) -> None:
-        """Do not tell these words if the next segment begins with them."""
+        """Do not emit `preface` if the next segment begins with it."""
         self._preface = preface
 
-    def taken(self) -> str:
-        """The guarded text at the end, which turned out to be no text."""
-        held, self._opening = self._opening, ""
-        return held
+    def take_guarded(self) -> str:
+        """Take the guarded text at the end, which turned out to be no text."""
+        text, self._undecided = self._undecided, ""
+        return text
 
-    def _say(self, text: str) -> str:
-        if self._fresh:
+    def _emit(self, text: str) -> str:
+        if self._at_start:
             text = text.lstrip()
             if not text:
                 return ""
-            self._fresh = False
-            self._held = "\n" if self._begun else ""
-            self._begun = True
-        text = self._held + text
+            self._at_start = False
+            self._space = "\n" if self.emitted else ""
+        text = self._space + text
         ready = text.rstrip()
-        self._held = text[len(ready) :]
+        self._space = text[len(ready) :]
         if ready:
-            self.said.append(ready)
+            self.emitted.append(ready)
         return ready
 
-    def _introduced(self, text: str) -> str:
-        """Without the preface, once it is known to be one."""
-        text, self._opening = self._opening + text, ""
+    def _strip_preface(self, text: str) -> str:
+        text, self._undecided = self._undecided + text, ""
         if text.startswith(self._preface):
             text, self._preface = text.removeprefix(self._preface), ""
         elif self._preface.startswith(text):
-            text, self._opening = "", text
+            text, self._undecided = "", text
         else:
             self._preface = ""
         return text
 
-    def _watched(self, text: str) -> str:
-        """What of the text cannot belong to a stop string."""
-        text = self._opening + text
-        found = min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
-        if found is not None:
-            at, self.stopped = found
-            self._opening = ""
+    def _hold_back(self, text: str) -> str:
+        """The part of the text that cannot belong to a stop string, or to the guard."""
+        text = self._undecided + text
+        match = min(((text.find(stop), stop) for stop in self._stops if stop in text), default=None)
+        if match is not None:
+            at, self.matched_stop = match
+            self._undecided = ""
             return text[:at]
-        kept = 0
+        held = 0
         for length in range(min(len(text), self._longest), 0, -1):
             if any(word.startswith(text[-length:]) for word in self._guard):
-                kept = length
+                held = length
                 break
-        self._opening = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        self._undecided = text[len(text) - held :]
+        return text[: len(text) - held]

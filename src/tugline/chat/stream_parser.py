@@ -1,54 +1,107 @@
-"""Token ids to pieces of an answer while they arrive.
+"""Incremental parser of answers: token ids to text, reasoning and tool calls while they arrive.
 
-Text and reasoning go out as soon as they are certain. A tool call goes out whole when it closes;
-one that is malformed, or never closes, is text as it was written. Nothing that was sampled is lost:
-text after a call is text too, a line of its own.
+Text and reasoning are emitted as soon as they are certain. A tool call is emitted whole when it
+closes; one that is malformed, or never closes, is text as it was written. No sampled text is lost:
+text behind a call is text too, on a line of its own.
 
-The message of `finish` is what the pieces add up to, and it is what the renderer's own parser says
-of the whole answer. Where a template's marks cannot be followed, the rest is held until its end.
+The message of `StreamParser.finish` is what the pieces add up to, and equals what the renderer's
+own parser makes of the whole answer. Where marks cannot be followed, the rest is held to its end.
+
+The parser is a state machine: `StreamParser` splits ids at the template's marks, a `_State` gives
+them their meaning and returns the state that follows, and `_Output` collects the pieces.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from enum import Enum, auto
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from tugline.chat.detokenizer import Detokenizer
 from tugline.chat.response import Piece, ReasoningDelta, TextDelta
-from tugline.chat.templates import dsml
-from tugline.chat.templates.base import Channels
-from tugline.chat.templates.plain import written
 from tugline.chat.templates.rendering import Rendering
+from tugline.chat.templates.tool_calls import encode_arguments, parse_dsml
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 _RECIPIENT = re.compile(r"to=functions\.[^\s<]")
-_NOWHERE = np.empty(0, np.int32)
 
 
-class _Part(Enum):
-    BLANK = auto()
-    """Nothing but blank space so far: reasoning may still open."""
-    HEADER = auto()
-    """Before the body of a message in a template of channels."""
-    REASONING = auto()
-    DRAFT = auto()
-    """A call inside reasoning: drafted if the reasoning closes later, made if it never does."""
-    TEXT = auto()
-    CALL = auto()
-    HELD = auto()
-    """What follows is read when the answer is over."""
-    OVER = auto()
+class _Output:
+    """The answer so far, and its pieces that were not taken yet."""
+
+    def __init__(self, rendering: Rendering, call_prefix: str, stops: tuple[str, ...]) -> None:
+        token_bytes: Mapping[int, bytes] = rendering.tokenizer.token_bytes or {}
+        guard = rendering.template.guard_text
+        self.text = Detokenizer(token_bytes, stops=stops, guard=guard)
+        self.reasoning = Detokenizer(token_bytes, guard=guard)
+        self.reasoning_tokens = 0
+        self._calls: list[ToolCall] = []
+        self._call_prefix = call_prefix
+        self._pieces: list[Piece] = []
+
+    def take_pieces(self) -> list[Piece]:
+        """The pieces since the last time; adjacent text among them is one delta."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def add_text(self, ids: list[int]) -> None:
+        """Add ids of text; those behind a stop string are ignored."""
+        if self.text.matched_stop is None:
+            self._emit(TextDelta, self.text.feed(ids))
+
+    def add_reasoning(self, ids: list[int]) -> None:
+        """Add ids of reasoning."""
+        self.reasoning_tokens += len(ids)
+        self._emit(ReasoningDelta, self.reasoning.feed(ids))
+
+    def write_text(self, text: str) -> None:
+        """Add a whole segment of text."""
+        self._emit(TextDelta, self.text.write(text))
+
+    def write_reasoning(self, text: str) -> None:
+        """Add a whole segment of reasoning."""
+        self._emit(ReasoningDelta, self.reasoning.write(text))
+
+    def add_calls(self, calls: Sequence[tuple[str, str]]) -> None:
+        """Add tool calls, by name and JSON arguments."""
+        for name, arguments in calls:
+            call = ToolCall(f"call_{self._call_prefix}_{len(self._calls)}", name, arguments)
+            self._calls.append(call)
+            self._pieces.append(call)
+
+    def end_segment(self) -> None:
+        """End the current segment of reasoning or text."""
+        self._emit(ReasoningDelta, self.reasoning.end_segment())
+        self._emit(TextDelta, self.text.end_segment())
+
+    def build_message(self) -> Message:
+        """The whole answer."""
+        return Message(
+            Role.ASSISTANT,
+            "".join(self.text.emitted),
+            tool_calls=tuple(self._calls),
+            reasoning="".join(self.reasoning.emitted) or None,
+        )
+
+    def _emit(self, kind: type[TextDelta | ReasoningDelta], text: str) -> None:
+        if not text:
+            return
+        last = self._pieces[-1] if self._pieces else None
+        if type(last) is kind:
+            self._pieces[-1] = kind(last.text + text)
+        else:
+            self._pieces.append(kind(text))
 
 
 class StreamParser:
-    """One answer; `call_prefix` makes its tool call ids unique within the session.
+    """Parses one answer; `call_prefix` makes its tool call ids unique within the session.
 
-    `end` is the end of its prompt, `forced` the ids behind it that the answer goes on from.
-    `tools` tell templates without JSON which arguments are texts. Text ends before a stop string.
+    `end` is the end of its prompt, `forced` the ids behind it with which the answer begins.
+    `tools` tell templates without JSON which arguments are text. Text ends before a stop string.
     """
 
     def __init__(
@@ -61,314 +114,423 @@ class StreamParser:
         forced: Ids | None = None,
         tools: Sequence[Tool] = (),
     ) -> None:
-        self.matched_stop: str | None = None
-        """The stop string that ended the text."""
-        self.reasoning_tokens = 0
-        self._rendering, self._prefix, self._tools = rendering, call_prefix, tools
-        self._end: Ids | None = end
-        self._template, self._marks = rendering.template, rendering.markers
-        self._over = frozenset(rendering.stop_ids)
-        self._controls = self._over | self._marks.ids
-        token_bytes: Mapping[int, bytes] = rendering.tokenizer.token_bytes or {}
-        guard, watched = self._template.guard, tuple(stop for stop in stops if stop)
-        self._text = Detokenizer(token_bytes, stops=watched, guard=guard)
-        self._reasoning = Detokenizer(token_bytes, guard=guard)
-        self._singly = bool(watched)
-        self._fed = self._place = 0
-        self._part = self._beginning(end)
-        self._section = self._marks.block == self._marks.call
-        self._draft: list[int] = []
-        self._block: list[int] = []
-        self._calls: list[ToolCall] = []
-        self._pieces: list[Piece] = []
+        watched = tuple(stop for stop in stops if stop)
+        self.rendering, self.tools = rendering, tools
+        self.output = _Output(rendering, call_prefix, watched)
+        self.in_section = rendering.markers.block == rendering.markers.call
+        """Whether a call may open here: templates may want a section around calls."""
+        self._stop_ids = frozenset(rendering.stop_ids)
+        self._marks = self._stop_ids | rendering.markers.ids
+        self._guard = rendering.markers.guarded
+        self._single = bool(watched)
+        self._fed = 0
+        self._position = 0
+        """Number of sampled ids that were parsed."""
+        self._ended = False
+        self._state = self._begin(end)
         if forced is not None:
             self._walk(forced.tolist(), -len(forced))
-            self._pieces = []
-            self.reasoning_tokens = 0
+            self.output.take_pieces()
+            self.output.reasoning_tokens = 0
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self.output.text.matched_stop
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Sampled tokens inside reasoning."""
+        return self.output.reasoning_tokens
 
     @property
     def length(self) -> int:
         """How many sampled ids belong to the answer: all, or those up to the stop string's end."""
-        return self._place if self.matched_stop is not None else self._fed
+        return self._fed if self.matched_stop is None else self._position
 
     def feed(self, ids: Ids) -> list[Piece]:
-        """The pieces that these ids complete."""
-        new: list[int] = ids.tolist()
-        start = self._fed
-        self._fed += len(new)
-        self._pieces = pieces = list[Piece]()
-        if self._part is not _Part.OVER:
-            self._walk(new, start)
-        return pieces
+        """Add sampled ids; returns the pieces that they complete."""
+        start, self._fed = self._fed, self._fed + len(ids)
+        self._walk(ids.tolist(), start)
+        return self.output.take_pieces()
 
     def finish(self) -> tuple[list[Piece], Message]:
-        """What is still unsaid, and the whole answer as a message."""
-        self._pieces = pieces = list[Piece]()
-        self._settle()
-        self._close()
-        return pieces, Message(
-            Role.ASSISTANT,
-            "".join(self._text.said),
-            tool_calls=tuple(self._calls),
-            reasoning="".join(self._reasoning.said) or None,
-        )
+        """End the answer; returns the remaining pieces, and the whole as a message."""
+        if not self._ended:
+            self._state.finish()
+        self.output.end_segment()
+        return self.output.take_pieces(), self.output.build_message()
 
-    # ----------------------------------------------------------------------- ids to parts
-    def _beginning(self, end: Ids) -> _Part:
-        thinks = self._rendering.starts_in_reasoning(end)
-        channels = self._marks.channels
-        if not self._rendering.incremental or (thinks and not self._marks.reasons):
-            return _Part.HELD
-        if channels is not None and (not len(end) or end[-1] != channels.message):
-            return _Part.HEADER
-        return _Part.REASONING if thinks else _Part.BLANK
+    def replay(self, ids: list[int]) -> _State:
+        """Parse ids again that were kept back and turned out to be text, with all that follows."""
+        self._state = _Text(self)
+        self._walk(ids, self._position - len(ids))
+        return self._state
+
+    def cut_back(self, count: int) -> None:
+        """Let the answer end `count` ids earlier."""
+        self._position -= count
+
+    def _begin(self, end: Ids) -> _State:
+        rendering, markers = self.rendering, self.rendering.markers
+        reasons = rendering.starts_in_reasoning(end)
+        if not rendering.incremental or (reasons and not markers.reasons):
+            return _Held(self, [], end)
+        state = _Reasoning(self) if reasons else _Start(self, end)
+        if markers.channels is None:
+            return state
+        opened = len(end) and end[-1] == markers.channels.message
+        return _ChannelBody(self, state) if opened else _ChannelHeader(self, [])
 
     def _walk(self, ids: list[int], start: int) -> None:
-        """Take ids, the first of which is number `start` of the sampled ones."""
-        controls = self._controls
-        if self._singly:
-            self._walk_singly(ids, start)
-            return
-        behind = 0
-        for place in [at for at, token in enumerate(ids) if token in controls]:
-            if place > behind:
-                self._plain(ids[behind:place])
-            behind = place + 1
-            self._place = start + behind
-            self._control(ids[place])
-            if self._part is _Part.OVER:
+        """Parse ids, the first of which is the sampled id number `start`."""
+        for first, last in self._split(ids):
+            if self._ended:
                 return
-        if behind < len(ids):
-            self._place = start + len(ids)
-            self._plain(ids[behind:])
-
-    def _walk_singly(self, ids: list[int], start: int) -> None:
-        """The same, so that a stop string's place is known to the id."""
-        for place, token in enumerate(ids, start + 1):
-            self._place = place
-            if token in self._controls:
-                self._control(token)
+            if ids[first] in self._marks:
+                self._position = start + first
+                self._take_mark(ids[first], start + last)
             else:
-                self._plain([token])
-            if self._part is _Part.OVER:
-                return
+                self._position = start + last
+                self._state = self._state.add(ids[first:last])
+            self._ended = self._ended or self.matched_stop is not None
 
-    def _plain(self, run: list[int]) -> None:
-        """Take ids that mark nothing."""
-        part = self._part
-        if part is _Part.TEXT:
-            self._tell(run)
-        elif part is _Part.REASONING:
-            self._think(run)
-        elif part in (_Part.CALL, _Part.HEADER):
-            self._block += run
-        else:
-            self._draft += run
-            if part is _Part.BLANK:
-                self._begin()
-
-    def _begin(self, *, last: bool = False) -> None:
-        """See whether text has begun, or what can only be read as a whole."""
-        if self._part is not _Part.BLANK or not self._draft:
+    def _take_mark(self, token: int, position: int) -> None:
+        if token in self._stop_ids:
+            self._ended = self._state.end(token)
             return
-        text = self._rendering.tokenizer.decode(self._draft).lstrip()
+        self._state = self._state.decide()
+        if self.matched_stop is None:
+            self._position = position
+            hold = token == self._guard
+            self._state = self._state.hold(token) if hold else self._state.mark(token)
+
+    def _split(self, ids: list[int]) -> Iterator[tuple[int, int]]:
+        """Ranges of ids to parse at once: marks by themselves, and the ids between them.
+
+        Where stop strings are watched every id is by itself, so that `length` is exact.
+        """
+        if self._single:
+            yield from pairwise(range(len(ids) + 1))
+            return
+        end = 0
+        for place in [at for at, token in enumerate(ids) if token in self._marks]:
+            if place > end:
+                yield end, place
+            end = place + 1
+            yield place, end
+        if end < len(ids):
+            yield end, len(ids)
+
+
+# --------------------------------------------------------------------------- states
+class _State(ABC):
+    """The meaning of the next ids. Methods return the state that follows."""
+
+    def __init__(self, parser: StreamParser) -> None:
+        self.parser = parser
+        self.output = parser.output
+        self.marks = parser.rendering.markers
+        self.template = parser.rendering.template
+
+    @abstractmethod
+    def add(self, ids: list[int]) -> _State:
+        """Take ids that are no marks."""
+
+    @abstractmethod
+    def mark(self, token: int) -> _State:
+        """Take a mark that is no stop id."""
+
+    def decide(self) -> _State:
+        """Decide what ids that were kept back mean, because a mark follows them."""
+        return self
+
+    def hold(self, token: int) -> _State:
+        """Take the mark from which on only the whole answer can be parsed."""
+        taken = self.output.text.take_guarded()
+        self.output.end_segment()
+        return _Held(self.parser, [*self.parser.rendering.tokenizer.encode(taken), token], None)
+
+    def end(self, token: int) -> bool:
+        """Take a stop id; returns whether the answer ends with it."""
+        self.finish()
+        return True
+
+    def finish(self) -> None:  # noqa: B027 - most states keep nothing back
+        """Emit what was kept back: the answer is over."""
+
+    def open_call(self, token: int) -> _State:
+        """Take the mark that opens a tool call."""
+        self.output.end_segment()
+        return _Call(self.parser, [token])
+
+
+class _Text(_State):
+    """Text between reasoning and calls."""
+
+    at_start = False
+
+    def add(self, ids: list[int]) -> _State:
+        self.output.add_text(ids)
+        return self
+
+    def mark(self, token: int) -> _State:
+        marks, template, parser = self.marks, self.template, self.parser
+        if token == marks.think and (template.reopens_reasoning or self.at_start):
+            self.output.end_segment()
+            self.output.reasoning.skip(template.preface)
+            return _Reasoning(parser)
+        if token == marks.block and parser.in_section:
+            return self.open_call(token)
+        if token in (marks.section, marks.section_end):
+            self.output.end_segment()
+            parser.in_section = token == marks.section or not template.strict_section
+            return _Text(parser)
+        return self.add_mark(token)
+
+    def add_mark(self, token: int) -> _State:
+        """Take a mark that has no meaning here: it is text."""
+        if token != self.marks.think_end or not self.template.reopens_reasoning:
+            self.output.add_text([token])
+        return self
+
+
+class _Start(_Text):
+    """Nothing but white space so far: reasoning may still open."""
+
+    at_start = True
+
+    def __init__(self, parser: StreamParser, end: Ids) -> None:
+        super().__init__(parser)
+        self._end = end
+        self._pending: list[int] = []
+
+    def add(self, ids: list[int]) -> _State:
+        self._pending += ids
+        return self._decide(last=False)
+
+    def add_mark(self, token: int) -> _State:
+        return self.parser.replay([*self._pending, token])
+
+    def decide(self) -> _State:
+        return self._decide(last=True)
+
+    def finish(self) -> None:
+        state = self._decide(last=True)
+        if state is not self:
+            state.finish()
+
+    def _decide(self, *, last: bool) -> _State:
+        """See whether text has begun, or an answer that can only be parsed as a whole."""
+        if not self._pending:
+            return self
+        text = self.parser.rendering.tokenizer.decode(self._pending).lstrip()
         if not last:
             text = text.rstrip("\ufffd")
-        held = "" if self._marks.reasons else self._template.held
-        if held and text.startswith(held):
-            self._part = _Part.HELD
-        elif text and (last or not held.startswith(text)):
-            self._replay()
+        prefix = "" if self.marks.reasons else self.template.hold_prefix
+        if prefix and text.startswith(prefix):
+            return _Held(self.parser, self._pending, self._end)
+        if text and (last or not prefix.startswith(text)):
+            return self.parser.replay(self._pending)
+        return self
 
-    def _control(self, token: int) -> None:
-        """Take an id that may open or close a part."""
-        self._begin(last=True)
-        part, marks = self._part, self._marks
-        if part is _Part.HELD:
-            self._draft.append(token)
-        elif token in self._over:
-            if part is _Part.CALL and token == marks.call_end:
-                self._in_call(token)
-            self._settle()
-            self._part = _Part.OVER
-        elif marks.channels is not None:
-            self._in_channels(token, marks.channels)
-        elif token == marks.guarded and part is not _Part.CALL:
-            self._hold(token)
-        elif part is _Part.CALL:
-            self._in_call(token)
-        elif part is _Part.REASONING:
-            self._in_reasoning(token)
-        elif part is _Part.DRAFT:
-            self._in_draft(token)
-        else:
-            self._in_text(token)
 
-    def _in_call(self, token: int) -> None:
-        if token != self._marks.section_end:
-            self._block.append(token)
-        if token == self._marks.call_end:
-            self._close_call()
-        elif token == self._marks.section_end:
-            self._spoil()
-            self._section = not self._template.strict
+class _Reasoning(_State):
+    def add(self, ids: list[int]) -> _State:
+        self.output.add_reasoning(ids)
+        return self
 
-    def _in_reasoning(self, token: int) -> None:
-        marks, template = self._marks, self._template
+    def mark(self, token: int) -> _State:
+        marks, template = self.marks, self.template
         if token == marks.think_end:
-            self._close()
-        elif token == marks.call and template.again:
-            self._open_call(token)
-        elif token == marks.call and template.closes:
-            self._draft, self._part = [token], _Part.DRAFT
-        elif token != marks.think:
-            self._think([token])
+            self.output.end_segment()
+            return _Text(self.parser)
+        if token == marks.call and template.reopens_reasoning:
+            return self.open_call(token)
+        if token == marks.call and template.call_ends_reasoning:
+            return _DraftCall(self.parser, token)
+        if token != marks.think:
+            self.output.add_reasoning([token])
+        return self
 
-    def _in_draft(self, token: int) -> None:
-        self._draft.append(token)
-        if token == self._marks.think_end:
-            self._think([one for one in self._draft[:-1] if one != self._marks.think])
-            self._draft = []
-            self._close()
+    def hold(self, token: int) -> _State:
+        taken = self.output.reasoning.take_guarded()
+        self.output.end_segment()
+        ids = [*self.parser.rendering.tokenizer.encode(taken), token]
+        return _Held(self.parser, ids, np.asarray([self.marks.think], np.int32))
 
-    def _in_text(self, token: int) -> None:
-        marks, template = self._marks, self._template
-        if token == marks.think and (template.again or self._part is _Part.BLANK):
-            self._draft = []
-            self._close()
-            self._reasoning.skip(template.preface)
-            self._part = _Part.REASONING
-        elif token == marks.block and self._section:
-            self._open_call(token)
-        elif token in (marks.section, marks.section_end):
-            self._draft = []
-            self._close()
-            self._section = token == marks.section or not template.strict
-        else:
-            self._replay()
-            if token != marks.think_end or not template.again:
-                self._tell([token])
 
-    def _in_channels(self, token: int, marks: Channels) -> None:
-        """Messages whose headers say whether they are thought, text or a call."""
-        if self._part is _Part.HEADER:
-            if token == marks.start:
-                self._block = []
-            self._block.append(token)
-            if token == marks.message:
-                header = self._rendering.tokenizer.decode(self._block)
-                thought = "<|channel|>analysis" in header
-                self._part = _Part.REASONING if thought else _Part.TEXT
-                if _RECIPIENT.search(header):
-                    self._part = _Part.CALL
-        elif token in (marks.start, marks.end):
-            self._settle()
-            self._close()
-            self._block = [token] if token == marks.start else []
-            self._part = _Part.HEADER
-        else:
-            self._plain([token])
+class _DraftCall(_State):
+    """A call inside reasoning: a draft if the reasoning closes later, made if it never does."""
 
-    def _hold(self, token: int) -> None:
-        """From a mark on that only the whole answer explains; what it begins with comes along."""
-        thought = self._part is _Part.REASONING
-        taken = self._reasoning.taken() if thought else self._text.taken()
-        self._close()
-        self._end = np.asarray([self._marks.think], np.int32) if thought else None
-        self._draft = [*self._rendering.tokenizer.encode(taken), token]
-        self._part = _Part.HELD
+    def __init__(self, parser: StreamParser, token: int) -> None:
+        super().__init__(parser)
+        self._pending = [token]
 
-    def _replay(self) -> None:
-        """What was kept back is text, and what follows from it."""
-        ids, self._draft = self._draft, []
-        self._part = _Part.TEXT
-        self._walk(ids, self._place - len(ids))
+    def add(self, ids: list[int]) -> _State:
+        self._pending += ids
+        return self
 
-    # ----------------------------------------------------------------------- parts to pieces
-    def _tell(self, run: list[int]) -> None:
-        self._emit(TextDelta, self._text.tell(run))
-        if self._text.stopped is not None:
-            self.matched_stop, self._part = self._text.stopped, _Part.OVER
+    def mark(self, token: int) -> _State:
+        if token != self.marks.think_end:
+            self._pending.append(token)
+            return self
+        self.output.add_reasoning([one for one in self._pending if one != self.marks.think])
+        self.output.end_segment()
+        return _Text(self.parser)
 
-    def _think(self, run: list[int]) -> None:
-        self.reasoning_tokens += len(run)
-        self._emit(ReasoningDelta, self._reasoning.tell(run))
+    def finish(self) -> None:
+        self.output.end_segment()
+        self.parser.replay(self._pending).finish()
 
-    def _close(self) -> None:
-        """The reasoning, or the text, is over; what follows is text."""
-        self._emit(ReasoningDelta, self._reasoning.close())
-        self._emit(TextDelta, self._text.close())
-        self._part = _Part.TEXT
 
-    def _open_call(self, token: int) -> None:
-        self._draft = []
-        self._close()
-        self._block = [token]
-        self._part = _Part.CALL
+class _Call(_State):
+    """Inside a tool call."""
 
-    def _close_call(self) -> None:
-        calls = self._rendering.parse_calls(self._block, self._tools)
+    def __init__(self, parser: StreamParser, block: list[int]) -> None:
+        super().__init__(parser)
+        self._block = block
+
+    def add(self, ids: list[int]) -> _State:
+        self._block += ids
+        return self
+
+    def mark(self, token: int) -> _State:
+        if token == self.marks.section_end:
+            self.finish()
+            self.parser.in_section = not self.template.strict_section
+            return _Text(self.parser)
+        self._block.append(token)
+        if token != self.marks.call_end:
+            return self
+        calls = self.parser.rendering.parse_calls(self._block, self.parser.tools)
+        self.output.add_calls(calls)
         if not calls:
-            self._spoil()
-        self._number(calls)
-        self._part = _Part.TEXT
+            self.finish()
+        return _Text(self.parser)
 
-    def _number(self, calls: Sequence[tuple[str, str]]) -> None:
-        for name, arguments in calls:
-            call = ToolCall(f"call_{self._prefix}_{len(self._calls)}", name, arguments)
-            self._calls.append(call)
-            self._pieces.append(call)
+    def hold(self, token: int) -> _State:
+        return self.mark(token)
 
-    def _spoil(self) -> None:
-        """A call that is none is text as it was written."""
-        written = self._rendering.tokenizer.decode(self._block)
-        self._emit(TextDelta, self._text.write(written))
-        self._part = _Part.TEXT
-
-    def _settle(self) -> None:
-        """The answer is over: what was kept back is now certain."""
-        if self._part is _Part.BLANK:
-            self._begin(last=True)
-        elif self._part is _Part.DRAFT:
-            self._close()
-            self._replay()
-        if self._part is _Part.CALL:
-            self._spoil()
-        if self._part is _Part.HELD:
-            self._read(self._draft)
-            self._part = _Part.OVER
-
-    def _read(self, ids: list[int]) -> None:
-        """Tell what was held, as the library reads it."""
-        if self._end is None:
-            over = next((i for i, token in enumerate(ids) if token in self._over), len(ids))
-            for part in dsml.read(self._rendering.tokenizer.decode(ids[:over])):
-                if isinstance(part, str):
-                    self._emit(TextDelta, self._text.write(part))
-                else:
-                    self._number([(part[0], written(part[1]))])
-            return
-        parsed = self._rendering.parse(ids, self._end, self._tools)
-        if parsed.reasoning:
-            self.reasoning_tokens += len(self._rendering.tokenizer.encode(parsed.reasoning))
-            self._emit(ReasoningDelta, self._reasoning.write(parsed.reasoning))
-        self._emit(TextDelta, self._text.write(self._text.watch(parsed.content)))
-        self.matched_stop = stop = self._text.stopped
-        if stop is None:
-            self._number(parsed.calls)
-            return
-
-        def stops(count: int) -> bool:
-            return stop in self._rendering.parse(ids[:count], self._end, self._tools).content
-
-        self._place = self._fed - len(ids) + bisect_left(range(len(ids)), True, key=stops)
-
-    def _emit(self, kind: type[TextDelta | ReasoningDelta], text: str) -> None:
-        """Adjacent text of one feed is one delta."""
-        if not text:
-            return
-        last = self._pieces[-1] if self._pieces else None
-        if type(last) is kind:
-            self._pieces[-1] = kind(last.text + text)
+    def end(self, token: int) -> bool:
+        if token == self.marks.call_end:
+            self.mark(token)
         else:
-            self._pieces.append(kind(text))
+            self.finish()
+        return True
+
+    def finish(self) -> None:
+        """A call that is none is text as it was written."""
+        self.output.write_text(self.parser.rendering.tokenizer.decode(self._block))
+
+
+class _Held(_State):
+    """The rest is parsed when the answer is over: by the library, or as DSML without an `end`."""
+
+    def __init__(self, parser: StreamParser, ids: list[int], end: Ids | None) -> None:
+        super().__init__(parser)
+        self._ids, self._end = ids, end
+
+    def add(self, ids: list[int]) -> _State:
+        self._ids += ids
+        return self
+
+    def mark(self, token: int) -> _State:
+        return self.add([token])
+
+    def hold(self, token: int) -> _State:
+        return self.add([token])
+
+    def end(self, token: int) -> bool:
+        self._ids.append(token)
+        return False
+
+    def finish(self) -> None:
+        if self._end is None:
+            self._parse_dsml()
+        else:
+            self._parse(self._end)
+
+    def _parse_dsml(self) -> None:
+        rendering = self.parser.rendering
+        stops = (at for at, token in enumerate(self._ids) if token in rendering.stop_ids)
+        text = rendering.tokenizer.decode(self._ids[: next(stops, len(self._ids))])
+        for part in parse_dsml(text):
+            if isinstance(part, str):
+                self.output.write_text(part)
+            else:
+                name, arguments = part
+                self.output.add_calls([(name, encode_arguments(arguments))])
+
+    def _parse(self, end: Ids) -> None:
+        rendering, tools, output = self.parser.rendering, self.parser.tools, self.output
+        parsed = rendering.parse(self._ids, end, tools)
+        if parsed.reasoning:
+            output.reasoning_tokens += len(rendering.tokenizer.encode(parsed.reasoning))
+            output.write_reasoning(parsed.reasoning)
+        output.write_text(output.text.cut_at_stop(parsed.content))
+        stop = output.text.matched_stop
+        if stop is None:
+            output.add_calls(parsed.calls)
+            return
+
+        def has_stop(count: int) -> bool:
+            return stop in rendering.parse(self._ids[:count], end, tools).content
+
+        needed = bisect_left(range(len(self._ids)), True, key=has_stop)
+        self.parser.cut_back(len(self._ids) - needed)
+
+
+class _ChannelHeader(_State):
+    """Before the body of a message, which the header calls reasoning, text or a call (harmony)."""
+
+    def __init__(self, parser: StreamParser, block: list[int]) -> None:
+        super().__init__(parser)
+        self._block = block
+
+    def add(self, ids: list[int]) -> _State:
+        self._block += ids
+        return self
+
+    def mark(self, token: int) -> _State:
+        channels = self.marks.channels
+        if channels is not None and token == channels.start:
+            self._block = []
+        self._block.append(token)
+        if channels is None or token != channels.message:
+            return self
+        header = self.parser.rendering.tokenizer.decode(self._block)
+        if _RECIPIENT.search(header):
+            return _ChannelBody(self.parser, _Call(self.parser, self._block))
+        reasons = "<|channel|>analysis" in header
+        return _ChannelBody(self.parser, _Reasoning(self.parser) if reasons else _Text(self.parser))
+
+
+class _ChannelBody(_State):
+    """The body of a message; marks but those of its end mean nothing in it."""
+
+    def __init__(self, parser: StreamParser, body: _State) -> None:
+        super().__init__(parser)
+        self._body = body
+
+    def add(self, ids: list[int]) -> _State:
+        self._body = self._body.add(ids)
+        return self
+
+    def mark(self, token: int) -> _State:
+        channels = self.marks.channels
+        if channels is None or token not in (channels.start, channels.end):
+            return self.add([token])
+        self._body.finish()
+        self.output.end_segment()
+        return _ChannelHeader(self.parser, [token] if token == channels.start else [])
+
+    def decide(self) -> _State:
+        self._body = self._body.decide()
+        return self
+
+    def end(self, token: int) -> bool:
+        return self._body.end(token)
+
+    def finish(self) -> None:
+        self._body.finish()

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tugline.chat.engines.base import CallDelta, Delta, EngineFormat, EngineRequest, Feature
-from tugline.chat.engines.generate import Generate
+from tugline.chat.engines.generate import Embedded
 from tugline.chat.request import Request
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import BudgetExhausted
@@ -308,6 +308,8 @@ def _compare(run: Run, old: Normalizers, take: RecordedResponse, request: Reques
 
 def _format(header: Header) -> EngineFormat:
     """As the recorded engine's; nothing is ever asked of it, and all that it could do is done."""
-    wire = Generate(header.engine, features=frozenset(Feature))
+    wire = Embedded()
+    wire.name = header.engine
     wire.mode = header.mode
+    wire.features = frozenset(Feature)
     return wire

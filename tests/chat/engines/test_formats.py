@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest
-from tugline.chat.engines.embedded import Embedded
-from tugline.chat.engines.openai_compatible import ObservedChat, TextChat
+from tugline.chat.engines.chat import ObservedChat, TextChat
+from tugline.chat.engines.generate import Embedded
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
 from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
 from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ToolChoice

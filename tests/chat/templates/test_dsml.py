@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tugline.chat.templates.dsml import read
+from tugline.chat.templates.tool_calls import parse_dsml
 
 
 def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:
@@ -20,13 +20,13 @@ def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:
 def test_values_have_the_kind_that_is_written_beside_them() -> None:
     """A text stays as it is, also over lines; everything else is JSON, or text if it is none."""
     call = invoked(("s", "true", "5\n"), ("n", "false", "[1, 2.5]"), ("x", "false", "{"))
-    assert read(call) == [("t", {"s": "5\n", "n": [1, 2.5], "x": "{"})]
+    assert parse_dsml(call) == [("t", {"s": "5\n", "n": [1, 2.5], "x": "{"})]
 
 
 def test_texts_around_calls_keep_their_place() -> None:
     """The marks of a section are not text, what stands around and behind it is."""
     section = f"<｜DSML｜tool_calls>\n{invoked()}\n{invoked(name='u')}\n</｜DSML｜tool_calls>"
-    assert read(f"a {section} b") == ["a \n", ("t", {}), ("u", {}), "\n b"]
+    assert parse_dsml(f"a {section} b") == ["a \n", ("t", {}), ("u", {}), "\n b"]
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_texts_around_calls_keep_their_place() -> None:
 )
 def test_a_malformed_call_is_text_as_it_was_written(broken: str) -> None:
     """It is shown, not mended; a later call is still one."""
-    assert read(broken) == [broken]
-    assert read(f"{invoked()}{broken}") == [("t", {}), broken]
+    assert parse_dsml(broken) == [broken]
+    assert parse_dsml(f"{invoked()}{broken}") == [("t", {}), broken]

@@ -87,8 +87,8 @@ def test_the_end_of_a_prompt_says_all(name: str, data: st.DataObject) -> None:
     whole = made._renderer.bridge_to_next_turn(
         prompt.tolist(),
         sampled.tolist(),
-        made._tail(prompt.tolist(), sampled.tolist(), tail),
-        tools=made._plain_tools(TOOLS),
+        made._serialize_tail(prompt.tolist(), sampled.tolist(), tail),
+        tools=made._serialize_tools(TOOLS),
     )
     kept = [*prompt.tolist(), *sampled.tolist()]
     extension = made.render_extension(prompt[-64:], sampled, tail, TOOLS)
@@ -265,13 +265,13 @@ def test_the_documented_table_is_true() -> None:
     for name, row in rows.items():
         what, vocabulary = template(name), tokenizer(SPECIALS[name].split())
         marks = what.markers(vocabulary)
-        held = what.guarded or ("" if marks.reasons else what.held)
-        told = f"yes, but not after `{held}`" if held else "yes" if what.followed else "no"
+        held = what.guard_mark or ("" if marks.reasons else what.hold_prefix)
+        told = f"yes, but not after `{held}`" if held else "yes" if what.incremental else "no"
         forced = "any or one" if what.force and what.force.after is not None else "any"
         assert row == [
             told,
             forced if what.force else "no",
-            "in its place" if what.late else "a user's",
+            "in its place" if what.late_system else "a user's",
             "yes" if marks.call >= 0 else "no",
             "yes" if marks.call_end >= 0 else "no",
         ], name

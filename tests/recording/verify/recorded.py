@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from inference.tiny_model import tiny
 from rig import ASK, RENDERING, TOOLS, in_turn, rig
-from tugline.chat.engines.embedded import Embedded
+from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.inference.engine import Engine

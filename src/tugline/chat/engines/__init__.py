@@ -1,1 +1,1 @@
-"""What to ask an inference engine for, and where the token ids are in its answer. Pure."""
+"""Wire formats of inference engines: build a request, read token ids from the reply. Pure."""

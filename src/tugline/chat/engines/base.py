@@ -1,21 +1,23 @@
-"""The contract of an engine's wire format: build a request, read tokens back. Pure, no I/O.
+"""The contract of an engine's wire format, and what the replies of all engines have in common.
 
-A format either takes ids (exact mode) or messages (observed mode: the engine renders and tells its
-ids; text mode: it tells none). The gateway decodes ids into text itself in exact mode; in the other
-two the engine's own text, reasoning and tool calls are told on.
+A format takes token ids (exact mode) or messages (observed mode: the engine renders them and
+reports its ids; text mode: it reports none). In exact mode the gateway decodes ids into text
+itself; in the other two it passes on the engine's own text, reasoning and tool calls.
 """
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import Protocol
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from tugline.chat.request import Constraint, Request, ToolChoice
 from tugline.chat.tokens import TokenSequence
-from tugline.errors import TuglineError
+from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.types import (
     Call,
     Finish,
@@ -31,16 +33,18 @@ from tugline.types import (
 
 NO_IDS: Ids = np.empty(0, np.int32)
 NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
+"""Sent explicitly, because a model's own defaults replace what a request leaves out."""
 
 
 class Feature(StrEnum):
-    """What an engine can do beyond drawing tokens."""
+    """What an engine can do besides sampling."""
 
     STRUCTURED = "structured"
     """Constrained decoding (`EngineRequest.constraint`)."""
     IMAGES = "images"
     BAN = "ban"
-    """Never draw given ids (`EngineRequest.banned`)."""
+    """Never sample given ids (`EngineRequest.banned`)."""
     TOOL_CHOICE = "tool_choice"
     """Observed mode: forced tool choice."""
 
@@ -52,24 +56,24 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     """Enforced; ``top_k`` 0 or None is off. ``stop`` matters in observed and text mode only."""
     request_id: str
-    """Unique; what an abort names."""
+    """Unique; names the request in an abort."""
     stream: bool = True
     prompt: TokenSequence | None = None
     stop_ids: tuple[int, ...] = ()
     """Sampled and then final, in exact mode."""
     banned: tuple[int, ...] = ()
-    """Ids that may not be drawn, in exact mode."""
+    """Ids that may not be sampled, in exact mode."""
     constraint: Constraint | None = None
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel: bool = True
     request: Request | None = None
-    """What the harness asked, for a source that answers from a recording; no engine is told."""
+    """The harness's request, for replay; it is not sent to an engine."""
 
 
 class Post(msgspec.Struct, frozen=True):
-    """One HTTP request to the engine."""
+    """One HTTP POST to the engine."""
 
     path: str
     body: bytes
@@ -91,12 +95,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     ids: Ids = NO_IDS
     logprobs: Logprobs = NO_LOGPROBS
     version: int | None = None
-    """None where the engine does not say; the gateway then uses the announced one."""
+    """None where the engine does not report it; the gateway then uses the announced one."""
     spans: tuple[VersionSpan, ...] = ()
-    """Versions of the whole reply so far, counted from its first token, where an engine tells them
-    late; they override `version`."""
+    """Versions of the whole reply so far, counted from its first token, where an engine reports
+    them late; they override `version`."""
     finish: Finish | None = None
-    """Comes with the last."""
+    """Comes with the last delta."""
     prompt: bytes | None = None
     """Observed mode: the prompt's ids as raw JSON array, as the engine wrote it."""
     text: str = ""
@@ -105,52 +109,148 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | None = None
     """Observed and text mode: the stop string that matched."""
     unreported_tokens: int = 0
-    """Sampled tokens whose ids are not told (yet), by the engine's own count; negative where an
-    earlier count was too high or the ids came after all."""
+    """Sampled tokens whose ids are not reported (yet), by the engine's own count; negative where
+    an earlier count was too high or the ids came after all."""
     prompt_count: int = 0
     """Text mode: prompt tokens by the engine's own count."""
     replayed: Call | None = None
-    """The recorded call that this is the answer of, where nothing was sampled."""
+    """The recorded call that this response repeats, where nothing was sampled."""
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """Reads one reply; keeps what it must between chunks."""
 
+    @abstractmethod
     def read_events(self, payloads: list[bytes]) -> list[Delta]:
-        """Payloads of server-sent events (what follows ``data:``, without ``[DONE]``).
+        """Read payloads of server-sent events (the part behind ``data:``, without ``[DONE]``).
 
-        All that came in one read are given together; consecutive tokens of one version are one
-        `Delta`. Raises `EngineError` on nonsense, or when ids that must be there are missing,
-        naming the engine flag to add.
+        All payloads of one network read are given together; consecutive tokens of one version are
+        one `Delta`. Raises `EngineError` for what cannot be read, or when required ids are
+        missing, naming the engine flag to add.
         """
-        ...
 
+    @abstractmethod
     def read_body(self, body: bytes) -> list[Delta]:
-        """A reply that was not streamed."""
-        ...
+        """Read a reply that was not streamed."""
 
 
-class EngineFormat(Protocol):
+class EngineFormat(ABC):
     """Everything the gateway knows about one way of talking to one kind of engine."""
 
     name: str
     """Such as ``vllm``."""
     mode: Mode
-    logprob_meaning: LogprobMeaning
-    features: frozenset[Feature]
+    features: frozenset[Feature] = frozenset()
+    abort_path: str = ""
+    """Route that ends a request; empty if there is none."""
+    abort_id: str = "{}"
+    """The id by which that route knows a request: each sampling route adds something of its own."""
 
+    def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED) -> None:
+        self.logprob_meaning = logprob_meaning
+
+    @abstractmethod
     def build_request(self, request: EngineRequest) -> Post:
-        """The request; streaming if ``request.stream``."""
-        ...
+        """Build the HTTP request. Raises `Unsupported` for what the engine would ignore."""
 
+    @abstractmethod
     def make_reader(self, request: EngineRequest) -> Reader:
-        """A fresh reader for the reply to `request`."""
-        ...
+        """Make a reader for the reply to `request`."""
 
     def build_abort(self, request_id: str) -> Post | None:
-        """Ask the engine to end a request and answer with what there is; None if it cannot."""
-        ...
+        """Ask the engine to end a request and reply with what it has; None if it cannot."""
+        if not self.abort_path:
+            return None
+        body = {"request_ids": [self.abort_id.format(request_id)]}
+        return Post(self.abort_path, msgspec.json.encode(body))
 
     def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
-        """The engine's own words: `ContextOverflow` for a prompt too long, else `EngineError`."""
-        ...
+        """Parse an error reply: `ContextOverflow` for a prompt too long, else `EngineError`."""
+        return parse_engine_error(status, body, retry_after)
+
+
+# --------------------------------------------------------------------------- parts of a reply
+class Failure(msgspec.Struct):
+    """An error in a reply with status 200: streams begin before prompts are looked at."""
+
+    code: int | str | None = None
+
+
+class Reply(msgspec.Struct):
+    """Base of every engine's reply, streamed or whole."""
+
+    error: Failure | None = None
+
+
+class ReportedSpan(msgspec.Struct):
+    """Weight version of the tokens from `start` to `end`."""
+
+    version: str
+    start: int
+    end: int
+
+
+R = TypeVar("R", bound=Reply)
+_TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
+"""Matches every engine's refusal of a long prompt; the group is the window's size."""
+
+
+def decode_reply(decoder: msgspec.json.Decoder[R], payload: bytes) -> R:
+    """Decode a reply. Raises `EngineError` if it cannot be read or reports a failure."""
+    try:
+        reply = decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        msg = f"the engine sent a reply that cannot be read: {error}"
+        raise EngineError(msg) from error
+    if reply.error is not None:
+        code = reply.error.code
+        raise parse_engine_error(code if isinstance(code, int) else 500, payload, None)
+    return reply
+
+
+def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
+    """Parse an engine's error body; a prompt beyond the window is a `ContextOverflow`."""
+    text = _find_message(body)
+    too_long = _TOO_LONG.search(text)
+    if status in {400, 413, 422} and too_long:
+        counts = [int(count) for count in re.findall(r"\d+", text)]
+        window = int(too_long[1]) if too_long[1] else None
+        return ContextOverflow(text, prompt=max(counts, default=None), window=window)
+    wait = _parse_seconds(retry_after)
+    return EngineError(f"the engine answered {status}: {text}", status=status, retry_after=wait)
+
+
+def _find_message(body: bytes) -> str:
+    """The message in ``{"error": {...}}``, in a flat body or a `detail`; else the body's start."""
+    try:
+        fields = msgspec.json.decode(body)
+        fields = fields.get("error") or fields
+        return str(fields.get("message") or fields.get("detail") or fields)
+    except (msgspec.DecodeError, AttributeError):
+        return body[:200].decode("utf-8", "replace")
+
+
+def _parse_seconds(retry_after: str | None) -> float | None:
+    """Parse a Retry-After header in its usual form."""
+    try:
+        return max(0.0, float(retry_after)) if retry_after else None
+    except ValueError:
+        return None
+
+
+def parse_finish(reason: str | None) -> Finish | None:
+    """Parse a finish reason: all but ``length`` and ``abort`` are the model's own stop."""
+    if not reason:
+        return None
+    return {"length": Finish.LENGTH, "abort": Finish.ABORT}.get(reason, Finish.STOP)
+
+
+def parse_version(version: str) -> int:
+    """Parse a weight version: ``7`` and ``v7`` are 7; an engine's first, unnamed one is 0."""
+    digits = "".join(char for char in version if char.isdigit())
+    return int(digits) if digits else 0
+
+
+def parse_spans(spans: list[ReportedSpan] | None) -> tuple[VersionSpan, ...]:
+    """Parse the weight versions of a reply."""
+    return tuple(VersionSpan(parse_version(one.version), one.start, one.end) for one in spans or ())

@@ -1,22 +1,31 @@
-"""Read what ``/v1/chat/completions`` answers: text, tool calls, and the ids beside them.
+"""Read replies of ``/v1/chat/completions``: text, tool calls, and the ids beside them.
 
-Every engine puts ids somewhere else; `ChatReader` finds them where vLLM and the embedded engine put
-them, `TextReader` does without. Decoding is typed, so fields that nobody needs cost nothing.
+Engines differ in where the ids are; `ObservedReader` finds them where vLLM puts them, `TextReader`
+does without. Decoding is typed, so fields that nobody needs cost nothing.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from tugline.chat.engines.base import CallDelta, Delta
-from tugline.chat.engines.generate import Fault, finish_of, inner_error
+from tugline.chat.engines.base import (
+    CallDelta,
+    Delta,
+    Reader,
+    Reply,
+    ReportedSpan,
+    decode_reply,
+    parse_finish,
+)
 from tugline.errors import EngineError
 from tugline.types import Finish, VersionSpan
 
 
+# --------------------------------------------------------------------------- the wire
 class _Function(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
@@ -28,7 +37,7 @@ class _Call(msgspec.Struct):
     function: _Function | None = None
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -44,10 +53,10 @@ class _Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """An answer, or what an event adds to it."""
+    """A response, or what an event adds to it."""
 
-    delta: _Said | None = None
-    message: _Said | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     logprobs: _Logprobs | None = None
@@ -66,33 +75,27 @@ class _Ids(msgspec.Struct):
     output_ids: list[list[int]] = []
 
 
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Metadata(msgspec.Struct):
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[ReportedSpan] | None = None
 
 
-class Reply(msgspec.Struct):
-    """A reply, or one event of it: of every engine's own fields those that matter."""
+class ChatReply(Reply):
+    """A reply, or one event of it; of every engine's own fields those that matter."""
 
-    choices: list[Choice] = []
+    choices: list[Choice] = msgspec.field(default_factory=list)
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     usage: _Usage | None = None
     sglext: _Ids | None = None
     metadata: _Metadata | None = None
-    error: Fault | None = None
 
 
-_decoder = msgspec.json.Decoder(Reply)
+_decoder = msgspec.json.Decoder(ChatReply)
 
 
+# --------------------------------------------------------------------------- readers
 @dataclass(slots=True)
-class Gathered:
-    """What becomes one `Delta`; reasoning comes before text, text before calls."""
+class DeltaBuilder:
+    """Collects one `Delta`, in which reasoning comes before text, and text before calls."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -106,25 +109,25 @@ class Gathered:
     unreported_tokens: int = 0
     prompt_count: int = 0
 
-    def full(self, said: _Said) -> bool:
-        """Whether `said` would come out of order."""
-        thought = said.reasoning or said.reasoning_content
-        return bool((thought and (self.text or self.calls)) or (said.content and self.calls))
+    def precedes(self, message: _Message) -> bool:
+        """Whether `message` keeps the order of the parts."""
+        reasoning = message.reasoning or message.reasoning_content
+        return not ((reasoning and (self.text or self.calls)) or (message.content and self.calls))
 
-    def say(self, said: _Said) -> bool:
+    def add(self, message: _Message) -> bool:
         """Add text, reasoning and calls; whether there were any."""
-        thought = said.reasoning or said.reasoning_content or ""
-        self.reasoning += thought
-        self.text += said.content or ""
-        for place, call in enumerate(said.tool_calls or ()):
+        reasoning = message.reasoning or message.reasoning_content or ""
+        self.reasoning += reasoning
+        self.text += message.content or ""
+        for place, call in enumerate(message.tool_calls or ()):
             index = place if call.index is None else call.index
             function = call.function or _Function()
             name, arguments = function.name or "", function.arguments or ""
             self.calls.append(CallDelta(index, call.id or "", name, arguments))
-        return bool(thought or said.content or said.tool_calls)
+        return bool(reasoning or message.content or message.tool_calls)
 
-    def delta(self) -> Delta:
-        """The same as a value."""
+    def build(self) -> Delta:
+        """Build the immutable form."""
         return Delta(
             ids=np.asarray(self.ids, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
@@ -140,106 +143,98 @@ class Gathered:
         )
 
 
-_NOTHING = Gathered()
+_EMPTY = DeltaBuilder()
 
 
-class Reading:
-    """The frame of a reader; what an event brings is the subclass's business."""
+class ChatReader(Reader):
+    """Base of the readers; a subclass says where tokens are."""
+
+    @abstractmethod
+    def add(self, reply: ChatReply, delta: DeltaBuilder) -> None:
+        """Add the content of an event. Raises `EngineError` where ids are missing."""
 
     def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """One `Delta`, or more where text and calls took turns within one read."""
-        return self._deltas([read(payload) for payload in payloads])
+        return self._read([decode_reply(_decoder, payload) for payload in payloads])
 
     def read_body(self, body: bytes) -> list[Delta]:
-        """The first choice. Raises `EngineError` where there is none."""
-        reply = read(body)
+        """Read the first choice. Raises `EngineError` where there is none."""
+        reply = decode_reply(_decoder, body)
         if not reply.choices:
             msg = "the engine answered without a choice"
             raise EngineError(msg)
-        return self._deltas([reply])
+        return self._read([reply])
 
-    def _deltas(self, replies: list[Reply]) -> list[Delta]:
-        done: list[Gathered] = [Gathered()]
+    def _read(self, replies: list[ChatReply]) -> list[Delta]:
+        deltas = [DeltaBuilder()]
         for reply in replies:
-            for choice in reply.choices[:1]:
-                said = choice.delta or choice.message
-                if said is not None and done[-1].full(said):
-                    done.append(Gathered())
-            self.take(reply, done[-1])
-        return [gathered.delta() for gathered in done if gathered != _NOTHING]
-
-    def take(self, reply: Reply, to: Gathered) -> None:
-        """Add what an event brings. Raises `EngineError` where ids are missing."""
-        raise NotImplementedError
+            message = _find_message(reply.choices[0]) if reply.choices else None
+            if message is not None and not deltas[-1].precedes(message):
+                deltas.append(DeltaBuilder())
+            self.add(reply, deltas[-1])
+        return [delta.build() for delta in deltas if delta != _EMPTY]
 
 
-class ChatReader(Reading):
+class ObservedReader(ChatReader):
     """Ids and logprobs come with each event."""
 
-    def __init__(self, advice: str) -> None:
-        self._advice = advice
+    def __init__(self, error: str) -> None:
+        """`error` is the text of the error when ids are missing."""
+        self._error = error
         self._count = 0
 
-    def take(self, reply: Reply, to: Gathered) -> None:
+    def add(self, reply: ChatReply, delta: DeltaBuilder) -> None:
         """Tokens first: text without any is of no use."""
         for choice in reply.choices[:1]:
             ids = choice.token_ids or []
             self._count += len(ids)
-            to.ids += ids
-            to.logprobs += logprobs_of(choice)
-            to.prompt = raw(choice.prompt_token_ids) or to.prompt
-            if (told_by(choice, to) or to.finish) and not self._count:
-                raise EngineError(self._advice)
-        to.prompt = raw(reply.prompt_token_ids) or to.prompt
+            delta.ids += ids
+            delta.logprobs += read_logprobs(choice)
+            delta.prompt = read_array(choice.prompt_token_ids) or delta.prompt
+            if (add_choice(choice, delta) or delta.finish) and not self._count:
+                raise EngineError(self._error)
+        delta.prompt = read_array(reply.prompt_token_ids) or delta.prompt
 
 
-class TextReader(Reading):
+class TextReader(ChatReader):
     """No ids at all: tokens are only counted."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def take(self, reply: Reply, to: Gathered) -> None:
-        """An event with text counts as a token until the server tells the true number."""
+    def add(self, reply: ChatReply, delta: DeltaBuilder) -> None:
+        """Count an event with text as one token until the server reports the true number."""
         for choice in reply.choices[:1]:
-            fresh = int(told_by(choice, to))
-            to.unreported_tokens += fresh
-            self._count += fresh
+            new = int(add_choice(choice, delta))
+            delta.unreported_tokens += new
+            self._count += new
         if reply.usage is not None and reply.usage.completion_tokens:
-            to.unreported_tokens += reply.usage.completion_tokens - self._count
+            delta.unreported_tokens += reply.usage.completion_tokens - self._count
             self._count = reply.usage.completion_tokens
-            to.prompt_count = reply.usage.prompt_tokens
+            delta.prompt_count = reply.usage.prompt_tokens
 
 
-def told_by(choice: Choice, to: Gathered) -> bool:
-    """Add a choice's text and end; whether it said anything."""
-    said = choice.delta or choice.message
-    told = said is not None and to.say(said)
-    to.finish = finish_of(choice.finish_reason) or to.finish
+def _find_message(choice: Choice) -> _Message | None:
+    return choice.delta or choice.message
+
+
+def add_choice(choice: Choice, delta: DeltaBuilder) -> bool:
+    """Add a choice's text and end; whether it had any text, reasoning or calls."""
+    message = _find_message(choice)
+    added = message is not None and delta.add(message)
+    delta.finish = parse_finish(choice.finish_reason) or delta.finish
     for stop in (choice.stop_reason, choice.matched_stop):
-        to.stop = stop if isinstance(stop, str) else to.stop
-    return told
+        delta.stop = stop if isinstance(stop, str) else delta.stop
+    return added
 
 
-def logprobs_of(choice: Choice) -> list[float]:
-    """One number for each sampled token."""
+def read_logprobs(choice: Choice) -> list[float]:
+    """The log probability of each sampled token."""
     content = choice.logprobs.content if choice.logprobs is not None else None
     return [item.logprob for item in content or ()]
 
 
-def raw(value: msgspec.Raw) -> bytes | None:
+def read_array(value: msgspec.Raw) -> bytes | None:
     """A JSON array as it was written; None for nothing and for null."""
     data = bytes(value)
     return data if data.startswith(b"[") else None
-
-
-def read(payload: bytes) -> Reply:
-    """Decode a reply. Raises `EngineError` on nonsense, and when it tells of a failure."""
-    try:
-        reply = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        msg = f"the engine sent a reply that cannot be read: {error}"
-        raise EngineError(msg) from error
-    if reply.error is not None:
-        raise inner_error(payload, reply.error)
-    return reply

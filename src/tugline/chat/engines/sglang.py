@@ -1,87 +1,81 @@
 """SGLang: ids over its native ``/generate``, or its chat route with the ids that it used.
 
 Streams repeat everything from the start unless the server runs with
-``--incremental-streaming-output``; a reader takes what is new of either. Its logprobs are those
-after temperature, unless the server runs with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``. The chat route
-tells its ids once, at the end; until then tokens are counted, and a call that breaks off before has
-counts only (I2).
+``--incremental-streaming-output``; the reader takes what is new of either. Log probabilities are
+those after temperature, unless the server runs with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``. The chat
+route reports its ids once, at the end; until then tokens are only counted, and a call that breaks
+off earlier has counts only (I2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from tugline.chat.engines.base import Delta, EngineRequest, Feature, Post, Reader
-from tugline.chat.engines.chat import chat_body, response_format
-from tugline.chat.engines.chat_reading import (
-    Gathered,
-    Reading,
-    Reply,
-    logprobs_of,
-    raw,
-    told_by,
-)
-from tugline.chat.engines.generate import (
+from tugline.chat.engines.base import (
     NEUTRAL,
-    Fault,
-    finish_of,
-    inner_error,
-    parse_engine_error,
+    EngineFormat,
+    EngineRequest,
+    Feature,
+    Post,
+    Reader,
+    Reply,
+    ReportedSpan,
+    decode_reply,
+    parse_finish,
+    parse_spans,
     parse_version,
 )
-from tugline.chat.request import ConstraintKind
-from tugline.errors import EngineError, TuglineError, Unsupported
-from tugline.types import Finish, LogprobMeaning, Mode, VersionSpan
+from tugline.chat.engines.chat import OPENAI_FEATURES, ChatFormat, build_response_format
+from tugline.chat.engines.chat_reading import (
+    ChatReader,
+    ChatReply,
+    DeltaBuilder,
+    add_choice,
+    read_array,
+    read_logprobs,
+)
+from tugline.chat.engines.generate import Chunk, TokenFormat, TokenReader, build_bans
+from tugline.chat.request import Constraint, ConstraintKind
+from tugline.errors import EngineError, Unsupported
+from tugline.types import Finish
 
 
-class _Sglang:
+class _Sglang(EngineFormat):
     """What both routes share."""
 
     name = "sglang"
 
-    def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED) -> None:
-        self.logprob_meaning = logprob_meaning
-
     def build_abort(self, request_id: str) -> Post | None:
-        """Ends the request; its reply then comes with what was sampled."""
+        """Ask the engine to end a request and reply with what it has."""
         return Post("/abort_request", msgspec.json.encode({"rid": request_id}))
-
-    def parse_error(self, status: int, body: bytes, retry_after: str | None) -> TuglineError:
-        """The message, which is not wrapped in ``error`` everywhere."""
-        return parse_engine_error(status, body, retry_after)
 
 
 # --------------------------------------------------------------------------- ids in, ids out
-class SglangGenerate(_Sglang):
+class SglangGenerate(_Sglang, TokenFormat):
     """Exact mode; each reply says its weight versions."""
 
-    mode = Mode.EXACT
     features = frozenset({Feature.STRUCTURED, Feature.BAN})
+    path = "/generate"
+    prompt_field = b"input_ids"
 
-    def build_request(self, request: EngineRequest) -> Post:
-        """The prompt's ready-made digits, and the sampling settings."""
-        if request.prompt is None:
-            msg = "sglang takes token ids; the prompt was not rendered"
-            raise EngineError(msg)
-        rest = msgspec.json.encode(
-            {
-                "sampling_params": _sampling_params(request),
-                "return_logprob": True,
-                "rid": request.request_id,
-                "stream": request.stream,
-            }
-        )
-        return Post("/generate", request.prompt.to_json(b'{"input_ids":[', b"]," + rest[1:]))
+    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+        """Build the body without its prompt."""
+        return {
+            "sampling_params": _build_sampling(request),
+            "return_logprob": True,
+            "rid": request.request_id,
+            "stream": request.stream,
+        }
 
     def make_reader(self, request: EngineRequest) -> Reader:
-        """A fresh reader."""
+        """Make a reader."""
         return _GenerateReader()
 
 
-def _sampling_params(request: EngineRequest) -> dict[str, Any]:
+def _build_sampling(request: EngineRequest) -> dict[str, Any]:
     sampling = request.sampling
     params: dict[str, Any] = NEUTRAL | {
         "max_new_tokens": sampling.max_tokens,
@@ -93,18 +87,21 @@ def _sampling_params(request: EngineRequest) -> dict[str, Any]:
         "skip_special_tokens": False,
     }
     if request.banned:
-        params["logit_bias"] = {str(token): -100.0 for token in request.banned}
-    constraint = request.constraint
-    if constraint is not None and constraint.kind is ConstraintKind.JSON_OBJECT:
-        params["json_schema"] = '{"type":"object"}'
-    elif constraint is not None and constraint.kind is ConstraintKind.JSON_SCHEMA:
-        params["json_schema"] = constraint.schema
-    elif constraint is not None and constraint.kind is ConstraintKind.REGEX:
-        params["regex"] = constraint.schema
-    elif constraint is not None:
-        msg = "sglang cannot hold an answer to a Lark grammar; a JSON schema or a regex it can"
-        raise Unsupported(msg)
+        params["logit_bias"] = build_bans(request.banned)
+    if request.constraint is not None:
+        params |= _build_structured(request.constraint)
     return {name: value for name, value in params.items() if value is not None}
+
+
+def _build_structured(constraint: Constraint) -> dict[str, str]:
+    if constraint.kind is ConstraintKind.JSON_OBJECT:
+        return {"json_schema": '{"type":"object"}'}
+    if constraint.kind is ConstraintKind.JSON_SCHEMA:
+        return {"json_schema": constraint.schema}
+    if constraint.kind is ConstraintKind.REGEX:
+        return {"regex": constraint.schema}
+    msg = "sglang cannot hold an answer to a Lark grammar; a JSON schema or a regex it can"
+    raise Unsupported(msg)
 
 
 class _Pair(msgspec.Struct, array_like=True, gc=False):
@@ -116,149 +113,118 @@ class _Finish(msgspec.Struct):
     type: str
 
 
-class _Version(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     completion_tokens: int = 0
     output_token_logprobs: list[_Pair] = []
     weight_version: str = ""
-    weight_versions: list[_Version] | None = None
+    weight_versions: list[ReportedSpan] | None = None
 
 
-class _Event(msgspec.Struct):
+class _Reply(Reply):
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    error: Fault | None = None
 
 
-_decoder = msgspec.json.Decoder(_Event)
+_decoder = msgspec.json.Decoder(_Reply)
 
 
-class _GenerateReader:
+class _GenerateReader(TokenReader):
     """Reads cumulative and incremental replies alike, by the engine's own count of tokens."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    def parse_all(self, payloads: list[bytes]) -> Iterator[Chunk]:
+        """Of cumulative events only the last is read."""
+        last = decode_reply(_decoder, payloads[-1]).meta_info
+        if len(last.output_token_logprobs) < last.completion_tokens:
+            for payload in payloads[:-1]:
+                yield from self.parse(payload)
+        yield from self._new_tokens(last)
 
-    def read_events(self, payloads: list[bytes]) -> list[Delta]:
-        """What is new; of cumulative events only the last is looked at."""
-        last = _read(payloads[-1])
-        if len(last.output_token_logprobs) == last.completion_tokens:
-            return self._new(last)
-        return [delta for one in payloads for delta in self._new(_read(one))]
+    def parse(self, payload: bytes) -> Iterator[Chunk]:
+        return self._new_tokens(decode_reply(_decoder, payload).meta_info)
 
-    def read_body(self, body: bytes) -> list[Delta]:
-        """All of it."""
-        return self._new(_read(body))
-
-    def _new(self, meta: _Meta) -> list[Delta]:
-        fresh = meta.completion_tokens - self._count
-        finish = finish_of(meta.finish_reason.type) if meta.finish_reason is not None else None
-        if fresh <= 0 and finish is None:
-            return []
-        told = meta.output_token_logprobs
-        if fresh > len(told):
+    def _new_tokens(self, meta: _Meta) -> Iterator[Chunk]:
+        new = meta.completion_tokens - self.count
+        finish = parse_finish(meta.finish_reason.type) if meta.finish_reason is not None else None
+        if new <= 0 and finish is None:
+            return
+        pairs = meta.output_token_logprobs
+        if new > len(pairs):
             msg = (
-                f"sglang sampled {fresh} tokens but told {len(told)}; "
+                f"sglang sampled {new} tokens but told {len(pairs)}; "
                 "it must know `return_logprob` (any version of the last two years does)"
             )
             raise EngineError(msg)
-        new = told[len(told) - fresh :] if fresh > 0 else []
-        self._count = max(self._count, meta.completion_tokens)
-        spans = meta.weight_versions or ()
-        return [
-            Delta(
-                ids=np.asarray([pair.id for pair in new], np.int32),
-                logprobs=np.asarray([pair.logprob for pair in new], np.float32),
-                version=parse_version(meta.weight_version) if meta.weight_version else None,
-                spans=tuple(VersionSpan(parse_version(s.version), s.start, s.end) for s in spans),
-                finish=finish,
-            )
-        ]
-
-
-def _read(payload: bytes) -> _Meta:
-    try:
-        event = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        msg = f"the engine sent a reply that cannot be read: {error}"
-        raise EngineError(msg) from error
-    if event.error is not None:
-        raise inner_error(payload, event.error)
-    return event.meta_info
+        pairs = pairs[len(pairs) - new :] if new > 0 else []
+        yield Chunk(
+            [pair.id for pair in pairs],
+            [pair.logprob for pair in pairs],
+            finish,
+            parse_version(meta.weight_version) if meta.weight_version else None,
+            parse_spans(meta.weight_versions),
+        )
 
 
 # --------------------------------------------------------------------------- messages in
-class SglangChat(_Sglang):
+class SglangChat(_Sglang, ChatFormat):
     """Observed mode."""
 
-    mode = Mode.OBSERVED
-    features = frozenset({Feature.STRUCTURED, Feature.IMAGES, Feature.TOOL_CHOICE})
+    features = OPENAI_FEATURES
+    reasoning_field = "reasoning_content"
 
-    def build_request(self, request: EngineRequest) -> Post:
-        """The conversation, and what to tell of the tokens. Raises `Unsupported` by name."""
+    def build_fields(self, request: EngineRequest) -> dict[str, Any]:
+        """Ask for ids. Raises `Unsupported` by name for what the route would ignore."""
         if request.tools and not request.parallel:
             msg = "sglang's chat route cannot hold an answer to one tool call; exact mode can"
             raise Unsupported(msg, param="parallel_tool_calls")
-        body = chat_body(request, reasoning="reasoning_content")
-        body |= NEUTRAL | {
+        return NEUTRAL | {
             "logprobs": True,
             "return_input_ids_in_sglext": True,
             "return_output_ids_in_sglext": True,
             "rid": request.request_id,
-            "skip_special_tokens": False,  # else thoughts whose marks are special never end
+            "skip_special_tokens": False,  # else reasoning whose marks are special never ends
             "top_k": request.sampling.top_k or -1,
+            "response_format": build_response_format(request.constraint),
         }
-        if request.constraint is not None:
-            body["response_format"] = response_format(request.constraint)
-        return Post("/v1/chat/completions", msgspec.json.encode(body))
 
     def make_reader(self, request: EngineRequest) -> Reader:
-        """A fresh reader."""
+        """Make a reader."""
         return _ChatReader()
 
 
-class _ChatReader(Reading):
-    """Text as it comes; ids, logprobs and the end when the ids are told."""
+class _ChatReader(ChatReader):
+    """Passes on text as it comes; ids, logprobs and the end when the ids are reported."""
 
     def __init__(self) -> None:
         self._logprobs: list[float] = []
         self._finish: Finish | None = None
-        self._told = False
+        self._has_ids = False
 
-    def take(self, reply: Reply, to: Gathered) -> None:
-        """Tokens are counted until their ids come; then the count is taken back."""
+    def add(self, reply: ChatReply, delta: DeltaBuilder) -> None:
+        """Count tokens until their ids come; then take the count back."""
         for choice in reply.choices[:1]:
-            fresh = logprobs_of(choice)
-            self._logprobs += fresh
-            to.unreported_tokens += len(fresh)
-            told_by(choice, to)
-            self._finish, to.finish = to.finish or self._finish, None
+            new = read_logprobs(choice)
+            self._logprobs += new
+            delta.unreported_tokens += len(new)
+            add_choice(choice, delta)
+            self._finish, delta.finish = delta.finish or self._finish, None
         if reply.metadata is not None and reply.metadata.weight_versions:
-            to.spans = tuple(
-                VersionSpan(parse_version(s.version), s.start, s.end)
-                for s in reply.metadata.weight_versions
-            )
+            delta.spans = parse_spans(reply.metadata.weight_versions)
         if reply.sglext is not None and reply.sglext.output_ids:
-            self._told = True
-            to.prompt = raw(reply.sglext.input_ids)
+            self._has_ids = True
+            delta.prompt = read_array(reply.sglext.input_ids)
             ids = reply.sglext.output_ids[0]
             if len(ids) == len(self._logprobs):
-                to.ids, to.logprobs = ids, self._logprobs
-                to.unreported_tokens -= len(ids)
+                delta.ids, delta.logprobs = ids, self._logprobs
+                delta.unreported_tokens -= len(ids)
             else:
-                to.unreported_tokens += len(ids) - len(self._logprobs)
-            to.finish = self._finish or Finish.STOP
-        elif reply.usage is not None and not self._told:
-            self._without_ids(to)
+                delta.unreported_tokens += len(ids) - len(self._logprobs)
+            delta.finish = self._finish or Finish.STOP
+        elif reply.usage is not None and not self._has_ids:
+            self._finish_without_ids(delta)
 
-    def _without_ids(self, to: Gathered) -> None:
+    def _finish_without_ids(self, delta: DeltaBuilder) -> None:
         """The reply is over. An aborted one has no ids, by SGLang's own design."""
         if self._finish is not Finish.ABORT:
             msg = "sglang sent no ids beside its text; it must know `return_output_ids_in_sglext`"
             raise EngineError(msg)
-        to.finish = Finish.ABORT
+        delta.finish = Finish.ABORT

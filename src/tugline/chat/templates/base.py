@@ -1,8 +1,8 @@
-"""What is known of each chat template beside its rendering: how its answers are marked.
+"""How the answers of each chat template are marked.
 
 Every template of the `renderers` library is listed by the name of its typed configuration. A
-`Template` names the special tokens around reasoning and tool calls, so that an answer can be told
-while it is sampled, and the words that open a tool call, so that one can be forced.
+`Template` names the special tokens around reasoning and tool calls, so that an answer can be parsed
+while it is sampled, and the text that opens a tool call, so that one can be forced.
 """
 
 # ruff: noqa: RUF001  # DeepSeek writes its special tokens with these characters
@@ -16,23 +16,24 @@ from renderers import configs
 from tugline.chat.tokenizer import Tokenizer
 
 
-def _configs() -> dict[str, Any]:
+def _load_configs() -> dict[str, Any]:
     classes: list[Any] = [getattr(configs, name) for name in configs.__all__]
-    named = {
-        get_args(one.model_fields["name"].annotation)[0]: one
-        for one in classes
-        if "name" in getattr(one, "model_fields", {})
+    by_name = {
+        get_args(cls.model_fields["name"].annotation)[0]: cls
+        for cls in classes
+        if "name" in getattr(cls, "model_fields", {})
     }
-    return {name: one for name, one in named.items() if name not in {"auto", "default", "custom"}}
+    generic = {"auto", "default", "custom"}
+    return {name: cls for name, cls in by_name.items() if name not in generic}
 
 
-CONFIGS: dict[str, Any] = _configs()
+CONFIGS: dict[str, Any] = _load_configs()
 """Typed configuration of every template, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Ids around messages that each say in a header what they are (harmony)."""
+    """Ids around messages whose headers say what they hold (harmony)."""
 
     start: int
     message: int
@@ -47,16 +48,16 @@ class Markers:
     think: int
     think_end: int
     call: int
-    """What must be sampled before any tool call; banning it bans them all."""
+    """Sampled before any tool call; banning it bans them all."""
     call_end: int
-    """What closes one tool call."""
+    """Closes one tool call."""
     block: int
     """Opens one tool call; the same as `call` where calls stand in no section."""
     section: int
     section_end: int
     """Open and close a section of calls."""
     guarded: int = -1
-    """From here on only the whole answer can be read."""
+    """From here on only the whole answer can be parsed."""
     channels: Channels | None = None
 
     @property
@@ -66,7 +67,7 @@ class Markers:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """What must stand before a single call for the library to see it as one."""
+        """Ids before a single call without which the library does not recognise it."""
         return () if self.block == self.call else (self.call,)
 
     @property
@@ -80,7 +81,7 @@ class Markers:
 
 @dataclass(frozen=True, slots=True)
 class Force:
-    """What to append to a prompt so that the answer is a tool call."""
+    """Text to append to a prompt so that the answer is a tool call."""
 
     opening: str
     """Up to the tool's name."""
@@ -94,7 +95,7 @@ class Force:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The marks of one template; empty strings where it has no such thing."""
+    """The marks and habits of one template; a mark that it lacks is empty."""
 
     think: str = "<think>"
     think_end: str = "</think>"
@@ -102,78 +103,81 @@ class Template:
     call_end: str = "</tool_call>"
     section: str = ""
     section_end: str = ""
-    closes: bool = True
-    """A tool call inside reasoning that nothing closes ends it."""
-    strict: bool = True
+    call_ends_reasoning: bool = True
+    """A tool call inside reasoning that is never closed ends it."""
+    strict_section: bool = True
     """A call outside a section is text."""
-    again: bool = False
+    reopens_reasoning: bool = False
     """Reasoning may open anywhere, not only at the beginning."""
-    followed: bool = True
-    """Whether its special tokens tell the parts of an answer apart."""
-    held: str = ""
-    """An answer that begins so can only be read as a whole, unless it is a special token."""
-    guard: str = ""
-    guarded: str = ""
-    """Text, and the special token behind it, from which on the rest is read as a whole."""
+    incremental: bool = True
+    """Whether its special tokens separate the parts of an answer."""
+    hold_prefix: str = ""
+    """Unless it is a special token, an answer that begins with it is parsed as a whole."""
+    guard_text: str = ""
+    guard_mark: str = ""
+    """Text, and the special token behind it, from which on the rest is parsed as a whole."""
     preface: str = ""
-    """What the template itself writes at the beginning of reasoning."""
+    """Text that the template itself writes at the beginning of reasoning."""
     channels: bool = False
-    names: bool = False
+    named_results: bool = False
     """A tool's result names the tool."""
-    numbered: bool = False
-    """Calls are known as ``functions.name:number``."""
+    numbered_calls: bool = False
+    """Call ids are ``functions.name:number``."""
     gap: str = ""
-    """What stands behind a sampled turn and the library's bridge forgets."""
-    joint: str = ""
-    """What stands between the results of parallel calls; the library's bridge takes but one."""
-    late: bool = True
+    """Text behind a sampled turn that the library's bridge leaves out."""
+    result_separator: str = ""
+    """Text between the results of parallel calls, where the library's bridge takes only one."""
+    late_system: bool = True
     """Whether a system message may stand anywhere."""
-    plain_json: bool = False
+    json_calls: bool = False
     """A call is one JSON object with ``name`` and ``arguments``."""
     force: Force | None = None
 
     def markers(self, tokenizer: Tokenizer) -> Markers:
-        """The ids of the marks in one vocabulary."""
+        """Look up the marks in one vocabulary."""
 
-        def found(text: str) -> int:
+        def find_id(text: str) -> int:
             token = tokenizer.convert_tokens_to_ids(text) if text else None
             return -1 if token is None else token
 
-        block, section, guarded = found(self.call), found(self.section), found(self.guarded)
+        block, section, guarded = map(find_id, (self.call, self.section, self.guard_mark))
+        call = section if self.section and self.strict_section else block
         harmony = ("<|start|>", "<|message|>", "<|end|>", "<|channel|>")
         return Markers(
-            think=found(self.think),
-            think_end=found(self.think_end),
-            call=guarded if self.guarded else section if self.section and self.strict else block,
-            call_end=found(self.call_end),
+            think=find_id(self.think),
+            think_end=find_id(self.think_end),
+            call=guarded if self.guard_mark else call,
+            call_end=find_id(self.call_end),
             block=block,
             section=section,
-            section_end=found(self.section_end),
+            section_end=find_id(self.section_end),
             guarded=guarded,
-            channels=Channels(*map(found, harmony)) if self.channels else None,
+            channels=Channels(*map(find_id, harmony)) if self.channels else None,
         )
 
 
 _QWEN3 = Template(
-    plain_json=True,
+    json_calls=True,
     force=Force('<tool_call>\n{"name": "', '", "arguments": ', skipping="<think>\n\n</think>\n\n"),
 )
 _QWEN35 = Template(
-    late=False, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n\n")
+    late_system=False, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n\n")
 )
 _NEMOTRON = replace(_QWEN35, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n"))
-_GLM45 = Template(again=True, force=Force("<tool_call>", "\n", closing="\n<think></think>\n"))
-_GLM5 = Template(again=True, force=Force("<tool_call>", closing="</think>"))
-_LAGUNA = Template(closes=False, gap="\n", force=Force("<tool_call>", "\n"))
-_LAGUNA2 = Template(closes=False, force=Force("<tool_call>", closing="</think>"))
+_GLM45 = Template(
+    reopens_reasoning=True, force=Force("<tool_call>", "\n", closing="\n<think></think>\n")
+)
+_GLM5 = Template(reopens_reasoning=True, force=Force("<tool_call>", closing="</think>"))
+_LAGUNA = Template(call_ends_reasoning=False, gap="\n", force=Force("<tool_call>", "\n"))
+_LAGUNA2 = Template(call_ends_reasoning=False, force=Force("<tool_call>", closing="</think>"))
 _DEEPSEEK = Template(
     call="<｜tool▁call▁begin｜>",
     call_end="<｜tool▁call▁end｜>",
     section="<｜tool▁calls▁begin｜>",
     section_end="<｜tool▁calls▁end｜>",
-    closes=False,
-    held="<think>",
-    late=False,
+    call_ends_reasoning=False,
+    hold_prefix="<think>",
+    late_system=False,
     force=Force(
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         "\n```json\n",
@@ -185,15 +189,17 @@ _KIMI = Template(
     call_end="<|tool_call_end|>",
     section="<|tool_calls_section_begin|>",
     section_end="<|tool_calls_section_end|>",
-    held="<think>",
-    numbered=True,
+    hold_prefix="<think>",
+    numbered_calls=True,
     force=Force("<|tool_calls_section_begin|><|tool_call_begin|>functions.", closing="</think>"),
 )
 _PLAIN = Template(think="", think_end="", call="", call_end="")
 
 _TEMPLATES: dict[str, Template] = {
     "qwen3": _QWEN3,
-    "qwen3-vl": Template(late=False, force=Force('<tool_call>\n{"name": "', '", "arguments": ')),
+    "qwen3-vl": Template(
+        late_system=False, force=Force('<tool_call>\n{"name": "', '", "arguments": ')
+    ),
     "prime-qwen3": Template(force=Force("<tool_call>\n<function=", ">\n")),
     "qwen3.5": _QWEN35,
     "qwen3.6": _QWEN35,
@@ -208,7 +214,7 @@ _TEMPLATES: dict[str, Template] = {
     "minimax-m2": Template(
         call="<minimax:tool_call>",
         call_end="</minimax:tool_call>",
-        late=False,
+        late_system=False,
         force=Force('<minimax:tool_call>\n<invoke name="', '">\n', closing="\n</think>\n\n"),
     ),
     "laguna-xs.2": _LAGUNA,
@@ -220,10 +226,10 @@ _TEMPLATES: dict[str, Template] = {
     "deepseek-v4": Template(
         call="",
         call_end="",
-        again=True,
-        guard="<",
-        guarded="｜DSML｜",
-        joint="</tool_result>\n\n<tool_result>",
+        reopens_reasoning=True,
+        guard_text="<",
+        guard_mark="｜DSML｜",
+        result_separator="</tool_result>\n\n<tool_result>",
         force=Force('\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="', '">\n', closing="</think>"),
     ),
     "kimi-k2": _KIMI,
@@ -235,39 +241,41 @@ _TEMPLATES: dict[str, Template] = {
         call_end="</tool_call:opensource>",
         section="<tool_calls:opensource>",
         section_end="</tool_calls:opensource>",
-        closes=False,
-        strict=False,
-        late=False,
+        call_ends_reasoning=False,
+        strict_section=False,
+        late_system=False,
         force=Force(
             "<tool_calls:opensource>\n<tool_call:opensource>",
             "<tool_sep:opensource>\n",
             closing="</think:opensource>",
         ),
     ),
-    "llama-3": replace(_PLAIN, held="{", force=Force('{"name": "', '", "parameters": ')),
+    "llama-3": replace(_PLAIN, hold_prefix="{", force=Force('{"name": "', '", "parameters": ')),
     "gemma4": Template(
         think="<|channel>",
         think_end="<channel|>",
         call="<|tool_call>",
         call_end="<tool_call|>",
         preface="thought\n",
-        names=True,
+        named_results=True,
         force=Force("<|tool_call>call:", "{"),
     ),
     "gpt-oss": replace(
         _PLAIN,
         call_end="<|call|>",
         channels=True,
-        names=True,
+        named_results=True,
         force=Force(
             "<|end|><|start|>assistant<|channel|>commentary to=functions.",
             " <|constrain|>json<|message|>",
         ),
     ),
-    "inkling": replace(_PLAIN, call="<|content_invoke_tool_json|>", followed=False, names=True),
+    "inkling": replace(
+        _PLAIN, call="<|content_invoke_tool_json|>", incremental=False, named_results=True
+    ),
 }
 
 
 def template(name: str) -> Template:
-    """What is known of the template `name`; one that is not listed is read when it is over."""
-    return _TEMPLATES.get(name, replace(_PLAIN, followed=False))
+    """The marks of the template `name`; an unlisted one is parsed when the answer is over."""
+    return _TEMPLATES.get(name, replace(_PLAIN, incremental=False))

@@ -22,29 +22,29 @@ from renderers import create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
 from tugline.chat.request import ChoiceMode, ToolChoice
+from tugline.chat.serialization import JsonObject, serialize_message, serialize_tool
 from tugline.chat.templates.base import CONFIGS, Markers, Template, template
-from tugline.chat.templates.plain import Plain, json_call, plain_message, plain_tool, written
+from tugline.chat.templates.tool_calls import decode_arguments, encode_arguments, parse_json_call
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError, Unsupported
 from tugline.types import Ids, Message, Role, Tool
 
 END = 64
-"""How many ids of a prompt's end say all that matters for going on from it."""
-
-_SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
-_PLACE = re.compile(r"call_.*_(\d+)")
+"""Ids at a prompt's end that decide how it can be continued."""
 RETENTIONS = ("all", "tool_cycle", "template")
-_RENDERS = 64
-_NEAR = 24
+_CACHED = 64
+_CONTEXT = 24
 """Ids around a mark that a template may look at."""
-_FAULTS = (ValueError, TypeError, RecursionError)
-"""What the library raises for messages it has no place for, and JSON for a monstrous number."""
-_ACCEPTED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
+_SYSTEM = frozenset({Role.SYSTEM, Role.DEVELOPER})
+_OWN_CALL_ID = re.compile(r"call_.*_(\d+)")
+_LIBRARY_ERRORS = (ValueError, TypeError, RecursionError)
+"""Raised by the library for messages it cannot place, and by JSON for a monstrous number."""
+_WELL_FORMED = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.INVALID_JSON})
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """An answer taken apart; a malformed tool call stays in `content` as it was written."""
+    """A parsed answer; a malformed tool call stays in `content` as it was written."""
 
     content: str
     reasoning: str | None
@@ -58,17 +58,8 @@ class Rendering:
     def __init__(
         self, tokenizer: Tokenizer, renderer: str, *, thinking_retention: str = "all"
     ) -> None:
-        if renderer not in CONFIGS:
-            msg = (
-                f"renderer={renderer!r} is unknown; it must be one of {', '.join(sorted(CONFIGS))}"
-            )
-            raise ConfigError(msg)
-        if thinking_retention not in RETENTIONS:
-            msg = (
-                f"thinking_retention={thinking_retention!r} is unknown; "
-                f"it must be one of {', '.join(RETENTIONS)}"
-            )
-            raise ConfigError(msg)
+        _check_name("renderer", renderer, sorted(CONFIGS))
+        _check_name("thinking_retention", thinking_retention, RETENTIONS)
         self.name = renderer
         self.tokenizer = tokenizer
         self.thinking_retention = thinking_retention
@@ -76,7 +67,7 @@ class Rendering:
         self.template: Template = template(renderer)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self.markers: Markers = self.template.markers(tokenizer)
-        self._tools: tuple[Sequence[Tool], list[Plain] | None] = ((), None)
+        self._tools: tuple[Sequence[Tool], list[JsonObject] | None] = ((), None)
         self._renders: OrderedDict[bytes, Ids] = OrderedDict()
         self._openings: dict[tuple[int, ...], bool] = {}
 
@@ -92,13 +83,14 @@ class Rendering:
 
     @property
     def incremental(self) -> bool:
-        """Whether an answer can be told while it is sampled; else it is held until its end."""
-        return self.tokenizer.token_bytes is not None and self.template.followed
+        """Whether an answer can be parsed while it is sampled; else it is parsed at its end."""
+        return self.tokenizer.token_bytes is not None and self.template.incremental
 
+    # ----------------------------------------------------------------------- messages to ids
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """Ids of the whole conversation, ready for the model's next turn.
 
-        Raises `Unsupported` naming the field where the template has no place for what it holds.
+        Raises `Unsupported` naming the field where the template has no place for its content.
         """
         key = hashlib.blake2b(
             msgspec.json.encode((list(tools), list(messages))), digest_size=16
@@ -107,7 +99,7 @@ class Rendering:
         if ids is None:
             ids = self._render_ids(messages, tools)
             self._renders[key] = ids
-            if len(self._renders) > _RENDERS:
+            if len(self._renders) > _CACHED:
                 self._renders.popitem(last=False)
         else:
             self._renders.move_to_end(key)
@@ -116,36 +108,36 @@ class Rendering:
     def render_extension(
         self, end: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]
     ) -> Ids | None:
-        """The ids that follow a prompt that ends in `end`, its answer `sampled`, for a new `tail`.
+        """The ids of a new `tail`, behind a prompt that ends in `end` and its answer `sampled`.
 
         None if the template would change the ids that are there.
         """
         before: list[int] = end[-END:].tolist()
         answer: list[int] = sampled.tolist()
-        plain = self._tail(before, answer, tail)
-        answer = self._outline(answer)
+        messages = self._serialize_tail(before, answer, tail)
+        answer = self._abridge(answer)
         try:
             bridged = self._renderer.bridge_to_next_turn(
-                before, answer, plain, tools=self._plain_tools(tools)
+                before, answer, messages, tools=self._serialize_tools(tools)
             )
-        except _FAULTS:  # a full render says what is wrong with the messages
+        except _LIBRARY_ERRORS:  # a full render says what is wrong with the messages
             return None
         if bridged is None:
             return None
         ids: list[int] = bridged.token_ids
-        kept = before + answer
-        if len(ids) <= len(kept) or ids[: len(kept)] != kept:
+        known = before + answer
+        if len(ids) <= len(known) or ids[: len(known)] != known:
             return None
-        more = ids[len(kept) :]
+        new = ids[len(known) :]
         if self.template.gap and answer and answer[-1] in self.stop_ids:
-            more = self.tokenizer.encode(self.template.gap) + more
-        return np.asarray(more, np.int32)
+            new = self.tokenizer.encode(self.template.gap) + new
+        return np.asarray(new, np.int32)
 
     def force_tool_call(self, choice: ToolChoice) -> Ids | None:
         """Ids that, appended to the prompt, make the model call a tool; None if that is unknown.
 
         They close the reasoning first, and go as far as the name (`ChoiceMode.REQUIRED`) or as the
-        arguments (`ChoiceMode.NAMED`). Of several names that may be called none can be forced.
+        arguments (`ChoiceMode.NAMED`). Of several allowed names none can be forced.
         """
         force = self.template.force
         if force is None or choice.mode not in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
@@ -163,19 +155,20 @@ class Rendering:
                 text = force.skipping + text
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
+    # ----------------------------------------------------------------------- ids to messages
     def parse(
         self, sampled: Sequence[int], end: Ids | None = None, tools: Sequence[Tool] = ()
     ) -> Parsed:
-        """What the library's parser makes of a whole answer, and what it makes nothing of."""
+        """Parse a whole answer with the library; what it cannot parse stays text."""
         ids = list(sampled)
-        parsed = self._parsed(ids, None if end is None else end[-END:].tolist(), tools)
+        parsed = self._parse(ids, None if end is None else end[-END:].tolist(), tools)
         if parsed is None:
             return Parsed(self.tokenizer.decode(ids).strip(), None, ())
         texts = [str(parsed.content)]
         calls: list[tuple[str, str]] = []
         for call in parsed.tool_calls:
-            if _accepted(call):
-                calls.append((call.name, written(call.arguments)))
+            if _is_well_formed(call):
+                calls.append((call.name, encode_arguments(call.arguments)))
             else:
                 texts.append(self.tokenizer.decode(ids[slice(*call.token_span)]))
         content = "\n".join(text.strip() for text in texts if text.strip())
@@ -185,14 +178,14 @@ class Rendering:
         self, block: list[int], tools: Sequence[Tool] = ()
     ) -> tuple[tuple[str, str], ...]:
         """Name and JSON arguments of the calls in one closed block; none if it is malformed."""
-        if self.template.plain_json:
-            call = json_call(self.tokenizer.decode_bytes(block[1:-1]))
+        if self.template.json_calls:
+            call = parse_json_call(self.tokenizer.decode_bytes(block[1:-1]))
             if call is not None:
                 return (call,)
-        parsed = self._parsed([*self.markers.lead, *block], None, tools)
-        if parsed is None or not all(_accepted(call) for call in parsed.tool_calls):
+        parsed = self._parse([*self.markers.lead, *block], None, tools)
+        if parsed is None or not all(_is_well_formed(call) for call in parsed.tool_calls):
             return ()
-        return tuple((call.name, written(call.arguments)) for call in parsed.tool_calls)
+        return tuple((call.name, encode_arguments(call.arguments)) for call in parsed.tool_calls)
 
     def starts_in_reasoning(self, end: Ids) -> bool:
         """Whether an answer to a prompt that ends in `end` begins inside reasoning."""
@@ -207,102 +200,110 @@ class Rendering:
         opening = tuple(ids[max(place - 1, 0) :])
         if opening not in self._openings:
             parsed = self._renderer.parse_response(self.tokenizer.encode("x"), prompt_ids=ids)
-            if len(self._openings) >= _RENDERS:
+            if len(self._openings) >= _CACHED:
                 self._openings.clear()
             self._openings[opening] = parsed.reasoning_content is not None
         return self._openings[opening]
 
-    def _parsed(
+    def _parse(
         self, ids: list[int], prompt: list[int] | None = None, tools: Sequence[Tool] = ()
     ) -> Any:
-        """The library's reading; None where it fails, which nothing that is sampled may cause."""
+        """Parse with the library; None where it fails, whatever was sampled."""
         try:
             return self._renderer.parse_response(
-                ids, tools=self._plain_tools(tools), prompt_ids=prompt
+                ids, tools=self._serialize_tools(tools), prompt_ids=prompt
             )
-        except _FAULTS:
+        except _LIBRARY_ERRORS:
             return None
 
+    # ----------------------------------------------------------------------- the library's input
     def _render_ids(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         try:
             ids = self._renderer.render_ids(
-                self._plain(messages), tools=self._plain_tools(tools), add_generation_prompt=True
+                self._serialize(messages),
+                tools=self._serialize_tools(tools),
+                add_generation_prompt=True,
             )
-        except _FAULTS as error:
+        except _LIBRARY_ERRORS as error:
             msg = f"the template of {self.name} cannot render these messages: {error}"
             raise Unsupported(msg, param="messages") from error
         rendered = np.asarray(ids, np.int32)
-        rendered.flags.writeable = False  # it is handed to many
+        rendered.flags.writeable = False  # it is shared by all callers
         return rendered
 
-    def _plain(self, messages: Sequence[Message]) -> list[Plain]:
-        """A whole conversation as the library takes it, with results tied to their calls."""
-        made: dict[str, tuple[str, str]] = {}
+    def _serialize(self, messages: Sequence[Message]) -> list[JsonObject]:
+        """A whole conversation, with tool results linked to their calls."""
+        calls: dict[str, tuple[str, str]] = {}
         number = count()
-        plain: list[Plain] = []
-        for message in self._placed(messages):
-            one = plain_message(message)
-            for call, plain_call in zip(
-                message.tool_calls, one.get("tool_calls", ()), strict=False
+        serialized: list[JsonObject] = []
+        for message in self._place_system(messages):
+            fields = _serialize_message(message)
+            for call, fields_of_call in zip(
+                message.tool_calls, fields.get("tool_calls", ()), strict=False
             ):
-                own = f"functions.{call.name}:{next(number)}"
-                known = own if self.template.numbered else call.id
-                made[call.id] = (call.name, known)
-                plain_call["id"] = known
-            if message.tool_call_id in made:
-                self._tie(one, made[message.tool_call_id])
-            plain.append(one)
-        return plain
+                numbered = f"functions.{call.name}:{next(number)}"
+                call_id = numbered if self.template.numbered_calls else call.id
+                calls[call.id] = (call.name, call_id)
+                fields_of_call["id"] = call_id
+            if message.tool_call_id in calls:
+                self._link_result(fields, calls[message.tool_call_id])
+            serialized.append(fields)
+        return serialized
 
-    def _tail(self, end: list[int], sampled: list[int], tail: Sequence[Message]) -> list[Plain]:
-        """What follows an answer as the library takes it; results are tied to what it called."""
-        plain = [plain_message(message) for message in self._placed(tail, leading=False)]
-        results = [one for one in plain if one["role"] == "tool"]
-        if results and (self.template.names or self.template.numbered):
-            parsed = self._parsed(sampled, end)
-            calls = [one for one in parsed.tool_calls if _accepted(one)] if parsed else []
-            places = [_place(str(one.get("tool_call_id"))) for one in results]
+    def _serialize_tail(
+        self, end: list[int], sampled: list[int], tail: Sequence[Message]
+    ) -> list[JsonObject]:
+        """The messages behind an answer, with tool results linked to the calls in it."""
+        template = self.template
+        messages = [_serialize_message(one) for one in self._place_system(tail, leading=False)]
+        results = [one for one in messages if one["role"] == "tool"]
+        if results and (template.named_results or template.numbered_calls):
+            parsed = self._parse(sampled, end)
+            calls = [one for one in parsed.tool_calls if _is_well_formed(one)] if parsed else []
+            places = [_call_index(one) for one in results]
             if sorted(places) != list(range(len(calls))):
                 places = list(range(len(results)))
             for one, place in zip(results, places, strict=True):
                 if place < len(calls):
-                    self._tie(one, (calls[place].name, calls[place].id))
-        if self.template.joint and len(results) > 1:
-            results.sort(key=lambda one: _place(str(one.get("tool_call_id"))))
-            joined = self.template.joint.join(one["content"] for one in results)
-            others = [one for one in plain if one["role"] != "tool"]
-            plain = [{**results[0], "content": joined}, *others]
-        return plain
+                    self._link_result(one, (calls[place].name, calls[place].id))
+        if template.result_separator and len(results) > 1:
+            results.sort(key=_call_index)
+            joined = template.result_separator.join(one["content"] for one in results)
+            others = [one for one in messages if one["role"] != "tool"]
+            messages = [{**results[0], "content": joined}, *others]
+        return messages
 
-    def _outline(self, sampled: list[int]) -> list[int]:
+    def _abridge(self, sampled: list[int]) -> list[int]:
         """An answer as far as a bridge looks at it: its beginning, its end, and around its marks.
 
-        Not where reasoning is marked by text, nor where the answer's calls are read again.
+        Unchanged where reasoning is marked by text, and where the answer's calls are parsed again.
         """
-        if not self.markers.reasons or self.template.names:
+        if not self.markers.reasons or self.template.named_results:
             return sampled
-        kept, at = sampled[:_NEAR], _NEAR
+        result, at = sampled[:_CONTEXT], _CONTEXT
         marks = self.markers.ids.union(self.stop_ids)
         for place, token in enumerate(sampled):
-            if token in marks and place + _NEAR > at:
-                kept += sampled[max(at, place - _NEAR) : place + _NEAR]
-                at = place + _NEAR
-        return kept + sampled[max(at, len(sampled) - _NEAR) :]
+            if token in marks and place + _CONTEXT > at:
+                result += sampled[max(at, place - _CONTEXT) : place + _CONTEXT]
+                at = place + _CONTEXT
+        return result + sampled[max(at, len(sampled) - _CONTEXT) :]
 
-    def _tie(self, result: Plain, call: tuple[str, str | None]) -> None:
-        name, known = call
-        if self.template.names:
+    def _link_result(self, result: JsonObject, call: tuple[str, str | None]) -> None:
+        name, call_id = call
+        if self.template.named_results:
             result["name"] = name
-        if self.template.numbered and known:
-            result["tool_call_id"] = known
+        if self.template.numbered_calls and call_id:
+            result["tool_call_id"] = call_id
 
-    def _placed(self, messages: Sequence[Message], *, leading: bool = True) -> Sequence[Message]:
-        """System messages where the template has a place for them.
+    def _place_system(
+        self, messages: Sequence[Message], *, leading: bool = True
+    ) -> Sequence[Message]:
+        """Put system messages where the template has a place for them.
 
-        Where it has one only, at the beginning, those that lead are joined there and later ones
-        are a user's: they keep their place, and nothing is left out.
+        Where that is the beginning only, the leading ones are joined and later ones become a
+        user's: they keep their place, and nothing is left out.
         """
-        if self.template.late:
+        if self.template.late_system:
             return messages
         front = 0
         while leading and front < len(messages) and messages[front].role in _SYSTEM:
@@ -314,11 +315,17 @@ class Rendering:
             placed.append(structs.replace(message, role=Role.USER) if late else message)
         return placed
 
-    def _plain_tools(self, tools: Sequence[Tool]) -> list[Plain] | None:
-        """The tools as the OpenAI API writes them; made once while they stay the same object."""
+    def _serialize_tools(self, tools: Sequence[Tool]) -> list[JsonObject] | None:
+        """Serialize the tools, once while they stay the same object."""
         if tools is not self._tools[0]:
-            self._tools = (tools, [plain_tool(tool) for tool in tools] or None)
+            self._tools = (tools, [serialize_tool(tool) for tool in tools] or None)
         return self._tools[1]
+
+
+def _check_name(field: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        msg = f"{field}={name!r} is unknown; it must be one of {', '.join(known)}"
+        raise ConfigError(msg)
 
 
 def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
@@ -326,20 +333,30 @@ def _create(tokenizer: Tokenizer, renderer: str, retention: str) -> Any:
     try:
         return create_renderer(tokenizer, CONFIGS[renderer](thinking_retention=keep))
     except (AssertionError, ValueError, RuntimeError) as error:
-        made_for = f"the tokenizer {tokenizer.name_or_path}"
-        msg = f"renderer={renderer!r} cannot be made for {made_for}: {error}"
+        msg = (
+            f"renderer={renderer!r} cannot be made for the tokenizer "
+            f"{tokenizer.name_or_path}: {error}"
+        )
         raise ConfigError(msg) from error
 
 
-def _place(call_id: str) -> int:
-    """Which call of an answer the gateway's own id names; -1 for another's id."""
-    found = _PLACE.fullmatch(call_id)
-    return int(found[1]) if found else -1
+def _serialize_message(message: Message) -> JsonObject:
+    """One message as the library takes it. Raises `Unsupported` for images."""
+    if message.images:
+        msg = "this model's template has no place for images"
+        raise Unsupported(msg, param="messages")
+    return serialize_message(message, arguments=decode_arguments)
 
 
-def _accepted(call: Any) -> bool:
-    """Well-formed, or with an argument that its schema did not expect (the harness says so)."""
+def _call_index(result: JsonObject) -> int:
+    """Index of the call that a tool result answers, by the gateway's own ids; -1 for others."""
+    match = _OWN_CALL_ID.fullmatch(str(result.get("tool_call_id")))
+    return int(match[1]) if match else -1
+
+
+def _is_well_formed(call: Any) -> bool:
+    """Also with an argument that its schema did not expect: the harness reports that."""
     named = isinstance(call.name, str) and call.name != "" and call.name.isprintable()
-    if call.status not in _ACCEPTED or not named:
+    if call.status not in _WELL_FORMED or not named:
         return False
     return call.status is ToolCallParseStatus.OK or isinstance(call.arguments, dict)

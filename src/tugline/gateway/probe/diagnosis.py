@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tugline.chat.engines.base import EngineFormat
-from tugline.chat.engines.embedded import Embedded
-from tugline.chat.engines.openai_compatible import ObservedChat, TextChat
+from tugline.chat.engines.chat import ObservedChat, TextChat
+from tugline.chat.engines.generate import Embedded
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
 from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
 from tugline.errors import UsageError

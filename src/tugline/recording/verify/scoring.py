@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tugline.chat.engines.generate import parse_engine_error, parse_version
+from tugline.chat.engines.base import parse_engine_error, parse_version
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError
 from tugline.gateway.probe.direct import Card, Direct
