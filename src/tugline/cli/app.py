@@ -1,32 +1,48 @@
-"""``tugline``: gathers the commands, and turns every known error into one line and an exit code.
+"""``tugline``: dispatch to the commands; every known error becomes one line and an exit code.
 
-0: done. 2: something the caller can mend (`UsageError`, or what a server refuses as wrong). 1: any
-other failure. 130: interrupted.
-A command's file is imported when the command is called, so that a server that was killed is back
-before its clients have noticed.
+0: done. 2: the caller can correct it (`UsageError`, or a request that the server refuses).
+1: any other failure. 130: interrupted.
+The file of a command is imported when the command is called, so that ``--help`` is quick and a
+server that was killed is back before its clients notice.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
 
 import typer
 
-from tugline import log
-from tugline.cli.demo import INTERRUPTED
 from tugline.errors import ServerError, TuglineError, UsageError
 
-COMMANDS = (
-    "bench", "cancel", "demo", "doctor", "export", "harness", "logs", "node", "rebuild", "replay",
-    "results", "run", "status", "submit", "task", "tasks", "top", "up", "verify", "view",
-)  # fmt: skip
-"""Each is a function, or a group of commands, of the same name in the file of that name."""
+COMMANDS = {
+    "bench": "Measure what a part costs, next to the least that it could.",
+    "cancel": "Cancel tasks or sessions; results so far are kept.",
+    "demo": "Train a tiny model on a real, unmodified agent in about ten minutes.",
+    "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
+    "export": "Write recorded sessions to a file that other tools and trainers read.",
+    "harness": "The agent programs that can be run.",
+    "logs": "Print the log of a session.",
+    "node": "Run sessions for a server, as many as there are slots, until it is stopped.",
+    "rebuild": "Build trajectories from recorded sessions alone, for a trainer to load.",
+    "replay": "Run the harness of a recorded session again, on the answers that it was given then.",
+    "results": "Read results in order of commit, and save them with their trajectories.",
+    "run": "Run tasks on this machine and keep every result in a folder.",
+    "status": "Show what is queued, running and done.",
+    "submit": "Submit tasks.",
+    "task": "Task files.",
+    "tasks": "Task sets.",
+    "up": "Start server, node and engine, and run what is submitted until it is stopped.",
+    "verify": "Check recorded ids, texts, lineage, ledgers and logprobs.",
+    "view": "Show what happened in a session: turns, tokens, forks, ledger and timings.",
+}
+"""Each is a function, or a group of commands, of the same name in the module of that name."""
 
 
-def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer's own call
-    if asked:
+def _print_version(requested: bool) -> None:  # noqa: FBT001 - typer's own call
+    if requested:
+        from importlib.metadata import version  # noqa: PLC0415 - start-up: only for --version
+
         typer.echo(f"tugline {version('tugline')}")
         raise typer.Exit
 
@@ -44,8 +60,8 @@ def root(
     """Train the model behind an agent without rewriting the agent."""
 
 
-def program(called: str) -> typer.Typer:
-    """The command line: the command that is called, or all of them where none of that name is."""
+def make_app(called: str) -> typer.Typer:
+    """Make the command line with the called command, or with the help of all of them."""
     app = typer.Typer(
         help="Reinforcement learning on real agent harnesses, unmodified.",
         no_args_is_help=True,
@@ -53,35 +69,42 @@ def program(called: str) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(root)
-    for name in (called,) if called in COMMANDS else COMMANDS:
-        command = getattr(import_module(f"tugline.cli.{name}"), name)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            app.command(name)(command)
+    if called not in COMMANDS:
+        for name, summary in COMMANDS.items():
+            app.command(name, help=summary)(lambda: None)
+        return app
+    command = getattr(import_module(f"tugline.cli.{called}"), called)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=called)
+    else:
+        app.command(called)(command)
     return app
 
 
 def main() -> None:
     """Run a command; the entry point of the ``tugline`` program."""
-    log.configure()  # warnings to stderr: what a command prints is all that stdout has
+    called = sys.argv[1] if len(sys.argv) > 1 else ""
+    if called in COMMANDS:
+        from tugline import log  # noqa: PLC0415 - start-up: --help logs nothing
+
+        log.configure()  # warnings to stderr: stdout has only what a command prints
     try:
-        program(sys.argv[1] if len(sys.argv) > 1 else "")()
+        make_app(called)()
     except TuglineError as error:
-        _fail(str(error), 2 if _can_be_mended(error) else 1)
+        _exit(str(error), 2 if _is_correctable(error) else 1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}", 1)
+        _exit(f"{where}{error.strerror or error}", 1)
     except KeyboardInterrupt:
-        _fail("interrupted", INTERRUPTED)
+        _exit("interrupted", 130)
 
 
-def _can_be_mended(error: TuglineError) -> bool:
+def _is_correctable(error: TuglineError) -> bool:
     refused = isinstance(error, ServerError) and 400 <= (error.status or 0) < 500
     return refused or isinstance(error, UsageError)
 
 
-def _fail(message: str, code: int) -> None:
+def _exit(message: str, code: int) -> None:
     line = " ".join(message.split())
     typer.echo(f"tugline: {line}", err=True)
     sys.exit(code)

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tugline.cli.status import Folder, Json, Server, Token, reach
+from tugline.cli.options import Folder, Json, Server, Token, connect
 from tugline.client.api import Client
 from tugline.errors import Missing
 from tugline.protocol import Cancelled
@@ -24,10 +24,10 @@ def cancel(
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Cancel tasks or sessions; what they have until then is kept."""
+    """Cancel tasks or sessions; results so far are kept."""
 
     async def main() -> dict[str, Cancelled]:
-        async with reach(server, token, folder) as client:
+        async with connect(server, token, folder) as client:
             return {name: await _cancel(client, name) for name in names}
 
     told = asyncio.run(main())

@@ -14,9 +14,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tugline.cli.options import INTERRUPTED
 from tugline.errors import UsageError
 
-INTERRUPTED = 130
 _SETTINGS = (
     "harness", "command", "builder", "seed", "steps", "heldout", "minutes", "slots", "window",
     "port",
@@ -57,7 +57,7 @@ def demo(  # noqa: PLR0913 - each is a flag
         bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
     ] = False,
 ) -> None:
-    """Train a tiny model on a real, unmodified agent, on this machine, in about ten minutes."""
+    """Train a tiny model on a real, unmodified agent in about ten minutes."""
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
     with _extra_named():

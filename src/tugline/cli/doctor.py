@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tugline.cli.status import Folder, Server, Token, reach
+from tugline.cli.options import Folder, Server, Token, connect
 from tugline.client.health import Finding, examine
 from tugline.errors import UsageError
 from tugline.gateway.probe.diagnosis import Outcome, Report
@@ -57,7 +57,7 @@ def doctor(  # noqa: PLR0913 - each is a flag
         bool, typer.Option("--json", help="Print the report as one JSON object.")
     ] = False,
 ) -> None:
-    """Ask an engine which mode is sound and which flags to add, or a server what is wrong."""
+    """Check an engine's modes and flags, this machine's runtimes, or a server."""
     if runtimes:
         _list_runtimes(as_json=as_json)
         return
@@ -109,7 +109,7 @@ def _list_runtimes(*, as_json: bool) -> None:
 
 def _examine(server: str | None, token: str | None, folder: Path | None, *, as_json: bool) -> None:
     async def main() -> list[Finding]:
-        async with reach(server, token, folder) as client:
+        async with connect(server, token, folder) as client:
             return await examine(client)
 
     found = asyncio.run(main())

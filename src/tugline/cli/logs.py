@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tugline.cli.status import Folder, Server, Token, reach
+from tugline.cli.options import Folder, Server, Token, connect
 
 
 def logs(
@@ -24,10 +24,10 @@ def logs(
     token: Token = None,
     folder: Folder = None,
 ) -> None:
-    """Print the log of a session, and what comes."""
+    """Print the log of a session."""
 
     async def main() -> None:
-        async with reach(server, token, folder) as client:
+        async with connect(server, token, folder) as client:
             async for piece in client.log(session, tail=tail, follow=follow):
                 sys.stdout.buffer.write(piece)
                 sys.stdout.buffer.flush()

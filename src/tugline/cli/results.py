@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from tugline.cli.status import Folder, Json, Server, Token, reach
+from tugline.cli.options import Folder, Json, Server, Token, connect
 from tugline.protocol import ResultView
 from tugline.recording.saved import LINES, ResultFolder
 
@@ -39,7 +39,7 @@ def results(  # noqa: PLR0913 - each is a flag
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Read results in the order in which they came, and save them with their trajectories."""
+    """Read results in order of commit, and save them with their trajectories."""
     saved = ResultFolder(out) if out else None
     after = max((view.position for view in saved.views.values()), default=0) if saved else None
     seen = 0
@@ -47,7 +47,7 @@ def results(  # noqa: PLR0913 - each is a flag
     async def main() -> None:
         nonlocal seen
         async with (
-            reach(server, token, folder) as client,
+            connect(server, token, folder) as client,
             aclosing(
                 client.results(
                     consumer,

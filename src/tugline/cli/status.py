@@ -1,15 +1,12 @@
-"""``tugline status``: what a server has to do, and how far a task or a session is.
-
-Here are also the options by which every command that talks to a server finds it.
-"""
+"""``tugline status``: the state of a server, a task or a session; ``--watch`` keeps it current."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Annotated, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 import typer
@@ -18,51 +15,34 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from tugline.cli.options import Folder, Json, Server, Token, connect
 from tugline.client.api import Client
-from tugline.errors import Missing
-from tugline.protocol import Counts, NodeView, ResultView, SessionView, TaskState, TaskView
+from tugline.client.overview import Monitor, Overview
+from tugline.errors import Missing, ServerError
+from tugline.protocol import NodeState, ResultView, SessionView, TaskView
+from tugline.types import TERMINAL, Status
 
-Server = Annotated[
-    str | None, typer.Option(help="URL of the server (default: TUGLINE_SERVER, else --dir).")
-]
-Token = Annotated[str | None, typer.Option(help="Its token (default: TUGLINE_TOKEN, else --dir).")]
-Folder = Annotated[
-    Path | None, typer.Option("--dir", help="Folder of `tugline up` (default: tugline-data).")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-T = TypeVar("T")
-
-DEADLINE_S = 10.0
-"""People are told soon that a server is not there; what waits goes on over a restart of it."""
-LISTED = 20
-"""Open tasks that are shown, the oldest."""
+_STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 
 
-class Overview(msgspec.Struct, frozen=True):
-    """A server at a glance."""
-
-    counts: Counts
-    nodes: tuple[NodeView, ...]
-    open: tuple[TaskView, ...]
-    """The oldest tasks that are not released."""
-
-
-class Task(msgspec.Struct, frozen=True):
+class TaskStatus(msgspec.Struct, frozen=True):
     """A task with its sessions."""
 
     task: TaskView
     sessions: tuple[SessionView, ...]
 
 
-class Session(msgspec.Struct, frozen=True):
-    """A session and its result, once there is one."""
+class SessionStatus(msgspec.Struct, frozen=True):
+    """A session with its result, once there is one."""
 
     session: SessionView
     result: ResultView | None
 
 
-def status(
+Seen = Overview | TaskStatus | SessionStatus
+
+
+def status(  # noqa: PLR0913 - each is a flag
     name: Annotated[
         str | None, typer.Argument(metavar="[TASK|SESSION]", help="Only this one.")
     ] = None,
@@ -70,140 +50,181 @@ def status(
     server: Server = None,
     token: Token = None,
     folder: Folder = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every second.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="On a terminal: refresh until interrupted.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between refreshes.")] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Show what is queued, running and done."""
     console = Console(highlight=False)
+    live = watch and console.is_terminal and not as_json
 
     async def main() -> None:
-        async with reach(server, token, folder) as client:
-            seen = await look(client, name)
+        async with connect(server, token, folder) as client:
+            monitor = Monitor(client)
+
+            async def read() -> Seen:
+                return await (monitor.read() if name is None else _read_named(client, name))
+
+            if live:
+                await _watch(read, every, console)
+                return
+            seen = await read()
             if as_json:
                 typer.echo(msgspec.json.encode(seen))
-                return
-            if not watch:
-                console.print(shown(seen))
-                return
-            with Live(shown(seen), console=console, auto_refresh=False) as live:
-                while True:
-                    await asyncio.sleep(1.0)
-                    live.update(shown(await look(client, name)), refresh=True)
+            else:
+                console.print(render(seen))
 
-    asyncio.run(main())
+    with contextlib.suppress(KeyboardInterrupt) if live else contextlib.nullcontext():
+        asyncio.run(main())
 
 
-def reach(server: str | None, token: str | None, folder: Path | None) -> Client:
-    """The client of a command."""
-    return Client(server, token, folder=folder, deadline_s=DEADLINE_S)
+async def _watch(read: Callable[[], Awaitable[Seen]], every: float, console: Console) -> None:
+    """Show the state until interrupted; a server that does not answer is retried."""
+    seen = await read()
+    with Live(render(seen), console=console, screen=True, auto_refresh=False) as view:
+        while True:
+            await asyncio.sleep(every)
+            try:
+                seen = await read()
+                view.update(render(seen), refresh=True)
+            except ServerError as error:
+                if error.status is not None and error.status < 500:
+                    raise
+                notice = Text(str(error), style="red")
+                view.update(Group(notice, render(seen)), refresh=True)
 
 
-async def look(client: Client, name: str | None) -> Overview | Task | Session:
-    """What is asked for. Raises `Missing` for a name of nothing."""
-    if name is None:
-        open_ = await _first(client.tasks(state=TaskState.OPEN))
-        return Overview(await client.status(), tuple(await client.nodes()), tuple(open_))
+async def _read_named(client: Client, name: str) -> TaskStatus | SessionStatus:
+    """Read a task or a session. Raises `Missing` if there is none of this name."""
     try:
-        view = await client.task(name)
+        task = await client.task(name)
     except Missing:
-        return await _session(client, name)
-    return Task(view, tuple(await _first(client.sessions(task=name), view.samples)))
+        return await _read_session(client, name)
+    return TaskStatus(task, tuple([view async for view in client.sessions(task=name)]))
 
 
-async def _first(items: AsyncIterator[T], most: int = LISTED) -> list[T]:
-    found = []
-    async for one in items:
-        found.append(one)
-        if len(found) == most:
-            break
-    return found
-
-
-async def _session(client: Client, name: str) -> Session:
+async def _read_session(client: Client, name: str) -> SessionStatus:
     try:
         session = await client.session(name)
     except Missing as error:
         msg = f"there is neither a task nor a session {name!r} at {client.url}"
         raise Missing(msg) from error
     try:
-        return Session(session, await client.result(name))
+        return SessionStatus(session, await client.result(name))
     except Missing:
-        return Session(session, None)
+        return SessionStatus(session, None)
 
 
 # --------------------------------------------------------------------------- on the terminal
-def shown(seen: Overview | Task | Session) -> RenderableType:
-    """For people."""
+def render(seen: Seen) -> RenderableType:
+    """The state as tables."""
     match seen:
         case Overview():
-            return _overview(seen)
-        case Task():
-            return Group(tasks_table([seen.task]), Text(), _sessions_table(seen.sessions))
+            tables = (_summary(seen), _nodes_table(seen), *_task_tables(seen))
+            return Group(*(part for table in tables for part in (table, Text())))
+        case TaskStatus():
+            return Group(make_tasks_table([seen.task]), Text(), _sessions_table(seen.sessions))
     parts: list[RenderableType] = [_sessions_table([seen.session])]
     if seen.result is not None:
-        parts += [Text(), Text(_told(seen.result))]
+        parts += [Text(), Text(_describe_result(seen.result))]
     return Group(*parts)
 
 
-def tasks_table(tasks: list[TaskView]) -> Table:
-    """A line for each task."""
+def _summary(seen: Overview) -> Table:
+    counts = seen.counts
+    weights = f"weights {counts.version}" + (", paused" if counts.paused else "")
+    rate = f"{seen.sessions_per_minute:,.1f} sessions/min"
+    running = {stage.value: counts.sessions.get(stage.value, 0) for stage in _STAGES}
+    finished = {name: n for name, n in counts.sessions.items() if Status(name) in TERMINAL}
+    rows = {
+        "server": f"{seen.url}  position {counts.position:,}  {weights}",
+        "queued": f"{counts.sessions.get('queued', 0):,}  {_join(seen.queue)}",
+        "running": _join(running),
+        "finished": _join(finished) or "none",
+        "tasks": f"{counts.tasks_open:,} open",
+        "rate": f"{rate}  {seen.tokens_per_second:,.0f} sampled tokens/s",
+    }
+    if seen.unread:
+        rows["unread"] = _join(seen.unread)
+    if counts.dead_deliveries:
+        rows["callbacks"] = f"{counts.dead_deliveries:,} given up"
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(Text(name, style="bold"), Text(text))
+    return table
+
+
+def _nodes_table(seen: Overview) -> Table:
+    stages = [stage.value for stage in _STAGES]
+    table = Table("node", "state", "slots", "sessions", *stages, "lease", box=None)
+    for load in seen.nodes:
+        node = load.node
+        lease = f"{load.lease_s:.0f} s" if node.state is not NodeState.GONE else ""
+        style = {NodeState.LIVE: "", NodeState.DRAINING: "yellow"}.get(node.state, "dim")
+        by_stage = (str(load.stages.get(stage, "")) for stage in stages)
+        cells = (str(node.slots), str(node.running), *by_stage, lease)
+        table.add_row(Text(node.name), node.state.value, *cells, style=style)
+    if not seen.nodes:
+        table.add_row("none: start one with `tugline node`")
+    return table
+
+
+def _task_tables(seen: Overview) -> Iterable[Table]:
+    if seen.open:
+        yield make_tasks_table(seen.open)
+    if seen.stragglers:
+        table = Table("straggler", "age", "finished", "remaining", box=None)
+        for task in seen.stragglers:
+            left = {name: n for name, n in task.counts.items() if Status(name) not in TERMINAL}
+            finished = f"{task.samples - sum(left.values())} of {task.samples}"
+            table.add_row(Text(task.id), _format_age(task.created), finished, _join(left))
+        yield table
+    if seen.failures:
+        table = Table("failed", "ago", "reason", box=None)
+        for failure in seen.failures:
+            reason = " ".join(failure.reason.split())[:100]
+            table.add_row(Text(failure.session), _format_age(failure.at), Text(reason))
+        yield table
+
+
+def make_tasks_table(tasks: Sequence[TaskView]) -> Table:
+    """Make a table with one row per task."""
     table = Table("task", "state", Column("usable", justify="right"), "sessions", "age", box=None)
-    for one in tasks:
-        state = f"{one.state}: {one.reason}" if one.reason else str(one.state)
-        usable = f"{one.usable}/{one.samples}"
-        table.add_row(Text(one.id), Text(state), usable, counts(one.counts), _ago(one.created))
+    for task in tasks:
+        state = f"{task.state}: {task.reason}" if task.reason else str(task.state)
+        cells = (f"{task.usable}/{task.samples}", _join(task.counts), _format_age(task.created))
+        table.add_row(Text(task.id), Text(state), *cells)
     return table
 
 
-def counts(of: dict[str, int]) -> str:
-    """Numbers by status, in words."""
-    return ", ".join(f"{count} {name}" for name, count in of.items()) or "none"
-
-
-def _overview(seen: Overview) -> Group:
-    of = seen.counts
-    held = ", model calls are held" if of.paused else ""
-    room = f"{of.nodes} with {of.slots} slots"
-    lines = [
-        f"sessions: {counts(of.sessions)}",
-        f"tasks open: {of.tasks_open}; nodes: {room}; weights: version {of.version}{held}",
-    ]
-    if of.dead_deliveries:
-        lines.append(f"callbacks given up: {of.dead_deliveries}")
-    nodes = Table("node", "state", Column("running", justify="right"), "slots", "since", box=None)
-    for one in seen.nodes:
-        numbers = (str(one.running), str(one.slots), _ago(one.registered))
-        nodes.add_row(Text(one.name), str(one.state), *numbers)
-    parts: list[RenderableType] = [Text("\n".join(lines))]
-    parts += [Text(), nodes] if seen.nodes else []
-    parts += [Text(), tasks_table(list(seen.open))] if seen.open else []
-    return Group(*parts)
-
-
-def _sessions_table(sessions: tuple[SessionView, ...] | list[SessionView]) -> Table:
+def _sessions_table(sessions: Sequence[SessionView]) -> Table:
     table = Table("session", "status", "attempt", "node", "changed", box=None)
-    for one in sessions:
-        state = f"{one.status}, stopping ({one.stopping})" if one.stopping else str(one.status)
-        cells = (Text(state), str(one.attempt), Text(one.node or "-"), _ago(one.updated))
-        table.add_row(Text(one.id), *cells)
+    for view in sessions:
+        state = f"{view.status}, stopping ({view.stopping})" if view.stopping else str(view.status)
+        cells = (Text(state), str(view.attempt), Text(view.node or "-"), _format_age(view.updated))
+        table.add_row(Text(view.id), *cells)
     return table
 
 
-def _told(result: ResultView) -> str:
+def _describe_result(result: ResultView) -> str:
     reward = "none" if result.reward is None else f"{result.reward:g}"
     tokens = f"{result.trained} of {result.sampled} sampled tokens are trained"
-    lines = [
-        f"reward: {reward}; {tokens}; {result.bytes} bytes",
-        "seconds: " + ", ".join(f"{name} {took:.1f}" for name, took in result.seconds.items()),
-    ]
+    seconds = ", ".join(f"{name} {spent:.1f}" for name, spent in result.seconds.items())
+    lines = [f"reward: {reward}; {tokens}; {result.bytes} bytes", f"seconds: {seconds}"]
     if result.failure is not None:
         lines.append(f"failed in the {result.failure.boundary}: {result.failure.message}")
     return "\n".join(lines)
 
 
-def _ago(moment: float) -> str:
+def _join(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def _format_age(moment: float) -> str:
     seconds = max(0.0, time.time() - moment)
-    for size, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
+            return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"

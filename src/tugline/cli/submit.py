@@ -21,7 +21,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tugline.cli.status import Folder, Json, Server, Token, reach, tasks_table
+from tugline.cli.options import Folder, Json, Server, Token, connect
+from tugline.cli.status import make_tasks_table
 from tugline.cli.task import Paths, read_checked
 from tugline.client.api import BATCH, Client
 from tugline.protocol import Accepted, Event, EventKind, TaskState, TaskView
@@ -63,7 +64,7 @@ def submit(
 
     async def main() -> list[Accepted]:
         nonlocal released
-        async with reach(server, token, folder) as client:
+        async with connect(server, token, folder) as client:
             before = (await client.status()).position
             accepted = await _send(client, tasks, console)
             _say(console, accepted)
@@ -155,7 +156,7 @@ def _bar(console: Console) -> Progress:
 
 def _show(released: Sequence[TaskView]) -> None:
     console = Console(highlight=False)
-    console.print(tasks_table(list(released[:_TABLE])))
+    console.print(make_tasks_table(list(released[:_TABLE])))
     if len(released) > _TABLE:
         console.print(f"and {len(released) - _TABLE} more")
     usable, samples = sum(one.usable for one in released), sum(one.samples for one in released)

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from tugline.cli.status import Json
+from tugline.cli.options import Json
 from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import Chosen, gather
 from tugline.errors import ConfigError, UsageError

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.demo import INTERRUPTED
+from tugline.cli.options import INTERRUPTED
 from tugline.errors import UsageError
 from tugline.launch.server import is_local, serve_alone
 from tugline.launch.settings import Given, Settings, settings

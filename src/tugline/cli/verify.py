@@ -56,7 +56,7 @@ def verify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check that recorded ids, texts, seams, ledgers and logprobs are what they claim to be."""
+    """Check recorded ids, texts, lineage, ledgers and logprobs."""
     where = Path(session)
     found = list_recordings(where) if where.is_dir() else [locate(session)]
     judged = asyncio.run(

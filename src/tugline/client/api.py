@@ -246,8 +246,8 @@ class Client:
         """The whole at a glance."""
         return await self._http.ask("GET", "/v1/status", Counts)
 
-    async def happened(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """Up to `limit` events after a position, as far as they have happened."""
+    async def list_events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        """Up to `limit` past events after a position."""
         query = {"after": after, "limit": limit}
         return await self._http.ask("GET", "/v1/events", list[Event], query=query)
 

@@ -128,7 +128,7 @@ class SyncClient:
     events = _each(Client.events)
     log = _each(Client.log)
     status = _waited(Client.status)
-    happened = _waited(Client.happened)
+    list_events = _waited(Client.list_events)
     metrics = _waited(Client.metrics)
     nodes = _waited(Client.nodes)
     drain = _waited(Client.drain)

@@ -1,0 +1,30 @@
+"""Options that several commands share, and the client that they configure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tugline.client.api import Client
+
+INTERRUPTED = 130
+"""Exit code of a command that was interrupted."""
+
+Server = Annotated[
+    str | None, typer.Option(help="URL of the server (default: TUGLINE_SERVER, else --dir).")
+]
+Token = Annotated[str | None, typer.Option(help="Its token (default: TUGLINE_TOKEN, else --dir).")]
+Folder = Annotated[
+    Path | None, typer.Option("--dir", help="Folder of `tugline up` (default: tugline-data).")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_DEADLINE_S = 10.0
+"""A server that does not answer is reported soon; streams and waits survive its restarts."""
+
+
+def connect(server: str | None, token: str | None, folder: Path | None) -> Client:
+    """Create the client of a command, to be used as an async context manager."""
+    return Client(server, token, folder=folder, deadline_s=_DEADLINE_S)

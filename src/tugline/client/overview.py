@@ -1,0 +1,165 @@
+"""State of a running server at a glance: queue, nodes, rates, stragglers and failures.
+
+Everything comes through the API, so a read token is enough. Rates are those of the last minute's
+events. Only the oldest open tasks are examined, since those hold up a trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import msgspec
+
+from tugline.client.api import Client
+from tugline.errors import Missing
+from tugline.protocol import Counts, Event, EventKind, NodeState, NodeView, TaskState, TaskView
+from tugline.types import TERMINAL
+
+_RATE_WINDOW_S = 60.0
+_HISTORY = 1000
+"""Events read at the start, and in one page."""
+_EXAMINED = 200
+"""Open tasks that are examined for stragglers."""
+_LISTED = 20
+"""Tasks, stragglers and failures that are listed."""
+_SHOW_GONE_S = 600.0
+_QUEUE = re.compile(r'^tugline_queue\{tenant="(.*)"\} (\S+)$', re.MULTILINE)
+_UNREAD = re.compile(r'^tugline_results_unread\{consumer="(.*)"\} (\S+)$', re.MULTILINE)
+
+
+class RecentFailure(msgspec.Struct, frozen=True):
+    """A session that failed or was requeued."""
+
+    session: str
+    at: float
+    """Unix seconds."""
+    reason: str
+
+
+class NodeLoad(msgspec.Struct, frozen=True):
+    """A node and its sessions by stage."""
+
+    node: NodeView
+    stages: dict[str, int]
+    lease_s: float
+    """Seconds until its lease expires; negative for a node that is gone."""
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """A server at a glance."""
+
+    at: float
+    """Unix seconds."""
+    url: str
+    counts: Counts
+    queue: dict[str, int]
+    """Queued sessions by tenant."""
+    unread: dict[str, int]
+    """Unacknowledged results by consumer."""
+    sessions_per_minute: float
+    tokens_per_second: float
+    nodes: tuple[NodeLoad, ...]
+    open: tuple[TaskView, ...]
+    """The oldest tasks that are not released."""
+    stragglers: tuple[TaskView, ...]
+    """Open tasks with at least half, but not all of their samples finished; the oldest first."""
+    failures: tuple[RecentFailure, ...]
+    """The newest first."""
+
+
+class Monitor:
+    """Reads overviews of a server, remembering the events of the last minute in between."""
+
+    def __init__(self, client: Client, *, clock: Callable[[], float] = time.time) -> None:
+        self._client, self._clock = client, clock
+        self._events: deque[Event] = deque()
+        self._failures: deque[RecentFailure] = deque(maxlen=_LISTED)
+        self._position: int | None = None
+        self._complete_since = 0.0
+        """Unix seconds from which on all events are known."""
+
+    async def read(self) -> Overview:
+        """Read the current state. Raises `ServerError`."""
+        client = self._client
+        counts, nodes, page, open_tasks = await asyncio.gather(
+            client.status(), client.nodes(), self._read_metrics(), self._read_open_tasks()
+        )
+        await self._read_events(counts.position)
+        now = self._clock()
+        recent = [node for node in nodes if _is_listed(node, now)]
+        loads = await asyncio.gather(*map(self._read_load, recent))
+        results = [event for event in self._events if event.kind is EventKind.RESULT]
+        span_s = max(1.0, min(_RATE_WINDOW_S, now - self._complete_since))
+        sampled = sum(int(event.detail.get("sampled", 0)) for event in results)
+        return Overview(
+            at=now,
+            url=client.url,
+            counts=counts,
+            queue={name: int(float(value)) for name, value in _QUEUE.findall(page)},
+            unread={name: int(float(value)) for name, value in _UNREAD.findall(page)},
+            sessions_per_minute=60 * len(results) / span_s,
+            tokens_per_second=sampled / span_s,
+            nodes=tuple(loads),
+            open=tuple(open_tasks[:_LISTED]),
+            stragglers=tuple(filter(_is_straggling, open_tasks))[:_LISTED],
+            failures=tuple(reversed(self._failures)),
+        )
+
+    async def _read_metrics(self) -> str:
+        try:
+            return await self._client.metrics()
+        except Missing:
+            return ""
+
+    async def _read_open_tasks(self) -> list[TaskView]:
+        tasks: list[TaskView] = []
+        async for task in self._client.tasks(state=TaskState.OPEN):
+            tasks.append(task)
+            if len(tasks) == _EXAMINED:
+                break
+        return tasks
+
+    async def _read_events(self, latest: int) -> None:
+        if self._position is None:
+            self._position = max(0, latest - _HISTORY)
+            self._complete_since = 0.0 if self._position == 0 else self._clock()
+        while self._position < latest:
+            page = await self._client.list_events(after=self._position, limit=_HISTORY)
+            if not page:
+                break
+            self._complete_since = min(self._complete_since, page[0].created)
+            self._position = page[-1].position
+            self._events.extend(page)
+            self._failures.extend(filter(None, map(_find_failure, page)))
+        while self._events and self._events[0].created < self._clock() - _RATE_WINDOW_S:
+            self._events.popleft()
+
+    async def _read_load(self, node: NodeView) -> NodeLoad:
+        stages: Counter[str] = Counter()
+        if node.running and node.state is not NodeState.GONE:
+            async for session in self._client.sessions(node=node.id):
+                stages[session.status.value] += 1
+        return NodeLoad(node, dict(stages), node.deadline - self._clock())
+
+
+def _find_failure(event: Event) -> RecentFailure | None:
+    detail, session = event.detail, event.session or ""
+    if event.kind is EventKind.REQUEUED:
+        return RecentFailure(session, event.created, f"requeued: {detail.get('reason', '')}")
+    if event.kind is EventKind.RESULT and detail.get("status") in {"failed", "timed_out"}:
+        reason = f"{detail['status']} {detail.get('boundary', '')}"
+        return RecentFailure(session, event.created, reason)
+    return None
+
+
+def _is_listed(node: NodeView, now: float) -> bool:
+    return node.state is not NodeState.GONE or node.deadline > now - _SHOW_GONE_S
+
+
+def _is_straggling(task: TaskView) -> bool:
+    finished = sum(task.counts.get(status.value, 0) for status in TERMINAL)
+    return task.samples > 1 and task.samples / 2 <= finished < task.samples
