@@ -1,6 +1,6 @@
-"""The house rules that no other tool checks: sizes, complete docs, an installable core.
+"""Rules of the code base that no other tool checks: sizes, complete docs, an installable core.
 
-Budgets are raised only with a sentence in `ALLOWED` that says why.
+The budget of the package counts code lines and is the owner's: what does not fit makes room.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
@@ -31,8 +33,15 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
-ALLOWED: dict[str, str] = {}
-"""What may be over its budget, and why: ``gateway/proxy.py`` or ``gateway/proxy.py:call``."""
+CODE_LINES = 28_000
+"""Lines of code in the package, without blank lines, comments and docstrings."""
+FILES = 240
+
+
+_NOT_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE,
+    tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
 
 
 def _name(path: Path) -> str:
@@ -47,6 +56,21 @@ def _functions(path: Path) -> Iterator[tuple[str, int]]:
 
 def _lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _code_lines(path: Path) -> int:
+    """Lines with a token on them, less docstrings, as ``shared/codelines.py`` counts."""
+    text = path.read_text(encoding="utf-8")
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else []:
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                lines.difference_update(range(child.lineno, (child.end_lineno or 0) + 1))
+    return len(lines)
 
 
 def _docstring_lines(path: Path) -> int:
@@ -64,18 +88,14 @@ def test_everything_is_within_its_budget() -> None:
         ("lines in a function", 60, functions),
         ("lines in a docstring", 25, [(_name(path), _docstring_lines(path)) for path in SOURCES]),
         ("lines in a package face", 60, [(_name(path), _lines(path)) for path in faces]),
-        # 14,000 were meant for one dialect and one template. There are four APIs, 28 templates and
-        # six engine formats (9,400 lines), a room each that shows, verifies, exports and replays
-        # what was recorded (5,400), a durable server on two databases with its API, its nodes,
-        # clients, metrics and traces (13,000), and four kinds of sandbox with their networks,
-        # images and workspaces, a toolbox of agents, seven evaluators, three task sets (12,800).
-        ("lines in all", 54_600, [("tugline", sum(map(_lines, SOURCES)))]),
+        ("code lines in all", CODE_LINES, [("tugline", sum(map(_code_lines, SOURCES)))]),
+        ("files in all", FILES, [("tugline", len(SOURCES))]),
     ]
     over = [
         f"{name}: {size} {what}, the budget is {budget}"
         for what, budget, sizes in measured
         for name, size in sizes
-        if size > budget and name not in ALLOWED
+        if size > budget
     ]
     longish = sorted(((size, name) for name, size in functions if size > 30), reverse=True)
     if len(longish) > len(functions) / 10:

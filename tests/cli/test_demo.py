@@ -5,27 +5,38 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 
-TUGLINE = Path(sys.executable).with_name("tugline")
+from tugline.cli.app import main
+
 AGENT = f"{sys.executable} {Path(__file__).parents[2] / 'examples/agents/openai_loop.py'}"
+Tugline = Callable[..., tuple[int | str | None, str]]
 
 
-def tugline(*options: str, cwd: Path) -> tuple[int, str]:
-    """Exit code and last line of stderr; stdout stays empty and there is no traceback."""
-    done = subprocess.run(
-        [TUGLINE, *options],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=cwd,
-    )
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    return done.returncode, done.stderr.strip().splitlines()[-1]
+@pytest.fixture
+def tugline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Tugline:
+    """Run a command in `tmp_path`; exit code and last line of stderr, stdout stays empty."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options: str) -> tuple[int | str | None, str]:
+        monkeypatch.setattr(sys, "argv", ["tugline", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        factory = structlog.get_config()["logger_factory"]
+        if isinstance(factory, structlog.WriteLoggerFactory):  # a process would close it at its end
+            factory._file.close()
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        assert printed.out == ""
+        return ended.value.code, printed.err.strip().splitlines()[-1]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -42,22 +53,24 @@ def tugline(*options: str, cwd: Path) -> tuple[int, str]:
         (["--out", "/proc/run"], "/proc/run"),
     ],
 )
-def test_a_mistake_is_one_clear_line(tmp_path: Path, options: list[str], line: str) -> None:
+def test_a_mistake_is_one_clear_line(
+    tugline: Tugline, tmp_path: Path, options: list[str], line: str
+) -> None:
     """Names, values, files and a window that is too small."""
     (tmp_path / "wrong.yaml").write_text("stepz: 3\n")
     shell = ["--harness", "shell", "--command", AGENT] if "--window" in options else []
-    code, last = tugline("demo", *options, *shell, cwd=tmp_path)
+    code, last = tugline("demo", *options, *shell)
     assert code in {1, 2}
     assert line in last
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+def test_a_taken_port_is_named(tugline: Tugline) -> None:
     """The port of the gateway is somebody else's."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        code, last = tugline("demo", "--port", str(port), cwd=tmp_path)
+        code, last = tugline("demo", "--port", str(port))
     assert code == 2
     assert f"cannot listen on 127.0.0.1:{port}" in last
 
@@ -80,11 +93,11 @@ def test_a_missing_node_is_named(tmp_path: Path) -> None:
     assert "pip install" in last
 
 
-def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten(tugline: Tugline, tmp_path: Path) -> None:
     """An existing run asks for --resume; --resume refuses other settings."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/settings.yaml").write_text("steps: 3\n")
-    code, last = tugline("demo", "--out", "run", cwd=tmp_path)
+    code, last = tugline("demo", "--out", "run")
     assert (code, "add --resume" in last) == (2, True)
-    code, last = tugline("demo", "--out", "run", "--resume", "--steps", "4", cwd=tmp_path)
+    code, last = tugline("demo", "--out", "run", "--resume", "--steps", "4")
     assert (code, "other settings (steps)" in last) == (2, True)
