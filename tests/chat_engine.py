@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tugline.chat.tokenizer import Tokenizer
-from tugline.inference.base import Chunk, GenerateRequest, join
+from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import ScriptedEngine
 
@@ -40,7 +40,7 @@ def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
         events = [b"data: " + msgspec.json.encode(reply) + b"\n\n", b"data: [DONE]\n\n"]
         return StreamingResponse(iter(events), media_type="text/event-stream")
 
-    def parse(answer: Chunk, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+    def parse(answer: SampledChunk, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
         parsed = renderer.parse_response(answer.ids.tolist(), tools=tools)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.tool_calls:
@@ -60,7 +60,7 @@ def create_chat_app(engine: ScriptedEngine, tokenizer: Tokenizer) -> Starlette:
     return app
 
 
-def choice(answer: Chunk) -> dict[str, Any]:
+def choice(answer: SampledChunk) -> dict[str, Any]:
     """The only choice of a reply, with ids and log probabilities."""
     return {
         "index": 0,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tugline.demo import live as live_module
-from tugline.demo.live import Live
-from tugline.demo.metrics import Score, Step, Summary, smoothed, wilson
+from tugline.demo.live import ProgressDisplay
+from tugline.demo.metrics import RunSummary, Score, Step, smoothed, wilson
 from tugline.demo.report import closing, picture
 from tugline.types import Ledger, Reason
 
-SUMMARY = Summary(
+SUMMARY = RunSummary(
     before=Score(31, 96),
     after=Score(77, 96),
     seed=0,
@@ -138,7 +138,7 @@ def test_what_was_not_measured_is_not_claimed() -> None:
     """A distance of None is shown as not compared, never as zero."""
     console = _screen(terminal=False)
     console.print(closing(msgspec.structs.replace(SUMMARY, max_abs_dlogprob=None), []))
-    with Live(3, console) as live:
+    with ProgressDisplay(3, console) as live:
         live.row(msgspec.structs.replace(_step(1), max_abs_dlogprob=None))
     assert "were not compared" in _text(console)
     assert "|dlogp| -" in _text(console)
@@ -147,7 +147,7 @@ def test_what_was_not_measured_is_not_claimed() -> None:
 def test_live_writes_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log gets a line per phase, per finished step and now and then per session, no codes."""
     console = _screen(terminal=False)
-    with Live(30, console) as live:
+    with ProgressDisplay(30, console) as live:
         live.phase("installing pi")
         live.sessions(1, 64)
         monkeypatch.setattr(live_module, "QUIET_S", 0.0)
@@ -164,7 +164,7 @@ def test_live_writes_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPa
 def test_live_keeps_a_table_on_a_terminal() -> None:
     """A terminal shows the last steps, the phase with its sessions, and the time left."""
     console = _screen(terminal=True)
-    with Live(30, console) as live:
+    with ProgressDisplay(30, console) as live:
         for number in range(1, 21):
             live.row(_step(number))
         live.phase("step 21")
@@ -182,7 +182,7 @@ def test_live_keeps_a_table_on_a_terminal() -> None:
 
 def test_live_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Everything goes to stderr, so that --json on stdout stays clean."""
-    with Live(3) as live:
+    with ProgressDisplay(3) as live:
         live.phase("warming up")
         live.row(_step(1))
     out, err = capsys.readouterr()

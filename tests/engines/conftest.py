@@ -17,11 +17,11 @@ from engines.tool_model import Folders
 from tugline.gateway.probe.diagnosis import Report
 from tugline.gateway.probe.probe import probe
 from tugline.trainers.weights import (
-    EmbeddedWeights,
+    EmbeddedWeightUpdater,
     Running,
-    SglangWeights,
-    VllmWeights,
-    Weights,
+    SglangWeightUpdater,
+    VllmWeightUpdater,
+    WeightUpdater,
 )
 
 FURTHEST = "largest logprob difference"
@@ -57,12 +57,12 @@ class Served:
         return self.report[0]
 
     @asynccontextmanager
-    async def weights(self) -> AsyncIterator[Weights]:
+    async def weights(self) -> AsyncIterator[WeightUpdater]:
         """How this engine's weights are changed."""
         if self.name == "embedded":
-            yield EmbeddedWeights(self._swap())
+            yield EmbeddedWeightUpdater(self._swap())
         else:
-            remote = VllmWeights if self.name == "vllm" else SglangWeights
+            remote = VllmWeightUpdater if self.name == "vllm" else SglangWeightUpdater
             async with remote(self.url) as weights:
                 yield weights
 

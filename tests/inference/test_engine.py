@@ -14,7 +14,7 @@ from transformers import MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
 from tugline.errors import ContextOverflow, EngineError, RequestError, UsageError
-from tugline.inference.base import Chunk, GenerateRequest, join
+from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.engine import Engine
 from tugline.types import Finish, Ids, VersionSpan
 
@@ -28,7 +28,7 @@ def make(model: Qwen3ForCausalLM, *, max_model_len: int = 256, **options: int) -
     return Engine(model, eos_ids=[EOS], max_model_len=max_model_len, threads=1, **options)
 
 
-async def answer(engine: Engine, ids: Ids, max_tokens: int = 12, **knobs: object) -> Chunk:
+async def answer(engine: Engine, ids: Ids, max_tokens: int = 12, **knobs: object) -> SampledChunk:
     """The whole answer to one prompt."""
     request = GenerateRequest(prompt_ids=ids, max_tokens=max_tokens, **knobs)
     async with contextlib.aclosing(engine.generate(request)) as chunks:
@@ -43,7 +43,7 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
         await asyncio.sleep(0.002)
 
 
-def off(model: Qwen3ForCausalLM, ids: Ids, said: Chunk, temperature: float = 1.0) -> float:
+def off(model: Qwen3ForCausalLM, ids: Ids, said: SampledChunk, temperature: float = 1.0) -> float:
     """Largest difference in nats between what was said and a plain forward pass."""
     return float(np.abs(truth(model, ids, said.ids, temperature) - said.logprobs).max())
 
@@ -141,7 +141,7 @@ async def test_keep_continues_and_says_which_version_sampled_what(
     assert first == VersionSpan(0, 0, second.start)
     assert second == VersionSpan(5, second.start, 150)
     assert all(span.start >= 0 and span.end > span.start for c in chunks for span in c.versions)
-    before = Chunk(whole.ids[: first.end], whole.logprobs[: first.end], ())
+    before = SampledChunk(whole.ids[: first.end], whole.logprobs[: first.end], ())
     assert off(tiny(0), ids, before) < TOLERANCE
     assert reused == 0, "KV of two versions was offered as a prefix"
     assert off(tiny(7), np.concatenate([ids, whole.ids]), again) < TOLERANCE

@@ -15,7 +15,7 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
-from tugline.inference.base import Stats
+from tugline.inference.base import EngineStats
 from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.web.serve import serve
@@ -48,7 +48,7 @@ class Served:
         assert data[-1] == "[DONE]"
         return [json.loads(one) for one in data[:-1]]
 
-    async def stats_when(self, *, running: int, seconds: float = 5.0) -> Stats:
+    async def stats_when(self, *, running: int, seconds: float = 5.0) -> EngineStats:
         """The counters once `running` requests run; fails after `seconds`."""
         deadline = time.monotonic() + seconds
         while (stats := self.engine.stats()).running != running or stats.waiting:

@@ -15,7 +15,7 @@ from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny, 
 from tugline.errors import CaptureError, ConfigError
 from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.forward import Policy
+from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory, decode, encode
@@ -176,7 +176,7 @@ def test_sharing_keeps_to_what_is_really_shared() -> None:
         one = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=spans)
         batch += [session([one], task=task, sample=i, reward=float(i)) for i in range(2)]
     samples, _ = prepare(batch, GrpoConfig(), version=VERSION)
-    policy = Policy(model, 1.0)
+    policy = PolicyModel(model, 1.0)
     packed = list(
         pack([Row(s) for s in samples], micro_tokens=9999, share=True, device=policy.device)
     )

@@ -14,7 +14,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tugline.errors import EngineError
-from tugline.trainers.weights import EmbeddedWeights, Running, SglangWeights, VllmWeights
+from tugline.trainers.weights import (
+    EmbeddedWeightUpdater,
+    Running,
+    SglangWeightUpdater,
+    VllmWeightUpdater,
+)
 from tugline.web.serve import serve
 
 FOLDER = Path("model")
@@ -37,7 +42,7 @@ async def engine(*, fails: str = "") -> AsyncIterator[tuple[str, list[tuple[str,
 
 async def test_vllm_forgets_what_the_old_weights_computed() -> None:
     """Reload, then the prefix cache with what is running, then the version; in a pause."""
-    async with engine() as (url, seen), VllmWeights(url) as weights:
+    async with engine() as (url, seen), VllmWeightUpdater(url) as weights:
         await weights.pause()
         await weights.load(FOLDER, 7)
         await weights.resume()
@@ -56,7 +61,7 @@ async def test_vllm_forgets_what_the_old_weights_computed() -> None:
 async def test_sglang_is_told_in_its_own_words() -> None:
     """What runs is retracted and computed anew; to wait is the engine's own way of loading."""
     load = ("/update_weights_from_disk", _load(7))
-    async with engine() as (url, seen), SglangWeights(url) as weights:
+    async with engine() as (url, seen), SglangWeightUpdater(url) as weights:
         for running in ("keep", "abort", "wait"):
             await weights.pause(running)
             await weights.load(FOLDER, 7)
@@ -76,11 +81,11 @@ def _load(version: int) -> dict[str, Any]:
 async def test_a_step_that_fails_is_an_error() -> None:
     """A cache that was not emptied is not a detail; neither is an engine that is gone."""
     async with engine(fails="/reset_prefix_cache?reset_running_requests=true") as (url, seen):
-        async with VllmWeights(url) as weights:
+        async with VllmWeightUpdater(url) as weights:
             with pytest.raises(EngineError, match="cache is held"):
                 await weights.load(FOLDER, 7)
         assert [path for path, _ in seen][-1].startswith("/reset_prefix_cache")
-    async with SglangWeights("http://127.0.0.1:9") as weights:
+    async with SglangWeightUpdater("http://127.0.0.1:9") as weights:
         with pytest.raises(EngineError, match="did not answer /update_weights_from_disk"):
             await weights.load(FOLDER, 7)
 
@@ -92,7 +97,7 @@ async def test_the_embedded_engine_swaps_in_place() -> None:
     async def swap(folder: Path, version: int, running: Running) -> None:
         seen.append((folder, version, running))
 
-    weights = EmbeddedWeights(swap)
+    weights = EmbeddedWeightUpdater(swap)
     await weights.pause("abort")
     await weights.load(FOLDER, 7)
     await weights.resume()

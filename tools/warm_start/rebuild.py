@@ -28,7 +28,7 @@ from transformers import Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import Problem, generate
-from tugline.demo.live import Live
+from tugline.demo.live import ProgressDisplay
 from tugline.demo.rig import WARM_START, rendering, rig
 from tugline.demo.settings import DemoSettings
 from tugline.demo.tasks import make_task
@@ -64,11 +64,14 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=WARM_START)
     folder = parser.parse_args().out
     console = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="tugline-") as scratch, Live(1, console) as live:
+    with (
+        tempfile.TemporaryDirectory(prefix="tugline-") as scratch,
+        ProgressDisplay(1, console) as live,
+    ):
         make_policy(Path(scratch), folder, live)
 
 
-def make_policy(scratch: Path, folder: Path, live: Live) -> None:
+def make_policy(scratch: Path, folder: Path, live: ProgressDisplay) -> None:
     """Make tokenizer and model in `folder`; `scratch` takes the recorded sessions."""
     torch.set_num_threads(THREADS)
     live.phase("recording the prompts of the harnesses")
@@ -96,7 +99,7 @@ def make_policy(scratch: Path, folder: Path, live: Live) -> None:
     live.phase(f"saved in {folder}")
 
 
-def record_openings(scratch: Path, live: Live) -> tuple[Tokenizer, dict[str, Opening]]:
+def record_openings(scratch: Path, live: ProgressDisplay) -> tuple[Tokenizer, dict[str, Opening]]:
     """Record what every harness sends first, and make a tokenizer for it."""
     bytes_only = Tokenizer(train_tokenizer([], []), "bytes")
     openings: dict[str, Opening] = {}
@@ -114,7 +117,9 @@ def record_openings(scratch: Path, live: Live) -> tuple[Tokenizer, dict[str, Ope
     return phases.new_tokenizer(prompts, sorted(texts)), openings
 
 
-def record_traces(name: str, tokenizer: Tokenizer, scratch: Path, live: Live) -> list[Trace]:
+def record_traces(
+    name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressDisplay
+) -> list[Trace]:
     """Record scripted sessions of one harness, and build their traces."""
     settings, share = HARNESSES[name]
     live.phase(f"recording scripted sessions of {name}")
@@ -130,7 +135,7 @@ async def record(
     tokenizer: Tokenizer,
     folder: Path,
     settings: DemoSettings,
-    live: Live,
+    live: ProgressDisplay,
 ) -> tuple[list[Trajectory], dict[str, tuple[Call, ...]]]:
     """Play each script in a session of its own; returns trajectories and recorded calls.
 
@@ -171,7 +176,10 @@ def mix_by_share(examples: dict[str, Iterator[phases.Example]]) -> Iterator[phas
 
 
 def teach(
-    model: Qwen3ForCausalLM, examples: Iterator[phases.Example], phase: phases.Phase, live: Live
+    model: Qwen3ForCausalLM,
+    examples: Iterator[phases.Example],
+    phase: phases.Phase,
+    live: ProgressDisplay,
 ) -> None:
     """Train one phase, with a line about the loss now and then."""
     for step, loss in enumerate(phases.learn(model, examples, phase), start=1):

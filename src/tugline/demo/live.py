@@ -24,7 +24,7 @@ QUIET_S = 10.0
 """Without a terminal, seconds between two lines about the same phase or step."""
 
 
-class Live:
+class ProgressDisplay:
     """Shows a run of `total` steps; use as ``with Live(30) as live:``."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Figures of the demo: one `Step` per training step, one `Summary` at the end.
+"""Figures of the demo: one `Step` per training step, one `RunSummary` at the end.
 
 They are stored as they are shown, so the picture can be drawn again from the files. A pass rate is
 always stored with its number of attempts.
@@ -61,7 +61,7 @@ class BuilderCost(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a whole run."""
 
     before: Score

@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tugline.demo.metrics import Score, Step, Summary, smoothed, wilson
+from tugline.demo.metrics import RunSummary, Score, Step, smoothed, wilson
 from tugline.types import Reason
 
 _INK = "#1f2933"
@@ -30,7 +30,7 @@ _LINE = "#0072b2"
 """Two blues of the Okabe-Ito palette, which colour-blind readers can tell from grey."""
 
 
-def picture(steps: Sequence[Step], summary: Summary, path: Path) -> None:
+def picture(steps: Sequence[Step], summary: RunSummary, path: Path) -> None:
     """Draw the reward per step beside held-out pass@1 before and after, as a PNG at `path`."""
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.03)
     figure = Figure(figsize=(10, 4.6), dpi=150, layout=layout, facecolor="white")
@@ -43,7 +43,7 @@ def picture(steps: Sequence[Step], summary: Summary, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def closing(summary: Summary, files: Sequence[Path]) -> RenderableType:
+def closing(summary: RunSummary, files: Sequence[Path]) -> RenderableType:
     """The summary for a terminal: results, what was trained on, and where the files are."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -56,7 +56,7 @@ def closing(summary: Summary, files: Sequence[Path]) -> RenderableType:
 
 
 # --------------------------------------------------------------------------- summary
-def _headline(summary: Summary) -> Text:
+def _headline(summary: RunSummary) -> Text:
     before, after = summary.before, summary.after
     style = "bold green" if after.rate > before.rate else "bold red"
     return Text.assemble(
@@ -72,7 +72,7 @@ def _share(score: Score) -> str:
     return f"{score.rate:.0%} ({score.passed} of {score.n}; interval {low:.0%} to {high:.0%})"
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
+def _facts(summary: RunSummary) -> list[tuple[str, str]]:
     per_s = summary.sessions / summary.seconds if summary.seconds else 0.0
     ledger = summary.ledger
     tokens = (
@@ -114,13 +114,13 @@ def _reasons(counts: Mapping[Reason, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "none"
 
 
-def _logprob_difference(summary: Summary) -> str:
+def _logprob_difference(summary: RunSummary) -> str:
     if summary.max_abs_dlogprob is None:
         return "captured and recomputed were not compared"
     return f"captured and recomputed differ by {summary.max_abs_dlogprob:.1e} nats at most"
 
 
-def _harness(summary: Summary) -> str:
+def _harness(summary: RunSummary) -> str:
     return f"{summary.harness} {summary.harness_version}".rstrip()
 
 
@@ -143,7 +143,7 @@ def _draw_curve(axes: Axes, steps: Sequence[Step]) -> None:
     _tidy(axes)
 
 
-def _draw_bars(axes: Axes, summary: Summary) -> None:
+def _draw_bars(axes: Axes, summary: RunSummary) -> None:
     for x, (score, colour) in enumerate([(summary.before, _BEFORE), (summary.after, _AFTER)]):
         low, high = wilson(score.passed, score.n)
         rate = score.rate if score.n else 0.0

@@ -37,7 +37,7 @@ LEASE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class LoadedPolicy:
     """A model in float32, its tokenizer and its end-of-answer ids."""
 
     model: PreTrainedModel
@@ -45,9 +45,9 @@ class Policy:
     eos_ids: frozenset[int]
 
 
-def load_policy(folder: Path = WARM_START) -> Policy:
+def load_policy(folder: Path = WARM_START) -> LoadedPolicy:
     """Load the policy in `folder`. Raises `UsageError` if it is no model folder."""
-    return Policy(*load(folder, dtype=torch.float32))
+    return LoadedPolicy(*load(folder, dtype=torch.float32))
 
 
 def describe(model: torch.nn.Module) -> str:

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from tugline import log
 from tugline.config import load
 from tugline.demo import tasks
-from tugline.demo.live import Live
-from tugline.demo.metrics import BuilderCost, Score, Step, Summary
+from tugline.demo.live import ProgressDisplay
+from tugline.demo.metrics import BuilderCost, RunSummary, Score, Step
 from tugline.demo.report import picture
 from tugline.demo.rig import Rig, describe, failed, load_policy, rig, sampled
 from tugline.demo.settings import DemoSettings
@@ -76,13 +76,13 @@ class Demo:
 
     settings: DemoSettings
     folder: Path
-    live: Live
+    live: ProgressDisplay
     progress: Progress = field(default_factory=Progress)
     earlier_s: float = 0.0
     """Wall clock of earlier processes of the run, seconds."""
     began: float = field(default_factory=time.monotonic)
 
-    async def run(self) -> Summary:
+    async def run(self) -> RunSummary:
         """Run every phase not done yet. Raises `TuglineError`; may be cancelled and run again."""
         with only_one(self.folder, instead="choose another --out"):
             _store_settings(self.folder, self.settings)
@@ -105,7 +105,7 @@ class Demo:
             ):
                 return await self._run_phases(up, engine, trainer)
 
-    async def _run_phases(self, up: Rig, engine: Engine, trainer: Grpo) -> Summary:
+    async def _run_phases(self, up: Rig, engine: Engine, trainer: Grpo) -> RunSummary:
         harness = Parts().harness(tasks.harness_spec(self.settings))
         self.live.phase(f"installing {harness.name}")
         await harness.install()
@@ -191,7 +191,7 @@ class Demo:
         harness: Harness,
         before: Sequence[Trajectory],
         after: Sequence[Trajectory],
-    ) -> Summary:
+    ) -> RunSummary:
         self.live.phase("the same sessions with each builder")
         done = self.progress
         last = [task.id for task in tasks.training_tasks(self.settings, len(done.rows))]
@@ -199,7 +199,7 @@ class Demo:
         costs = await asyncio.to_thread(compare_builders, results, recorded, trainer)
         measured = [*before, *after]
         held_out = sampled(measured)
-        return Summary(
+        return RunSummary(
             before=_score(before),
             after=_score(after),
             seed=self.settings.seed,

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from tugline import log
 from tugline.config import from_mapping, load
-from tugline.demo.live import Live
-from tugline.demo.metrics import Summary
+from tugline.demo.live import ProgressDisplay
+from tugline.demo.metrics import RunSummary
 from tugline.demo.report import closing
 from tugline.demo.run import METRICS, PICTURE, SETTINGS, SUMMARY, Demo
 from tugline.demo.settings import DemoSettings
@@ -56,17 +56,17 @@ def _find_unfinished() -> Path | None:
     return next((run for run in runs if not (run / SUMMARY).exists()), None)
 
 
-def start(folder: Path, settings: DemoSettings) -> Summary | None:
+def start(folder: Path, settings: DemoSettings) -> RunSummary | None:
     """Run to the end with progress on stderr; None if stopped by Ctrl-C or SIGTERM."""
     folder.mkdir(parents=True, exist_ok=True)
     log.configure(level="info", path=folder / "log.jsonl")
     console = Console(stderr=True, highlight=False)
 
-    async def run() -> Summary:
+    async def run() -> RunSummary:
         task = asyncio.current_task()
         if task is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with Live(settings.steps, console) as live:
+        with ProgressDisplay(settings.steps, console) as live:
             return await Demo(settings, folder, live).run()
 
     try:

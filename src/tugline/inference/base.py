@@ -51,7 +51,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """False: one chunk at the end, which costs the event loop less."""
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class SampledChunk(msgspec.Struct, frozen=True):
     """Tokens sampled since the previous chunk; the last chunk has a finish reason."""
 
     ids: Ids
@@ -64,7 +64,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """The id that ended the answer when `finish` is ``stop``; it is the last of `ids`."""
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start, and how many requests there are now."""
 
     running: int = 0
@@ -111,7 +111,7 @@ class GenerationEngine(Protocol):
         """Whether new requests are held."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
         """Sample an answer; closing the iterator aborts it. Raises `RequestError` at once."""
         ...
 
@@ -122,7 +122,7 @@ class GenerationEngine(Protocol):
         """
         ...
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         ...
 
@@ -139,7 +139,7 @@ class GenerationEngine(Protocol):
         ...
 
 
-def join(chunks: Sequence[Chunk]) -> Chunk:
+def join(chunks: Sequence[SampledChunk]) -> SampledChunk:
     """Concatenate the chunks of an answer."""
     spans: list[VersionSpan] = []
     for span in (span for chunk in chunks for span in chunk.versions):
@@ -147,7 +147,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
             spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
         else:
             spans.append(span)
-    return Chunk(
+    return SampledChunk(
         ids=np.concatenate([chunk.ids for chunk in chunks]),
         logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
         versions=tuple(spans),

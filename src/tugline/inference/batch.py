@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tugline.errors import UsageError
-from tugline.inference.base import GenerateRequest, Stats
+from tugline.inference.base import EngineStats, GenerateRequest
 from tugline.inference.kv import KVPool, PrefixTable
 from tugline.inference.sampling import sample, uniforms
 from tugline.types import Finish, shared_prefix
@@ -155,9 +155,9 @@ class Batch:
         self._updates.clear()
         return updates
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        return Stats(
+        return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
             parked=len(self._parked),

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tugline.errors import EngineError, UsageError
-from tugline.inference.base import Chunk, GenerateRequest, Mode, Stats, check
+from tugline.inference.base import EngineStats, GenerateRequest, Mode, SampledChunk, check
 from tugline.inference.batch import Batch
 from tugline.inference.batch import Sequence as Sampled
 from tugline.inference.sampling import score
@@ -119,11 +119,11 @@ class Engine:
         """Whether new requests are held until `resume`."""
         return self._paused
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         return self._batch.stats()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
         """Sample an answer. Closing the iterator aborts the request within one step.
 
         Raises `RequestError` before the first chunk, `EngineError` when the engine is down.
@@ -304,7 +304,7 @@ def _reject(future: asyncio.Future[None], error: Exception) -> None:
         future.set_exception(error)
 
 
-def _chunk_since(one: Sampled, start: int) -> Chunk:
+def _chunk_since(one: Sampled, start: int) -> SampledChunk:
     """Return the tokens from `start` on, as views of arrays that are not written there again."""
     finish = one.finish  # before the count: once there is a finish, the count is final
     end = one.count
@@ -314,7 +314,7 @@ def _chunk_since(one: Sampled, start: int) -> Chunk:
         for index, (begin, version) in enumerate(bounds[:-1])
         if begin < end and bounds[index + 1][0] > start
     )
-    return Chunk(
+    return SampledChunk(
         ids=one.ids[one.prompt_len + start : one.prompt_len + end],
         logprobs=one.logprobs[start:end],
         versions=spans,

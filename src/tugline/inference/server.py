@@ -24,12 +24,12 @@ from starlette.types import Receive, Scope, Send
 
 from tugline.errors import EngineError, NotFound, RequestError
 from tugline.inference.base import (
-    Chunk,
     CutError,
+    EngineStats,
     GenerateRequest,
     GenerationEngine,
     Mode,
-    Stats,
+    SampledChunk,
     check,
     join,
 )
@@ -190,7 +190,7 @@ def _event(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _choice(chunk: Chunk, *, with_logprobs: bool) -> dict[str, Any]:
+def _choice(chunk: SampledChunk, *, with_logprobs: bool) -> dict[str, Any]:
     pairs = zip(chunk.ids.tolist(), chunk.logprobs.tolist(), strict=True)
     content = [{"token_id": token, "logprob": logprob} for token, logprob in pairs]
     versions = [
@@ -216,7 +216,7 @@ def _usage(generation: GenerateRequest, count: int) -> dict[str, int]:
     }
 
 
-def metrics_text(stats: Stats, model: str) -> str:
+def metrics_text(stats: EngineStats, model: str) -> str:
     """Render the counters as Prometheus text, with vLLM's names and the prefix ``tugline:``."""
     label = f'model_name="{model}"'
     rows: list[tuple[str, str, str, float]] = [

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from tugline.errors import EngineError, RequestError, UsageError
-from tugline.inference.base import Chunk, CutError, GenerateRequest, Mode, Stats, check
+from tugline.inference.base import CutError, EngineStats, GenerateRequest, Mode, SampledChunk, check
 from tugline.types import Finish, Ids, Logprobs, VersionSpan
 
 _POLL_S = 0.005
@@ -82,16 +82,16 @@ class ScriptedEngine:
         """Whether new requests are held."""
         return not self._open.is_set()
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """A snapshot of the counters; nothing is ever reused or busy."""
-        return Stats(
+        return EngineStats(
             running=len(self._running),
             prompt_tokens=self._prompt,
             sampled_tokens=self._sampled,
             finished=dict(self._finished),
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[SampledChunk, None]:
         """Answer according to the script."""
         check(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         await self._open.wait()
@@ -146,7 +146,7 @@ class ScriptedEngine:
 
     async def _play(
         self, request: GenerateRequest, reply: Reply, aborted: asyncio.Event
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[SampledChunk, None]:
         stops = set(request.stop_ids) | (set() if request.ignore_eos else self._eos_ids)
         ids, finish = _ending(reply.ids, stops, self._limit(request))
         logprobs = np.zeros(len(ids), np.float32)
@@ -161,11 +161,11 @@ class ScriptedEngine:
                 msg = f"scripted fault: cut after {reply.cut_after} tokens"
                 raise CutError(msg)
             if aborted.is_set():
-                yield Chunk(ids[:0], logprobs[:0], (), Finish.ABORT)
+                yield SampledChunk(ids[:0], logprobs[:0], (), Finish.ABORT)
                 return
             self._sampled += end - start
             last = end == len(ids)
-            yield Chunk(
+            yield SampledChunk(
                 ids=ids[start:end],
                 logprobs=logprobs[start:end],
                 versions=(VersionSpan(self.version, start, end),),

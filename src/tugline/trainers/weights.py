@@ -24,7 +24,7 @@ Running = Literal["keep", "abort", "wait"]
 _PATIENCE_S = 600.0
 
 
-class Weights(Protocol):
+class WeightUpdater(Protocol):
     """The weights of one engine, as a trainer changes them."""
 
     async def pause(self, running: Running = "keep") -> None:
@@ -40,7 +40,7 @@ class Weights(Protocol):
         ...
 
 
-class _Remote:
+class _RemoteWeightUpdater:
     """Control routes of an engine behind HTTP; use it in an ``async with``."""
 
     def __init__(self, url: str) -> None:
@@ -81,7 +81,7 @@ class _Remote:
         return dict(told)
 
 
-class VllmWeights(_Remote):
+class VllmWeightUpdater(_RemoteWeightUpdater):
     """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``."""
 
     async def pause(self, running: Running = "keep") -> None:
@@ -100,7 +100,7 @@ class VllmWeights(_Remote):
         await self._post("/resume")
 
 
-class SglangWeights(_Remote):
+class SglangWeightUpdater(_RemoteWeightUpdater):
     """An SGLang server."""
 
     def __init__(self, url: str) -> None:
@@ -128,7 +128,7 @@ class SglangWeights(_Remote):
             await self._post("/continue_generation")
 
 
-class EmbeddedWeights:
+class EmbeddedWeightUpdater:
     """The embedded engine, which lives in the trainer's own process."""
 
     def __init__(self, swap: Callable[[Path, int, Running], Awaitable[None]]) -> None:

@@ -16,7 +16,7 @@ from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch
 
 
-class Policy:
+class PolicyModel:
     """A causal language model as a distribution over next tokens at one temperature.
 
     The model is put in evaluation mode and stays there: with dropout the trained policy

@@ -20,7 +20,7 @@ import torch
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.forward import Policy
+from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.samples import prepare
 from tugline.types import Ledger, Sample, Trajectory
@@ -83,8 +83,10 @@ class Grpo:
             raise ConfigError(msg)
         self.model = model
         self.config = config
-        self.policy = Policy(model, config.temperature)
-        self.reference = Policy(reference, config.temperature) if reference is not None else None
+        self.policy = PolicyModel(model, config.temperature)
+        self.reference = (
+            PolicyModel(reference, config.temperature) if reference is not None else None
+        )
         self.optimizer = _optimizer(model, config)
         self.order = torch.Generator().manual_seed(config.seed)
         """Order of sessions in updates; part of every checkpoint."""
