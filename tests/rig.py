@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,6 +19,8 @@ from tugline.chat.engines.generate import Embedded
 from tugline.chat.request import Constraint
 from tugline.gateway.app import Gateway, StreamMode
 from tugline.gateway.replicas import Upstream
+from tugline.gateway.session import LiveSession
+from tugline.gateway.settings import DEFAULTS, Settings
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
@@ -86,6 +89,7 @@ class Rig:
     """One open session on a gateway, and the engines behind it."""
 
     engines: list[ScriptedEngine]
+    upstream: Upstream
     gateway: Gateway
     url: str
     key: str
@@ -116,6 +120,31 @@ class Rig:
         """What is on disk."""
         return self.gateway.read_calls("s1")
 
+    async def read(self, messages: Sequence[Any] = ASK, **fields: Any) -> str:
+        """The whole streamed reply."""
+        async with self.post(self.body(messages, stream=True, **fields)) as response:
+            text: str = await response.text()
+            return text
+
+    async def hang_up(self, *, characters: int = 1) -> str:
+        """Ask for a stream, leave when some of its text came; returns the text so far."""
+        response = await self.post(self.body(stream=True))
+        text = ""
+        while len(text_of(text)) < characters:
+            text += (await response.content.readany()).decode()
+        response.close()
+        return text_of(text)
+
+    @property
+    def session(self) -> LiveSession:
+        """The open session."""
+        return self.gateway._sessions.find(self.key, None)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the engines sampled."""
+        return sum(engine.stats().sampled_tokens for engine in self.engines)
+
     @property
     def running(self) -> int:
         """Requests that the engines are working on."""
@@ -133,11 +162,12 @@ async def rig(
     stream: StreamMode = "live",
     spent_status: int = 400,
     wire: EngineFormat | None = None,
-    **settings: Any,
+    tuning: Settings = DEFAULTS,
+    **options: Any,
 ) -> AsyncIterator[Rig]:
     """One engine replica per play, a gateway and one session, up while the block lasts.
 
-    `settings` are the gateway's others.
+    `options` are the gateway's others.
     """
     engines = [
         ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
@@ -157,9 +187,9 @@ async def rig(
             await stack.enter_async_context(serve(create_app(engine, model_name="scripted")))
             for engine in engines
         ]
-        upstream = Upstream(urls, wire or Embedded())
+        upstream = Upstream(urls, wire or Embedded(), settings=tuning)
         gateway = await stack.enter_async_context(
-            Gateway(upstream, RENDERING, folder, stream=stream, **settings)
+            Gateway(upstream, RENDERING, folder, stream=stream, settings=tuning, **options)
         )
         opened = await stack.enter_async_context(
             gateway.open(Session(id="s1", task="t", sample=0), task, spent_status=spent_status)
@@ -171,10 +201,18 @@ async def rig(
                 connector=aiohttp.TCPConnector(limit=0),
             )
         )
-        yield Rig(engines, gateway, opened.base_url, opened.key, http)
+        yield Rig(engines, upstream, gateway, opened.base_url, opened.key, http)
+
+
+async def until(holds: Callable[[], Any], within_s: float = 10.0) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110 - bounded just above
+            await asyncio.sleep(0.005)
 
 
 def text_of(stream: str) -> str:
     """All text deltas of an Anthropic stream."""
-    events = [json.loads(line[5:]) for line in stream.splitlines() if line.startswith("data:")]
+    lines = [line for line in stream.split("\n\n")[:-1] if "\ndata:" in line]
+    events = [json.loads(line.partition("\ndata:")[2]) for line in lines]
     return "".join(event.get("delta", {}).get("text", "") for event in events)

@@ -23,11 +23,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rig import RENDERING, ids
+from rig import RENDERING, ids, until
 from tugline.chat.engines.generate import Embedded
-from tugline.gateway import asgi
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
+from tugline.gateway.settings import Settings
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import CallOutcome, Limits, PluginSpec, Reason, Session, Task
 from tugline.web.serve import serve
@@ -95,7 +95,7 @@ class Faulty:
     """An engine that answers as `answer` says, and counts."""
 
     answer: Callable[[Request], Any]
-    asked: int = 0
+    requests: int = 0
 
     async def models(self, _: Request) -> Response:
         """One model with a small window."""
@@ -103,7 +103,7 @@ class Faulty:
 
     async def generate(self, request: Request) -> Response:
         """The fault."""
-        self.asked += 1
+        self.requests += 1
         response: Response = await self.answer(request)
         return response
 
@@ -170,10 +170,11 @@ async def cut(request: Request) -> Response:
 
 # --------------------------------------------------------------------------- the rig
 @dataclass
-class Door:
-    """An open session and the ways to knock."""
+class Client:
+    """An open session, spoken to in every dialect."""
 
     gateway: Gateway
+    upstream: Upstream
     engine: Faulty
     url: str
     key: str
@@ -212,15 +213,17 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def door(
+async def client(
     folder: Path,
     answer: Callable[[Request], Any] = whole,
     *,
     limits: Limits | None = None,
     idle_s: float = 300.0,
-) -> AsyncIterator[Door]:
+    **tuning: Any,
+) -> AsyncIterator[Client]:
     """A session in front of a faulty engine."""
     engine = Faulty(answer)
+    settings = Settings(backoff_s=0.001, grace_s=0.01, **tuning)
     task = Task(
         id="t",
         instruction="",
@@ -228,13 +231,15 @@ async def door(
         evaluator=PluginSpec("tests"),
         limits=limits or Limits(),
     )
-    async with (
-        serve(engine.app) as url,
-        Gateway(Upstream(url, Embedded(), idle_s=idle_s), RENDERING, folder) as gateway,
-        gateway.open(Session(id="s1", task="t", sample=0), task) as opened,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
-    ):
-        yield Door(gateway, engine, opened.base_url, opened.key, http)
+    session = Session(id="s1", task="t", sample=0)
+    async with serve(engine.app) as url:
+        upstream = Upstream(url, Embedded(), idle_s=idle_s, settings=settings)
+        async with (
+            Gateway(upstream, RENDERING, folder, settings=settings) as gateway,
+            gateway.open(session, task) as opened,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
+        ):
+            yield Client(gateway, upstream, engine, opened.base_url, opened.key, http)
 
 
 KINDS = {
@@ -260,130 +265,91 @@ def check(dialect: Dialect, code: int, reply: Any, words: str) -> None:
 
 
 # --------------------------------------------------------------------------- the client's faults
+MALFORMED = {
+    "open": (b"{", "JSON"),
+    "list": (b"[]", ""),
+    "empty": (b"", ""),
+    "model": (b'{"model": 7}', "model"),
+    "messages": (b'{"model": "m", "messages": 3, "input": 3, "contents": 3}', "3"),
+    "bad utf-8": (b'{"model": "m\xff"}', ""),
+    "raw NUL": (b"\x00\x00", "JSON"),
+    "deep": (b"[" * 90_000, ""),
+}
+
+
 @each_dialect
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"{", "JSON"),
-        (b"[]", ""),
-        (b"", ""),
-        (b'{"model": 7}', "model"),
-        (b'{"model": "m", "messages": 3, "input": 3, "contents": 3}', "3"),
-        (b'{"model": "m\xff"}', ""),
-        (b"\x00\x00", "JSON"),
-        (b"[" * 100_000, ""),
-    ],
-    ids=["open", "list", "empty", "model", "messages", "bad utf-8", "raw NUL", "deep"],
-)
-async def test_a_malformed_body_is_400(
-    tmp_path: Path, dialect: Dialect, body: bytes, words: str
-) -> None:
+async def test_a_malformed_body_is_400(tmp_path: Path, dialect: Dialect) -> None:
     """In the dialect's error shape, naming what is wrong; nothing is asked of the engine."""
-    if dialect.name == "google" and body == b'{"model": 7}':
-        words = ""  # the model stands in the path there
-    async with door(tmp_path) as it:
-        code, _, reply = await it.send(dialect, body)
-        assert code == 400
-        check(dialect, 400, reply, words)
-        assert it.engine.asked == 0
+    async with client(tmp_path) as it:
+        for name, (body, words) in MALFORMED.items():
+            code, _, reply = await it.send(dialect, body)
+            assert code == 400, name
+            in_path = dialect.name == "google" and name == "model"
+            check(dialect, 400, reply, "" if in_path else words)
+        assert it.engine.requests == 0
 
 
 @each_dialect
-@pytest.mark.parametrize("key", ["wrong", "", "tl-ü"], ids=["unknown", "none", "not ascii"])
-async def test_an_unknown_key_is_401(tmp_path: Path, dialect: Dialect, key: str) -> None:
-    """Whatever the path says, a secret that opens nothing is refused."""
-    async with door(tmp_path) as it:
-        code, _, reply = await it.send(dialect, key=key)
-        assert code == 401
-        check(dialect, 401, reply, "key")
-
-
-@each_dialect
-async def test_a_closed_sessions_key_is_401(tmp_path: Path, dialect: Dialect) -> None:
-    """A secret is dead when its session is over."""
-    async with door(tmp_path) as it:
-        live = it.gateway._sessions.find(it.key, "s1")
-        await it.gateway._sessions.close(live)
+async def test_only_the_sessions_key_opens_it(tmp_path: Path, dialect: Dialect) -> None:
+    """Unknown, missing and foreign keys are 401, and so is its own once the session is closed."""
+    async with client(tmp_path) as it:
+        for key in ("wrong", "", "tl-ü"):
+            code, _, reply = await it.send(dialect, key=key)
+            assert code == 401
+            check(dialect, 401, reply, "key")
+        own = it.url
+        it.url = own.replace("/s/s1", "/s/s2")
+        assert (await it.send(dialect))[0] == 401
+        it.url = own.replace("/s/s1", "")
+        assert (await it.send(dialect))[0] == 200, "the key alone says which session it is"
+        await it.gateway._sessions.close(it.gateway._sessions.find(it.key, "s1"))
         code, _, reply = await it.send(dialect)
         assert code == 401
         check(dialect, 401, reply, "key")
 
 
 @each_dialect
-async def test_another_sessions_path_is_401(tmp_path: Path, dialect: Dialect) -> None:
-    """A secret opens the calls of its own session only."""
-    async with door(tmp_path) as it:
-        it.url = it.url.replace("/s/s1", "/s/s2")
-        code, _, _ = await it.send(dialect)
-        assert code == 401
-
-
-@each_dialect
-async def test_the_session_may_come_by_its_key_alone(tmp_path: Path, dialect: Dialect) -> None:
-    """Without the path prefix the secret says which session it is."""
-    async with door(tmp_path) as it:
-        it.url = it.url.replace("/s/s1", "")
-        code, _, _ = await it.send(dialect)
-        assert code == 200
-
-
-@each_dialect
-@pytest.mark.parametrize(
-    ("encoding", "pack"),
-    [("gzip", gzip.compress), ("deflate", zlib.compress)],
-    ids=["gzip", "deflate"],
-)
-async def test_compressed_bodies_are_read_and_bombs_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dialect: Dialect,
-    encoding: str,
-    pack: Callable[[bytes], bytes],
+async def test_compressed_bodies_are_read_and_large_ones_refused(
+    tmp_path: Path, dialect: Dialect
 ) -> None:
     """The bound holds for what comes out of the compression, too."""
-    monkeypatch.setattr(asgi, "MAX_BODY", 100_000)
-    async with door(tmp_path) as it:
-        good = pack(json.dumps(dialect.body("Mend it.")).encode())
-        assert (await it.send(dialect, good, content_encoding=encoding))[0] == 200
-        code, _, reply = await it.send(dialect, pack(b" " * 5_000_000), content_encoding=encoding)
-        assert code == 413
-        check(dialect, 413, reply, "100000")
-        code, _, reply = await it.send(dialect, good[:-6], content_encoding=encoding)
-        assert code == 400
-        code, _, reply = await it.send(dialect, good, content_encoding="rot13")
+    plain = json.dumps(dialect.body("Mend it.")).encode()
+    async with client(tmp_path, max_body=100_000) as it:
+        for encoding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
+            good = pack(plain)
+            assert (await it.send(dialect, good, content_encoding=encoding))[0] == 200
+            bomb = pack(b" " * 5_000_000)
+            code, _, reply = await it.send(dialect, bomb, content_encoding=encoding)
+            assert code == 413
+            check(dialect, 413, reply, "100000")
+            code, _, reply = await it.send(dialect, good[:-6], content_encoding=encoding)
+            assert code == 400
+        code, _, reply = await it.send(dialect, plain, content_encoding="rot13")
         assert code == 415
         check(dialect, 415, reply, "rot13")
-
-
-@each_dialect
-async def test_an_oversized_body_is_413(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
-) -> None:
-    """Announced or not."""
-    monkeypatch.setattr(asgi, "MAX_BODY", 1000)
-    async with door(tmp_path) as it:
-        code, _, reply = await it.send(dialect, b'{"a": "' + b"x" * 2000 + b'"}')
+        code, _, reply = await it.send(dialect, b'{"a": "' + b"x" * 200_000 + b'"}')
         assert code == 413
-        check(dialect, 413, reply, "1000")
+        check(dialect, 413, reply, "100000")
 
 
 @each_dialect
-async def test_a_body_that_never_ends_is_408(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
-) -> None:
+async def test_a_body_that_never_ends_is_408(tmp_path: Path, dialect: Dialect) -> None:
     """Every wait has a deadline, also that for a slow client."""
-    monkeypatch.setattr(asgi, "BODY_S", 0.3)
+    answered = asyncio.Event()
 
-    async def slowly() -> AsyncIterator[bytes]:
+    async def endless() -> AsyncIterator[bytes]:
         yield b"{"
-        await asyncio.sleep(3)
+        await answered.wait()
 
     async with (
-        door(tmp_path) as it,
-        it.http.post(it.url + dialect.path, data=slowly(), headers=it.headers(dialect)) as response,
+        client(tmp_path, body_timeout_s=0.05) as it,
+        it.http.post(
+            it.url + dialect.path, data=endless(), headers=it.headers(dialect)
+        ) as response,
     ):
         assert response.status == 408
         check(dialect, 408, await response.json(), "did not arrive")
+        answered.set()
 
 
 @each_dialect
@@ -391,7 +357,7 @@ async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
     tmp_path: Path, dialect: Dialect
 ) -> None:
     """An escaped NUL is text; a prompt beyond the window is the dialect's overflow error."""
-    async with door(tmp_path) as it:
+    async with client(tmp_path) as it:
         code, _, _ = await it.send(dialect, json.dumps(dialect.body("a\0b")).encode())
         assert code == 200
         code, _, reply = await it.send(dialect, json.dumps(dialect.body("x" * 1_000_000)).encode())
@@ -404,7 +370,7 @@ async def test_nul_bytes_and_a_megabyte_of_text_pass_through(
 @each_dialect
 async def test_a_spent_budget_is_400(tmp_path: Path, dialect: Dialect) -> None:
     """The clean end of a session, in every dialect."""
-    async with door(tmp_path, limits=Limits(max_turns=1)) as it:
+    async with client(tmp_path, limits=Limits(max_turns=1)) as it:
         assert (await it.send(dialect))[0] == 200
         code, headers, reply = await it.send(dialect, json.dumps(dialect.body("More.")).encode())
         assert code == 400
@@ -415,7 +381,7 @@ async def test_a_spent_budget_is_400(tmp_path: Path, dialect: Dialect) -> None:
 @each_dialect
 async def test_an_unknown_route_is_404(tmp_path: Path, dialect: Dialect) -> None:
     """In the shape of the dialect that the client seems to speak."""
-    async with door(tmp_path) as it:
+    async with client(tmp_path) as it:
         url = f"{it.url}{dialect.path.split('/models')[0]}/nonsense"
         async with it.http.post(url, json={}, headers=it.headers(dialect)) as response:
             assert response.status == 404
@@ -424,7 +390,7 @@ async def test_an_unknown_route_is_404(tmp_path: Path, dialect: Dialect) -> None
 
 async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
     """Codex falls back to plain HTTP at once on it."""
-    async with door(tmp_path) as it:
+    async with client(tmp_path) as it:
         headers = {
             "authorization": f"Bearer {it.key}",
             "connection": "Upgrade",
@@ -450,22 +416,20 @@ async def test_a_websocket_upgrade_is_426(tmp_path: Path) -> None:
     ],
     ids=["500", "503", "503 with Retry-After", "429 with Retry-After", "429", "garbage"],
 )
-async def test_an_engine_that_only_fails_is_told_in_the_dialects_words(
+async def test_an_engine_that_only_fails_is_the_dialects_error(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     dialect: Dialect,
     answer: Callable[[Request], Any],
     codes: set[int],
 ) -> None:
-    """After a bounded number of tries; nothing is in the ledger, and the engine is to blame."""
-    monkeypatch.setattr("tugline.gateway.replicas._BACKOFF_S", 0.01)
-    async with door(tmp_path, answer) as it:
+    """After a bounded number of tries; nothing is recorded, and the failure is the engine's."""
+    async with client(tmp_path, answer) as it:
         code, headers, reply = await it.send(dialect)
         assert code in codes
         check(dialect, code, reply, "engine")
         if "retry_after" in repr(answer.__closure__):
             assert headers["retry-after"] == "60"
-        assert 1 <= it.engine.asked <= 5
+        assert 1 <= it.engine.requests <= 5
         assert (await it.stream(dialect))[0] == code, "an early fault has a status in streams, too"
         failure = it.gateway.engine_failure("s1")
         assert failure is not None
@@ -474,13 +438,10 @@ async def test_an_engine_that_only_fails_is_told_in_the_dialects_words(
 
 
 @each_dialect
-async def test_an_engine_that_is_down_is_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
-) -> None:
+async def test_an_engine_that_is_down_is_named(tmp_path: Path, dialect: Dialect) -> None:
     """The address is named; the harness's own retry may find it up again."""
-    monkeypatch.setattr("tugline.gateway.replicas._BACKOFF_S", 0.01)
-    async with door(tmp_path) as it:
-        replica = it.gateway._upstream.replicas[0]
+    async with client(tmp_path) as it:
+        (replica,) = it.upstream.replicas
         right, replica.url = replica.url, "http://127.0.0.1:9"
         code, _, reply = await it.send(dialect)
         assert code in {502, 503, 529}
@@ -492,24 +453,23 @@ async def test_an_engine_that_is_down_is_told_so(
 @each_dialect
 async def test_a_busy_engine_is_asked_again_when_it_says(tmp_path: Path, dialect: Dialect) -> None:
     """A short Retry-After is waited for, and the client sees nothing of it."""
-    refused = iter((status(429, retry_after="1"),))
+    refused = iter((status(429, retry_after="0.01"),))
 
     async def answer(request: Request) -> Response:
         response: Response = await next(refused, whole)(request)
         return response
 
-    async with door(tmp_path, answer) as it:
+    async with client(tmp_path, answer) as it:
         assert (await it.send(dialect))[0] == 200
-        assert it.engine.asked == 2
+        assert it.engine.requests == 2
 
 
 @each_dialect
 async def test_a_stream_that_loses_its_engine_ends_properly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
+    tmp_path: Path, dialect: Dialect
 ) -> None:
     """The answer ends as truncated; what was sampled is trained, and says what happened."""
-    monkeypatch.setattr("tugline.gateway.completion._CONTINUATIONS", 0)
-    async with door(tmp_path, cut) as it:
+    async with client(tmp_path, cut, failovers=0) as it:
         code, text = await it.stream(dialect)
         call = it.gateway.read_calls("s1")[0]
     assert code == 200
@@ -520,26 +480,24 @@ async def test_a_stream_that_loses_its_engine_ends_properly(
 
 
 @each_dialect
-async def test_an_engine_slower_than_its_deadline_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: Dialect
-) -> None:
-    """A reply that stalls is given up, tried again, and then told."""
-    monkeypatch.setattr("tugline.gateway.replicas._BACKOFF_S", 0.01)
-    monkeypatch.setattr("tugline.gateway.replicas._TRIES", 2)
+async def test_an_engine_slower_than_its_deadline_is_lost(tmp_path: Path, dialect: Dialect) -> None:
+    """A reply that stalls is given up, tried again, and then an error."""
+    given_up = asyncio.Event()
 
     async def stall(_: Request) -> Response:
-        await asyncio.sleep(1.0)
+        await given_up.wait()
         return await whole(_)
 
-    async with door(tmp_path, stall, idle_s=0.2) as it:
+    async with client(tmp_path, stall, idle_s=0.05, tries=2) as it:
         code, _, reply = await it.send(dialect)
+        given_up.set()
         assert code in {502, 503, 529}
         check(dialect, code, reply, "lost")
 
 
 @each_dialect
 async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialect: Dialect) -> None:
-    """A huge answer is told whole and recorded whole."""
+    """A huge answer is sent whole and recorded whole."""
     argument = "x" * 1_000_000
     text = f'<tool_call>\n{{"name": "read", "arguments": {{"path": "{argument}"}}}}\n</tool_call>'
     tokens = ids(text)
@@ -547,7 +505,7 @@ async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialec
     async def answer(_: Request) -> Response:
         return Response(chunk(tokens, "stop")[6:].strip(), media_type="application/json")
 
-    async with door(tmp_path, answer) as it:
+    async with client(tmp_path, answer) as it:
         code, _, reply = await it.send(dialect)
         assert code == 200
         assert argument in json.dumps(reply)
@@ -556,23 +514,23 @@ async def test_a_megabyte_of_tool_arguments_comes_through(tmp_path: Path, dialec
 
 @each_dialect
 async def test_a_client_that_leaves_is_in_the_ledger(tmp_path: Path, dialect: Dialect) -> None:
-    """What nobody heard is masked, with that reason."""
+    """What no client received is masked, with that reason."""
+    half, left = ids("A slow answer")[:5], asyncio.Event()
 
-    async def slow(_: Request) -> Response:
+    async def stop_in_the_middle(_: Request) -> Response:
         async def body() -> AsyncIterator[bytes]:
-            for place, token in enumerate(ids("A slow answer")):
-                yield chunk([token], at=place)
-                await asyncio.sleep(0.1)
+            yield chunk(half)
+            await left.wait()
 
         return StreamingResponse(body(), media_type="text/event-stream")
 
-    async with door(tmp_path, slow) as it:
+    async with client(tmp_path, stop_in_the_middle) as it:
         leaving = asyncio.create_task(it.stream(dialect))
-        await asyncio.sleep(0.6)
+        live = it.gateway._sessions.find(it.key, "s1")
+        await until(lambda: any(c.choices[0].sampled.length for c in live.running))
         leaving.cancel()
-        async with asyncio.timeout(5):
-            while not it.gateway.read_calls("s1"):  # noqa: ASYNC110 - bounded just above
-                await asyncio.sleep(0.05)
+        await until(lambda: it.gateway.read_calls("s1"))
+        left.set()
         ledger = PrefixMerging().build(it.gateway.read_calls("s1")).ledger
     assert set(ledger.masked) == {Reason.CLIENT_GONE}
     assert ledger.trained == 0
@@ -584,7 +542,7 @@ async def test_nothing_of_a_prompt_is_logged(
 ) -> None:
     """Neither an answered call nor a refused one leaves its words, or its key, in a log."""
     with structlog.testing.capture_logs() as logged, caplog.at_level("DEBUG"):
-        async with door(tmp_path) as it:
+        async with client(tmp_path) as it:
             await it.send(dialect, json.dumps(dialect.body("a-secret-word")).encode())
             await it.send(dialect, b'{"model": "a-secret-word", "messages": "a-secret-word"')
             await it.send(dialect, key="a-secret-word")

@@ -71,3 +71,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     thread: ThreadInfo = ThreadInfo()
     echo: bytes = b""
     """For the dialect alone: fields that its response repeats, or a variant of the route."""
+    dialect: str = ""
+    body: bytes = b""
+    """As it was received, to be recorded; not sent to engines."""

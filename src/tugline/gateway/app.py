@@ -1,7 +1,7 @@
-"""The gateway as harnesses meet it: routes, secrets, streaming, and each dialect's own errors.
+"""The gateway: routes, secrets, streaming, and what a node and a trainer do with it.
 
-`Gateway` is also what a node holds: it opens a session, hands out its address and key, pauses the
-calls while weights change, and gives back what was recorded when the session is over.
+One call runs through `Gateway._handle`: authenticate, parse, `LiveSession.prepare` makes the
+`Prompt`, `LiveSession.complete` starts the `Completion`, and the dialect encodes its pieces.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections import deque
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -30,30 +29,24 @@ from tugline.errors import (
     EngineError,
     NotFound,
     TuglineError,
-    Unsupported,
     UpgradeRequired,
     UsageError,
 )
-from tugline.gateway import policy
 from tugline.gateway.asgi import Http, Message, Receive, Send, lifespan
-from tugline.gateway.backend import EngineContext
-from tugline.gateway.conversation import Conversation
-from tugline.gateway.proxy import ModelCall, repeats
+from tugline.gateway.completion import Completion
+from tugline.gateway.engine import EngineContext
+from tugline.gateway.policy import contract_for
 from tugline.gateway.replicas import ModelCard, TokenSource
-from tugline.gateway.sessions import LiveSession, SessionPolicy, Sessions
+from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions
+from tugline.gateway.settings import DEFAULTS, Settings
+from tugline.gateway.transcript import Transcript
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
-from tugline.recording.file import Writer, conclude
+from tugline.recording.file import Writer
 from tugline.recording.records import EventKind, Result, capped
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 from tugline.web.serve import serve
 
-KEEP_ALIVE_S = 15.0
-HEADERS_BY_S = 2.0
-"""How long a stream's headers may wait for the first token, so that early faults get a status."""
-_REMEMBERED = 8
-"""Calls of a session that a repeated request may be about."""
-_KEPT = 4096  # sessions that are over and can still be asked about
 _RETRY = "x-stainless-retry-count"
 _PATH = re.compile(
     r"(?:/s/(?P<session>[^/]+))?(?:/(?P<version>v1(?:alpha|beta)?\d*))?(?P<rest>/.*)"
@@ -67,7 +60,7 @@ RawMode = Literal["none", "requests", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Where and with what a harness reaches its session."""
+    """Address and key of an open session."""
 
     base_url: str
     """Without ``/v1``: each harness appends what its CLI wants."""
@@ -75,13 +68,13 @@ class Opened:
 
 
 class Gateway:
-    """One gateway in front of one engine's replicas, on a socket of its own."""
+    """A gateway in front of one engine's replicas, on a socket of its own."""
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
         upstream: TokenSource,
         rendering: Rendering | None,
-        recordings_dir: Path,
+        folder: Path,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -89,39 +82,38 @@ class Gateway:
         flush_s: float = 1.0,
         raw: RawMode = "requests",
         raw_limit: int = 4 << 20,
+        settings: Settings = DEFAULTS,
+        clock: Clock = time.monotonic,
     ) -> None:
-        """Calls are kept under `recordings_dir`, one file per session; port 0 takes any free one.
+        """Recordings are written to `folder`, one file per session; port 0 takes any free one.
 
         `rendering` makes the prompts in exact mode and is None in the other modes. With `stream`
-        ``buffered`` an answer is told when it is complete. A call that was answered survives the
-        death of any process; every `flush_s` it becomes safe from a loss of power as well, and with
-        0 before its answer ends. Of what is on the wire, `raw` is kept as it was, of each body the
-        first `raw_limit` bytes.
+        ``buffered`` the pieces of an answer are sent when it is complete. A call that was answered
+        survives the death of any process; every `flush_s` it becomes safe from a loss of power as
+        well, and with 0 before its answer ends. `raw` says which bodies are recorded as they were
+        sent, of each the first `raw_limit` bytes.
         """
         if (rendering is None) is (upstream.wire.mode is Mode.EXACT):
             wants = "a rendering" if rendering is None else "no rendering"
             msg = f"engine format {upstream.wire.name!r} is {upstream.wire.mode}: it needs {wants}"
             raise UsageError(msg)
-        self._upstream, self._folder, self._mode = upstream, recordings_dir, stream
-        self._flush_s, self._raw, self._raw_limit = flush_s, raw, raw_limit
-        self._backend = EngineContext(upstream, ModelCard("", 0), rendering)
-        self._backend.gate.set()
-        self.traffic = self._backend.traffic
-        self._host, self._port = host, port
-        self._sessions = Sessions()
-        self._recent: dict[str, deque[ModelCall]] = {}
-        self._recordings: dict[str, Path] = {}
-        self._overflow: dict[str, ContextOverflow] = {}
-        self._faults: dict[str, TuglineError | None] = {}
-        """How the last call of a session that is over ended."""
-        self._stack = contextlib.AsyncExitStack()
         self.url = ""
+        self._upstream, self._folder = upstream, folder
+        self._host, self._port = host, port
+        self._stream_mode, self._flush_s = stream, flush_s
+        self._raw, self._raw_limit = raw, raw_limit
+        self._settings, self._clock = settings, clock
+        self._engine = EngineContext(upstream, ModelCard("", 0), rendering, settings)
+        self._engine.gate.set()
+        self.traffic = self._engine.traffic
+        self._sessions = Sessions(settings.closed_sessions)
+        self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._upstream)
-            self._backend.card = await self._upstream.model()
-            await asyncio.to_thread(self._backend.keep_tokenizer, self._folder)
+            self._engine.card = await self._upstream.model()
+            await asyncio.to_thread(self._engine.keep_tokenizer, self._folder)
             self.url = await stack.enter_async_context(serve(self.app, self._host, self._port))
             if self._flush_s:
                 flusher = asyncio.create_task(self._flush(), name="flush-recordings")
@@ -140,8 +132,8 @@ class Gateway:
     # ----------------------------------------------------------------------- for a node
     @property
     def card(self) -> ModelCard:
-        """What the engine serves."""
-        return self._backend.card
+        """The model that the engine serves."""
+        return self._engine.card
 
     @contextlib.asynccontextmanager
     async def open(
@@ -157,34 +149,21 @@ class Gateway:
         """Take the model calls of one attempt at a session while the block lasts.
 
         `spent_status` is the HTTP status of a spent budget: the one its harness stops on.
-        `offers_tools` says that its calls declare tools, so that one without is beside the task.
-        `workdir` and `home` are its folders, kept for whoever replays it.
+        `offers_tools` says that its calls declare tools, so that one without is a side call.
+        `workdir` and `home` are its folders, recorded for a replay.
         """
-        recording = self._recordings[session.id] = self.recording_path(session)
-        contract = policy.contract_of(task.sampling, session.sample)
-        live, secret = self._sessions.open(
-            session.id,
-            terms=SessionPolicy(contract, task.sampling_policy, task.limits, spent_status),
-            conversation=Conversation(self._backend.rendering),
-            writer=Writer(
-                recording,
-                self._backend.header(session, task, workdir, home),
-                sync=not self._flush_s,
-            ),
-        )
-        live.saw_tools = offers_tools
-        self._recent[session.id] = deque(maxlen=_REMEMBERED)
-        self._faults.pop(session.id, None)
+        header = self._engine.header(session, task, workdir, home)
+        writer = Writer(self.recording_path(session), header, sync=not self._flush_s)
+        transcript = Transcript(session.id, self._engine, writer)
+        transcript.declares_tools = offers_tools
+        contract = contract_for(task.sampling, session.sample)
+        policy = SessionPolicy(contract, task.sampling_policy, task.limits, spent_status)
+        live = LiveSession(session.id, policy, transcript, self._engine, self._clock)
+        secret = self._sessions.open(live)
         try:
             yield Opened(f"{self.url}/s/{session.id}", secret)
         finally:
             await asyncio.shield(self._sessions.close(live))
-            recent = self._recent.pop(session.id)
-            overflow = self._overflow.pop(session.id, None)
-            self._faults[session.id] = recent[-1].error if recent else overflow
-            if len(self._faults) > _KEPT:
-                old = next(iter(self._faults))
-                del self._faults[old], self._recordings[old]
 
     async def _flush(self) -> None:
         while True:
@@ -192,63 +171,61 @@ class Gateway:
             await self._sessions.flush()
 
     def recording_path(self, session: Session) -> Path:
-        """Where an attempt's calls are kept."""
+        """Where an attempt's calls are recorded."""
         return self._folder / f"{session.id}.{session.epoch}.rec"
 
     def read_calls(self, session: str) -> tuple[Call, ...]:
-        """What the session's last attempt recorded, read back without raw requests."""
-        return recordings.read(self._recordings[session], bodies=False).calls
+        """Calls of the session's last attempt, without raw requests. Raises `KeyError`."""
+        return recordings.read(self._sessions.path(session), bodies=False).calls
 
     async def write_result(self, session: str, result: Result) -> None:
-        """Write down what became of a session that has been left. Raises `CaptureError`."""
-        await asyncio.to_thread(conclude, self._recordings[session], result)
+        """Record the outcome of a session that has been closed. Raises `CaptureError`."""
+        await asyncio.to_thread(recordings.conclude, self._sessions.path(session), result)
 
     def engine_failure(self, session: str) -> Failure | None:
-        """Why its last call got no answer, if the engine or its window is to blame.
+        """Why its last call got no answer, if that was the engine or its window.
 
-        A session that outgrows the window later on has answers to be judged by.
+        A session that outgrows the window later has answers to be judged by.
         """
-        recent = self._recent.get(session)
-        error = self._overflow.get(session) or self._faults.get(session)
-        if recent:
-            error = recent[-1].error
+        error = self._sessions.last_error(session)
         if isinstance(error, EngineError | ContextOverflow):
             return Failure(Boundary.ENGINE, str(error))
         return None
 
     # ----------------------------------------------------------------------- for a trainer
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:
-        """Hold new calls. Those in flight end first, end now with what they have, or stay.
+        """Hold new calls; those in flight finish, are ended where they are, or go on, by `mode`.
 
         Raises `EngineError` when they are not over in time; the gateway then stays paused.
         """
-        self._backend.gate.clear()
+        self._engine.gate.clear()
         self._sessions.note(EventKind.PAUSED, mode)
+        running = [c for live in self._sessions for call in live.running for c in call.choices]
         if mode == PauseMode.ABORT:
-            await asyncio.gather(*(draw.abort() for draw in list(self._backend.running)))
+            await asyncio.gather(*(choice.stop_early() for choice in running if not choice.done))
         if mode == PauseMode.KEEP:
             return
         try:
             async with asyncio.timeout(within_s):
-                while any(draw.sending for draw in self._backend.running):  # noqa: ASYNC110
+                while any(choice.sampling_now for choice in running):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
             msg = f"model calls were still in flight {within_s:g} s after pause({str(mode)!r})"
             raise EngineError(msg) from error
 
     def resume(self) -> None:
-        """Let calls go on."""
-        self._backend.gate.set()
+        """Let held calls go on."""
+        self._engine.gate.set()
         self._sessions.note(EventKind.RESUMED, "")
 
     def set_weights_version(self, version: int) -> None:
-        """Announce what the engine now serves, for engines that do not say it with each token."""
-        self._backend.version = version
+        """Announce what the engine now serves, for engines that do not report it with tokens."""
+        self._engine.version = version
         self._sessions.note(EventKind.WEIGHTS, str(version))
 
     # ----------------------------------------------------------------------- routes
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
-        """The ASGI application; the session comes by path prefix or by key alone."""
+        """Serve ASGI; a session is named by a path prefix or by its key alone."""
         if scope["type"] == "lifespan":
             await lifespan(receive, send)
             return
@@ -266,8 +243,8 @@ class Gateway:
         try:
             session = parts["session"] if parts else None
             live = self._sessions.find(dialect.find_secret(http.headers, http.query), session)
-            log.bind(**live.about)
-            await self._serve(http, dialect, action, incoming, live)
+            log.bind(**live.log_context)
+            await self._handle(http, dialect, action, incoming, live)
         except ClientGone:
             return
         except TuglineError as error:
@@ -275,10 +252,10 @@ class Gateway:
             self.traffic.refused[type(error).__name__] += 1
             _log.info("refused", status=status, error=type(error).__name__, dialect=dialect.name)
             if live is not None:
-                live.refused(error, status)
+                live.note_refusal(error, status)
             await http.reply(status, body, headers)
 
-    async def _serve(
+    async def _handle(
         self,
         http: Http,
         dialect: Dialect,
@@ -293,110 +270,93 @@ class Gateway:
             msg = f"{http.method} {incoming.path} is not served here"
             raise NotFound(msg)
         if action is Action.MODELS or action is Action.MODEL:
-            card = self._backend.card
-            window, name = card.max_model_len, incoming.path.removeprefix("/models/")
-            many = action is Action.MODELS
-            tell = (
-                dialect.encode_models([card.id], window, 0)
-                if many
-                else dialect.encode_model(name, window, 0)
-            )
-            await http.reply(200, tell)
+            await http.reply(200, self._describe_models(dialect, action, incoming))
             return
-        incoming = msgspec.structs.replace(incoming, body=await http.body())
-        request = dialect.parse(incoming, live.memory)
+        body = await http.body(self._settings.max_body, self._settings.body_timeout_s)
+        incoming = msgspec.structs.replace(incoming, body=body)
+        request = dialect.parse(incoming, live.parse_cache)
         if action is Action.COUNT:
-            await http.reply(200, dialect.encode_count(self._count(live, request)))
+            await http.reply(200, dialect.encode_count(live.count_tokens(request)))
             return
-        exchange = await self._begin(http, live, dialect, request, incoming.body)
-        await self._answer(http, dialect, request, exchange)
-
-    def _count(self, live: LiveSession, request: Request) -> int:
-        policy.check(request, self._backend.mode, self._upstream.wire.features)
-        if self._backend.rendering is None:
-            msg = "tokens cannot be counted here: the engine renders the prompts"
-            raise Unsupported(msg)
-        return len(live.conversation.plan(request.messages, request.tools).prompt)
-
-    async def _begin(
-        self, http: Http, live: LiveSession, dialect: Dialect, request: Request, body: bytes
-    ) -> ModelCall:
-        """A new exchange, or the one that this request repeats."""
-        recent = self._recent[live.id]
-        body = b"" if self._raw == "none" else capped(body, self._raw_limit)
-        fresh = ModelCall(live, dialect, request, body, self._backend)
+        recorded = b"" if self._raw == "none" else capped(body, self._raw_limit)
+        request = msgspec.structs.replace(request, dialect=dialect.name, body=recorded)
+        prompt = live.prepare(request)
         retry = http.headers.get(_RETRY, "0") != "0"
-        repeated = partial(repeats, new=fresh, retry=retry)
-        old = next(filter(repeated, reversed(recent)), None)
-        if old is not None and old.ending:  # given up: what there is of it can be taken up soon
-            await old.settled()
-            old = next(filter(repeated, reversed(recent)), None)
-        if old is not None and not old.broke_off:
-            live.note(EventKind.REPEATED, call=old.draws[0].number)
-            return old
-        try:
-            fresh.start(old)
-        except ContextOverflow as error:
-            self._overflow[live.id] = error
-            raise
-        recent.append(fresh)
-        return fresh
+        completion = await live.complete(request, prompt, retry=retry)
+        await self._answer(http, dialect, request, completion, live)
+
+    def _describe_models(self, dialect: Dialect, action: Action, incoming: HttpRequest) -> bytes:
+        card = self._engine.card
+        if action is Action.MODELS:
+            return dialect.encode_models([card.id], card.max_model_len, 0)
+        return dialect.encode_model(incoming.path.removeprefix("/models/"), card.max_model_len, 0)
 
     # ----------------------------------------------------------------------- answering
     async def _answer(
-        self, http: Http, dialect: Dialect, request: Request, exchange: ModelCall
+        self,
+        http: Http,
+        dialect: Dialect,
+        request: Request,
+        completion: Completion,
+        live: LiveSession,
     ) -> None:
-        """Tell the exchange to this client, for as long as it listens."""
-        exchange.join()
-        http.told = [] if self._raw == "all" else None
-        telling = self._stream if request.stream else self._whole
+        """Send the completion to this client, for as long as it listens."""
+        http.sent = [] if self._raw == "all" else None
+        send = self._send_stream if request.stream else self._send_whole
         me = asyncio.current_task()
-        watch = asyncio.create_task(http.gone())
-        watch.add_done_callback(lambda _gone: me.cancel() if me and http.disconnected else None)
+        watch = asyncio.create_task(http.wait_disconnected())
+        watch.add_done_callback(lambda _: me.cancel() if me and http.disconnected else None)
         try:
-            await telling(http, dialect, request, exchange)
-            exchange.delivered = exchange.delivered or not http.disconnected
+            with completion.attached():
+                await send(http, dialect, request, completion)
+            completion.delivered = completion.delivered or not http.disconnected
         except asyncio.CancelledError:
             if not http.disconnected:
                 raise
         finally:
             watch.cancel()
-            exchange.leave(capped(b"".join(http.told or ()), self._raw_limit))
+            if http.sent:
+                sent = capped(b"".join(http.sent), self._raw_limit)
+                live.transcript.note(
+                    EventKind.RESPONSE, call=completion.choices[0].number, data=sent
+                )
 
-    async def _stream(
-        self, http: Http, dialect: Dialect, request: Request, exchange: ModelCall
+    async def _send_stream(
+        self, http: Http, dialect: Dialect, request: Request, completion: Completion
     ) -> None:
-        await exchange.wait_begun(HEADERS_BY_S)
-        if exchange.error is not None:
-            raise exchange.error
-        stream = dialect.stream(request, exchange.id, int(exchange.received))
+        await completion.wait_started(self._settings.headers_within_s)
+        if completion.error is not None:
+            raise completion.error
+        stream = dialect.stream(request, completion.id, int(completion.received))
         await http.stream(stream.content_type)
-        opened = bool(exchange.usage.prompt) and self._mode == "live"
+        live = self._stream_mode == "live"
+        opened = live and bool(completion.usage.prompt)
         if opened:
-            await http.write(stream.start(exchange.usage))
+            await http.write(stream.start(completion.usage))
         held: list[bytes] = []
-        async for told in exchange.follow(KEEP_ALIVE_S):
-            pieces = b"".join([stream.add(piece, index) for index, piece in told])
-            if not told:
-                pieces = stream.keep_alive()
-            elif self._mode == "buffered":
-                held.append(pieces)
+        async for batch in completion.pieces():
+            data = b"".join([stream.add(piece, index) for index, piece in batch])
+            if not batch:
+                data = stream.keep_alive()
+            elif not live:
+                held.append(data)
                 continue
             elif not opened:
-                pieces, opened = stream.start(exchange.usage) + pieces, True
-            if pieces:
-                await http.write(pieces)
-        start = b"" if opened else stream.start(exchange.usage)
-        last = stream.fail(exchange.error) if exchange.error else stream.finish(exchange.answers)
+                data, opened = stream.start(completion.usage) + data, True
+            if data:
+                await http.write(data)
+        start = b"" if opened else stream.start(completion.usage)
+        error = completion.error
+        last = stream.fail(error) if error else stream.finish(completion.answers)
         await http.end(start + b"".join(held) + last)
 
-    async def _whole(
-        self, http: Http, dialect: Dialect, request: Request, exchange: ModelCall
+    async def _send_whole(
+        self, http: Http, dialect: Dialect, request: Request, completion: Completion
     ) -> None:
-        await exchange.settled_answer()
-        if exchange.error is not None:
-            raise exchange.error
-        await http.reply(200, dialect.encode(request, exchange.answers))
+        await completion.wait_done()
+        if completion.error is not None:
+            raise completion.error
+        await http.reply(200, dialect.encode(request, completion.answers))
 
 
 def _route(incoming: HttpRequest) -> tuple[Dialect, Action | None]:

@@ -1,7 +1,7 @@
-"""One HTTP request on plain ASGI: bounded reading, early headers, and knowing when a client left.
+"""One HTTP request on plain ASGI: bounded reading, early headers, detection of hang-ups.
 
-A framework's response classes cost more than the rest of a call, so the gateway speaks ASGI
-itself. Bodies are bounded before and after decompression, and in time (I6).
+The response classes of a framework cost more than the rest of a call. Bodies are bounded before
+and after decompression, and in time (I6).
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-MAX_BODY = 64 << 20
-"""Bytes of one request, also after decompression."""
-BODY_S = 60.0
-"""How long a client may take to send it."""
-
 
 class _Timeout(RequestError):
     status = 408
@@ -36,7 +31,7 @@ class _Encoding(RequestError):
 
 
 class Http:
-    """A request and the way to answer it."""
+    """A request and its response."""
 
     def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
@@ -47,54 +42,53 @@ class Http:
         }
         self.disconnected = False
         """Whether the client left before its reply was handed over whole."""
-        self.told: list[bytes] | None = None
-        """Set to a list to have what the client is sent collected in it."""
-        self._whole = False
+        self.sent: list[bytes] | None = None
+        """Collects the reply's body if set to a list."""
+        self._complete = False
         self._receive, self._send = receive, send
 
-    async def body(self) -> bytes:
-        """The decoded body. Raises `RequestError` when it is too large, too slow or garbled."""
+    async def body(self, limit: int, timeout_s: float) -> bytes:
+        """The decoded body. Raises `RequestError` if it is too large, too slow or malformed."""
         declared = self.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > MAX_BODY:
-            raise _too_large(int(declared))
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(int(declared), limit)
         try:
-            async with asyncio.timeout(BODY_S):
-                raw = await self._read()
+            async with asyncio.timeout(timeout_s):
+                raw = await self._read(limit)
         except TimeoutError as error:
-            msg = f"the request body did not arrive within {BODY_S:.0f} s"
+            msg = f"the request body did not arrive within {timeout_s:.0f} s"
             raise _Timeout(msg) from error
         encoding = self.headers.get("content-encoding", "identity").strip().lower()
-        return raw if encoding in {"identity", ""} else _decoded(raw, encoding)
+        return raw if encoding in {"identity", ""} else _decompress(raw, encoding, limit)
 
     async def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        """A whole JSON reply."""
+        """Send a whole JSON reply."""
         await self._start(status, {"content-length": str(len(body)), **(headers or {})})
-        self._whole = True
-        await self._body(body)
+        await self.end(body)
 
     async def stream(self, content_type: str) -> None:
-        """Send the headers of a stream, so that a client knows that somebody answers."""
+        """Send the headers of a stream."""
         await self._start(200, {"content-type": content_type, "cache-control": "no-cache"})
         await self.write(b"")
 
     async def write(self, data: bytes) -> None:
-        """More of a stream; waits while the client reads slowly."""
-        await self._body(data, more=True)
+        """Send a part of a stream; waits while the client reads slowly."""
+        await self._send_body(data, more=True)
 
     async def end(self, data: bytes) -> None:
-        """The last of a stream."""
-        self._whole = True
-        await self._body(data)
+        """Send the last part of the body."""
+        self._complete = True
+        await self._send_body(data)
 
-    async def gone(self) -> None:
+    async def wait_disconnected(self) -> None:
         """Wait until the client hangs up."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.disconnected = not self._whole  # the server says the same after a whole reply
+        self.disconnected = not self._complete  # the server says the same after a whole reply
 
-    async def _body(self, data: bytes, *, more: bool = False) -> None:
-        if self.told is not None:
-            self.told.append(data)
+    async def _send_body(self, data: bytes, *, more: bool = False) -> None:
+        if self.sent is not None:
+            self.sent.append(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
@@ -102,7 +96,7 @@ class Http:
         encoded = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in named.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _read(self) -> bytes:
+    async def _read(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
@@ -113,34 +107,34 @@ class Http:
                 raise ClientGone(msg)
             part: bytes = message.get("body", b"")
             size += len(part)
-            if size > MAX_BODY:
-                raise _too_large(size)
+            if size > limit:
+                raise _too_large(size, limit)
             parts.append(part)
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def lifespan(receive: Receive, send: Send) -> None:
-    """Agree to start, and to stop."""
+    """Acknowledge start-up and shutdown."""
     for stage in ("startup", "shutdown"):
         await receive()
         await send({"type": f"lifespan.{stage}.complete"})
 
 
-def _too_large(size: int) -> TooLarge:
-    return TooLarge(f"the request body has {size} bytes or more; the bound is {MAX_BODY}")
+def _too_large(size: int, limit: int) -> TooLarge:
+    return TooLarge(f"the request body has {size} bytes or more; the bound is {limit}")
 
 
-def _decoded(raw: bytes, encoding: str) -> bytes:
-    """`raw` decompressed, never beyond the bound."""
+def _decompress(raw: bytes, encoding: str, limit: int) -> bytes:
+    """Decompress `raw`, never beyond the limit."""
     try:
         if encoding == "zstd":
             with zstandard.ZstdDecompressor().stream_reader(raw) as reader:
-                data = reader.read(MAX_BODY + 1)
+                data = reader.read(limit + 1)
         elif encoding in {"gzip", "x-gzip", "deflate"}:
             inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
-            data = inflater.decompress(raw, MAX_BODY + 1)
-            if len(data) <= MAX_BODY and not inflater.eof:
+            data = inflater.decompress(raw, limit + 1)
+            if len(data) <= limit and not inflater.eof:
                 msg = f"the {encoding} body ends in the middle"
                 raise RequestError(msg)
         else:
@@ -149,6 +143,6 @@ def _decoded(raw: bytes, encoding: str) -> bytes:
     except (zlib.error, zstandard.ZstdError) as error:
         msg = f"the body is not valid {encoding}: {error}"
         raise RequestError(msg) from error
-    if len(data) > MAX_BODY:
-        raise _too_large(len(data))
+    if len(data) > limit:
+        raise _too_large(len(data), limit)
     return data

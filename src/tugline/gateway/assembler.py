@@ -1,8 +1,4 @@
-"""An observed engine's own text, reasoning and tool calls, as pieces and as one message.
-
-The counterpart of `Decoder` where the engine parses its answers itself. A tool call is passed on
-when it is complete: when the next one begins, or at the end.
-"""
+"""Pieces and messages of an answer that the engine parsed itself (observed and text mode)."""
 
 from __future__ import annotations
 
@@ -15,69 +11,58 @@ from tugline.types import Message, Role, ToolCall
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCall:
     index: int
     name: str = ""
     arguments: str = ""
 
 
-class Assembler:
-    """One answer; `call_prefix` makes its tool call ids unique within the session."""
+class ToolCallAssembler:
+    """Joins the parts of tool calls that an observing engine streams.
 
-    def __init__(self, call_prefix: str) -> None:
-        self._prefix = call_prefix
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._open: _Open | None = None
+    A call is passed on when it is complete: when the next one begins, or at the end.
+    """
+
+    def __init__(self, id_prefix: str) -> None:
+        """`id_prefix` makes the ids of tool calls unique within the session."""
+        self._prefix, self._count = id_prefix, 0
+        self._open: _OpenCall | None = None
 
     def feed(self, delta: Delta) -> list[Piece]:
-        """What this part of the reply completes."""
+        """The pieces that this part of the reply completes."""
         pieces: list[Piece] = []
         if delta.reasoning:
-            self._reasoning.append(delta.reasoning)
             pieces.append(ReasoningDelta(delta.reasoning))
         if delta.text:
-            self._text.append(delta.text)
             pieces.append(TextDelta(delta.text))
         for part in delta.calls:
-            pieces += self._take(part)
+            pieces += self._add(part)
         return pieces
 
-    def finish(self) -> tuple[list[Piece], Message]:
-        """What is still unsaid, and the whole answer as a message."""
-        pieces = self._close()
-        return pieces, Message(
-            Role.ASSISTANT,
-            "".join(self._text),
-            tool_calls=tuple(self._calls),
-            reasoning="".join(self._reasoning) or None,
-        )
+    def finish(self) -> list[Piece]:
+        """The call that is still open."""
+        if self._open is None:
+            return []
+        done, self._open = self._open, None
+        self._count += 1
+        number = f"{self._prefix}{self._count - 1}"
+        return [ToolCall(number, done.name, done.arguments or "{}")]
 
-    def _take(self, part: CallDelta) -> list[Piece]:
+    def _add(self, part: CallDelta) -> list[Piece]:
         pieces: list[Piece] = []
         if self._open is None or self._open.index != part.index:
-            pieces = self._close()
-            self._open = _Open(part.index)
+            pieces = self.finish()
+            self._open = _OpenCall(part.index)
         self._open.name += part.name
         self._open.arguments += part.arguments
         return pieces
 
-    def _close(self) -> list[Piece]:
-        if self._open is None:
-            return []
-        number = f"call_{self._prefix}_{len(self._calls)}"
-        call = ToolCall(number, self._open.name, self._open.arguments or "{}")
-        self._calls.append(call)
-        self._open = None
-        return [call]
 
-
-def told(pieces: Sequence[Piece]) -> Message | None:
-    """The message that these pieces of an answer make so far; None if they say nothing."""
-    text = "".join([one.text for one in pieces if isinstance(one, TextDelta)])
-    reasoning = "".join([one.text for one in pieces if isinstance(one, ReasoningDelta)])
-    calls = tuple(one for one in pieces if isinstance(one, ToolCall))
+def join_pieces(pieces: Sequence[Piece]) -> Message | None:
+    """The message that `pieces` add up to; None if they are empty."""
+    text = "".join([piece.text for piece in pieces if isinstance(piece, TextDelta)])
+    reasoning = "".join([piece.text for piece in pieces if isinstance(piece, ReasoningDelta)])
+    calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
     if not (text or reasoning or calls):
         return None
     return Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)

@@ -1,10 +1,9 @@
-"""Talk to the inference engine's replicas: ask for tokens, read them as they are sampled.
+"""The inference engine's replicas: ask one for tokens and read them as they are sampled.
 
 Calls of one session stick to one replica, whose KV cache holds their context. A fault before the
 first token is retried on another replica, a bounded number of times; after it the caller decides,
-because the tokens are already part of somebody's answer. A replica that fails again and again is
-left out until it answers a probe. Leaving the iterator closes the connection, which aborts the
-request on the engine.
+because the tokens are already part of an answer. A replica that fails repeatedly is left out until
+it answers a probe. Closing the iterator closes the connection, which aborts the request.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import aiohttp
 import msgspec
@@ -22,64 +22,64 @@ import msgspec
 from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Post
 from tugline.errors import EngineError, TuglineError, UsageError
+from tugline.gateway.settings import DEFAULTS, Settings
+from tugline.web.sse import read_payloads
 
-_TRIES = 4
-_BACKOFF_S = 0.25
-_LONGEST_WAIT_S = 20.0
-"""A Retry-After beyond this is not waited for."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_EJECT_AFTER = 2
-"""Faults in a row that take a replica out."""
-_PROBE_EVERY_S = 1.0
-_PROBE_S = 5.0
 
-_log = log.get("gateway.upstream")
+_log = log.get("gateway.replicas")
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What the engine serves: its name and its context window in tokens."""
+    """One model as ``/v1/models`` lists it."""
 
     id: str
     max_model_len: int = 0
-    """0 where the engine does not say."""
+    """Context window in tokens; 0 where the engine does not say."""
+    owned_by: str = ""
 
 
-class _Models(msgspec.Struct):
+class ModelList(msgspec.Struct):
+    """Body of ``/v1/models``."""
+
     data: list[ModelCard]
 
 
 class Replica:
-    """One address, and how it has been doing."""
+    """One address and its health."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, eject_after: int = DEFAULTS.eject_after) -> None:
+        """`eject_after` is the number of consecutive faults after which it is left out."""
         self.url = url.rstrip("/")
-        self.running = 0
         self.faults = 0
         self.ejected = False
+        self._eject_after = eject_after
 
-    def failed(self) -> None:
-        """One more fault in a row."""
+    def count_fault(self) -> None:
+        """Count one more consecutive fault."""
         self.faults += 1
-        if self.faults >= _EJECT_AFTER and not self.ejected:
+        if self.faults >= self._eject_after and not self.ejected:
             self.ejected = True
             _log.warning("replica ejected", url=self.url, faults=self.faults)
 
-    def answered(self) -> None:
-        """It works."""
+    def mark_healthy(self) -> None:
+        """Return it to service."""
         if self.ejected:
             _log.info("replica returned", url=self.url)
         self.faults, self.ejected = 0, False
 
 
-class TokenSource(Protocol):
+class TokenSource(ABC):
     """Where answers come from: an engine, or a recording."""
 
     wire: EngineFormat
-    forked_from: str
+    forked_from: str = ""
     """``session@call`` of a recording whose calls are replayed first; else empty."""
 
+    @abstractmethod
     async def __aenter__(self) -> Self: ...
 
+    @abstractmethod
     async def __aexit__(
         self,
         kind: type[BaseException] | None,
@@ -87,29 +87,31 @@ class TokenSource(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
+    @abstractmethod
     async def model(self) -> ModelCard:
-        """What is served."""
-        ...
+        """The model that is served. Raises `EngineError` if none is."""
 
+    @abstractmethod
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
-        """The replica of a session."""
-        ...
+        """The replica of a session, if possible none of the addresses to `avoid`."""
 
+    @abstractmethod
     def sample(
         self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
-        """Tokens as they come; see `Upstream.sample`."""
-        ...
+        """Tokens as they come; `used` gets the address of the replica that answers.
 
+        Raises `EngineError`, or what the engine says is wrong with the request. Close the iterator
+        to abort.
+        """
+
+    @abstractmethod
     async def abort(self, request_id: str, url: str) -> None:
-        """End a request and answer with what there is, where that can be."""
-        ...
+        """Ask a replica to end a request and answer with what there is; quiet if it cannot."""
 
 
-class Upstream:
+class Upstream(TokenSource):
     """Replicas of one engine behind one connection pool."""
-
-    forked_from = ""
 
     def __init__(
         self,
@@ -119,17 +121,20 @@ class Upstream:
         model: str | None = None,
         card: ModelCard | None = None,
         idle_s: float = 300.0,
+        settings: Settings = DEFAULTS,
     ) -> None:
         """`model` is a served name, the first if None; `idle_s` how long a reply may pause.
 
-        Who has asked the engine already gives its `card`; it is not asked again then.
+        With a `card` the engine is not asked for its model.
         """
-        self.name, self._known = model, card
-        self.replicas = [Replica(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        self.name, self._card = model, card
+        urls = [urls] if isinstance(urls, str) else urls
+        self.replicas = [Replica(url, settings.eject_after) for url in urls]
         if not self.replicas:
             msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
             raise UsageError(msg)
         self.wire = wire
+        self._settings = settings
         self._timeout = aiohttp.ClientTimeout(total=None, connect=10, sock_read=idle_s)
         self._client: aiohttp.ClientSession | None = None
         self._probes: asyncio.Task[None] | None = None
@@ -156,18 +161,16 @@ class Upstream:
 
     async def model(self) -> ModelCard:
         """The first model that a replica serves. Raises `EngineError` if none answers."""
-        if self._known is not None:
-            return self._known
-        fault: EngineError | None = None
+        if self._card is not None:
+            return self._card
+        first: EngineError | None = None
         for replica in self.replicas:
             try:
-                return await self._card(replica)
+                return await self._fetch_card(replica)
             except EngineError as error:
-                replica.failed()
-                fault = fault or error
-        if fault is None:
-            fault = EngineError("no engine is configured")
-        raise fault
+                replica.count_fault()
+                first = first or error
+        raise first or EngineError("no engine is configured")
 
     def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
         """The replica of a session: always the same while it is healthy and not avoided."""
@@ -178,18 +181,14 @@ class Upstream:
     async def sample(
         self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
-        """Tokens as they come; `used` gets the address of the replica that answers.
-
-        Raises `EngineError`, or what the engine says is wrong with the request. Close the iterator
-        to abort.
-        """
+        """See `TokenSource.sample`."""
         post = self.wire.build_request(ask)
-        shunned = list(avoid)
-        for attempt in range(_TRIES):
-            replica = self.choose(session, shunned)
+        tried, last = list(avoid), self._settings.tries - 1
+        for attempt in range(self._settings.tries):
+            replica = self.choose(session, tried)
             began = False
             try:
-                async with contextlib.aclosing(self._once(replica, ask, post)) as deltas:
+                async with contextlib.aclosing(self._sample_once(replica, ask, post)) as deltas:
                     async for delta in deltas:
                         if not began:
                             began = True
@@ -197,72 +196,67 @@ class Upstream:
                         yield delta
             except EngineError as error:
                 if _is_fault(error):
-                    replica.failed()
-                wait = _wait(error, attempt, alone=len(self.replicas) == 1)
-                if began or not _is_retried(error) or attempt == _TRIES - 1 or wait is None:
+                    replica.count_fault()
+                wait = self._retry_delay(error, attempt)
+                if began or not _is_retried(error) or attempt == last or wait is None:
                     raise
-                shunned.append(replica.url)
+                tried.append(replica.url)
                 await asyncio.sleep(wait)
             else:
-                replica.answered()
+                replica.mark_healthy()
                 return
 
     async def abort(self, request_id: str, url: str) -> None:
-        """Ask a replica to end a request and answer with what there is; quiet if it cannot."""
+        """See `TokenSource.abort`."""
         post = self.wire.build_abort(request_id)
         if post is None:
             return
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with (
-                asyncio.timeout(_PROBE_S),
+                asyncio.timeout(self._settings.probe_timeout_s),
                 self._session.post(url + post.path, data=post.body, headers=_headers(post)) as done,
             ):
                 await done.read()
 
     # ----------------------------------------------------------------------- one replica
-    async def _once(
+    async def _sample_once(
         self, replica: Replica, ask: EngineRequest, post: Post
     ) -> AsyncGenerator[Delta]:
         reader = self.wire.make_reader(ask)
-        replica.running += 1
+        finished = False
         try:
             async with self._session.post(
                 replica.url + post.path, data=post.body, headers=_headers(post)
             ) as response:
                 if response.status != 200:
-                    raise self.wire.parse_error(
-                        response.status,
-                        await response.read(),
-                        response.headers.get("retry-after"),
-                    )
+                    retry_after = response.headers.get("retry-after")
+                    raise self.wire.parse_error(response.status, await response.read(), retry_after)
                 if not ask.stream:
-                    deltas = reader.read_body(await response.read())
-                    for delta in deltas:
-                        yield delta
-                    _check_finished(any(d.finish is not None for d in deltas))
-                    return
-                finished = False
-                async for payloads in _events(response.content):
-                    for delta in reader.read_events(payloads):
+                    for delta in reader.read_body(await response.read()):
                         finished = finished or delta.finish is not None
                         yield delta
-                _check_finished(finished)
+                else:
+                    async for payloads in read_payloads(response.content.iter_any()):
+                        for delta in reader.read_events(payloads):
+                            finished = finished or delta.finish is not None
+                            yield delta
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             msg = f"the engine at {replica.url} was lost: {error or type(error).__name__}"
             raise EngineError(msg) from error
-        finally:
-            replica.running -= 1
+        if not finished:
+            msg = "the engine closed the stream without a finish reason"
+            raise EngineError(msg)
 
-    async def _card(self, replica: Replica) -> ModelCard:
+    async def _fetch_card(self, replica: Replica) -> ModelCard:
         try:
             async with (
-                asyncio.timeout(_PROBE_S),
+                asyncio.timeout(self._settings.probe_timeout_s),
                 self._session.get(f"{replica.url}/v1/models") as response,
             ):
                 body = await response.read()
                 if response.status != 200:
                     raise self.wire.parse_error(response.status, body, None)
-                cards = msgspec.json.decode(body, type=_Models).data
+                cards = msgspec.json.decode(body, type=ModelList).data
                 return [card for card in cards if self.name in {None, card.id}][0]  # noqa: RUF015
         except EngineError:
             raise
@@ -274,16 +268,25 @@ class Upstream:
             TuglineError,
         ) as error:
             reason = str(error) or type(error).__name__
-            msg = f"no usable engine at {replica.url}: {reason}; start it or mend its address"
+            msg = f"no usable engine at {replica.url}: {reason}; start it or correct its address"
             raise EngineError(msg) from error
 
     async def _probe_ejected(self) -> None:
         while True:
-            await asyncio.sleep(_PROBE_EVERY_S)
+            await asyncio.sleep(self._settings.probe_every_s)
             for replica in [r for r in self.replicas if r.ejected]:
                 with contextlib.suppress(EngineError):
-                    await self._card(replica)
-                    replica.answered()
+                    await self._fetch_card(replica)
+                    replica.mark_healthy()
+
+    def _retry_delay(self, error: EngineError, attempt: int) -> float | None:
+        """Seconds until the next attempt; None if the engine asks for more than is waited for."""
+        alone, backoff_s = len(self.replicas) == 1, self._settings.backoff_s
+        if error.retry_after is None:
+            return backoff_s * 2**attempt if alone or attempt else 0.0
+        if error.retry_after > self._settings.longest_retry_after_s:
+            return None
+        return error.retry_after if alone else min(error.retry_after, backoff_s)
 
     @property
     def _session(self) -> aiohttp.ClientSession:
@@ -293,49 +296,17 @@ class Upstream:
         return self._client
 
 
-# --------------------------------------------------------------------------- reading events
-async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[list[bytes]]:
-    """Payloads of server-sent events, all that one read completes together."""
-    rest = b""
-    async for chunk in content.iter_any():
-        lines = (rest + chunk).split(b"\n") if rest else chunk.split(b"\n")
-        rest = lines.pop()
-        payloads = [line[5:].strip() for line in lines if line.startswith(b"data:")]
-        if payloads and payloads[-1] == b"[DONE]":
-            payloads.pop()
-        if payloads:
-            yield payloads
-    if rest.startswith(b"data:") and rest[5:].strip() != b"[DONE]":
-        yield [rest[5:].strip()]
-
-
-def _check_finished(finished: bool) -> None:  # noqa: FBT001 - said by its name
-    if not finished:
-        msg = "the engine closed the stream without a finish reason"
-        raise EngineError(msg)
-
-
 def _headers(post: Post) -> dict[str, str]:
     return {"content-type": "application/json", **post.headers}
 
 
-# --------------------------------------------------------------------------- faults
 def _is_fault(error: EngineError) -> bool:
-    """Whether the replica is to blame: 429 says that it is busy, 4xx that we asked wrongly."""
+    """Whether the replica failed: 429 says that it is busy, other 4xx that the request is wrong."""
     return error.status is None or (error.status >= 500 and error.retry_after is None)
 
 
 def _is_retried(error: EngineError) -> bool:
     return error.status is None or error.status in _RETRIED
-
-
-def _wait(error: EngineError, attempt: int, *, alone: bool) -> float | None:
-    """Seconds until the next try; None when the engine asks for more than is waited for."""
-    if error.retry_after is not None:
-        if error.retry_after > _LONGEST_WAIT_S:
-            return None
-        return error.retry_after if alone else min(error.retry_after, _BACKOFF_S)
-    return _BACKOFF_S * 2**attempt if alone or attempt else 0.0
 
 
 def _weight(session: str, url: str) -> bytes:

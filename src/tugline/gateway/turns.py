@@ -1,53 +1,175 @@
-"""What recognising works with: a recorded turn, and the plan for a new one."""
+"""Recorded turns, and why a request does not extend any of them.
+
+The comparison runs only when a conversation forks, so it may look at every turn. The reason is
+recorded with the call (`Branch`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tugline.chat.tokens import TokenSequence
-from tugline.gateway.canonical import MessageDigest
-from tugline.types import Branch, EchoChange, Message
+from tugline.gateway.canonical import MessageDigest, digest_message
+from tugline.types import Branch, Ids, Message, Role
+
+_MIN_COMPACTED_ANSWERS = 2
+"""Answers that a conversation must hold for its restart to be a compaction."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A recorded call as a place to continue from."""
+    """A recorded call as a node of the session's tree."""
 
     number: int
     tokens: TokenSequence
-    """Prompt and answer; empty where the engine told no ids."""
-    prompt: int
-    """How many of them are prompt."""
+    """Prompt and answer; empty where the engine reported no ids."""
+    prompt_length: int
+    """Number of leading `tokens` that are prompt."""
     answer: Message
-    marks: tuple[MessageDigest, ...]
-    """Of the messages it added to the conversation of `before`, without its answer."""
-    before: Turn | None
-    """The turn whose conversation it went on with."""
+    digests: tuple[MessageDigest, ...]
+    """Of the messages it added to the conversation of `parent`, without its answer."""
+    parent: Turn | None
+    """The turn whose conversation it extends."""
     tools: bytes
-    """Digest of the tools it was asked with."""
+    """Digest of the declared tools."""
     thread: str | None = None
-    complete: bool = True
-    """False for an answer that broke off: it may be echoed, and continued, as far as it got."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPlan:
-    """What a request will be answered from."""
+class Conversation(NamedTuple):
+    """The messages of a request and their digests."""
 
-    prompt: TokenSequence
-    """Empty in observed mode until the engine tells."""
+    messages: Sequence[Message]
+    digests: Sequence[MessageDigest]
+    tools: bytes
+    thread: str | None
+
+
+class _Entry(NamedTuple):
+    """One message of a recorded conversation; `turn` is set where it is that turn's answer."""
+
+    digest: MessageDigest
     turn: Turn | None
-    """Whose conversation it continues, in meaning; None on a branch."""
-    parent: int | None
-    branch: Branch | None
-    echo_changes: tuple[EchoChange, ...]
-    added: tuple[Message, ...]
-    """The messages that are new with respect to the parent; all of them on a branch."""
-    marks: tuple[MessageDigest, ...]
-    """Theirs."""
-    reused: int
-    """Leading prompt ids that are the parent's own."""
-    digest: bytes
-    """Of the whole conversation."""
-    tools: bytes
-    thread: str | None = None
+
+
+def nearest_by_tokens(turns: Sequence[Turn], ids: Ids) -> tuple[int, Turn | None]:
+    """The longest prefix that `ids` share with a turn, and the earliest turn that has it."""
+    longest, nearest = 0, None
+    for turn in _leaves(turns):
+        shared = turn.tokens.shared_prefix(ids)
+        if shared > longest or nearest is None:
+            longest, nearest = shared, turn
+    return longest, nearest
+
+
+def nearest_by_meaning(
+    turns: Sequence[Turn], request: Conversation
+) -> tuple[Turn | None, Branch | None]:
+    """The turn with the most messages in common, and why it is not extended; None for a twin."""
+    best, longest, best_entries = None, -1, []
+    for leaf in _leaves(turns):
+        entries = _entries(leaf)
+        shared = _shared_length(entries, request.digests)
+        if shared > longest:
+            best, longest, best_entries = leaf, shared, entries
+    if best is None:
+        return None, None
+    return best, _branch_reason(best, best_entries, longest, request)
+
+
+def repeats_sibling(
+    siblings: Sequence[Turn], parent: Turn, digests: Sequence[MessageDigest]
+) -> bool:
+    """Whether a request begins with the whole request of a sibling whose answer it omits."""
+    return any(
+        turn.parent is parent
+        and len(turn.digests) < len(digests)
+        and turn.digests == tuple(digests[: len(turn.digests)])
+        for turn in siblings
+    )
+
+
+def _branch_reason(
+    best: Turn, entries: list[_Entry], at: int, request: Conversation
+) -> Branch | None:
+    """Compare the first message that differs, number `at`."""
+    recorded = entries[at] if at < len(entries) else None
+    requested = request.messages[at] if at < len(request.messages) else None
+    has_answers = any(message.role is Role.ASSISTANT for message in request.messages)
+    if best.tools != request.tools and at and (has_answers or recorded is None):
+        return Branch.TOOLS_CHANGED
+    if requested is None:
+        twin = recorded is not None and recorded.turn is not None and best.tools == request.tools
+        return None if twin else Branch.HISTORY_EDITED
+    if not has_answers:
+        return _restart_reason(best, entries, at, request)
+    if recorded is None:
+        return Branch.HARNESS_ASSISTANT
+    if recorded.turn is not None:
+        if requested.role is not Role.ASSISTANT:
+            return Branch.TURN_DELETED
+        return _edit_reason(recorded.turn.answer, requested)
+    if _results_reordered(entries, request, at):
+        return Branch.RESULTS_REORDERED
+    return Branch.HARNESS_ASSISTANT if requested.role is Role.ASSISTANT else Branch.HISTORY_EDITED
+
+
+def _restart_reason(best: Turn, entries: list[_Entry], at: int, request: Conversation) -> Branch:
+    """Classify a request without any answer in it, beside conversations that have some."""
+    if request.thread is not None and request.thread != best.thread:
+        return Branch.NEW_THREAD
+    answers = sum(entry.turn is not None for entry in entries)
+    differs_at_answer = entries[at].turn is not None if at < len(entries) else True
+    if differs_at_answer and answers < _MIN_COMPACTED_ANSWERS:
+        return Branch.TURN_DELETED
+    same_task = request.thread is not None or any(
+        message.role is Role.USER for message in request.messages[:at]
+    )
+    if same_task and answers >= _MIN_COMPACTED_ANSWERS:
+        return Branch.COMPACTED
+    return Branch.NEW_THREAD
+
+
+def _edit_reason(sampled: Message, echoed: Message) -> Branch:
+    if sampled.tool_calls and sampled.content.strip() == echoed.content.strip():
+        return Branch.CALL_REPAIRED
+    return Branch.HISTORY_EDITED
+
+
+def _results_reordered(entries: list[_Entry], request: Conversation, at: int) -> bool:
+    """Whether both sides have the same tool results around `at`, in another order."""
+    end = at
+    while end < len(request.messages) and request.messages[end].role is Role.TOOL:
+        end += 1
+    start = at
+    while start > 0 and request.messages[start - 1].role is Role.TOOL:
+        start -= 1
+    recorded = [entry.digest for entry in entries[start:end]]
+    return end > at and sorted(recorded) == sorted(request.digests[start:end])
+
+
+def _entries(turn: Turn) -> list[_Entry]:
+    """Every message of a conversation up to and including the answer of `turn`."""
+    path: list[Turn] = []
+    node: Turn | None = turn
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    entries: list[_Entry] = []
+    for step in reversed(path):
+        entries += [_Entry(digest, None) for digest in step.digests]
+        entries.append(_Entry(digest_message(step.answer, {}), step))
+    return entries
+
+
+def _shared_length(entries: list[_Entry], digests: Sequence[MessageDigest]) -> int:
+    for index, (entry, digest) in enumerate(zip(entries, digests, strict=False)):
+        if entry.digest != digest:
+            return index
+    return min(len(entries), len(digests))
+
+
+def _leaves(turns: Sequence[Turn]) -> list[Turn]:
+    parents = {id(turn.parent) for turn in turns if turn.parent is not None}
+    return [turn for turn in turns if id(turn) not in parents]

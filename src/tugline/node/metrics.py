@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tugline.gateway.backend import Traffic
+from tugline.gateway.engine import Traffic
 from tugline.histogram import CONTENT_TYPE, Values, families, page
 from tugline.node.app import Node
 from tugline.node.telemetry import Telemetry

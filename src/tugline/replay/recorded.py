@@ -93,7 +93,7 @@ class Run:
         return text
 
 
-class Recorded:
+class Recorded(TokenSource):
     """The answers of one recording, for any number of sessions that each begin anew."""
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tiny import rendering
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
-from tugline.gateway.conversation import Conversation
-from tugline.gateway.turns import PromptPlan
+from tugline.gateway.prefix import PrefixTree, Prompt
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)
@@ -27,14 +26,14 @@ def sampled(text: str) -> Ids:
     return np.asarray(RENDERING.tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
-def answered(arguments: str = ARGUMENTS) -> tuple[Conversation, PromptPlan, Ids]:
-    """A conversation after one turn that called `read`."""
-    conversation = Conversation(RENDERING)
-    plan = conversation.plan(START, TOOLS)
+def answered(arguments: str = ARGUMENTS) -> tuple[PrefixTree, Prompt, Ids]:
+    """A tree after one turn that called `read`."""
+    tree = PrefixTree(RENDERING)
+    plan = tree.match(START, TOOLS)
     ids = sampled(f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>')
     call = ToolCall("call_0_0", "read", arguments)
-    conversation.record(plan, 0, ids, Message(Role.ASSISTANT, "", (call,)))
-    return conversation, plan, ids
+    tree.add(plan, 0, ids, Message(Role.ASSISTANT, "", (call,)))
+    return tree, plan, ids
 
 
 def echo(arguments: str, call_id: str = "call_0_0") -> tuple[Message, ...]:
@@ -58,12 +57,12 @@ def echo(arguments: str, call_id: str = "call_0_0") -> tuple[Message, ...]:
 )
 def test_a_rewritten_echo_continues_exactly(arguments: str, call_id: str) -> None:
     """Spacing, key order, number form and ids of tool calls do not break the sequence."""
-    conversation, first, ids = answered()
-    plan = conversation.plan(echo(arguments, call_id), TOOLS)
-    before = np.concatenate((first.prompt.to_array(), ids))
+    tree, first, ids = answered()
+    plan = tree.match(echo(arguments, call_id), TOOLS)
+    before = np.concatenate((first.tokens.to_array(), ids))
     assert (plan.parent, plan.branch) == (0, None)
     assert plan.reused == len(before)
-    assert np.array_equal(plan.prompt.to_array()[: len(before)], before)
+    assert np.array_equal(plan.tokens.to_array()[: len(before)], before)
     assert [message.role for message in plan.added] == [Role.TOOL]
 
 
@@ -84,81 +83,79 @@ def test_a_real_edit_branches_with_its_reason(
     messages: tuple[Message, ...], reason: Branch
 ) -> None:
     """What changes meaning is never stitched to what was sampled."""
-    conversation, first, ids = answered()
-    plan = conversation.plan(messages, TOOLS)
+    tree, first, ids = answered()
+    plan = tree.match(messages, TOOLS)
     assert (plan.parent, plan.branch) == (0, reason)
-    assert 0 < plan.reused <= len(first.prompt) + len(ids)
+    assert 0 < plan.reused <= len(first.tokens) + len(ids)
 
 
 def test_other_tools_branch() -> None:
     """Tools stand at the front of the prompt, so changing them changes everything."""
-    conversation, _, _ = answered()
-    plan = conversation.plan(echo(ARGUMENTS), (Tool("bash", "Run", {}),))
+    tree, _, _ = answered()
+    plan = tree.match(echo(ARGUMENTS), (Tool("bash", "Run", {}),))
     assert plan.branch is Branch.TOOLS_CHANGED
 
 
 def test_unparsable_arguments_keep_their_bytes() -> None:
     """Broken JSON matches only itself."""
-    conversation, _, _ = answered('{"path": ')
-    assert conversation.plan(echo('{"path": '), TOOLS).branch is None
-    assert conversation.plan(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
+    tree, _, _ = answered('{"path": ')
+    assert tree.match(echo('{"path": '), TOOLS).branch is None
+    assert tree.match(echo('{"path":'), TOOLS).branch is Branch.CALL_REPAIRED
 
 
 def test_the_same_question_again_starts_anew() -> None:
     """A repeated first request is a twin, not a continuation."""
-    conversation, first, _ = answered()
-    plan = conversation.plan(START, TOOLS)
-    assert np.array_equal(plan.prompt.to_array(), first.prompt.to_array())
+    tree, first, _ = answered()
+    plan = tree.match(START, TOOLS)
+    assert np.array_equal(plan.tokens.to_array(), first.tokens.to_array())
     assert (plan.branch, plan.turn) == (None, None)
 
 
-def longer(answers: int) -> tuple[Conversation, tuple[Message, ...]]:
+def longer(answers: int) -> tuple[PrefixTree, tuple[Message, ...]]:
     """A conversation of several turns with two calls each, and its history."""
-    conversation, messages = Conversation(RENDERING), START
+    tree, messages = PrefixTree(RENDERING), START
     for number in range(answers):
-        plan = conversation.plan(messages, TOOLS)
+        plan = tree.match(messages, TOOLS)
         calls = tuple(ToolCall(f"call_{number}_{i}", "read", f'{{"path":"{i}"}}') for i in (0, 1))
         answer = Message(Role.ASSISTANT, f"Turn {number}.", calls, reasoning="Hm.")
-        conversation.record(plan, number, sampled(f"turn {number}"), answer)
+        tree.add(plan, number, sampled(f"turn {number}"), answer)
         results = (Message(Role.TOOL, f"{call.id} read", tool_call_id=call.id) for call in calls)
         messages = (*messages, answer, *results)
-    return conversation, messages
+    return tree, messages
 
 
 def test_results_in_another_order_branch() -> None:
     """Parallel results that change places later on change what the model saw."""
-    conversation, messages = longer(1)
-    conversation.record(
-        conversation.plan(messages, TOOLS), 1, sampled("ok"), Message(Role.ASSISTANT, "ok")
-    )
+    tree, messages = longer(1)
+    tree.add(tree.match(messages, TOOLS), 1, sampled("ok"), Message(Role.ASSISTANT, "ok"))
     *front, first, second = messages
     swapped = (*front, second, first, Message(Role.ASSISTANT, "ok"), Message(Role.USER, "Go on."))
-    assert conversation.plan(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
+    assert tree.match(swapped, TOOLS).branch is Branch.RESULTS_REORDERED
 
 
 def test_a_history_replaced_by_a_summary_is_a_compaction() -> None:
     """The task stays, the answers are gone, a summary stands in their place."""
-    conversation, _ = longer(3)
+    tree, _ = longer(3)
     summary = Message(Role.USER, "So far: three files read.")
-    plan = conversation.plan((*START, summary), TOOLS)
+    plan = tree.match((*START, summary), TOOLS)
     assert (plan.branch, plan.turn) == (Branch.COMPACTED, None)
     assert plan.parent is not None
 
 
 def test_another_thread_of_the_session_is_named_as_such() -> None:
     """A sub-agent's first request has nothing in common but the session."""
-    conversation, _ = longer(2)
+    tree, _ = longer(2)
     other = (Message(Role.SYSTEM, "You search."), Message(Role.USER, "Find it."))
-    assert conversation.plan(other, TOOLS, "thread-2").branch is Branch.NEW_THREAD
-    assert conversation.plan(other, TOOLS).branch is Branch.NEW_THREAD
+    assert tree.match(other, TOOLS, "thread-2").branch is Branch.NEW_THREAD
+    assert tree.match(other, TOOLS).branch is Branch.NEW_THREAD
 
 
 def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
     """The parent is extended exactly; the answer that the harness dropped stays a branch of it."""
-    conversation, messages = longer(2)
-    plan = conversation.plan(messages, TOOLS)
-    conversation.record(plan, 2, sampled("garbled"), Message(Role.ASSISTANT, "garbled"))
-    again = conversation.plan((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
+    tree, messages = longer(2)
+    plan = tree.match(messages, TOOLS)
+    tree.add(plan, 2, sampled("garbled"), Message(Role.ASSISTANT, "garbled"))
+    again = tree.match((*messages, Message(Role.USER, "Tool call error.")), TOOLS)
     assert (again.parent, again.branch) == (1, Branch.TURN_DELETED)
     assert again.reused == len(plan.turn.tokens if plan.turn else ())
 
@@ -174,43 +171,28 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
 )
 def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
     """A harmless change continues exactly, and is told."""
-    conversation = Conversation(RENDERING)
-    plan = conversation.plan(START, TOOLS)
-    conversation.record(plan, 0, sampled("x"), Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
-    after = conversation.plan((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
+    tree = PrefixTree(RENDERING)
+    plan = tree.match(START, TOOLS)
+    tree.add(plan, 0, sampled("x"), Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
+    after = tree.match((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
     assert (after.branch, after.parent, after.echo_changes) == (None, 0, heals)
 
 
 def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
     """Two samples of one prompt that say the same are continued each from its own ids."""
-    conversation = Conversation(RENDERING)
+    tree = PrefixTree(RENDERING)
     for number in (0, 1):
-        plan = conversation.plan(START, TOOLS)
+        plan = tree.match(START, TOOLS)
         call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
-        conversation.record(
-            plan, number, sampled(f"{number}"), Message(Role.ASSISTANT, "", (call,))
-        )
+        tree.add(plan, number, sampled(f"{number}"), Message(Role.ASSISTANT, "", (call,)))
     for number in (0, 1):
-        assert conversation.plan(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
-
-
-def test_an_answer_that_broke_off_is_taken_up_where_it_ended() -> None:
-    """A history that ends with the part that was told is continued id for id."""
-    conversation = Conversation(RENDERING)
-    plan = conversation.plan(START, TOOLS)
-    ids = np.asarray(RENDERING.tokenizer.encode("Half an ans"), np.int32)
-    part = Message(Role.ASSISTANT, "Half an ans")
-    conversation.record(plan, 0, ids, part, complete=False)
-    after = conversation.plan((*START, part), TOOLS)
-    assert np.array_equal(after.prompt.to_array(), np.concatenate((plan.prompt.to_array(), ids)))
-    resumed = conversation.plan((*START, part, Message(Role.USER, "You were cut off.")), TOOLS)
-    assert (resumed.parent, resumed.branch) == (0, None)
+        assert tree.match(echo(ARGUMENTS, f"call_{number}_0"), TOOLS).parent == number
 
 
 def test_a_prefill_is_refused_by_name() -> None:
     """An assistant message at the end that the model did not give cannot be continued."""
     with pytest.raises(Unsupported, match=r"messages\[2\] is the assistant's"):
-        Conversation(RENDERING).plan((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
+        PrefixTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 
 def raw(tokens: TokenSequence) -> bytes:
@@ -220,15 +202,15 @@ def raw(tokens: TokenSequence) -> bytes:
 
 def test_observed_ids_that_extend_the_parent_are_exact() -> None:
     """Without a rendering the engine's prompt decides; a changed one is a branch with its place."""
-    conversation = Conversation(None)
-    plan = conversation.observed(conversation.plan(START, TOOLS), b"[1, 2, 3]")
-    conversation.record(plan, 0, np.array([4, 5], np.int32), Message(Role.ASSISTANT, "Hi."))
+    tree = PrefixTree(None)
+    plan = tree.set_observed(tree.match(START, TOOLS), b"[1, 2, 3]")
+    tree.add(plan, 0, np.array([4, 5], np.int32), Message(Role.ASSISTANT, "Hi."))
     history = (*START, Message(Role.ASSISTANT, "Hi."), Message(Role.USER, "Go on."))
-    same = conversation.observed(conversation.plan(history, TOOLS), b"[1,2,3,4,5,6,7]")
-    assert (same.branch, same.reused, len(same.prompt)) == (None, 5, 7)
-    other = conversation.observed(conversation.plan(history, TOOLS), b"[1,2,3,9,5,6,7]")
+    same = tree.set_observed(tree.match(history, TOOLS), b"[1,2,3,4,5,6,7]")
+    assert (same.branch, same.reused, len(same.tokens)) == (None, 5, 7)
+    other = tree.set_observed(tree.match(history, TOOLS), b"[1,2,3,9,5,6,7]")
     assert (other.branch, other.reused) == (Branch.ENGINE_RERENDERED, 3)
-    assert raw(other.prompt) == b"[1,2,3,9,5,6,7]"
+    assert raw(other.tokens) == b"[1,2,3,9,5,6,7]"
 
 
 JSON = st.recursive(
@@ -242,7 +224,7 @@ JSON = st.recursive(
 @given(value=st.dictionaries(st.text(max_size=6), JSON, max_size=4), data=st.data())
 def test_any_json_round_trip_is_seen_through(value: dict[str, object], data: st.DataObject) -> None:
     """Whatever the arguments hold, re-serialising them does not fork the trace."""
-    conversation, _, _ = answered(json.dumps(value, ensure_ascii=False))
+    tree, _, _ = answered(json.dumps(value, ensure_ascii=False))
     keys = data.draw(st.permutations(sorted(value)))
     shuffled = json.dumps({key: value[key] for key in keys}, separators=(",", ":"))
-    assert conversation.plan(echo(shuffled), TOOLS).branch is None
+    assert tree.match(echo(shuffled), TOOLS).branch is None

@@ -1,0 +1,371 @@
+"""One sampled answer: read the engine, decode, fail over, record.
+
+The `Call` is on disk before anybody learns that the answer is over (I3). When a replica dies in the
+middle, the next one continues from the exact prompt and the ids sampled so far, and the client sees
+one unbroken answer. Sampled tokens are recorded whether the answer completes, breaks off or loses
+its client (I2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from tugline.chat.engines.base import NO_IDS, Delta, EngineRequest
+from tugline.chat.request import ChoiceMode, Request
+from tugline.chat.response import Piece, Response, Usage
+from tugline.chat.stream_parser import StreamParser
+from tugline.chat.templates.rendering import END
+from tugline.chat.tokens import TokenSequence
+from tugline.errors import ClientGone, EngineError, TuglineError
+from tugline.gateway.assembler import ToolCallAssembler, join_pieces
+from tugline.gateway.engine import EngineContext
+from tugline.gateway.policy import classify_call
+from tugline.gateway.prefix import Prompt
+from tugline.gateway.transcript import Transcript
+from tugline.recording.recorder import Sampled, replayed
+from tugline.recording.records import EventKind
+from tugline.types import (
+    Call,
+    CallOutcome,
+    Finish,
+    Ids,
+    Message,
+    Mode,
+    Role,
+    Sampling,
+    Timings,
+    TraceKind,
+)
+
+_NO_LIMIT = 1 << 30
+
+
+class Choice:
+    """One of the answers of a model call: its pieces so far and, in the end, an answer or error."""
+
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        prompt: Prompt,
+        sampling: Sampling,
+        transcript: Transcript,
+        engine: EngineContext,
+    ) -> None:
+        """`number` is the call's in its session."""
+        self.number, self.prompt = number, prompt
+        self.id = f"{transcript.session_id}-{number}"
+        self.pieces: list[Piece] = []
+        """Replay buffer: everything that clients are sent, from the beginning."""
+        self.answer: Response | None = None
+        self.error: TuglineError | None = None
+        self.sampled = Sampled()
+        self._request, self._sampling = request, sampling
+        self._transcript, self._engine = transcript, engine
+        self._nonce = secrets.token_hex(4)
+        self._forced = self._forced_ids()
+        self._resumed = NO_IDS
+        """Ids of an earlier call of which this one is the rest."""
+        self._decoder = self._make_decoder()
+        self._assembler = ToolCallAssembler(f"call_{number}_")
+        self._replicas: list[str] = []
+        self._replayed: Call | None = None
+        self._received = time.time()
+        self._sent_at: float | None = None
+        self._recorded = self._abandoned = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete, or failed."""
+        return self.answer is not None or self.error is not None
+
+    @property
+    def sampling_now(self) -> bool:
+        """Whether the engine has been asked and has not finished."""
+        return self._sent_at is not None and not self.done
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether it ended without a listener, so that the rest can still be sampled."""
+        return isinstance(self.error, ClientGone) and self._decoder is not None
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far, as clients see them; the prompt's is 0 while it is not known."""
+        count = len(self._resumed) + self.sampled.length + self.sampled.unreported_tokens
+        reasoning = self._decoder.reasoning_tokens if self._decoder is not None else 0
+        return Usage(len(self.prompt.tokens), count, self.prompt.reused, reasoning)
+
+    def resume(self, earlier: Choice) -> None:
+        """Continue an answer that broke off: its ids become context, its pieces are replayed."""
+        if self._decoder is not None:
+            self._resumed = np.concatenate((earlier._resumed, earlier.sampled.joined()[0]))
+            self.pieces = list(self._decoder.feed(self._resumed))
+            self.prompt = replace(self.prompt, parent=earlier.number, branch=None, added=())
+
+    async def stop_early(self) -> None:
+        """Ask the engine to end the answer where it is; clients see it as truncated."""
+        if self._replicas:
+            attempt = len(self._replicas) - 1
+            await self._engine.upstream.abort(self._request_id(attempt), self._replicas[-1])
+
+    async def drain(self) -> None:
+        """Ask the engine for its part of an unstreamed answer that nobody waits for any more."""
+        if self._request.stream or self.done:
+            return
+        self._abandoned = True
+        replica = self._engine.upstream.choose(self._transcript.session_id)
+        await self._engine.upstream.abort(self._request_id(len(self._replicas)), replica.url)
+
+    # ----------------------------------------------------------------------- sampling
+    async def sample(self) -> AsyncGenerator[Sequence[Piece]]:
+        """Sample to the end; yields new pieces, and nothing new where only state changed.
+
+        Cancelling records what was sampled as `CallOutcome.CLIENT_GONE`.
+        """
+        try:
+            await self._engine.wait_until_resumed()
+            async with contextlib.aclosing(self._sample()) as batches:
+                async for pieces in batches:
+                    yield pieces
+            if self._abandoned:
+                await self._break_off()
+            else:
+                yield await self._finish(CallOutcome.COMPLETE)
+        except asyncio.CancelledError:
+            await self._break_off()
+        except EngineError as error:
+            if self._counted:
+                yield await self._finish(CallOutcome.ENGINE_LOST)
+            else:
+                self.error = error
+        except TuglineError as error:
+            self.error = error
+        finally:
+            self._request = msgspec.structs.replace(self._request, body=b"")
+
+    async def _sample(self) -> AsyncGenerator[Sequence[Piece]]:
+        """Read the engine, failing over to another replica a bounded number of times."""
+        settings, avoid = self._engine.settings, list[str]()
+        for fault in range(settings.failovers + 1):
+            self._sent_at = self._sent_at or time.time()
+            self.sampled.reply_start = self.sampled.length
+            deltas = self._engine.upstream.sample(
+                self._engine_request(), self._transcript.session_id, self._replicas, avoid
+            )
+            try:
+                async with contextlib.aclosing(deltas):
+                    async for delta in deltas:
+                        yield self._take(delta)
+                        if self._decoder is not None and self._decoder.matched_stop is not None:
+                            self._cut_at_stop(self._decoder)
+                            return
+            except EngineError:
+                self._note_fault()
+                resumable = self._decoder is not None and self.sampled.length
+                if not resumable or fault == settings.failovers:
+                    raise
+                avoid = self._replicas[-1:]
+                await asyncio.sleep(settings.backoff_s * fault)
+            else:
+                return
+            if self._remaining_tokens() < 1:
+                self.sampled.finish = Finish.LENGTH
+                return
+
+    def _engine_request(self) -> EngineRequest:
+        request, engine, rendering = self._request, self._engine, self._engine.rendering
+        request_id = self._request_id(len(self._replicas))
+        if rendering is None:
+            return EngineRequest(
+                model=engine.card.id,
+                request_id=request_id,
+                stream=request.stream,
+                sampling=self._sampling,
+                constraint=request.constraint,
+                messages=request.messages,
+                tools=request.tools,
+                tool_choice=request.tool_choice,
+                parallel=request.parallel,
+                request=request,
+            )
+        markers, stops = rendering.markers, rendering.stop_ids
+        one_call = not request.parallel and markers.call_end >= 0
+        context = self._context()
+        if self.sampled.length:
+            context = context.extend(self.sampled.joined()[0])
+        return EngineRequest(
+            model=engine.card.id,
+            request_id=request_id,
+            stream=request.stream,
+            sampling=msgspec.structs.replace(self._sampling, max_tokens=self._remaining_tokens()),
+            constraint=request.constraint,
+            prompt=context,
+            stop_ids=(*stops, markers.call_end) if one_call else stops,
+            banned=(markers.call,) if self._tools_banned and markers.call >= 0 else (),
+            request=request,
+        )
+
+    def _take(self, delta: Delta) -> list[Piece]:
+        """Add what the engine sent; returns the pieces that it completes."""
+        if delta.prompt is not None and not len(self.prompt.tokens):
+            self.prompt = self._transcript.turns.set_observed(self.prompt, delta.prompt)
+        sampled = self.sampled
+        version = self._engine.version if delta.version is None else delta.version
+        sampled.add(delta.ids, delta.logprobs, version)
+        if delta.spans:
+            sampled.reversion(delta.spans)
+        sampled.finish = delta.finish or sampled.finish
+        sampled.stop = delta.stop or sampled.stop
+        sampled.unreported_tokens += delta.unreported_tokens
+        self._replayed = delta.replayed or self._replayed
+        if self._decoder is not None:
+            pieces = self._decoder.feed(delta.ids)
+        else:
+            pieces = self._assembler.feed(delta)
+        self.pieces += pieces
+        return pieces
+
+    def _cut_at_stop(self, decoder: StreamParser) -> None:
+        """Drop what was sampled after a complete stop string."""
+        self.sampled.cut(max(0, decoder.length - len(self._resumed)))
+        self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.matched_stop
+
+    # ----------------------------------------------------------------------- the end
+    async def _finish(self, outcome: CallOutcome) -> list[Piece]:
+        """Record the call, then publish the answer; returns its last pieces."""
+        if self._decoder is not None:
+            pieces, message = self._decoder.finish()
+            if self._decoder.matched_stop is not None:
+                self._cut_at_stop(self._decoder)
+        else:
+            pieces = self._assembler.finish()
+            message = join_pieces(self.pieces + pieces) or Message(Role.ASSISTANT)
+        ids = await self._record(outcome, message)
+        if self._kind() is not TraceKind.SIDE:
+            whole = np.concatenate((*self._given, ids))
+            self._transcript.turns.add(self.prompt, self.number, whole, message)
+        finish = self.sampled.finish if outcome is CallOutcome.COMPLETE else Finish.LENGTH
+        self.answer = Response(
+            id=self.id,
+            model=self._request.model or self._engine.card.id,
+            created=int(self._received),
+            message=message,
+            finish=finish or Finish.LENGTH,
+            usage=self.usage,
+            stop=self.sampled.stop,
+        )
+        self.pieces += pieces
+        return pieces
+
+    async def _break_off(self) -> None:
+        """Record what there is of an answer that nobody waits for."""
+        if not self._recorded:
+            await self._record(CallOutcome.CLIENT_GONE, join_pieces(self.pieces))
+        if self.answer is None:
+            self.error = ClientGone("the client hung up before the answer was complete")
+
+    async def _record(self, outcome: CallOutcome, message: Message | None) -> Ids:
+        """Append the call to the recording; returns its sampled ids."""
+        engine, request, sampled = self._engine, self._request, self.sampled
+        ids, logprobs = sampled.joined()
+        call = Call(
+            session=self._transcript.session_id,
+            number=self.number,
+            parent=self.prompt.parent,
+            branch=self.prompt.branch,
+            echo_changes=self.prompt.echo_changes,
+            kind=self._kind(),
+            thread=request.thread.id,
+            parent_thread=request.thread.parent,
+            dialect=request.dialect,
+            mode=engine.mode if sampled.length or not sampled.unreported_tokens else Mode.TEXT,
+            logprob_meaning=engine.upstream.wire.logprob_meaning,
+            thinking_retention=engine.rendering.thinking_retention if engine.rendering else "",
+            messages=self.prompt.added,
+            answer=message,
+            tools=request.tools,
+            sampling=self._sampling,
+            requested=request.sampling,
+            constrained=self._tools_banned or request.constraint is not None,
+            prompt_ids=self._context().to_array(),
+            sampled_ids=ids,
+            logprobs=logprobs,
+            unreported_tokens=sampled.unreported_tokens,
+            versions=tuple(sampled.versions),
+            finish=sampled.finish or Finish.ABORT,
+            stop=sampled.stop,
+            outcome=outcome,
+            engine=engine.upstream.wire.name,
+            replicas=tuple(self._replicas),
+            timings=Timings(self._received, self._sent_at, sampled.first_at, sampled.last_at),
+            request=request.body,
+        )
+        self._recorded = True
+        call = call if self._replayed is None else replayed(call, self._replayed)
+        await self._transcript.append(call)
+        return ids
+
+    def _kind(self) -> TraceKind:
+        return classify_call(self._request, declares_tools=self._transcript.declares_tools)
+
+    def _note_fault(self) -> None:
+        if self._replicas and self._counted:
+            detail = f"{self._replicas[-1]} after {self._counted} tokens"
+            self._transcript.note(EventKind.ENGINE_FAULT, detail, call=self.number)
+
+    # ----------------------------------------------------------------------- the context
+    @property
+    def _counted(self) -> int:
+        """Tokens sampled so far, with or without ids."""
+        return self.sampled.length + self.sampled.unreported_tokens
+
+    @property
+    def _tools_banned(self) -> bool:
+        return self._request.tool_choice.mode is ChoiceMode.NONE and bool(self._request.tools)
+
+    @property
+    def _given(self) -> list[Ids]:
+        """Ids of the answer that are not sampled here: forced ones, and an earlier beginning."""
+        return [ids for ids in (self._forced, self._resumed) if ids is not None and len(ids)]
+
+    def _forced_ids(self) -> Ids | None:
+        """Ids that make the answer begin with a tool call; they are context, not sampled."""
+        choice = self._request.tool_choice
+        if self._engine.rendering is None or choice.mode in {ChoiceMode.AUTO, ChoiceMode.NONE}:
+            return None
+        return self._engine.rendering.force_tool_call(choice)
+
+    def _make_decoder(self) -> StreamParser | None:
+        """The decoder of exact mode; in the other modes the engine sends text."""
+        if self._engine.rendering is None:
+            return None
+        return StreamParser(
+            self._engine.rendering,
+            self.prompt.tokens.tail(END),
+            f"{self.number}",
+            stops=self._sampling.stop,
+            forced=self._forced,
+            tools=self._request.tools,
+        )
+
+    def _context(self) -> TokenSequence:
+        given, tokens = self._given, self.prompt.tokens
+        return tokens.extend(np.concatenate(given)) if given else tokens
+
+    def _remaining_tokens(self) -> int:
+        limit = self._sampling.max_tokens
+        return (_NO_LIMIT if limit is None else limit) - self.sampled.length
+
+    def _request_id(self, attempt: int) -> str:
+        """A fresh id for each attempt: SGLang ends a lost request by its id two seconds late."""
+        suffix = f"-r{attempt}" if attempt else ""
+        return f"{self._nonce}-{self.id}{suffix}"

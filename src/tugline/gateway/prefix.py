@@ -1,0 +1,276 @@
+"""Find the recorded turn that a request extends, and the exact ids of its prompt (I1).
+
+A session is a tree of turns. A turn is found by a chain of digests over its messages (`canonical`),
+so harmless rewritings do not matter. The deepest turn whose digest matches is the parent, and the
+prompt is the parent's exact ids plus the rendered new messages. Anything else is a branch with its
+reason (`turns`).
+
+The cost is proportional to what is new (I7): messages that are the same objects as in an earlier
+request of the session are not digested again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from tugline.chat.templates.rendering import END, Rendering
+from tugline.chat.tokens import TokenSequence
+from tugline.errors import Unsupported
+from tugline.gateway.canonical import (
+    MessageDigest,
+    call_positions,
+    chain_digest,
+    compare_echo,
+    digest_message,
+    digest_tools,
+)
+from tugline.gateway.turns import (
+    Conversation,
+    Turn,
+    nearest_by_meaning,
+    nearest_by_tokens,
+    repeats_sibling,
+)
+from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool
+
+_EMPTY = TokenSequence(np.empty(0, np.int32))
+_REMEMBERED = 4
+"""Requests whose digests are kept: one for each thread that takes turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The ids that a request is answered from, and its place in the session's tree."""
+
+    tokens: TokenSequence
+    """Empty in observed mode until the engine reports its prompt."""
+    turn: Turn | None = None
+    """The turn whose conversation it extends; None on a branch."""
+    parent: int | None
+    branch: Branch | None
+    echo_changes: tuple[EchoChange, ...] = ()
+    added: tuple[Message, ...]
+    """Messages that are new with respect to the parent; all of them on a branch."""
+    digests: tuple[MessageDigest, ...]
+    """Of the messages in `added`."""
+    reused: int
+    """Leading ids that are the parent's own."""
+    digest: bytes
+    """Of the whole conversation."""
+    tools: bytes
+    thread: str | None = None
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Digests of one request: ``chain[k]`` covers its first `k` messages."""
+
+    tools: bytes
+    messages: Sequence[Message] = ()
+    digests: list[MessageDigest] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
+
+
+class PrefixTree:
+    """The turns of one session."""
+
+    def __init__(self, rendering: Rendering | None) -> None:
+        """`rendering` is None in observed mode, where the engine renders the prompts."""
+        self._rendering = rendering
+        self._by_digest: dict[bytes, list[Turn]] = {}
+        self._turns: list[Turn] = []
+        self._children: dict[int, list[Turn]] = {}
+        """Turns by the number of the call that they extend."""
+        self._chains: list[_Chain] = []
+        self._tools: list[tuple[Sequence[Tool], bytes]] = []
+
+    def match(
+        self, messages: Sequence[Message], tools: Sequence[Tool], thread: str | None = None
+    ) -> Prompt:
+        """Find the parent turn and, in exact mode, the prompt's ids. Raises `RequestError`."""
+        chain = self._digest_request(messages, self._digest_tools(tools))
+        found = self._find_deepest(chain)
+        if found is None:
+            return self._branch(chain, tools, thread)
+        depth, turn = found
+        tail = tuple(messages[depth:])
+        if not tail or any(message.role is Role.ASSISTANT for message in tail):
+            return self._branch(chain, tools, thread)
+        tokens = self._extend(turn, tail, tools)
+        if tokens is None:
+            return self._branch(chain, tools, thread, Branch.RENDERER_REFUSED)
+        siblings = self._children.get(turn.number, ())
+        deleted = repeats_sibling(siblings, turn, chain.digests[depth:])
+        start = 0 if deleted else depth
+        return Prompt(
+            tokens=tokens,
+            turn=turn,
+            parent=turn.number,
+            branch=Branch.TURN_DELETED if deleted else None,
+            echo_changes=compare_echo(turn.answer, messages[depth - 1]),
+            added=tuple(messages[start:]),
+            digests=tuple(chain.digests[start:]),
+            reused=len(turn.tokens),
+            digest=chain.chain[-1],
+            tools=chain.tools,
+            thread=thread,
+        )
+
+    def set_observed(self, prompt: Prompt, raw: bytes) -> Prompt:
+        """Return `prompt` with the ids that the engine reports, a JSON array.
+
+        Digits that extend the parent's are compared as bytes; only the rest is decoded.
+        """
+        inner = raw.strip()[1:-1]
+        if prompt.turn is None or prompt.branch is not None:
+            ids = _decode_ids(inner)
+            shared, near = nearest_by_tokens(self._turns, ids)
+            tokens = (
+                TokenSequence(ids)
+                if near is None
+                else near.tokens.truncate(shared).extend(ids[shared:])
+            )
+            return replace(prompt, tokens=tokens, reused=shared)
+        parent = prompt.turn.tokens
+        known = parent.to_json()
+        if inner.startswith(known + b","):
+            rest = inner[len(known) + 1 :]
+            tokens = parent.extend(_decode_ids(rest), rest)
+            return replace(prompt, tokens=tokens, reused=len(parent))
+        ids = _decode_ids(inner)
+        shared = parent.shared_prefix(ids)
+        tokens = parent.truncate(shared).extend(ids[shared:])
+        branch = None if shared == len(parent) else Branch.ENGINE_RERENDERED
+        return replace(prompt, tokens=tokens, reused=shared, branch=branch)
+
+    def add(self, prompt: Prompt, number: int, sampled: Ids, answer: Message) -> None:
+        """Make an answered call a turn that later requests can extend."""
+        turn = Turn(
+            number=number,
+            tokens=prompt.tokens.extend(sampled),
+            prompt_length=len(prompt.tokens),
+            answer=answer,
+            digests=prompt.digests,
+            parent=prompt.turn if prompt.branch is None else None,
+            tools=prompt.tools,
+            thread=prompt.thread,
+        )
+        digest = chain_digest(prompt.digest, digest_message(answer, {}))
+        self._by_digest.setdefault(digest, []).append(turn)
+        self._turns.append(turn)
+        if turn.parent is not None:
+            self._children.setdefault(turn.parent.number, []).append(turn)
+
+    def is_extended(self, number: int) -> bool:
+        """Whether a later turn extends the call `number`."""
+        return number in self._children
+
+    # ----------------------------------------------------------------------- digests
+    def _digest_tools(self, tools: Sequence[Tool]) -> bytes:
+        for known, digest in self._tools:
+            if known is tools:
+                return digest
+        digest = digest_tools(tools)
+        self._tools = [(tools, digest), *self._tools][:_REMEMBERED]
+        return digest
+
+    def _digest_request(self, messages: Sequence[Message], tools: bytes) -> _Chain:
+        """Digest a request, starting from the known one with the longest common front."""
+        best, shared = _Chain(tools), 0
+        for known in self._chains:
+            if known.tools == tools:
+                length = _identical_length(known.messages, messages)
+                if length > shared:
+                    best, shared = known, length
+        digests = best.digests[:shared]
+        chain = best.chain[: shared + 1] or [tools]
+        answers = (m for m in reversed(messages[:shared]) if m.tool_calls)
+        positions = next(map(call_positions, answers), {})
+        for message in messages[shared:]:
+            digests.append(digest_message(message, positions))
+            chain.append(chain_digest(chain[-1], digests[-1]))
+            if message.tool_calls:
+                positions = call_positions(message)
+        made = _Chain(tools, messages, digests, chain)
+        extended = best if shared == len(best.messages) else None
+        others = [known for known in self._chains if known is not extended]
+        self._chains = [made, *others][:_REMEMBERED]
+        return made
+
+    def _find_deepest(self, chain: _Chain) -> tuple[int, Turn] | None:
+        for depth in range(len(chain.messages), 0, -1):
+            message = chain.messages[depth - 1]
+            if message.role is Role.ASSISTANT:
+                turns = self._by_digest.get(chain.chain[depth])
+                if turns:
+                    return depth, _select_by_call_ids(turns, message)
+        return None
+
+    # ----------------------------------------------------------------------- prompts
+    def _extend(
+        self, turn: Turn, tail: Sequence[Message], tools: Sequence[Tool]
+    ) -> TokenSequence | None:
+        """The turn's exact ids and the rendered tail; None if the template cannot do that."""
+        if self._rendering is None:
+            return _EMPTY
+        sampled = turn.tokens.tail(len(turn.tokens) - turn.prompt_length)
+        end = turn.tokens.truncate(turn.prompt_length).tail(END)
+        more = self._rendering.render_extension(end, sampled, tail, tools)
+        return None if more is None else turn.tokens.extend(more)
+
+    def _branch(
+        self, chain: _Chain, tools: Sequence[Tool], thread: str | None, reason: Branch | None = None
+    ) -> Prompt:
+        """Render the whole conversation; the parent is the turn with the most ids in common."""
+        messages = chain.messages
+        if messages[-1].role is Role.ASSISTANT:
+            msg = (
+                f"messages[{len(messages) - 1}] is the assistant's: continuing an answer that the "
+                "model did not give cannot be honoured; end with a user or tool message"
+            )
+            raise Unsupported(msg, param="messages")
+        tokens, shared, near = _EMPTY, 0, None
+        if self._rendering is not None:
+            ids = self._rendering.render(messages, tools)
+            tokens = TokenSequence(ids)
+            shared, near = nearest_by_tokens(self._turns, ids)
+            if near is not None and shared:
+                tokens = near.tokens.truncate(shared).extend(ids[shared:])
+        request = Conversation(messages, chain.digests, chain.tools, thread)
+        alike, why = nearest_by_meaning(self._turns, request)
+        reason, near = reason or why, near or alike
+        return Prompt(
+            tokens=tokens,
+            parent=near.number if near is not None and reason is not None else None,
+            branch=reason,
+            added=tuple(messages),
+            digests=tuple(chain.digests),
+            reused=shared,
+            digest=chain.chain[-1],
+            tools=chain.tools,
+            thread=thread,
+        )
+
+
+def _identical_length(known: Sequence[Message], messages: Sequence[Message]) -> int:
+    for index, (old, new) in enumerate(zip(known, messages, strict=False)):
+        if old is not new:
+            return index
+    return min(len(known), len(messages))
+
+
+def _select_by_call_ids(turns: Sequence[Turn], echoed: Message) -> Turn:
+    """Of answers with one meaning, the one whose call ids are echoed; else the latest."""
+    ids = [call.id for call in echoed.tool_calls]
+    for turn in reversed(turns):
+        if ids and [call.id for call in turn.answer.tool_calls] == ids:
+            return turn
+    return turns[-1]
+
+
+def _decode_ids(inner: bytes) -> Ids:
+    return np.asarray(msgspec.json.decode(b"[" + inner + b"]", type=list[int]), np.int32)

@@ -1,0 +1,291 @@
+"""Live sessions and the secrets that open them (I6).
+
+A secret is handed out once, kept only as a digest, compared in constant time, opens the model
+calls of one session and nothing else, and is dead when the session closes. Budgets are checked
+before anything is sampled, so a refused call costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tugline import log
+from tugline.chat.dialects.base import ParseCache
+from tugline.chat.request import Request
+from tugline.errors import (
+    BudgetExhausted,
+    CaptureError,
+    ContextOverflow,
+    EngineError,
+    RequestError,
+    TuglineError,
+    Unauthorized,
+    Unsupported,
+    UsageError,
+)
+from tugline.gateway.choice import Choice
+from tugline.gateway.completion import Completion
+from tugline.gateway.engine import EngineContext
+from tugline.gateway.policy import resolve_sampling
+from tugline.gateway.prefix import Prompt
+from tugline.gateway.transcript import Transcript
+from tugline.recording.file import Writer
+from tugline.recording.records import EventKind
+from tugline.types import Limits, Policy, Sampling
+
+_log = log.get("gateway.session")
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPolicy:
+    """Sampling policy and limits of a session."""
+
+    contract: Sampling
+    policy: Policy
+    limits: Limits
+    spent_status: int = 400
+    """HTTP status of a spent budget: the one on which this harness stops cleanly."""
+
+
+class LiveSession:
+    """The state of one session while it takes model calls."""
+
+    def __init__(
+        self,
+        session_id: str,
+        policy: SessionPolicy,
+        transcript: Transcript,
+        engine: EngineContext,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`clock` measures the budget of time."""
+        self.id = session_id
+        self.secret_digest = b""
+        self.transcript = transcript
+        self.parse_cache = ParseCache()
+        self.log_context = log.bound()
+        """Ids that its log events carry: those of whoever opened it."""
+        self.running: set[Completion] = set()
+        self._policy, self._engine, self._clock = policy, engine, clock
+        self._opened = clock()
+        self._calls = 0
+        self._recent = deque[Completion](maxlen=engine.settings.recent_calls)
+        self._overflow: ContextOverflow | None = None
+
+    @property
+    def tokens_left(self) -> int | None:
+        """What may still be sampled; None without a limit."""
+        limit = self._policy.limits.max_sampled_tokens
+        return None if limit is None else limit - self.transcript.sampled_tokens
+
+    @property
+    def last_error(self) -> TuglineError | None:
+        """How its last call ended; the overflow if nothing was ever sampled."""
+        return self._recent[-1].error if self._recent else self._overflow
+
+    # ----------------------------------------------------------------------- one call
+    def count_tokens(self, request: Request) -> int:
+        """Length of a request's prompt. Raises `RequestError`."""
+        self._engine.check_request(request)
+        if self._engine.rendering is None:
+            msg = "tokens cannot be counted here: the engine renders the prompts"
+            raise Unsupported(msg)
+        return len(self.transcript.turns.match(request.messages, request.tools).tokens)
+
+    def prepare(self, request: Request) -> Prompt:
+        """Make the prompt of a request. Raises `RequestError` before anything is sampled."""
+        self._engine.check_request(request)
+        self._engine.check_tool_choice(request)
+        self.transcript.declares_tools = self.transcript.declares_tools or bool(request.tools)
+        return self.transcript.turns.match(request.messages, request.tools, request.thread.id)
+
+    async def complete(self, request: Request, prompt: Prompt, *, retry: bool) -> Completion:
+        """Start sampling, or return the completion that this request repeats.
+
+        `retry` is whether the client says that it asks again. Raises `RequestError`.
+        """
+        key = _request_key(request, prompt)
+        earlier = self._find_repeated(key, stream=request.stream, retry=retry)
+        if earlier is not None and earlier.abandoned:  # soon recorded, and then it can be resumed
+            await earlier.wait_recorded()
+            earlier = self._find_repeated(key, stream=request.stream, retry=retry)
+        if earlier is not None and not earlier.broke_off:
+            self.transcript.note(EventKind.REPEATED, call=earlier.choices[0].number)
+            return earlier
+        choices = self._make_choices(request, prompt)
+        if earlier is not None:
+            choices[0].resume(earlier.choices[0])
+        completion = Completion(key, choices, self._engine.settings, stream=request.stream)
+        self.running.add(completion)
+        completion.task.add_done_callback(lambda _task: self.running.discard(completion))
+        self._recent.append(completion)
+        return completion
+
+    def _make_choices(self, request: Request, prompt: Prompt) -> list[Choice]:
+        try:
+            window = self._engine.remaining_window(len(prompt.tokens))
+        except ContextOverflow as error:
+            self._overflow = error
+            raise
+        choices: list[Choice] = []
+        limits, terms = (window, self.tokens_left), self._policy
+        for number in self._admit(request.n):
+            sampling = resolve_sampling(
+                request.sampling, terms.contract, terms.policy, limits, number
+            )
+            choices.append(Choice(number, request, prompt, sampling, self.transcript, self._engine))
+            request = msgspec.structs.replace(request, body=b"")  # is recorded once
+        return choices
+
+    def _find_repeated(self, key: bytes, *, stream: bool, retry: bool) -> Completion | None:
+        """The call that a request repeats, rather than asking for another sample.
+
+        The same request is a repetition if its client says so, if nobody received the first
+        answer, or if a streaming client now asks without a stream. Two clients that wait at the
+        same time want two samples, and so does one that asks again after it got its answer.
+        """
+        turns = self.transcript.turns
+        for old in reversed(self._recent):
+            failed = old.error is not None and not old.broke_off
+            if old.key != key or failed or any(turns.is_extended(c.number) for c in old.choices):
+                continue
+            if retry or old.undelivered or (old.stream and not stream):
+                return old
+        return None
+
+    def _admit(self, count: int) -> range:
+        """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
+        limits, spent = self._policy.limits, ""
+        if not self._calls:  # a prewarmed session may have waited until now
+            self._opened = self._clock()
+        if limits.max_turns is not None and self._calls + count > limits.max_turns:
+            spent = f"{limits.max_turns} model calls"
+        elif self.tokens_left is not None and self.tokens_left < 1:
+            spent = f"{limits.max_sampled_tokens} sampled tokens"
+        elif limits.calls_s is not None and self._clock() - self._opened > limits.calls_s:
+            spent = f"{limits.calls_s:g} seconds"
+        if spent:
+            msg = f"the session has used its {spent}; this is the end of its budget"
+            raise BudgetExhausted(msg, status=self._policy.spent_status)
+        first, self._calls = self._calls, self._calls + count
+        return range(first, self._calls)
+
+    # ----------------------------------------------------------------------- the recording
+    def note_refusal(self, error: TuglineError, status: int) -> None:
+        """Record that a request was answered by an error, without any of its content."""
+        if isinstance(error, RequestError | EngineError):
+            field = error.param if isinstance(error, RequestError) else None
+            detail = f"{status} {type(error).__name__} {field or ''}"
+            self.transcript.note(EventKind.REFUSED, detail.rstrip())
+
+    async def close(self) -> None:
+        """Cancel what is being sampled, and close the recording."""
+        for completion in list(self.running):
+            completion.cancel()
+            await completion.wait_recorded()
+        await self.transcript.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    path: Path
+    error: TuglineError | None
+
+
+class Sessions:
+    """All live sessions by id and by the digest of their secret, and the last closed ones."""
+
+    def __init__(self, keep_closed: int) -> None:
+        self._live: dict[str, LiveSession] = {}
+        self._by_secret: dict[bytes, LiveSession] = {}
+        self._closed: dict[str, _Closed] = {}
+        self._keep_closed = keep_closed
+
+    def __iter__(self) -> Iterator[LiveSession]:
+        return iter(list(self._live.values()))
+
+    def open(self, live: LiveSession) -> str:
+        """Take a session's calls; returns its secret, which is not kept."""
+        if live.id in self._live:
+            msg = f"session {live.id!r} is live already"
+            raise UsageError(msg)
+        secret = f"tl-{secrets.token_urlsafe(24)}"
+        live.secret_digest = _digest(secret)
+        self._live[live.id] = self._by_secret[live.secret_digest] = live
+        return secret
+
+    async def close(self, live: LiveSession) -> None:
+        """End a session: its secret opens nothing more, its open calls are aborted."""
+        self._live.pop(live.id, None)
+        self._by_secret.pop(live.secret_digest, None)
+        await live.close()
+        self._closed.pop(live.id, None)
+        self._closed[live.id] = _Closed(live.transcript.writer.path, live.last_error)
+        if len(self._closed) > self._keep_closed:
+            del self._closed[next(iter(self._closed))]
+
+    def find(self, secret: str | None, session_id: str | None) -> LiveSession:
+        """The session that `secret` opens. Raises `Unauthorized`."""
+        digest = _digest(secret or "")
+        live = self._by_secret.get(digest)
+        wrong = live is None or not hmac.compare_digest(live.secret_digest, digest)
+        if live is None or wrong or (session_id is not None and session_id != live.id):
+            msg = "the key opens no live session; use the key that was given to this session"
+            raise Unauthorized(msg)
+        return live
+
+    def path(self, session_id: str) -> Path:
+        """The recording of a live or recently closed session. Raises `KeyError`."""
+        live = self._live.get(session_id)
+        return live.transcript.writer.path if live else self._closed[session_id].path
+
+    def last_error(self, session_id: str) -> TuglineError | None:
+        """How the last call of a session ended; None for an unknown session."""
+        if live := self._live.get(session_id):
+            return live.last_error
+        closed = self._closed.get(session_id)
+        return closed.error if closed else None
+
+    def note(self, kind: EventKind, detail: str) -> None:
+        """Record an event in every live session."""
+        for live in self:
+            live.transcript.note(kind, detail)
+
+    async def flush(self) -> None:
+        """Make what was written safe from a loss of power."""
+        dirty = [live.transcript.writer for live in self if live.transcript.writer.dirty]
+        if dirty:
+            await asyncio.to_thread(_flush, dirty)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def _request_key(request: Request, prompt: Prompt) -> bytes:
+    """Digest of a request's meaning and settings, equal for its repetitions."""
+    asked = (request.sampling, request.n, request.tool_choice, request.constraint, request.thread)
+    return hashlib.blake2b(
+        msgspec.msgpack.encode(asked), key=prompt.digest, digest_size=16
+    ).digest()
+
+
+def _flush(writers: Sequence[Writer]) -> None:
+    for writer in writers:
+        try:
+            writer.flush()
+        except CaptureError as error:  # the session's next call reports it to its harness
+            _log.error("flush failed", path=str(writer.path), error=str(error))

@@ -1,0 +1,31 @@
+"""Server-sent events: encode one, and read the payloads of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable
+
+DONE = b"[DONE]"
+"""Payload with which OpenAI-compatible servers end a stream."""
+
+
+def encode_event(data: bytes, event: str = "", event_id: int | None = None) -> bytes:
+    """One event whose `data` has no line breaks."""
+    head = b"" if event_id is None else b"id: %d\n" % event_id
+    if event:
+        head += b"event: " + event.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+async def read_payloads(chunks: AsyncIterable[bytes]) -> AsyncGenerator[list[bytes]]:
+    """Payloads of the events in a stream without `DONE`, all that one chunk completes together."""
+    rest = b""
+    async for chunk in chunks:
+        lines = (rest + chunk).split(b"\n") if rest else chunk.split(b"\n")
+        rest = lines.pop()
+        payloads = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        if payloads and payloads[-1] == DONE:
+            payloads.pop()
+        if payloads:
+            yield payloads
+    if rest.startswith(b"data:") and rest[5:].strip() != DONE:
+        yield [rest[5:].strip()]

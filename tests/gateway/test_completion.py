@@ -1,0 +1,296 @@
+"""An answer survives its engine, its client and its weights, and is sampled once (I2, I3)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rig import ASK, cut_once, ids, in_turn, rig, says, text_of, until
+from tugline.errors import EngineError
+from tugline.gateway.settings import Settings
+from tugline.testing.scripted_engine import Reply
+from tugline.types import Branch, Call, CallOutcome, Finish, VersionSpan
+
+LONG = " ".join(f"word{i}" for i in range(24))
+QUICK = Settings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
+
+
+# --------------------------------------------------------------------------- lost engines
+async def test_an_answer_continues_on_another_replica(tmp_path: Path) -> None:
+    """Both replicas cut the connection in the middle; the client reads one unbroken stream."""
+    async with rig(tmp_path, cut_once(LONG, 40), cut_once(LONG, 50), tuning=QUICK) as it:
+        text = text_of(await it.read())
+        call = it.calls[0]
+    assert text == LONG
+    assert call.sampled_ids.tolist() == ids(LONG)
+    assert (call.outcome, call.finish, call.branch) == (CallOutcome.COMPLETE, Finish.STOP, None)
+    assert len(call.replicas) == 3
+    assert call.replicas[0] == call.replicas[2] != call.replicas[1]
+
+
+async def test_a_version_that_changes_with_the_replica_is_a_span_of_its_own(tmp_path: Path) -> None:
+    """Tokens carry the version of the replica that sampled them."""
+    cut = says(LONG, cut_after=40)
+    async with rig(tmp_path, cut, cut, tuning=QUICK) as it:
+        it.engines[0].version, it.engines[1].version = 3, 4
+        await it.read()
+        call = it.calls[0]
+    assert [span.version for span in call.versions[:2]] in ([3, 4], [4, 3])
+    assert call.versions[0] == VersionSpan(call.versions[0].version, 0, 40)
+
+
+async def test_without_a_replica_left_the_answer_ends_as_truncated(tmp_path: Path) -> None:
+    """The reply is a whole answer in the dialect's terms; what was sampled is trained."""
+    text = " ".join(f"w{i}" for i in range(40))
+
+    def cut(prompt: Any, request: str) -> Any:
+        reply = says(text, cut_after=60)(prompt, request)
+        return reply if request.endswith("-0") else says(text, status=500)(prompt, request)
+
+    async with rig(tmp_path, cut, tuning=replace(QUICK, failovers=1)) as it:
+        stream = await it.read()
+        call = it.calls[0]
+    assert '"stop_reason":"max_tokens"' in stream
+    assert stream.rstrip().endswith('{"type":"message_stop"}')
+    assert call.outcome is CallOutcome.ENGINE_LOST
+    assert call.sampled_ids.tolist() == ids(text)[:60]
+
+
+async def test_a_fault_before_the_first_token_is_retried_on_another_replica(tmp_path: Path) -> None:
+    """Whichever replica the session sticks to, the refused call is answered."""
+    async with rig(tmp_path, says("a", status=500), says("Done."), tuning=QUICK) as it:
+        for _ in range(3):
+            reply = await it.ask()
+            assert reply["content"] == [{"type": "text", "text": "Done."}]
+
+
+async def test_a_single_replica_is_tried_again(tmp_path: Path) -> None:
+    """A few refusals before the first token are invisible; more are an engine failure."""
+    faults: list[int | None] = [503, 503, None]
+
+    def reply(prompt: Any, request: str) -> Reply:
+        status = faults.pop(0) if faults else 503
+        fault = Reply([0], status=status, retry_after_s=0.01)
+        return fault if status else says("Hi.")(prompt, request)
+
+    async with rig(tmp_path, reply, tuning=QUICK) as it:
+        assert (await it.ask())["content"] == [{"type": "text", "text": "Hi."}]
+        assert it.gateway.engine_failure("s1") is None
+        assert (await it.ask())["status"] == 529
+        assert len(it.calls) == 1
+        failure = it.gateway.engine_failure("s1")
+    assert failure is not None
+    assert failure.boundary == "engine"
+
+
+async def test_a_failing_replica_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    """After consecutive faults it is not asked again until it answers a probe."""
+    tuning = replace(QUICK, probe_every_s=0.5)
+    async with rig(tmp_path, says("a", status=500), says("Done."), tuning=tuning) as it:
+        replica = it.upstream.replicas[0]
+        for _ in range(2):
+            replica.count_fault()
+        assert replica.ejected
+        for _ in range(4):
+            await it.ask()
+        assert not it.engines[0].calls
+        await until(lambda: not replica.ejected)
+
+
+async def test_calls_of_a_session_stick_to_one_replica(tmp_path: Path) -> None:
+    """The KV cache of a conversation stays useful."""
+    async with rig(tmp_path, says("Hi."), says("Hi."), says("Hi.")) as it:
+        for _ in range(6):
+            await it.ask()
+        assert sorted(len(engine.calls) for engine in it.engines) == [0, 0, 6]
+
+
+# --------------------------------------------------------------------------- clients that leave
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_hanging_up_ends_the_engines_work_and_keeps_what_was_sampled(
+    tmp_path: Path,
+    stream: bool,  # noqa: FBT001
+) -> None:
+    """No request runs any more, and the call is on disk; an unstreamed part is drained first."""
+    async with rig(tmp_path, says(LONG, delay_s=0.02), tuning=QUICK) as it:
+        asking = asyncio.create_task(it.read() if stream else it.ask())
+        await until(lambda: it.sampled > 5)
+        asking.cancel()
+        await until(lambda: not it.running)
+        await until(lambda: it.calls)
+        (call,) = it.calls
+    assert call.outcome is CallOutcome.CLIENT_GONE
+    assert 0 < len(call.sampled_ids) < len(ids(LONG))
+
+
+async def test_two_hundred_clients_that_die_leave_nothing_running(tmp_path: Path) -> None:
+    """Killing many clients in the middle of their streams frees the engine."""
+    async with rig(tmp_path, says(LONG, delay_s=0.05), tuning=QUICK) as it:
+        responses = await asyncio.gather(*(it.post(it.body(stream=True)) for _ in range(200)))
+        await until(lambda: it.running == 200, 20)
+        for response in responses:
+            response.close()
+        await until(lambda: not it.running)
+
+
+async def test_a_client_that_leaves_while_its_call_is_written_is_recorded_once(
+    tmp_path: Path,
+) -> None:
+    """The write is finished, not repeated, and the file stays whole."""
+    async with rig(tmp_path, says("Hi."), flush_s=0, tuning=QUICK) as it:
+        transcript = it.session.transcript
+        write, loop = transcript.writer.append, asyncio.get_running_loop()
+        writing, left = asyncio.Event(), asyncio.Event()
+
+        def append(call: Call) -> int:
+            loop.call_soon_threadsafe(writing.set)
+            asyncio.run_coroutine_threadsafe(left.wait(), loop).result(5)
+            return write(call)
+
+        transcript.writer.append = append  # type: ignore[method-assign]
+        asking = asyncio.create_task(it.ask())
+        await asyncio.wait_for(writing.wait(), 5)
+        (completion,) = it.session.running
+        asking.cancel()
+        await until(lambda: completion.abandoned)
+        left.set()
+        await until(lambda: it.calls and not it.session.running)
+    assert [call.number for call in it.calls] == [0]
+
+
+# --------------------------------------------------------------------------- the same request again
+async def test_a_retry_continues_what_was_sampled(tmp_path: Path) -> None:
+    """The same request after a hang-up is answered whole, and no token is sampled twice."""
+    async with rig(tmp_path, says(LONG, delay_s=0.01), tuning=QUICK) as it:
+        await it.hang_up(characters=20)
+        await until(lambda: it.calls)
+        text = text_of(await it.read())
+        first, second = it.calls
+    assert text == LONG
+    assert [*first.sampled_ids.tolist(), *second.sampled_ids.tolist()] == ids(LONG)
+    whole = np.concatenate((first.prompt_ids, first.sampled_ids))
+    assert np.array_equal(second.prompt_ids, whole)
+    assert (second.parent, second.branch) == (0, None)
+
+
+async def test_a_retry_at_once_joins_the_answer_in_flight(tmp_path: Path) -> None:
+    """A client that comes back within the grace period follows the same answer from its start."""
+    async with rig(tmp_path, says(LONG, delay_s=0.01), tuning=replace(QUICK, grace_s=30)) as it:
+        await it.hang_up()
+        (completion,) = it.session.running
+        await until(lambda: completion.undelivered)
+        text = text_of(await it.read())
+        assert len(it.engines[0].calls) == 1
+    assert text == LONG
+    assert [call.outcome for call in it.calls] == [CallOutcome.COMPLETE]
+
+
+async def test_the_same_turn_without_a_stream_is_not_sampled_again(tmp_path: Path) -> None:
+    """Claude Code's fallback asks for a streamed turn once more, unstreamed."""
+    async with rig(tmp_path, says("Done.")) as it:
+        streamed = text_of(await it.read())
+        whole = await it.ask(stream=False)
+        assert whole["content"] == [{"type": "text", "text": streamed}]
+        assert len(it.engines[0].calls) == 1
+
+
+async def test_an_sdks_retry_is_replayed_and_other_repetitions_are_samples(tmp_path: Path) -> None:
+    """A client that says it retries gets the same answer; any other twin gets its own."""
+    async with rig(tmp_path, in_turn("One.", "Two.", LONG)) as it:
+        replies = []
+        for retry in ("0", "1", "0"):
+            async with it.post(it.body(), **{"x-stainless-retry-count": retry}) as response:
+                reply = await response.json()
+                replies.append((reply["id"], reply["content"][0]["text"]))
+        assert replies == [("msg_s1-0", "One."), ("msg_s1-0", "One."), ("msg_s1-1", "Two.")]
+        await asyncio.gather(*(it.ask() for _ in range(18)))
+        assert len(it.engines[0].calls) == 20
+    assert sorted(call.number for call in it.calls) == list(range(20))
+    assert {(call.parent, call.branch) for call in it.calls} == {(None, None)}
+
+
+# --------------------------------------------------------------------------- weights
+async def test_paused_calls_wait_and_running_ones_finish(tmp_path: Path) -> None:
+    """`pause` returns when nothing is in flight; a new call is answered after `resume`."""
+    async with rig(tmp_path, says(LONG, delay_s=0.005)) as it:
+        running = asyncio.create_task(it.ask())
+        await until(lambda: it.running)
+        await it.gateway.pause("wait", within_s=5)
+        assert not it.running
+        await running
+        held = asyncio.create_task(it.ask([*ASK, *ASK]))
+        await until(lambda: it.session.running)
+        assert len(it.engines[0].calls) == 1
+        it.gateway.resume()
+        assert (await held)["stop_reason"] == (await running)["stop_reason"] == "end_turn"
+
+
+async def test_pause_can_end_running_answers_with_what_they_have(tmp_path: Path) -> None:
+    """An aborted answer is truncated for its client and recorded as aborted."""
+    async with rig(tmp_path, says(LONG, delay_s=0.02)) as it:
+        reading = asyncio.create_task(it.read())
+        await until(lambda: it.sampled > 5)
+        await it.gateway.pause("abort", within_s=5)
+        it.gateway.resume()
+        assert '"stop_reason":"max_tokens"' in await reading
+        call = it.calls[0]
+    assert (call.outcome, call.finish) == (CallOutcome.COMPLETE, Finish.ABORT)
+    assert 0 < len(call.sampled_ids) < len(ids(LONG))
+
+
+async def test_a_pause_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
+    """No wait is unbounded."""
+    async with rig(tmp_path, says(LONG, delay_s=0.02)) as it:
+        reading = asyncio.create_task(it.read())
+        await until(lambda: it.running)
+        with pytest.raises(EngineError, match="still in flight"):
+            await it.gateway.pause("wait", within_s=0.01)
+        it.gateway.resume()
+        await reading
+
+
+# --------------------------------------------------------------------------- streams
+async def test_a_stream_opens_at_its_first_token(tmp_path: Path) -> None:
+    """Headers, opening and first delta come while the engine is still sampling."""
+    async with (
+        rig(tmp_path, says(LONG, delay_s=0.01)) as it,
+        it.post(it.body(stream=True)) as response,
+    ):
+        first = await response.content.readany()
+        assert it.running == 1
+        assert not it.calls
+        assert json.loads(first.split(b"data: ")[1].split(b"\n")[0])["type"] == "message_start"
+
+
+async def test_a_buffered_stream_sends_everything_at_the_end(tmp_path: Path) -> None:
+    """Headers and opening come early, deltas only when the answer is complete."""
+    async with rig(tmp_path, says(LONG, delay_s=0.002), stream="buffered") as it:
+        assert text_of(await it.read()) == LONG
+
+
+async def test_a_silent_stream_is_kept_alive(tmp_path: Path) -> None:
+    """Pings come while the engine works on its first token, and while a tool call is held back."""
+    call = '<tool_call>\n{"name": "read", "arguments": {"path": "' + "a" * 60 + '"}}\n</tool_call>'
+    tuning = replace(QUICK, headers_within_s=0.0, keep_alive_s=0.05)
+    async with rig(tmp_path, says(call, delay_s=0.01), tuning=tuning) as it:
+        stream = await it.read()
+    assert stream.count("event: ping") > 2
+    assert '"stop_reason":"tool_use"' in stream
+
+
+async def test_a_side_call_is_another_thread(tmp_path: Path) -> None:
+    """A title request without tools is recorded as beside the task."""
+    async with rig(tmp_path, says("Hello.")) as it:
+        await it.ask()
+        title = [{"role": "user", "content": "Write a title."}]
+        body = {"model": "m", "max_tokens": 50, "system": "You title.", "messages": title}
+        async with it.post(body) as response:
+            assert response.status == 200
+    assert [call.kind for call in it.calls] == ["main", "side"]
+    assert it.calls[1].branch is Branch.NEW_THREAD

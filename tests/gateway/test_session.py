@@ -1,0 +1,206 @@
+"""Sampling policy, budgets and recorded events of a session."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import ASK, cut_once, rig, says
+from tugline.gateway.settings import Settings
+from tugline.recording.file import Recording, read
+from tugline.recording.records import Event, EventKind
+from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, Task
+
+
+# --------------------------------------------------------------------------- sampling and budgets
+@pytest.mark.parametrize(
+    ("policy", "used"), [(Policy.ENFORCE, 1.0), (Policy.ALLOW, 0.5)], ids=["enforce", "allow"]
+)
+async def test_the_policy_decides_between_contract_and_request(
+    tmp_path: Path, policy: Policy, used: float
+) -> None:
+    """The requested sampling is recorded either way."""
+    contract = Sampling(temperature=1.0, top_p=1.0)
+    async with rig(tmp_path, says("Hi."), sampling=contract, policy=policy) as it:
+        await it.ask(temperature=0.5)
+        call = it.calls[0]
+    assert (call.sampling.temperature, call.requested.temperature) == (used, 0.5)
+
+
+async def test_the_policy_can_refuse(tmp_path: Path) -> None:
+    """Other sampling than agreed is an error that names the field and the agreed value."""
+    contract = Sampling(temperature=1.0)
+    async with rig(tmp_path, says("Hi."), sampling=contract, policy=Policy.REFUSE) as it:
+        reply = await it.ask(temperature=0.5)
+    assert reply["status"] == 400
+    assert "temperature=0.5 is refused" in reply["error"]["message"]
+
+
+async def test_the_contract_reaches_the_engine(tmp_path: Path) -> None:
+    """The smaller length wins; every call has a seed of its own."""
+    contract = Sampling(temperature=1.0, top_p=1.0, max_tokens=5, seed=7)
+    async with rig(tmp_path, says("word " * 9), sampling=contract) as it:
+        answer = await it.ask(temperature=0.2, max_tokens=900)
+        await it.ask(max_tokens=2)
+        first, second = it.engines[0].calls
+        assert answer["stop_reason"] == "max_tokens"
+        assert (first.temperature, first.max_tokens, second.max_tokens) == (1.0, 5, 2)
+        assert len({first.seed, second.seed, 7}) == 3
+        assert it.calls[0].finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (Limits(max_turns=1), "1 model calls"),
+        (Limits(max_sampled_tokens=3), "3 sampled tokens"),
+        (Limits(calls_s=60.0), "60 seconds"),
+    ],
+    ids=["turns", "tokens", "time"],
+)
+async def test_a_spent_budget_has_the_status_its_harness_stops_on(
+    tmp_path: Path, limits: Limits, words: str
+) -> None:
+    """Nothing is sampled any more, and the message says which budget it was."""
+    now = [100.0]
+    async with rig(
+        tmp_path, says("Hello."), limits=limits, spent_status=404, clock=lambda: now[0]
+    ) as it:
+        now[0] += 70.0  # the time before the first call does not count
+        assert (await it.ask())["status"] == 200
+        now[0] += 61.0
+        reply = await it.ask([*ASK, *ASK])
+        assert reply["status"] == 404
+        assert words in reply["error"]["message"]
+        assert len(it.calls) == len(it.engines[0].calls) == 1
+
+
+async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
+    """A gateway that runs for weeks remembers the last ones, and those that are live."""
+    task = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
+    async with rig(tmp_path, says("Hello."), tuning=Settings(closed_sessions=3)) as it:
+        await it.ask()
+        for number in range(9):
+            async with it.gateway.open(Session(id=f"o{number}", task="t", sample=0), task):
+                pass
+        assert len(it.gateway.read_calls("s1")) == 1
+        for number in (6, 7, 8):
+            assert it.gateway.read_calls(f"o{number}") == ()
+        for number in (0, 5):
+            with pytest.raises(KeyError):
+                it.gateway.read_calls(f"o{number}")
+            assert it.gateway.engine_failure(f"o{number}") is None
+
+
+# --------------------------------------------------------------------------- events
+def recording(folder: Path) -> Recording:
+    """The only one."""
+    (path,) = folder.glob("*.rec")
+    return read(path)
+
+
+def events(folder: Path, kind: EventKind) -> list[Event]:
+    """Those of one kind."""
+    return [event for event in recording(folder).events if event.kind is kind]
+
+
+async def test_a_refused_request_is_recorded_without_its_content(tmp_path: Path) -> None:
+    """Status, error and field are there; nothing of the prompt is, nor a call."""
+    async with rig(tmp_path, says("ok")) as it:
+        assert (await it.ask(top_k=-5))["status"] == 400
+        assert (await it.ask(messages="Mend"))["status"] == 400
+        found = recording(tmp_path)
+    assert [event.kind for event in found.events] == [EventKind.REFUSED] * 2
+    assert found.calls == ()
+    for event in found.events:
+        assert event.detail.startswith("400 ")
+        assert "Mend" not in event.detail
+        assert event.data == b""
+    assert found.events[1].detail == "400 RequestError messages[0]"
+
+
+async def test_a_replayed_answer_is_an_event(tmp_path: Path) -> None:
+    """One call, and one event that its answer was sent twice."""
+    async with rig(tmp_path, says("ok")) as it:
+        await it.ask()
+        async with it.post(it.body(), **{"x-stainless-retry-count": "1"}) as response:
+            assert response.status == 200
+        assert len(recording(tmp_path).calls) == 1
+        assert [event.call for event in events(tmp_path, EventKind.REPEATED)] == [0]
+
+
+async def test_a_replica_that_dies_in_the_middle_is_an_event(tmp_path: Path) -> None:
+    """With its address, how far it got, and the call."""
+    play = cut_once("a long enough answer to be cut in two", 5)
+    async with rig(tmp_path, play, play) as it:
+        await it.read()
+        (fault,) = events(tmp_path, EventKind.ENGINE_FAULT)
+        (call,) = recording(tmp_path).calls
+    assert fault.call == call.number
+    assert fault.detail == f"{call.replicas[0]} after 5 tokens"
+
+
+async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) -> None:
+    """In their order, with the mode and the version."""
+    async with rig(tmp_path, says("ok")) as it:
+        await it.gateway.pause("abort")
+        it.gateway.set_weights_version(7)
+        it.gateway.resume()
+        found = recording(tmp_path).events
+    assert [(event.kind, event.detail) for event in found] == [
+        (EventKind.PAUSED, "abort"),
+        (EventKind.WEIGHTS, "7"),
+        (EventKind.RESUMED, ""),
+    ]
+    assert found[0].at <= found[1].at <= found[2].at
+
+
+async def test_where_every_record_is_flushed_events_go_with_the_next_call(tmp_path: Path) -> None:
+    """No event waits for the disk by itself, and none is lost."""
+    async with rig(tmp_path, says("ok"), flush_s=0) as it:
+        it.gateway.set_weights_version(1)
+        assert recording(tmp_path).events == ()
+        await it.ask()
+        assert len(recording(tmp_path).events) == 1
+        it.gateway.set_weights_version(2)
+    assert [event.detail for event in recording(tmp_path).events] == ["1", "2"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_raw_bodies_are_recorded_byte_for_byte(tmp_path: Path, stream: bool) -> None:  # noqa: FBT001
+    """Request and response, with ``raw="all"``."""
+    async with rig(tmp_path, says("ok"), raw="all") as it:
+        async with it.post(it.body(stream=stream)) as response:
+            sent = await response.read()
+        found = recording(tmp_path)
+    (event,) = found.events
+    assert (event.kind, event.call, event.data) == (EventKind.RESPONSE, 0, sent)
+    assert b"Mend it." in found.calls[0].request
+
+
+@pytest.mark.parametrize("raw", ["none", "requests"])
+async def test_raw_bodies_can_be_left_out(tmp_path: Path, raw: str) -> None:
+    """Requests alone by default; nothing if so configured."""
+    async with rig(tmp_path, says("ok"), raw=raw) as it:
+        await it.ask()
+        found = recording(tmp_path)
+    assert found.events == ()
+    assert bool(found.calls[0].request) is (raw == "requests")
+
+
+async def test_a_body_over_the_limit_says_what_is_left_out(tmp_path: Path) -> None:
+    """The marker has the number of missing bytes and their digest."""
+    limit = 100
+    async with rig(tmp_path, says("many words " * 30), raw="all", raw_limit=limit) as it:
+        body: dict[str, Any] = it.body()
+        async with it.post(body) as response:
+            sent = await response.read()
+        found = recording(tmp_path)
+    rest = sent[limit:]
+    marker = f"\n[tugline left out {len(rest)} bytes, sha256 {hashlib.sha256(rest).hexdigest()}]"
+    assert found.events[0].data == sent[:limit] + marker.encode()
+    assert b"[tugline left out " in found.calls[0].request[limit:]
+    assert len(found.calls[0].request) < limit + 120
