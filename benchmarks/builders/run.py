@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from canonical import Canonical
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +31,7 @@ from tugline.errors import TuglineError, UsageError
 from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
-from tugline.traces.tree import grow
+from tugline.traces.tree import build_tree
 from tugline.types import (
     Branch,
     Call,
@@ -97,12 +98,12 @@ class Row:
         self.healed_turns += sum(turn.branch is None and bool(turn.echo_changes) for turn in turns)
         trained = set()
         for builder in BUILDERS:
-            traces, ledger = find("builder", builder)().build(one.calls)
+            traces, ledger, _ = find("builder", builder)().build(one.calls)
             kept = worth_computing(traces)
             self.traces[builder] += len(traces)
-            laid_out = sum(len(trace.ids) for trace in kept)
-            packed = len(grow({one.session: kept}).ids)
-            self.forwarded[builder] += packed if builder == "tree" else laid_out
+            flat = sum(len(trace.ids) for trace in kept)
+            packed = len(build_tree({one.session: kept}).ids)
+            self.forwarded[builder] += packed if builder == "tree" else flat
             trained.add(ledger.trained)
         if len(trained) > 1:
             msg = f"session {one.session}: builders train {sorted(trained)} tokens, not the same"
@@ -112,7 +113,7 @@ class Row:
         self._canonical(one.calls)
 
     def _canonical(self, calls: Sequence[Call]) -> None:
-        traces, ledger = find("builder", "prefix_merging")(boundary="canonical").build(calls)
+        traces, ledger, _ = Canonical().build(calls)
         by_number = {call.number: call for call in calls}
         self.canonical_dropped += ledger.dropped.get(Reason.UNMERGED, 0)
         for trace in traces:
@@ -231,8 +232,8 @@ def _group(task: str, members: Mapping[str, Sequence[Trace]]) -> Group:
         task=task,
         sessions=len(members),
         prefix_merging=sum(len(trace.ids) for traces in members.values() for trace in traces),
-        tree=sum(len(grow({session: traces}).ids) for session, traces in members.items()),
-        forest=len(grow(members).ids),
+        tree=sum(len(build_tree({session: traces}).ids) for session, traces in members.items()),
+        forest=len(build_tree(members).ids),
     )
 
 
@@ -249,7 +250,7 @@ def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
     table = Table(box=None, padding=(0, 1), title="per_request / prefix_merging / tree")
     for name in ("harness", "dialect", "stage"):
         table.add_column(name, no_wrap=True)
-    for name in ("calls", "exact", "healed", "traces", "forwarded", "ratio", "trained"):
+    for name in ("calls", "exact", "echo_changes", "traces", "forwarded", "ratio", "trained"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("canonical\ndropped+false", justify="right", no_wrap=True)
     for row in rows:

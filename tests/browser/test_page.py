@@ -15,10 +15,10 @@ import pytest
 from browser.chromium import Tab, chromium
 from recording.view.synthetic import HOSTILE, LAST_WORD, long, small
 from tugline.recording.file import read
-from tugline.recording.folder import tokenizer_of
-from tugline.recording.view.document import document
-from tugline.recording.view.session_view import Told, tell
-from tugline.recording.view.texts import Texts
+from tugline.recording.folder import load_tokenizer
+from tugline.recording.view.html_page import render_page
+from tugline.recording.view.session_view import ViewedSession, view_session
+from tugline.recording.view.token_text import TokenText
 
 pytestmark = pytest.mark.browser
 
@@ -42,13 +42,15 @@ _SCROLL = """(async () => {
 """200 steps from the first row to the last; `work` is script, style and layout of a step."""
 
 
-def page(recording: Path) -> tuple[Path, Told]:
+def page(recording: Path) -> tuple[Path, ViewedSession]:
     """Its page, written beside it, and what it tells."""
     found = read(recording)
     assert found.header
-    told = tell(recording, found)
+    told = view_session(recording, found)
     file = recording.with_suffix(".html")
-    file.write_text(document(told, Texts(tokenizer_of(recording, found.header))), encoding="utf-8")
+    file.write_text(
+        render_page(told, TokenText(load_tokenizer(recording, found.header))), encoding="utf-8"
+    )
     return file, told
 
 
@@ -67,7 +69,7 @@ async def test_a_long_session_scrolls_with_few_elements(
 ) -> None:
     """100k tokens: the document stays small wherever one scrolls, and the last token is reached."""
     file, told = page(long(tmp_path))
-    last = told.story.traces[0].length - 1
+    last = told.view.traces[0].length - 1
     assert last > 90_000
     await tab.open(file)
     ready = await tab.js("performance.now()")
@@ -180,7 +182,7 @@ async def test_a_fork_links_to_where_it_left(tab: Tab, tmp_path: Path) -> None:
     await tab.until(f"document.querySelectorAll('#traces .entry').length === {len(told.traces)}")
     await tab.click("#traces .entry:nth-child(2) a")
     assert await tab.js("tugline.index") == 0
-    assert await tab.js("tugline.tokens.here") == told.story.traces[1].shared - 1
+    assert await tab.js("tugline.tokens.here") == told.view.traces[1].shared - 1
 
 
 async def test_each_trace_is_put_together_from_what_its_parent_has(
@@ -202,7 +204,7 @@ async def test_a_session_without_calls_is_shown(tab: Tab, tmp_path: Path) -> Non
     found = read(recording)
     found.calls = ()
     file = tmp_path / "none.html"
-    file.write_text(document(tell(recording, found), Texts(None)), encoding="utf-8")
+    file.write_text(render_page(view_session(recording, found), TokenText(None)), encoding="utf-8")
     await tab.open(file)
     assert "no calls" in await tab.js("document.getElementById('conversation').innerText")
     await asyncio.sleep(0.2)  # observers of sizes run late; `tab` sees what they complain about

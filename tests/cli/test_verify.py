@@ -38,7 +38,7 @@ def test_a_session_by_its_id_is_told_turn_by_turn(run: Path) -> None:
         ["healed", "arguments"],
         ["forked", "history_edited"],
     ]
-    assert ["pass", "seams"] in lines
+    assert ["pass", "lineage"] in lines
     sums = "sessions: 1, 0 failed; turns: 2 exact, 1 healed, 1 forked; checks: 5 pass"
     assert done.stdout.splitlines()[-1] == sums
 

@@ -30,10 +30,10 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.probe.diagnosis import ROUTES, Outcome
 from tugline.gateway.probe.direct import Direct
 from tugline.gateway.replicas import Upstream
-from tugline.recording.verify.findings import Verdict
-from tugline.recording.verify.scoring import scorer_at
-from tugline.recording.verify.sessions import judge, judge_logprobs
-from tugline.recording.verify.texts import Texts
+from tugline.recording.verify.engine import connect_scorer
+from tugline.recording.verify.report import Verdict
+from tugline.recording.verify.session import verify_logprobs, verify_session
+from tugline.recording.verify.text import TextVerifier
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Branch,
@@ -494,10 +494,10 @@ async def test_verify_finds_what_the_engine_itself_recomputes(
         for _ in range(2):
             await it.turn(messages, max_tokens=400)  # now and then it loses the thread for good
         path, recording = read_in(tmp_path)
-        found = judge(path, recording, Texts(served.folders.first))
-        async with scorer_at(served.url) as scorer:
+        found = verify_session(path, recording, TextVerifier(served.folders.first))
+        async with connect_scorer(served.url) as scorer:
             assert scorer.version == served.version
-            await judge_logprobs(found, recording, scorer, CLOSE)
+            await verify_logprobs(found, recording, scorer, CLOSE)
     assert not found.failed, found
     assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
     told = found.checks["engine"]
@@ -514,7 +514,7 @@ async def test_verify_finds_what_the_engine_itself_recomputes(
 async def test_what_fills_the_window_is_scored_as_far_as_the_engine_goes(served: Served) -> None:
     """SGLang takes a few ids less in one request than it samples up to; the rest is NaN."""
     start = WINDOW - 20
-    async with scorer_at(served.url) as scorer:
+    async with connect_scorer(served.url) as scorer:
         assert scorer.longest == WINDOW - (7 if served.name == "sglang" else 1)
         found = await scorer.logprobs(np.arange(WINDOW, dtype=np.int32) % 200 + 10, start)
     assert np.isfinite(found).tolist() == [start + n < scorer.longest for n in range(20)]

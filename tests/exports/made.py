@@ -102,7 +102,9 @@ def record(
             judged = None if reward is None else Reward(reward, {"passed": reward})
             ledger = Ledger(sampled=3, trained=3)
             builder = "prefix_merging"
-            writer.note(Result(status=status, builder=builder, ledger=ledger, reward=judged))
+            writer.append_record(
+                Result(status=status, builder=builder, ledger=ledger, reward=judged)
+            )
     return path
 
 

@@ -19,7 +19,7 @@ from exports.made import call, export, record, two_turns
 from rig import ASK, RENDERING, in_turn, rig
 from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
-from tugline.exports.base import Left, Wanted
+from tugline.exports.base import SkipReason, TraceFilter
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Branch,
@@ -98,7 +98,7 @@ def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
     record(tmp_path, "b", sample=1)
     assert [row["reward"] for row in rows("parquet", tmp_path)] == [None, 1.0]
     summary = export("trl", tmp_path, tmp_path / "out.trl")
-    assert (summary.kept, summary.left_out) == (1, {Left.NO_REWARD: 1})
+    assert (summary.kept, summary.left_out) == (1, {SkipReason.NO_REWARD: 1})
 
 
 def test_a_call_is_a_row_with_its_messages_as_json(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_verl_cuts_no_trace_to_its_lengths(tmp_path: Path) -> None:
     record(tmp_path, "b", sample=1, calls=longer)
     options = {"prompt_length": 2, "response_length": 4}
     summary = export("verl", tmp_path, tmp_path / "out", options=options)
-    assert (summary.kept, summary.rows_left_out) == (1, {Left.TOO_LONG: 1})
+    assert (summary.kept, summary.rows_left_out) == (1, {SkipReason.TOO_LONG: 1})
     with pytest.raises(ConfigError, match="give prompt_length and response_length both"):
         export("verl", tmp_path, tmp_path / "out", options={"prompt_length": 2})
 
@@ -186,9 +186,9 @@ def test_what_trains_nothing_is_left_to_parquet(tmp_path: Path) -> None:
     record(tmp_path, "a", calls=[*two_turns(), side])
     assert [row["kind"] for row in rows("parquet", tmp_path)] == ["main", "side"]
     summary = export("slime", tmp_path, tmp_path / "out.slime")
-    assert summary.rows_left_out == {Left.UNTRAINED: 1}
-    only_side = Wanted(frozenset({TraceKind.SIDE}))
-    assert [row["ids"] for row in rows("parquet", tmp_path, wanted=only_side)] == [[50, 51, 52]]
+    assert summary.rows_left_out == {SkipReason.UNTRAINED: 1}
+    only_side = TraceFilter(frozenset({TraceKind.SIDE}))
+    assert [row["ids"] for row in rows("parquet", tmp_path, filter=only_side)] == [[50, 51, 52]]
 
 
 # --------------------------------------------------------------------------- chat
@@ -243,7 +243,7 @@ def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> Non
     _, sub = lines("sft", tmp_path, options={"system": "front"})
     assert sub["messages"][0] == {"role": "system", "content": "Be brief.\n\nNow."}
     summary = export("sft", tmp_path, tmp_path / "out", force=True)
-    assert summary.rows_left_out == {Left.KIND: 1, Left.SHORTER: 1}
+    assert summary.rows_left_out == {SkipReason.KIND: 1, SkipReason.SHORTER: 1}
 
 
 def test_a_resumed_answer_is_told_once(tmp_path: Path) -> None:
@@ -267,8 +267,8 @@ def test_an_answer_that_was_cut_off_is_not_taught(tmp_path: Path) -> None:
     assert line["metadata"]["turns"] == 1
     record(tmp_path, "b", sample=1, calls=[replace(first, finish=Finish.LENGTH)])
     summary = export("sft", tmp_path, tmp_path / "out", force=True)
-    assert (summary.kept, summary.left_out) == (1, {Left.EMPTY: 1})
-    assert summary.rows_left_out == {Left.UNANSWERED: 1}
+    assert (summary.kept, summary.left_out) == (1, {SkipReason.EMPTY: 1})
+    assert summary.rows_left_out == {SkipReason.UNANSWERED: 1}
 
 
 def test_text_mode_and_pictures(tmp_path: Path) -> None:
@@ -279,9 +279,9 @@ def test_text_mode_and_pictures(tmp_path: Path) -> None:
     record(tmp_path, "b", sample=1, calls=[call(0, [1], [2], messages=seen)])
     assert [line["metadata"]["session"] for line in lines("sft", tmp_path)] == ["a"]
     record(tmp_path, "c", sample=2)
-    exact = Wanted(exact_only=True)
-    summary = export("sft", tmp_path, tmp_path / "out", wanted=exact, force=True)
-    assert summary.rows_left_out == {Left.INEXACT: 1, Left.IMAGES: 1}
+    exact = TraceFilter(exact_only=True)
+    summary = export("sft", tmp_path, tmp_path / "out", filter=exact, force=True)
+    assert summary.rows_left_out == {SkipReason.INEXACT: 1, SkipReason.IMAGES: 1}
 
 
 async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -> None:

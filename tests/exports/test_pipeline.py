@@ -10,7 +10,7 @@ import pytest
 
 from exports.made import call, export, record
 from tugline.errors import UnknownPlugin, UsageError
-from tugline.exports.base import Left
+from tugline.exports.base import SkipReason
 from tugline.exports.select import Split
 from tugline.types import PluginSpec
 
@@ -73,7 +73,7 @@ def test_a_damaged_recording_is_named_and_the_rest_exported(tmp_path: Path) -> N
     (tmp_path / "d.0.rec").write_bytes(b"")
     summary = export("parquet", tmp_path, tmp_path / "out")
     assert (summary.found, summary.kept) == (4, 1)
-    assert summary.left_out == {Left.DAMAGED: 2, Left.NO_HEADER: 1}
+    assert summary.left_out == {SkipReason.DAMAGED: 2, SkipReason.NO_HEADER: 1}
     assert str(broken) in summary.errors[0]
     assert "prompt_ids is empty" in summary.errors[1]
 

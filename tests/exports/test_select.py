@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from exports.made import call, export, record, two_turns
 from tugline.errors import UsageError
-from tugline.exports.base import Left
-from tugline.exports.select import Entry, Selection, Split, select, survey
+from tugline.exports.base import SkipReason
+from tugline.exports.select import Selection, SessionSummary, Split, select, summarize
 from tugline.types import Status
 
 
-def entry(name: str, **fields: Any) -> Entry:
+def entry(name: str, **fields: Any) -> SessionSummary:
     """A completed session of task ``t`` that earned 1."""
     told: dict[str, Any] = {
         "path": Path(f"runs/{name}.0.rec"),
@@ -28,13 +28,15 @@ def entry(name: str, **fields: Any) -> Entry:
         "tags": {},
         "status": Status.COMPLETED,
         "reward": 1.0,
-        "ids": "",
-        "said": name.encode(),
+        "tokenizer": "",
+        "answers": name.encode(),
     }
-    return Entry(**told | fields)
+    return SessionSummary(**told | fields)
 
 
-def kept(entries: list[Entry], **selection: Any) -> tuple[list[str], dict[Left, int]]:
+def kept(
+    entries: list[SessionSummary], **selection: Any
+) -> tuple[list[str], dict[SkipReason, int]]:
     """Names of the sessions that are left, and why others are not."""
     found, left = select(entries, Selection(**selection))
     return [one.session for one in found], dict(left)
@@ -51,10 +53,10 @@ def test_each_filter_counts_what_it_leaves_out() -> None:
         entry("f", status=None),
     ]
     assert kept(entries)[0] == list("abcdef")
-    assert kept(entries, status=frozenset({Status.COMPLETED}))[1] == {Left.STATUS: 2}
-    assert kept(entries, tags={"k": "w"}) == (["c"], {Left.TAG: 5})
-    assert kept(entries, min_reward=0.5)[1] == {Left.NO_REWARD: 1, Left.LOW_REWARD: 1}
-    assert kept(entries, needs_reward=True)[1] == {Left.NO_REWARD: 1}
+    assert kept(entries, status=frozenset({Status.COMPLETED}))[1] == {SkipReason.STATUS: 2}
+    assert kept(entries, tags={"k": "w"}) == (["c"], {SkipReason.TAG: 5})
+    assert kept(entries, min_reward=0.5)[1] == {SkipReason.NO_REWARD: 1, SkipReason.LOW_REWARD: 1}
+    assert kept(entries, needs_reward=True)[1] == {SkipReason.NO_REWARD: 1}
 
 
 def test_the_best_of_a_task_are_its_best_different_sessions() -> None:
@@ -62,13 +64,13 @@ def test_the_best_of_a_task_are_its_best_different_sessions() -> None:
     entries = [
         entry("a", sample=0, reward=0.5),
         entry("b", sample=1, reward=1.0),
-        entry("c", sample=2, reward=1.0, said=b"b"),
+        entry("c", sample=2, reward=1.0, answers=b"b"),
         entry("d", sample=3, reward=1.0),
         entry("e", task="u", reward=0.0),
     ]
-    assert kept(entries, best_of=1) == (["b", "e"], {Left.NOT_BEST: 3})
+    assert kept(entries, best_of=1) == (["b", "e"], {SkipReason.NOT_BEST: 3})
     assert kept(entries, best_of=2)[0] == ["b", "c", "e"]
-    twins_once = (["b", "d", "e"], {Left.NOT_BEST: 1, Left.DUPLICATE: 1})
+    twins_once = (["b", "d", "e"], {SkipReason.NOT_BEST: 1, SkipReason.DUPLICATE: 1})
     assert kept(entries, best_of=2, dedupe=True) == twins_once
 
 
@@ -77,7 +79,7 @@ def test_one_per_task_is_drawn_by_the_seed() -> None:
     entries = [entry(f"{t}-{s}", task=str(t), sample=s) for t in range(8) for s in range(4)]
     first, left = kept(entries, one_per_task=True, seed=1)
     assert [name.split("-")[0] for name in first] == [str(t) for t in range(8)]
-    assert left == {Left.NOT_DRAWN: 24}
+    assert left == {SkipReason.NOT_DRAWN: 24}
     assert kept(entries[::-1], one_per_task=True, seed=1)[0] == first
     assert kept(entries, one_per_task=True, seed=2)[0] != first
 
@@ -88,7 +90,7 @@ def test_the_last_attempt_of_a_session_counts() -> None:
     other = entry("a", path=Path("other/a.0.rec"))
     found, left = select([again, entry("a"), other], Selection())
     assert [one.path for one in found] == [other.path, again.path]
-    assert left == {Left.SUPERSEDED: 1}
+    assert left == {SkipReason.SUPERSEDED: 1}
 
 
 @given(
@@ -105,17 +107,17 @@ def test_all_samples_of_a_task_are_in_one_file(
     tags = {task: {"k": tag} for task, tag in drawn}
     entries = [entry(f"{i}", task=str(task), tags=tags[task]) for i, (task, _) in enumerate(drawn)]
     split = Split(shares={"a": 0.5, "b": 0.5}, stratify="k" if stratify else None, seed=seed)
-    dealt = split.deal(entries)
+    dealt = split.assign(entries)
     assert dealt.keys() == {one.task for one in entries}
     assert set(dealt.values()) <= {"a", "b"}
-    assert split.deal(entries[::-1]) == dealt
+    assert split.assign(entries[::-1]) == dealt
 
 
 def test_a_split_stays_when_tasks_are_added() -> None:
     """A task that was for testing is never trained on in a later export."""
     split = Split(shares={"train": 0.8, "test": 0.2})
-    early = split.deal([entry(str(i), task=str(i)) for i in range(200)])
-    late = split.deal([entry(str(i), task=str(i)) for i in range(400)])
+    early = split.assign([entry(str(i), task=str(i)) for i in range(200)])
+    late = split.assign([entry(str(i), task=str(i)) for i in range(400)])
     assert {task: late[task] for task in early} == early
     assert 0.7 < Counter(late.values())["train"] / 400 < 0.9
 
@@ -125,12 +127,12 @@ def test_a_stratified_split_has_its_shares_of_every_value() -> None:
     entries = [
         entry(str(i), task=str(i), tags={"k": "hard" if i < 10 else "easy"}) for i in range(40)
     ]
-    dealt = Split(shares={"train": 0.8, "test": 0.2}, stratify="k").deal(entries)
+    dealt = Split(shares={"train": 0.8, "test": 0.2}, stratify="k").assign(entries)
     by_value = Counter((one.tags["k"], dealt[one.task]) for one in entries)
     assert by_value[("hard", "test")] == 2
     assert by_value[("easy", "test")] == 6
     with pytest.raises(UsageError, match="--stratify family: task 0 has no such tag"):
-        Split(shares={"a": 1.0}, stratify="family").deal(entries)
+        Split(shares={"a": 1.0}, stratify="family").assign(entries)
 
 
 def test_sessions_that_say_the_same_are_known_by_their_tokens(tmp_path: Path) -> None:
@@ -140,11 +142,11 @@ def test_sessions_that_say_the_same_are_known_by_their_tokens(tmp_path: Path) ->
     record(tmp_path, "c", sample=2, calls=[call(0, [7], [12, 13]), two_turns()[1]])
     record(tmp_path, "d", sample=3, calls=[call(0, [7], [12]), two_turns()[1]])
     summary = export("parquet", tmp_path, tmp_path / "out", selection=Selection(dedupe=True))
-    assert (summary.kept, summary.left_out) == (2, {Left.DUPLICATE: 2})
+    assert (summary.kept, summary.left_out) == (2, {SkipReason.DUPLICATE: 2})
 
 
 def test_a_reward_that_is_no_number_is_none(tmp_path: Path) -> None:
     """An evaluator's NaN does not become anybody's best session."""
-    found = survey(record(tmp_path, "a", reward=float("nan")))
+    found = summarize(record(tmp_path, "a", reward=float("nan")))
     assert found is not None
     assert found.reward is None

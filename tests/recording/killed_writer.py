@@ -69,7 +69,7 @@ def write(path: Path, calls: list[Call], told: int) -> None:
             writer.append(call)
             os.write(told, b".")
             if call.number % 7 == 0:
-                writer.note(Event(EventKind.PAUSED, time.time(), detail="wait"))
+                writer.append_record(Event(EventKind.PAUSED, time.time(), detail="wait"))
 
 
 def main(folder: Path, times: int) -> None:

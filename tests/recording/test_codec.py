@@ -139,7 +139,7 @@ def test_any_calls_come_back(
     found = read(path)
     assert same(found.calls, calls)
     for image in (image for one in calls for m in one.messages for image in m.images):
-        assert found.pictures[image.digest] == image.url
+        assert found.images[image.digest] == image.url
     bare = [msgspec.structs.replace(one, request=b"") for one in calls]
     assert same(read(path, bodies=False).calls, bare)
 
@@ -176,7 +176,7 @@ def test_a_picture_is_kept_once(tmp_path: Path, told: dict[str, Any]) -> None:
     assert path.stat().st_size < 1.02 * len(LARGE)
     found = read(path)
     assert same(found.calls, calls)
-    assert found.pictures == {Image(LARGE).digest: LARGE}
+    assert found.images == {Image(LARGE).digest: LARGE}
 
 
 def test_calls_of_one_conversation_share_memory(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
         with Writer(path, sync=False) as writer:
             for call in part:
                 writer.append(call)
-                writer.note(Event(EventKind.RESPONSE, 1.0, call.number, data=b"{}"))
+                writer.append_record(Event(EventKind.RESPONSE, 1.0, call.number, data=b"{}"))
     path.write_bytes(path.read_bytes() + b"torn")
     assert told(path) == [ours(call) for call in calls]
 

@@ -15,7 +15,7 @@ from launch.test_local import local, task
 from recording.verify.recorded import work
 from tugline.errors import CaptureError, UnknownPlugin, UsageError
 from tugline.recording import file as recordings
-from tugline.recording.file import Writer, conclude
+from tugline.recording.file import Writer, write_result
 from tugline.recording.rebuild import rebuild, rebuild_all
 from tugline.recording.records import Result
 from tugline.recording.trajectories import INDEX, pack, read, read_folder, read_index
@@ -54,7 +54,7 @@ async def test_rewards_per_trace_stay_with_the_traces_they_are_for(tmp_path: Pat
     result = Result(
         status=Status.COMPLETED, builder="prefix_merging", ledger=Ledger(), reward=reward
     )
-    conclude(path, result)
+    write_result(path, result)
     recording = recordings.read(path)
     assert (
         rebuild(recording).reward

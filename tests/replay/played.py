@@ -15,7 +15,7 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.recording.file import Recording, Writer, read
-from tugline.recording.folder import keep_tokenizer
+from tugline.recording.folder import save_tokenizer
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_model import (
@@ -102,12 +102,12 @@ def tampered(recording: Path, folder: Path, change: Callable[[Sequence[Call]], l
     found: Recording = read(recording)
     assert found.header is not None
     path = folder / recording.name
-    keep_tokenizer(make_tokenizer(), folder)
+    save_tokenizer(make_tokenizer(), folder)
     with Writer(path, found.header) as writer:
         for call in change(found.calls):
             writer.append(call)
         if found.result is not None:
-            writer.note(found.result)
+            writer.append_record(found.result)
     return path
 
 

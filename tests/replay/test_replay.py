@@ -13,12 +13,12 @@ import pytest
 from replay.played import INSTRUCTION, LOOP, TURNS, observed, record, run, saying, tampered, task
 from tugline.errors import CaptureError, UsageError
 from tugline.recording.file import read
-from tugline.recording.verify.sessions import judge
-from tugline.recording.verify.texts import Texts
-from tugline.replay.masks import Normalizers, places
+from tugline.recording.verify.session import verify_session
+from tugline.recording.verify.text import TextVerifier
+from tugline.replay.normalizers import Normalizers, places
 from tugline.replay.recorded import Live
+from tugline.replay.responses import ordered
 from tugline.replay.run import Options, Recording, fork, replay
-from tugline.replay.takes import ordered
 from tugline.sandbox.local import Local
 from tugline.testing.scripted_model import Turn, serve_scripted_model
 from tugline.types import Limits, Message, PluginSpec, Reason, Role, ToolCall
@@ -253,7 +253,7 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
         recorded = len(recording.calls[0].sampled_ids)
         assert ledger.masked == {Reason.REPLAYED: recorded}
         assert ledger.trained == sum(len(call.sampled_ids) for call in forked.calls[1:])
-        judged = judge(path, forked, Texts())
+        judged = verify_session(path, forked, TextVerifier())
         assert not judged.failed, judged
     with pytest.raises(UsageError, match="must be from 0 to 3"):
         await fork(recording, tmp_path / "beyond", Live(model.upstream, 4))

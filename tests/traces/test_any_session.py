@@ -9,15 +9,16 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 import pytest
+from canonical import Canonical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_sessions import SESSIONS, Drawn, whole
 from tugline.traces.base import Builder
-from tugline.traces.ledger import per_call, per_trace, total
+from tugline.traces.ledger import count_calls, count_trace, sum_ledgers
 from tugline.traces.per_request import PerRequest
 from tugline.traces.prefix_merging import PrefixMerging
-from tugline.traces.tree import PrefixTree, Tree, grow
+from tugline.traces.tree import PrefixTree, Tree, build_tree
 from tugline.types import (
     Call,
     CallOutcome,
@@ -83,20 +84,20 @@ def linked_rightly(traces: Sequence[Trace]) -> None:
 
 def booked(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> None:
     """The books balance per call, per trace and per session, and say what the traces hold."""
-    ledger = builder.build(calls).ledger
-    each = per_call(calls, traces)
+    _, ledger, dropped = builder.build(calls)
+    each = count_calls(calls, traces, dropped)
     assert ledger.balanced
-    assert ledger == total(each.values())
+    assert ledger == sum_ledgers(each.values())
     assert ledger.sampled == sum(len(one.sampled_ids) + one.unreported_tokens for one in calls)
     for one in calls:
         assert each[one.number].balanced
         assert each[one.number].sampled == len(one.sampled_ids) + one.unreported_tokens
         assert each[one.number].dropped.get(Reason.NO_TOKEN_IDS, 0) == one.unreported_tokens
-    held = total(per_trace(trace) for trace in traces)
+    held = sum_ledgers(count_trace(trace) for trace in traces)
     assert (held.trained, held.masked) == (ledger.trained, ledger.masked)
     assert held.balanced
     for trace in traces:
-        assert per_trace(trace).trained == int(trace.mask.sum())
+        assert count_trace(trace).trained == int(trace.mask.sum())
 
 
 @MANY
@@ -112,14 +113,14 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
     ledgers = []
     for kind in (PerRequest, PrefixMerging, PrefixTree):
         builder = kind(max_length=limit, train_side=side)
-        traces, ledger = builder.build(calls)
+        traces, ledger, _ = builder.build(calls)
         made.append(trained_pairs(traces, drawn))
         ledgers.append(ledger)
         linked_rightly(traces)
         booked(calls, traces, builder)
         assert all(trace.exact for trace in traces)
         assert all(len(trace.ids) <= (limit or 999) for trace in traces)
-        assert ledger.trained == made[-1].total()
+        assert ledger.trained == made[-1].sum_ledgers()
         assert (Reason.SIDE_CALL in ledger.masked) <= (not side)
     assert made[0] == made[1] == made[2]
     assert ledgers[0] == ledgers[1] == ledgers[2]
@@ -130,7 +131,7 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
 @given(SESSIONS)
 def test_only_untrained_tokens_have_a_reason(drawn: Drawn) -> None:
     """Without a limit a token is trained unless its call was aside, aborted or unheard."""
-    ledgers = per_call(drawn.calls, PrefixMerging().build(drawn.calls).traces)
+    ledgers = count_calls(drawn.calls, PrefixMerging().build(drawn.calls).traces)
     for call in drawn.calls:
         ledger = ledgers[call.number]
         if call.mode is Mode.TEXT or not len(call.sampled_ids):
@@ -160,7 +161,7 @@ def test_order_of_arrival_does_not_matter(drawn: Drawn, random: object) -> None:
     for builder in (
         PerRequest(),
         PrefixMerging(),
-        PrefixMerging(boundary="canonical"),
+        Canonical(),
         PrefixTree(),
     ):
         one, other = builder.build(drawn.calls), builder.build(shuffled)
@@ -197,11 +198,11 @@ def test_a_tree_holds_each_token_once(one: Drawn, two: Drawn, limit: int | None)
     other = Drawn([msgspec.structs.replace(each, session="z") for each in two.calls], two.images)
     builder = PrefixMerging(max_length=limit)
     traces = {"s": builder.build(one.calls).traces, "z": builder.build(other.calls).traces}
-    tree = grow(traces)
+    tree = build_tree(traces)
     _holds_contexts(tree, {"s": one, "z": other})
     _is_smallest(tree)
-    assert tree.laid_out == sum(len(t.ids) for each in traces.values() for t in each)
-    assert len(tree.ids) <= tree.laid_out
+    assert tree.flat_length == sum(len(t.ids) for each in traces.values() for t in each)
+    assert len(tree.ids) <= tree.flat_length
     views = tree.views()
     for name, drawn in (("s", one), ("z", other)):
         mine = views.get(name, ())
@@ -214,7 +215,7 @@ def _holds_contexts(tree: Tree, drawn: dict[str, Drawn]) -> None:
     by_number = {(name, c.number): c for name, each in drawn.items() for c in each.calls}
     found: Pairs = Counter()
     positions = tree.positions()
-    for i, run in enumerate(tree.runs):
+    for i, run in enumerate(tree.nodes):
         context = np.concatenate([tree.ids[part] for part in tree.path(i)])
         for at in range(run.start, run.end):
             here = positions[at]
@@ -235,10 +236,10 @@ def _holds_contexts(tree: Tree, drawn: dict[str, Drawn]) -> None:
 def _is_smallest(tree: Tree) -> None:
     """Runs that follow the same run begin differently, or both were sampled; none is cut idly."""
     beside: dict[object, list[int]] = {}
-    followed = Counter(run.parent for run in tree.runs)
-    ends = {member.run for member in tree.members}
-    assert all(followed[i] != 1 or i in ends for i in range(len(tree.runs)))
-    for i, run in enumerate(tree.runs):
+    followed = Counter(run.parent for run in tree.nodes)
+    ends = {member.node for member in tree.branches}
+    assert all(followed[i] != 1 or i in ends for i in range(len(tree.nodes)))
+    for i, run in enumerate(tree.nodes):
         if run.parent is not None:
             assert run.parent < i
             beside.setdefault((run.parent, int(tree.ids[run.start])), []).append(run.start)
@@ -250,8 +251,8 @@ def _is_smallest(tree: Tree) -> None:
 @given(SESSIONS, LIMITS)
 def test_the_published_rule_never_claims_to_be_exact(drawn: Drawn, limit: int | None) -> None:
     """Its traces say so; what it lost is in the books under its own name."""
-    builder = PrefixMerging(boundary="canonical", max_length=limit)
-    traces, ledger = builder.build(drawn.calls)
+    builder = Canonical(max_length=limit)
+    traces, ledger, _ = builder.build(drawn.calls)
     booked(drawn.calls, traces, builder)
     assert not any(trace.exact for trace in traces)
     by_number = {one.number: one for one in drawn.calls}

@@ -11,7 +11,8 @@ from drawn_sessions import call, showing
 from tugline import plugins
 from tugline.errors import CaptureError, ConfigError, UnknownPlugin
 from tugline.rollout.parts import Parts
-from tugline.traces.ledger import per_call, per_trace, total
+from tugline.traces.base import make_builder
+from tugline.traces.ledger import count_calls, count_trace, sum_ledgers
 from tugline.traces.per_request import PerRequest
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.traces.tree import PrefixTree
@@ -36,7 +37,7 @@ ALL = [PerRequest, PrefixMerging, PrefixTree]
 def test_exact_turns_become_one_trace() -> None:
     """Two turns that continue exactly are one sequence, with tool output as context."""
     turns = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 9], [5], parent=0)]
-    (trace,), ledger = PrefixMerging().build(turns)
+    (trace,), ledger, _ = PrefixMerging().build(turns)
     assert trace.ids.tolist() == [1, 2, 3, 4, 9, 5]
     assert trace.mask.tolist() == [False, False, True, True, False, True]
     expected = np.array([0, 0, -0.01, -0.02, 0, -1.01], np.float32)
@@ -52,7 +53,7 @@ def test_exact_turns_become_one_trace() -> None:
 def test_per_request_gives_each_call_its_own_trace() -> None:
     """The same two turns are two sequences, and the first answer is trained in the first only."""
     turns = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 9], [5], parent=0)]
-    (first, second), ledger = PerRequest().build(turns)
+    (first, second), ledger, _ = PerRequest().build(turns)
     assert first.mask.tolist() == [False, False, True, True]
     assert second.mask.tolist() == [False] * 5 + [True]
     assert second.parent == 0
@@ -62,7 +63,7 @@ def test_per_request_gives_each_call_its_own_trace() -> None:
 def test_rewritten_history_forks_with_untrained_context() -> None:
     """A prompt that changes one id of what came before is a branch; its copy is not trained."""
     turns = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 7, 9], [5], parent=0)]
-    (main, fork), ledger = PrefixMerging().build(turns)
+    (main, fork), ledger, _ = PrefixMerging().build(turns)
     assert main.ids.tolist() == [1, 2, 3, 4]
     assert fork.ids.tolist() == [1, 2, 3, 7, 9, 5]
     assert fork.mask.tolist() == [False] * 5 + [True]
@@ -74,7 +75,7 @@ def test_rewritten_history_forks_with_untrained_context() -> None:
 def test_twins_keep_both_answers() -> None:
     """One prompt answered twice (a retry, best of n) gives two traces and loses no token."""
     turns = [call(0, [1, 2], [3, 4]), call(1, [1, 2], [3, 5]), call(2, [1, 2, 3, 5, 9], [6])]
-    (first, second), ledger = PrefixMerging().build(turns)
+    (first, second), ledger, _ = PrefixMerging().build(turns)
     assert first.ids.tolist() == [1, 2, 3, 4]
     assert second.ids.tolist() == [1, 2, 3, 5, 9, 6]
     assert (second.kind, second.parent) == (TraceKind.BRANCH, 0)
@@ -176,7 +177,7 @@ def test_tokens_that_nobody_saw_are_in_the_ledger(builder: type[PerRequest]) -> 
     assert built.ledger.dropped == {Reason.NO_TOKEN_IDS: 7}
     assert (built.ledger.sampled, built.ledger.trained) == (9, 2)
     assert built.traces[-1].parent == (0 if builder is PerRequest else None)
-    assert per_call([text], [])[1] == Ledger(sampled=7, dropped={Reason.NO_TOKEN_IDS: 7})
+    assert count_calls([text], [])[1] == Ledger(sampled=7, dropped={Reason.NO_TOKEN_IDS: 7})
 
 
 def test_versions_within_one_answer_stay_apart() -> None:
@@ -189,7 +190,7 @@ def test_versions_within_one_answer_stay_apart() -> None:
 def test_max_length_keeps_the_exact_beginning() -> None:
     """A long trace is cut, not thrown away; the rest is in the ledger."""
     turns = [call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 9], [5, 6], parent=0)]
-    (trace,), ledger = PrefixMerging(max_length=6).build(turns)
+    (trace,), ledger, _ = PrefixMerging(max_length=6).build(turns)
     assert trace.ids.tolist() == [1, 2, 3, 4, 9, 5]
     assert trace.spans[-1].end == 6
     assert (ledger.trained, ledger.dropped) == (3, {Reason.OVER_LENGTH: 1})
@@ -214,7 +215,7 @@ def test_a_question_aside_does_not_break_a_conversation_in_two(
         call(1, [1, 2, 7], [8], kind=TraceKind.SIDE, parent=0),
         call(2, [1, 2, 3], [4], parent=0),
     ]
-    traces, ledger = builder().build(calls)
+    traces, ledger, _ = builder().build(calls)
     assert [trace.ids.tolist() for trace in traces] == [[1, 2, 3, 4], [1, 2, 7, 8]]
     assert [trace.kind for trace in traces] == [TraceKind.MAIN, TraceKind.SIDE]
     assert (ledger.trained, ledger.masked) == (2, {Reason.SIDE_CALL: 1})
@@ -266,19 +267,19 @@ def test_ledgers_add_up() -> None:
         call(0, [1, 2], [3, 4], outcome=CallOutcome.CLIENT_GONE),
         call(1, [1], [5, 6, 7]),
     ]
-    traces, ledger = PrefixMerging(max_length=3).build(calls)
-    assert per_call(calls, traces) == {
+    traces, ledger, _ = PrefixMerging(max_length=3).build(calls)
+    assert count_calls(calls, traces) == {
         0: Ledger(sampled=2, masked={Reason.CLIENT_GONE: 1}, dropped={Reason.OVER_LENGTH: 1}),
         1: Ledger(sampled=3, trained=2, dropped={Reason.OVER_LENGTH: 1}),
     }
-    assert [per_trace(trace) for trace in traces] == [
+    assert [count_trace(trace) for trace in traces] == [
         Ledger(sampled=1, masked={Reason.CLIENT_GONE: 1}),
         Ledger(sampled=2, trained=2),
     ]
-    assert total([ledger, ledger]) == Ledger(
+    assert sum_ledgers([ledger, ledger]) == Ledger(
         sampled=10, trained=4, masked={Reason.CLIENT_GONE: 2}, dropped={Reason.OVER_LENGTH: 4}
     )
-    assert total([]) == Ledger()
+    assert sum_ledgers([]) == Ledger()
 
 
 # --------------------------------------------------------------------------- chosen by a task
@@ -296,7 +297,7 @@ def test_a_task_chooses_its_builder_by_name_or_by_class(
     """Built in, ``module:Class`` or an entry point of an installed package; options go along."""
     made = Parts().builder(task(PluginSpec("tree", {"max_length": 9})).builder)
     assert isinstance(made, PrefixTree)
-    assert made.options.max_length == 9
+    assert made.max_length == 9
     (tmp_path / "theirs.py").write_text(
         "class Own:\n    def __init__(self, **options):\n        self.options = options\n"
         "    def build(self, calls):\n        raise NotImplementedError\n"
@@ -315,8 +316,8 @@ def test_a_task_chooses_its_builder_by_name_or_by_class(
 
 def test_a_wrong_builder_is_refused_at_the_door() -> None:
     """Where a task comes in, not when its session is over."""
-    with pytest.raises(ConfigError, match=r"boundary is 'raw', must be 'exact' or 'canonical'"):
-        Parts().builder(PluginSpec("prefix_merging", {"boundary": "raw"}))
+    with pytest.raises(ConfigError, match=r"max_length"):
+        Parts().builder(PluginSpec("prefix_merging", {"max_length": 0}))
     with pytest.raises(UnknownPlugin, match=r"unknown builder 'trees'; did you mean 'tree'"):
         Parts().builder(PluginSpec("trees"))
 
@@ -326,22 +327,22 @@ def test_a_wrong_builder_is_refused_at_the_door() -> None:
 def test_unknown_option_is_named(name: str) -> None:
     """A misspelt option is refused by name, with what is known."""
     with pytest.raises(ConfigError, match=rf"{name}.*'max_lenght'.*max_length"):
-        plugins.find("builder", name)(max_lenght=3)
+        make_builder(PluginSpec(name, {"max_lenght": 3}))
 
 
-@pytest.mark.parametrize("builder", ALL)
+@pytest.mark.parametrize("name", ["per_request", "prefix_merging", "tree"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
-def test_wrong_length_is_named(builder: type[PerRequest], value: object) -> None:
+def test_wrong_length_is_named(name: str, value: object) -> None:
     """A limit that is no positive whole number is refused with its value."""
     with pytest.raises(ConfigError, match=f"max_length is {value!r}"):
-        builder(max_length=value)
+        make_builder(PluginSpec(name, {"max_length": value}))
 
 
-@pytest.mark.parametrize("builder", ALL)
-def test_a_wrong_switch_is_named(builder: type[PerRequest]) -> None:
+@pytest.mark.parametrize("name", ["per_request", "prefix_merging", "tree"])
+def test_a_wrong_switch_is_named(name: str) -> None:
     """So is a word where true or false is wanted, and the builder that was told it."""
     with pytest.raises(ConfigError, match="train_side is 'yes', must be true or false"):
-        builder(train_side="yes")
+        make_builder(PluginSpec(name, {"train_side": "yes"}))
 
 
 def test_a_call_that_is_there_twice_is_refused() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from drawn_sessions import call
 from tugline.traces.prefix_merging import PrefixMerging
-from tugline.traces.tree import PrefixTree, Tree, grow
+from tugline.traces.tree import PrefixTree, Tree, build_tree
 from tugline.types import Trace, TraceKind, decode, encode
 
 
@@ -14,7 +14,7 @@ def drawn(tree: Tree) -> list[tuple[list[int], int | None, list[int]]]:
     """Each run as ids, parent and who sampled them."""
     return [
         (tree.ids[r.start : r.end].tolist(), r.parent, tree.source[r.start : r.end].tolist())
-        for r in tree.runs
+        for r in tree.nodes
     ]
 
 
@@ -29,7 +29,7 @@ def test_a_fork_shares_what_comes_before_it() -> None:
     ]
     assert tree.mask.tolist() == [False, False, True, True, False, False, True]
     assert tree.positions().tolist() == [0, 1, 2, 3, 3, 4, 5]
-    assert (len(tree.ids), tree.laid_out) == (7, 10)
+    assert (len(tree.ids), tree.flat_length) == (7, 10)
     first, second = tree.views()["s"]
     assert (first.ids.tolist(), first.mask.tolist()) == ([1, 2, 3, 4], [False, False, True, True])
     assert (second.ids.tolist(), second.mask.sum()) == ([1, 2, 3, 7, 9, 5], 1)
@@ -66,7 +66,7 @@ def test_a_trace_inside_another_needs_no_view() -> None:
         call(1, [1], [2]),
         call(2, [1, 2, 7, 8, 9], [3]),
     ]
-    views, ledger = PrefixTree().build(calls)
+    views, ledger, _ = PrefixTree().build(calls)
     assert [view.ids.tolist() for view in views] == [[1, 2, 7, 8, 9, 3]]
     assert [span.call for span in views[0].spans] == [1, 0, 2]
     assert ledger == PrefixMerging().build(calls).ledger
@@ -78,8 +78,8 @@ def test_a_group_shares_its_prompt() -> None:
         name: PrefixMerging().build([call(0, [1, 2, 3], [number], session=name)]).traces
         for number, name in enumerate("abc")
     }
-    tree = grow(sessions)
-    assert (len(tree.ids), tree.laid_out) == (6, 12)
+    tree = build_tree(sessions)
+    assert (len(tree.ids), tree.flat_length) == (6, 12)
     assert [source.session for source in tree.sources] == ["a", "b", "c"]
     views = tree.views()
     assert [len(views[name]) for name in "abc"] == [1, 1, 1]
@@ -92,7 +92,7 @@ def test_each_session_keeps_its_own_views() -> None:
     """A trace of one session that lies on another's way is still a view of its own session."""
     context = PrefixMerging().build([call(0, [1, 2], [])]).traces
     answer = PrefixMerging().build([call(0, [1], [2])]).traces
-    tree = grow({"a": context, "b": answer})
+    tree = build_tree({"a": context, "b": answer})
     assert len(tree.ids) == 2
     views = tree.views()
     assert [trace.mask.tolist() for trace in views["a"]] == [[False, False]]
@@ -101,10 +101,10 @@ def test_each_session_keeps_its_own_views() -> None:
 
 def test_a_tree_travels_like_any_noun() -> None:
     """It can be encoded, and is the same when it is read again; so is that of nothing."""
-    for tree in (PrefixTree().tree([call(0, [1, 2], [3, 4])]), grow({})):
+    for tree in (PrefixTree().tree([call(0, [1, 2], [3, 4])]), build_tree({})):
         again = decode(encode(tree), Tree)
         assert encode(again) == encode(tree)
-        assert len(again.views()) == len(tree.members)
+        assert len(again.views()) == len(tree.branches)
     assert PrefixTree().build([]).traces == ()
 
 

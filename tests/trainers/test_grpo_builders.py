@@ -95,7 +95,7 @@ def built(
     """The group's trajectories under `builder`, of at most `limit` tokens a trace."""
     made = []
     for i, (calls, outcome) in enumerate(group):
-        traces, ledger = find("builder", builder)(max_length=limit).build(calls)
+        traces, ledger, _ = find("builder", builder)(max_length=limit).build(calls)
         made.append(
             Trajectory(
                 session=calls[0].session,

@@ -1,8 +1,7 @@
-"""``tugline export``: recorded sessions as Parquet, as chat, or in the shape a trainer eats."""
+"""``tugline export``: recorded sessions as Parquet, conversations, or files for other trainers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,13 +12,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from tugline.cli.rebuild import parse_builder, parse_pairs
 from tugline.errors import UsageError
-from tugline.exports.base import Wanted
+from tugline.exports.base import TraceFilter
 from tugline.exports.pipeline import Export, Summary, run
 from tugline.exports.select import Selection, Split
 from tugline.plugins import find
-from tugline.recording.folder import list_recordings, locate
-from tugline.types import PluginSpec, Status, TraceKind
+from tugline.recording.folder import resolve
+from tugline.types import Status, TraceKind
 
 _Texts = list[str] | None
 _NONE = "-"
@@ -100,8 +100,8 @@ def export(  # noqa: PLR0913 - each is a flag
 ) -> None:
     """Write recorded sessions to a file that other tools and trainers read."""
     selection = Selection(
-        status=_words(status, Status, "--status"),
-        tags=_pairs(tag, "--tag"),
+        status=_parse_names(status, Status, "--status"),
+        tags=parse_pairs(tag, "--tag"),
         min_reward=min_reward,
         dedupe=dedupe,
         best_of=1 if best else best_of,
@@ -109,15 +109,16 @@ def export(  # noqa: PLR0913 - each is a flag
         seed=seed,
     )
     plan = Export(
-        exporter=find("export", form)(**_pairs(given, "--with")),
+        exporter=find("export", form)(**parse_pairs(given, "--with")),
         out=out,
         selection=selection,
-        wanted=Wanted(_words(kind, TraceKind, "--kind"), exact_only, max_length),
-        builder=_part(builder, options),
-        split=_split(split, stratify, seed),
+        filter=TraceFilter(_parse_names(kind, TraceKind, "--kind"), exact_only, max_length),
+        builder=parse_builder(builder, options),
+        split=_parse_split(split, stratify, seed),
         force=force,
     )
-    summary = _run(plan, _paths(sessions))
+    paths = [path for name in sessions for path in resolve(name)]
+    summary = _run(plan, list(dict.fromkeys(paths)))
     if as_json:
         typer.echo(msgspec.json.encode(summary))
     else:
@@ -127,53 +128,18 @@ def export(  # noqa: PLR0913 - each is a flag
 def _run(plan: Export, paths: list[Path]) -> Summary:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        bars = {what: progress.add_task(what, total=None) for what in ("reading", "writing")}
+        bars = {phase: progress.add_task(phase, total=None) for phase in ("reading", "writing")}
         return run(
-            plan, paths, lambda what, n, of: progress.update(bars[what], completed=n, total=of)
+            plan,
+            paths,
+            lambda phase, done, total: progress.update(bars[phase], completed=done, total=total),
         )
-
-
-def _paths(sessions: Iterable[str]) -> list[Path]:
-    found = [
-        path
-        for name in sessions
-        for path in (list_recordings(Path(name)) if Path(name).is_dir() else [locate(name)])
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
-    pairs = {}
-    for text in texts or ():
-        key, given, pairs[key] = text.partition("=")
-        if not key or not given:
-            msg = f"{flag} {text!r} must be key=value"
-            raise UsageError(msg)
-    return pairs
-
-
-def _part(builder: str | None, options: list[str] | None) -> PluginSpec | None:
-    if builder is None:
-        if options:
-            msg = f"--option {options[0]} is for a builder; name it with --builder"
-            raise UsageError(msg)
-        return None
-    given = _pairs(options, "--option")
-    return PluginSpec(builder, {key: _value(text) for key, text in given.items()})
-
-
-def _value(text: str) -> Any:
-    """JSON where it can be read as that, else text."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
 
 
 E = TypeVar("E", bound=StrEnum)
 
 
-def _words(text: str | None, kind: type[E], flag: str) -> frozenset[E]:
+def _parse_names(text: str | None, kind: type[E], flag: str) -> frozenset[E]:
     try:
         return frozenset(kind(word.strip()) for word in text.split(",")) if text else frozenset()
     except ValueError as error:
@@ -181,14 +147,14 @@ def _words(text: str | None, kind: type[E], flag: str) -> frozenset[E]:
         raise UsageError(msg) from error
 
 
-def _split(text: str | None, stratify: str | None, seed: int) -> Split | None:
+def _parse_split(text: str | None, stratify: str | None, seed: int) -> Split | None:
     if text is None:
         if stratify is not None:
             msg = f"--stratify {stratify} needs a --split, such as train=0.9,test=0.1"
             raise UsageError(msg)
         return None
     try:
-        shares = {k: float(v) for k, v in _pairs(text.split(","), "--split").items()}
+        shares = {k: float(v) for k, v in parse_pairs(text.split(","), "--split").items()}
     except ValueError as error:
         msg = f"--split {text!r} must be names and shares, such as train=0.9,test=0.1"
         raise UsageError(msg) from error
@@ -209,7 +175,7 @@ def _show(summary: Summary) -> None:
         counts = (one.tasks, one.sessions, one.rows, one.tokens, one.trained)
         table.add_row(one.path, *(f"{count:,}" for count in counts))
     console.print(table)
-    left, rows = _reasons(summary.left_out), _reasons(summary.rows_left_out)
+    left, rows = _format_counts(summary.left_out), _format_counts(summary.rows_left_out)
     console.print(f"{summary.kept} of {summary.found} sessions; left out: {left}", markup=False)
     if summary.rows_left_out:
         console.print(f"of these, rows left out: {rows}", markup=False)
@@ -217,5 +183,5 @@ def _show(summary: Summary) -> None:
         Console(stderr=True).print(error, markup=False, soft_wrap=True)
 
 
-def _reasons(counts: dict[Any, int]) -> str:
+def _format_counts(counts: dict[Any, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.items()) or _NONE

@@ -1,10 +1,11 @@
-"""``tugline rebuild``: make trajectories again from recorded sessions, byte for byte the same.
+"""``tugline rebuild``: rebuild trajectories from recorded sessions, byte for byte the same.
 
 Exit code 0 if every recording gave a trajectory, 1 if one could not be read or built.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tugline.errors import UsageError
-from tugline.recording.folder import list_recordings, locate
+from tugline.recording.folder import resolve
 from tugline.recording.rebuild import rebuild_all
 from tugline.recording.trajectories import INDEX, Index
 from tugline.types import PluginSpec
@@ -43,17 +44,16 @@ def rebuild(
     ] = False,
 ) -> None:
     """Build trajectories from recorded sessions alone, for a trainer to load."""
-    where = Path(session)
-    found = list_recordings(where) if where.is_dir() else [locate(session)]
-    part = _part(builder, option or [])
+    paths, root = resolve(session), Path(session)
+    spec = parse_builder(builder, option)
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=len(found) < _MANY) as progress:
-        bar = progress.add_task("rebuilding", total=len(found))
+    with Progress(console=console, transient=True, disable=len(paths) < _MANY) as progress:
+        bar = progress.add_task("rebuilding", total=len(paths))
         index = rebuild_all(
-            found,
-            where if where.is_dir() else found[0].parent,
+            paths,
+            root if root.is_dir() else paths[0].parent,
             out,
-            part,
+            spec,
             salvage=salvage,
             on_file=lambda: progress.advance(bar),
         )
@@ -65,38 +65,46 @@ def rebuild(
         raise typer.Exit(1)
 
 
-def _part(builder: str | None, options: list[str]) -> PluginSpec | None:
-    if builder is None:
-        if options:
-            msg = f"--option {options[0]} is for a builder; name it with --builder"
+def parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
+    """Parse ``--builder`` and its ``--option key=value``; values are JSON where they parse."""
+    pairs = parse_pairs(options, "--option")
+    if name is None:
+        if pairs:
+            msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
             raise UsageError(msg)
         return None
-    return PluginSpec(builder, dict(_option(text) for text in options))
+    return PluginSpec(name, {key: _parse_value(text) for key, text in pairs.items()})
 
 
-def _option(text: str) -> tuple[str, Any]:
-    """A value is JSON where it can be read as that, else text."""
-    key, given, value = text.partition("=")
-    if not key or not given:
-        msg = f"--option {text!r} must be key=value, such as max_length=32768"
-        raise UsageError(msg)
+def parse_pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
+    """Parse ``key=value`` texts of a repeatable flag. Raises `UsageError`."""
+    pairs = {}
+    for text in texts or ():
+        key, equals, pairs[key] = text.partition("=")
+        if not key or not equals:
+            msg = f"{flag} {text!r} must be key=value"
+            raise UsageError(msg)
+    return pairs
+
+
+def _parse_value(text: str) -> Any:
     try:
-        return key, msgspec.json.decode(value)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return key, value
+        return text
 
 
 def _show(index: Index, out: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    made = [entry for entry in index.entries if entry.file]
+    built = [entry for entry in index.entries if entry.file]
     for entry in index.entries:
         if entry.error or entry.note:
             console.print(f"{entry.recording}: {entry.error or entry.note}", markup=False)
     console.print(
-        f"{len(made)} of {len(index.entries)} recordings to {out}/{INDEX}: "
-        f"{sum(entry.traces for entry in made)} traces, "
-        f"{sum(entry.tokens for entry in made)} tokens, "
-        f"{sum(entry.ledger.trained for entry in made)} of "
-        f"{sum(entry.ledger.sampled for entry in made)} sampled ones trained",
+        f"{len(built)} of {len(index.entries)} recordings to {out}/{INDEX}: "
+        f"{sum(entry.traces for entry in built)} traces, "
+        f"{sum(entry.tokens for entry in built)} tokens, "
+        f"{sum(entry.ledger.trained for entry in built)} of "
+        f"{sum(entry.ledger.sampled for entry in built)} sampled ones trained",
         markup=False,
     )

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tugline.cli.options import Folder, Json, Server, Token, connect
 from tugline.protocol import ResultView
-from tugline.recording.saved import LINES, ResultFolder
+from tugline.recording.trajectories import RESULTS, ResultFolder
 
 
 def results(  # noqa: PLR0913 - each is a flag
@@ -29,7 +29,7 @@ def results(  # noqa: PLR0913 - each is a flag
         list[str] | None, typer.Option(help="Only of this task; may be given again.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help=f"Save to this folder: {LINES} and trajectories/.")
+        Path | None, typer.Option(help=f"Save to this folder: {RESULTS} and trajectories/.")
     ] = None,
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Go on when there is nothing more for now.")
@@ -68,7 +68,7 @@ def results(  # noqa: PLR0913 - each is a flag
         asyncio.run(main())
     finally:
         if saved:
-            saved.index()
+            saved.write_index()
             where = f"saved in {out}: {seen} new, {len(saved.views)} in all"
             Console(stderr=True, highlight=False, soft_wrap=True).print(where, markup=False)
     if not seen and not saved:

@@ -1,4 +1,4 @@
-"""``tugline verify``: whether what was recorded may be trained on, turn by turn.
+"""``tugline verify``: check recorded sessions, turn by turn.
 
 Exit code 0 if every check that could be made passed, 1 if one failed or a recording cannot be read.
 """
@@ -18,19 +18,21 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from tugline.errors import CaptureError
-from tugline.recording import file as recordings
-from tugline.recording.folder import list_recordings, locate
-from tugline.recording.verify.findings import Seam, SessionReport, Total, Verdict, total
-from tugline.recording.verify.scoring import Scorer, scorer_at
-from tugline.recording.verify.sessions import TOLERANCE, judge, judge_logprobs
-from tugline.recording.verify.texts import Texts
+from tugline.recording.file import read
+from tugline.recording.folder import resolve
+from tugline.recording.verify.engine import Scorer, connect_scorer
+from tugline.recording.verify.report import SessionReport, Summary, Verdict, summarize
+from tugline.recording.verify.session import TOLERANCE, verify_logprobs, verify_session
+from tugline.recording.verify.text import TextVerifier
+from tugline.traces.lineage import Continuation
 
-_SEAMS = {
-    Seam.EXACT: "green",
-    Seam.HEALED: "cyan",
-    Seam.FORKED: "yellow",
-    Seam.BROKEN: "red",
-    Seam.UNTOLD: "yellow",
+_CONTINUATIONS = {
+    Continuation.FIRST: "green",
+    Continuation.EXACT: "green",
+    Continuation.ECHO_CHANGED: "cyan",
+    Continuation.FORKED: "yellow",
+    Continuation.BROKEN: "red",
+    Continuation.NO_TOKEN_IDS: "yellow",
 }
 _VERDICTS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNCHECKED: "yellow"}
 _MANY = 20
@@ -57,81 +59,87 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check recorded ids, texts, lineage, ledgers and logprobs."""
-    where = Path(session)
-    found = list_recordings(where) if where.is_dir() else [locate(session)]
-    judged = asyncio.run(
-        _all(found, engine, tolerance, Texts(tokenizer), salvage=salvage, show=not as_json)
+    reports = asyncio.run(
+        _verify_all(
+            resolve(session),
+            engine,
+            tolerance,
+            TextVerifier(tokenizer),
+            salvage=salvage,
+            show=not as_json,
+        )
     )
-    sums = total(judged)
+    summary = summarize(reports)
     if as_json:
-        typer.echo(msgspec.json.encode({"sessions": judged, "sum": sums}))
+        typer.echo(msgspec.json.encode({"sessions": reports, "summary": summary}))
     else:
-        _show_sum(sums)
-    if sums.failed:
+        _show_summary(summary)
+    if summary.failed:
         raise typer.Exit(1)
 
 
-async def _all(
-    found: list[Path],
+async def _verify_all(
+    paths: list[Path],
     url: str | None,
     tolerance: float,
-    texts: Texts,
+    texts: TextVerifier,
     *,
     salvage: bool,
     show: bool,
 ) -> list[SessionReport]:
-    judged = []
+    reports = []
     async with AsyncExitStack() as stack:
-        scorer = await stack.enter_async_context(scorer_at(url)) if url else None
-        quiet, console = len(found) < _MANY, Console(stderr=True)
-        for path in track(found, "verifying", console=console, transient=True, disable=quiet):
-            judged.append(await _one(path, scorer, tolerance, texts, salvage=salvage))
+        scorer = await stack.enter_async_context(connect_scorer(url)) if url else None
+        quiet, console = len(paths) < _MANY, Console(stderr=True)
+        for path in track(paths, "verifying", console=console, transient=True, disable=quiet):
+            reports.append(await _verify_one(path, scorer, tolerance, texts, salvage=salvage))
             if show:
-                _show(judged[-1])
-    return judged
+                _show(reports[-1])
+    return reports
 
 
-async def _one(
-    path: Path, scorer: Scorer | None, tolerance: float, texts: Texts, *, salvage: bool
+async def _verify_one(
+    path: Path, scorer: Scorer | None, tolerance: float, texts: TextVerifier, *, salvage: bool
 ) -> SessionReport:
     try:
-        recording = recordings.read(path, salvage=salvage, bodies=False)
+        recording = read(path, salvage=salvage, bodies=False)
     except CaptureError as error:
         return SessionReport(session=path.stem, recording=str(path), error=str(error))
-    judged = judge(path, recording, texts)
+    report = verify_session(path, recording, texts)
     if scorer is not None:
-        await judge_logprobs(judged, recording, scorer, tolerance)
-    return judged
+        await verify_logprobs(report, recording, scorer, tolerance)
+    return report
 
 
 # --------------------------------------------------------------------------- on the terminal
-def _show(judged: SessionReport) -> None:
+def _show(report: SessionReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(judged.session)}[/] {escape(judged.recording)}")
-    if judged.error is not None:
-        console.print(judged.error, style="red", markup=False)
+    console.print(f"[bold]{escape(report.session)}[/] {escape(report.recording)}")
+    if report.error is not None:
+        console.print(report.error, style="red", markup=False)
         return
-    console.print(_table(judged))
-    for name, check in judged.checks.items():
+    console.print(_make_table(report))
+    for name, check in report.checks.items():
         detail = f": {check.detail}" if check.detail else ""
         style = _VERDICTS[check.verdict]
         console.print(f"  {check.verdict} {name}{detail}", style=style, markup=False)
-    for line in [f"turn {turn.call}: {one}" for turn in judged.turns for one in turn.faults[1:]]:
+    for line in [f"turn {turn.call}: {one}" for turn in report.turns for one in turn.faults[1:]]:
         console.print(f"  also {line}", style="red", markup=False)
-    for note in judged.notes:
+    for note in report.notes:
         console.print(f"  note: {note}", markup=False)
 
 
-def _table(judged: SessionReport) -> Table:
-    """A line per call; the KL is the less noisy of the two estimates."""
+def _make_table(report: SessionReport) -> Table:
+    """Make a table with a line per call; the KL is the estimate with less variance."""
     names = ["prompt", "shared", "sampled"]
-    if any(turn.scored for turn in judged.turns):
+    if any(turn.scored for turn in report.turns):
         names += ["max", "mean", "KL"]
-    table = Table("call", "status", Column("why", overflow="fold"), box=None)
+    table = Table("call", "continuation", Column("detail", overflow="fold"), box=None)
     for name in names:
         table.add_column(name, justify="right", min_width=7)
-    for turn in judged.turns:
-        row = [str(turn.call), f"[{_SEAMS[turn.status]}]{turn.status}[/]", turn.why]
+    for turn in report.turns:
+        style = _CONTINUATIONS[turn.continuation]
+        row = [str(turn.call), f"[{style}]{turn.continuation}[/]", turn.detail]
         row += [str(count) for count in (turn.prompt, turn.shared, turn.sampled)]
         values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl3)
         row += ["" if value is None else f"{value:.1e}" for value in values]
@@ -139,12 +147,11 @@ def _table(judged: SessionReport) -> Table:
     return table
 
 
-def _show_sum(sums: Total) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    seams = ", ".join(f"{count} {name}" for name, count in sums.turns.items() if count)
-    checks = ", ".join(f"{count} {name}" for name, count in sums.checks.items() if count)
-    colour = "red" if sums.failed else "green"
-    console.print(
-        f"[{colour}]sessions: {sums.sessions}, {sums.failed} failed[/]; "
-        f"turns: {seams or 'none'}; checks: {checks or 'none'}"
+def _show_summary(summary: Summary) -> None:
+    turns = ", ".join(f"{count} {name}" for name, count in summary.turns.items() if count)
+    checks = ", ".join(f"{count} {name}" for name, count in summary.checks.items() if count)
+    colour = "red" if summary.failed else "green"
+    Console(highlight=False, soft_wrap=True).print(
+        f"[{colour}]sessions: {summary.sessions}, {summary.failed} failed[/]; "
+        f"turns: {turns or 'none'}; checks: {checks or 'none'}"
     )

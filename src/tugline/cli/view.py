@@ -1,4 +1,4 @@
-"""``tugline view``: look into one session, on the terminal, as JSON or as one HTML file."""
+"""``tugline view``: show one session on the terminal, as JSON or as one HTML file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 
 from tugline.errors import UsageError
 from tugline.recording.file import read
-from tugline.recording.folder import locate, tokenizer_of
-from tugline.recording.view.document import document
-from tugline.recording.view.session_view import as_json, tell
-from tugline.recording.view.terminal import By, Terminal
-from tugline.recording.view.texts import Texts
+from tugline.recording.folder import load_tokenizer, locate
+from tugline.recording.view.html_page import render_page
+from tugline.recording.view.session_view import encode_json, view_session
+from tugline.recording.view.terminal import ColourBy, Terminal
+from tugline.recording.view.token_text import TokenText
 
 
 def view(  # noqa: PLR0913 - each is a flag
@@ -23,7 +23,9 @@ def view(  # noqa: PLR0913 - each is a flag
     builder: Annotated[
         str | None, typer.Option(help="Show the traces of this builder (default: the task's own).")
     ] = None,
-    by: Annotated[By, typer.Option(help="What the colour of a token says.")] = By.MASK,
+    by: Annotated[
+        ColourBy, typer.Option(help="Property that the colour of a token shows.")
+    ] = ColourBy.MASK,
     turn: Annotated[
         int | None, typer.Option(help="Show only this call, with its messages.")
     ] = None,
@@ -31,7 +33,7 @@ def view(  # noqa: PLR0913 - each is a flag
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json, where none is kept beside the recording.")
     ] = None,
-    as_json_: Annotated[
+    as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; token by token with --full.")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write one HTML page to this file.")] = None,
@@ -42,18 +44,19 @@ def view(  # noqa: PLR0913 - each is a flag
     """Show what happened in a session: turns, tokens, forks, ledger and timings."""
     path = locate(session)
     recording = read(path, salvage=salvage, bodies=False)
-    told = tell(path, recording, builder)
-    numbers = [one.call for one in told.story.turns]
+    session_view = view_session(path, recording, builder)
+    numbers = [one.call for one in session_view.view.turns]
     if turn is not None and turn not in numbers:
         known = f"its calls are {numbers[0]} to {numbers[-1]}" if numbers else "it has no calls"
         msg = f"--turn {turn}: there is no such call in {path}; {known}"
         raise UsageError(msg)
-    texts = Texts(tokenizer_of(path, recording.header, tokenizer) if recording.header else None)
+    header = recording.header
+    texts = TokenText(load_tokenizer(path, header, tokenizer) if header else None)
     if html is not None:
-        html.write_text(document(told, texts), encoding="utf-8")
-        typer.echo(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", err=as_json_)
-    if as_json_:
-        typer.echo(as_json(told, turn=turn, full=full))
+        html.write_text(render_page(session_view, texts), encoding="utf-8")
+        typer.echo(f"wrote {html} ({html.stat().st_size / 1e3:,.0f} kB)", err=as_json)
+    if as_json:
+        typer.echo(encode_json(session_view, turn=turn, full=full))
     elif html is None:
-        terminal = Terminal(Console(highlight=False), told, texts, by=by, full=full)
-        terminal.show() if turn is None else terminal.turn(turn)
+        terminal = Terminal(Console(highlight=False), session_view, texts, by=by, full=full)
+        terminal.print_session() if turn is None else terminal.print_turn(turn)

@@ -18,7 +18,7 @@ import msgspec
 from tugline.datasets.base import INSTANCE, SPLIT, task_id
 from tugline.errors import ConfigError
 from tugline.protocol import ResultView
-from tugline.recording.saved import LINES
+from tugline.recording.trajectories import RESULTS
 from tugline.types import Task
 
 _WHOLE = 1.0 + 1e-9
@@ -137,7 +137,7 @@ def _draw(name: str) -> float:
 
 def _rates(path: Path) -> dict[str, list[float]]:
     """Rewards by task, as far as they were judged. Raises `ConfigError`."""
-    file = path / LINES if path.is_dir() else path
+    file = path / RESULTS if path.is_dir() else path
     rewards: dict[str, list[float]] = {}
     try:
         lines = file.read_bytes().splitlines()

@@ -35,7 +35,7 @@ from tugline.inference.engine import Engine
 from tugline.launch.folder import only_one
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
-from tugline.traces.ledger import total
+from tugline.traces.ledger import sum_ledgers
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo, StepReport
@@ -171,7 +171,7 @@ class Demo:
         self.progress = msgspec.structs.replace(
             done,
             rows=(*done.rows, row),
-            ledger=total([done.ledger, report.ledger]),
+            ledger=sum_ledgers([done.ledger, report.ledger]),
             tokens_forwarded=done.tokens_forwarded + report.tokens_forwarded,
             training_s=done.training_s + report.seconds,
             sessions=done.sessions + len(results),
@@ -207,7 +207,9 @@ class Demo:
             updates=sum(row.updates for row in done.rows),
             sessions=done.sessions + len(measured),
             failed_sessions=done.failed + failed(measured),
-            ledger=total([done.ledger, Ledger(held_out, dropped={Reason.HELD_OUT: held_out})]),
+            ledger=sum_ledgers(
+                [done.ledger, Ledger(held_out, dropped={Reason.HELD_OUT: held_out})]
+            ),
             tokens_forwarded=done.tokens_forwarded,
             training_s=done.training_s,
             max_abs_dlogprob=max(

@@ -1,18 +1,19 @@
-"""The contract of an export format: from one session to rows, and from rows to a file.
+"""The contract of an export format: one session to rows, and rows to a file.
 
-`Exporter` is the whole of it for a format that has a row per trace and writes JSON lines; others
-override `rows` or `open`. A format never holds more than one session, and where something becomes
-no row it says why, so that nothing is left out without a reason (I2).
+A format with a row per trace that writes JSON lines implements `Exporter.row`; others override
+`rows` or `open`. A format holds one session at a time and gives a reason for everything that does
+not become a row, so that nothing is left out silently (I2).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,8 +25,8 @@ from tugline.traces.base import Builder, Built
 from tugline.types import Trace, TraceKind
 
 
-class Left(StrEnum):
-    """Why a session, or a row of it, is not in the file; `docs/export.md` has them in words."""
+class SkipReason(StrEnum):
+    """Why a session, or a row of it, is not in the file; `docs/export.md` explains each."""
 
     DAMAGED = "damaged"
     NO_HEADER = "no_header"
@@ -47,41 +48,42 @@ class Left(StrEnum):
     IMAGES = "images"
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class TraceFilter(msgspec.Struct, frozen=True):
     """Which traces or conversations of a session are written."""
 
     kinds: frozenset[TraceKind] = frozenset()
-    """Empty: those that the format takes by itself."""
+    """Empty: the kinds that the format writes by default."""
     exact_only: bool = False
     max_length: int | None = None
     """Tokens."""
 
-    def refuses(
-        self, kind: TraceKind, *, exact: bool, length: int, usual: frozenset[TraceKind]
-    ) -> Left | None:
-        """Why something like this is left out; None if it is not."""
-        if kind not in (self.kinds or usual):
-            return Left.KIND
+    def check(
+        self, kind: TraceKind, *, exact: bool, length: int, default: frozenset[TraceKind]
+    ) -> SkipReason | None:
+        """Return why a trace of this kind and length is skipped; None if it is not."""
+        if kind not in (self.kinds or default):
+            return SkipReason.KIND
         if self.exact_only and not exact:
-            return Left.INEXACT
-        return Left.TOO_LONG if self.max_length is not None and length > self.max_length else None
+            return SkipReason.INEXACT
+        too_long = self.max_length is not None and length > self.max_length
+        return SkipReason.TOO_LONG if too_long else None
 
 
 @dataclass(frozen=True)
-class Item:
+class SessionExport:
     """One session on its way to a file."""
 
     header: Header
     recording: Recording
     builder_name: str
     builder: Builder
-    wanted: Wanted
-    number: int
-    """Place of the session among those exported."""
+    filter: TraceFilter
+    index: int
+    """Position of the session among those exported."""
     group: int
-    """Place of its task among those exported."""
+    """Position of its task among those exported."""
     advantage: float | None
-    """(reward - mean) / std over the chosen sessions of its task; None without a reward."""
+    """(reward - mean) / std over the selected sessions of its task; None without a reward."""
 
     @cached_property
     def built(self) -> Built:
@@ -96,39 +98,39 @@ class Item:
 
 
 class Row(NamedTuple):
-    """One line of a file, column by column, and what it counts for in the summary."""
+    """The columns of one row, and its token counts for the summary."""
 
     values: Mapping[str, object]
     tokens: int
     trained: int
 
 
-class Sink(Protocol):
-    """An open file. Equal rows make equal bytes."""
+class RowWriter(ABC):
+    """An open file. Equal rows give equal bytes."""
 
+    @abstractmethod
     def write(self, values: Mapping[str, object]) -> None:
-        """Take one row."""
-        ...
+        """Write one row."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Write what is left and release the file."""
-        ...
+        """Write buffered rows and close the file."""
 
 
 class NoOptions(msgspec.Struct, frozen=True):
-    """Of a format that can be told nothing."""
+    """The options of a format without options."""
 
 
 class Exporter:
-    """One format; its options come by keyword, as values or as text."""
+    """One format; its options are keywords, as values or as text."""
 
     suffix = ".jsonl"
-    """Of its files."""
+    """Suffix of its files."""
     needs_reward = True
-    """Whether a session without a reward has no place in it."""
+    """Whether sessions without a reward are skipped."""
     trains = True
     """Whether rows are for a trainer of token ids: of one tokenizer, each with tokens to train on,
-    without pictures."""
+    without images."""
     Options: type[msgspec.Struct] = NoOptions
 
     def __init__(self, **options: object) -> None:
@@ -144,29 +146,32 @@ class Exporter:
                 raise ConfigError(msg) from error
         self.options: Any = msgspec.convert(options, self.Options, strict=False)
 
-    def rows(self, item: Item) -> Iterator[Row | Left]:
-        """What a session becomes; a `Left` says why something of it is no row."""
-        for index, trace in enumerate(item.built.traces):
-            size, every = len(trace.ids), frozenset(TraceKind)
-            left = item.wanted.refuses(trace.kind, exact=trace.exact, length=size, usual=every)
-            if left is None and self.trains and not trace.mask.any():
-                left = Left.UNTRAINED
-            if left is None and self.trains and trace.images:
-                left = Left.IMAGES
-            found = self.row(item, index, trace) if left is None else left
-            yield found if isinstance(found, Left) else Row(found, size, int(trace.mask.sum()))
+    def rows(self, session: SessionExport) -> Iterator[Row | SkipReason]:
+        """Yield the rows of a session, and a reason for everything that becomes no row."""
+        every = frozenset(TraceKind)
+        for index, trace in enumerate(session.built.traces):
+            size = len(trace.ids)
+            skip = session.filter.check(trace.kind, exact=trace.exact, length=size, default=every)
+            if skip is None and self.trains and not trace.mask.any():
+                skip = SkipReason.UNTRAINED
+            if skip is None and self.trains and trace.images:
+                skip = SkipReason.IMAGES
+            row = self.row(session, index, trace) if skip is None else skip
+            yield row if isinstance(row, SkipReason) else Row(row, size, int(trace.mask.sum()))
 
-    def row(self, item: Item, index: int, trace: Trace) -> Mapping[str, object] | Left:
-        """The columns of the trace at `index`."""
+    def row(
+        self, session: SessionExport, index: int, trace: Trace
+    ) -> Mapping[str, object] | SkipReason:
+        """Return the columns of the trace at `index`."""
         raise NotImplementedError
 
-    def open(self, path: Path) -> Sink:
-        """A new file at `path`."""
-        return JsonLines(path)
+    def open(self, path: Path) -> RowWriter:
+        """Create the file at `path`."""
+        return JsonLinesWriter(path)
 
 
-class JsonLines:
-    """A sink of one JSON object per line; an array is written as a list."""
+class JsonLinesWriter(RowWriter):
+    """One JSON object per line; arrays are written as lists."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -176,5 +181,5 @@ class JsonLines:
         self._file.write(msgspec.json.encode(values, enc_hook=np.ndarray.tolist) + b"\n")
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         self._file.close()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from tugline.types import Call, Message, Role, Tool
+from tugline.types import Message, Tool
 
 
-def message_of(
+def serialize_message(
     message: Message, *, reasoning: bool = True, objects: bool = False
 ) -> dict[str, Any]:
     """`objects` gives the arguments of tool calls as objects, where they are one; else as text."""
@@ -56,30 +55,7 @@ def _object(text: str) -> object:
     return value if isinstance(value, dict) else text
 
 
-def tool_of(tool: Tool) -> dict[str, Any]:
+def serialize_tool(tool: Tool) -> dict[str, Any]:
     """A tool as the API declares it."""
     function = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
     return {"type": "function", "function": function}
-
-
-def dialogue(calls: Sequence[Call], *, front: bool = False) -> list[Message]:
-    """What was said in `calls`, each of which goes on from the one before; no one is a developer.
-
-    A call without messages went on in the middle of the answer before it, and tells it whole. With
-    `front`, leading system messages become one, and later ones speak as the user.
-    """
-    said: list[Message] = []
-    for call in calls:
-        if not call.messages and said and said[-1].role is Role.ASSISTANT:
-            said.pop()
-        said += [*call.messages, *([call.answer] if call.answer is not None else [])]
-    said = [_as(Role.SYSTEM, one) if one.role is Role.DEVELOPER else one for one in said]
-    if not front:
-        return said
-    at = next((i for i, one in enumerate(said) if one.role is not Role.SYSTEM), len(said))
-    leading = [Message(Role.SYSTEM, "\n\n".join(one.content for one in said[:at]))] if at else []
-    return leading + [_as(Role.USER, one) if one.role is Role.SYSTEM else one for one in said[at:]]
-
-
-def _as(role: Role, message: Message) -> Message:
-    return msgspec.structs.replace(message, role=role)

@@ -1,4 +1,4 @@
-"""Chat JSONL for supervised fine-tuning: what was said, one conversation per line.
+"""Chat JSONL for supervised fine-tuning, one conversation per line.
 
 Conversations are followed by their recorded parents, so sessions of text mode, which have no ids,
 can be exported too. Of each thread the longest conversation that was never edited is taken.
@@ -11,22 +11,23 @@ from typing import Literal
 
 import msgspec
 
-from tugline.exports.base import Exporter, Item, Left, Row
-from tugline.exports.chat import dialogue, message_of, tool_of
-from tugline.types import Call, CallOutcome, Finish, Mode, Role, TraceKind
+from tugline.exports.base import Exporter, Row, SessionExport, SkipReason
+from tugline.exports.chat import serialize_message, serialize_tool
+from tugline.traces.lineage import adds_to_parent
+from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, TraceKind
 
-_USUAL = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
+_DEFAULT_KINDS = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: bool = True
-    """Whether thoughts are written, as ``reasoning_content``."""
+    """Whether reasoning is written, as ``reasoning_content``."""
     arguments: Literal["text", "object"] = "text"
     """Arguments of tool calls: JSON text as in the OpenAI API, or an object."""
     system: Literal["keep", "front"] = "keep"
-    """Where system messages stand: where they were, or as one at the front."""
+    """System messages: where they were, or joined at the front."""
     shape: Literal["messages", "prompt_completion"] = "messages"
-    """One list, or two: what the model was given first, and all that came of it."""
+    """One list, or two: the messages before the first answer, and the rest."""
 
 
 class Sft(Exporter):
@@ -36,80 +37,111 @@ class Sft(Exporter):
     trains = False
     Options = _Options
 
-    def rows(self, item: Item) -> Iterator[Row | Left]:
-        """The longest conversation of each thread."""
-        for kind, chain in conversations(item.recording.calls):
-            yield Left.SHORTER if kind is None else self._row(item, kind, chain)
+    def rows(self, session: SessionExport) -> Iterator[Row | SkipReason]:
+        """Yield the longest conversation of each thread."""
+        for kind, chain in find_conversations(session.recording.calls):
+            yield SkipReason.SHORTER if kind is None else self._make_row(session, kind, chain)
 
-    def _row(self, item: Item, kind: TraceKind, calls: Sequence[Call]) -> Row | Left:
+    def _make_row(
+        self, session: SessionExport, kind: TraceKind, calls: Sequence[Call]
+    ) -> Row | SkipReason:
         if not calls:
-            return Left.UNANSWERED
+            return SkipReason.UNANSWERED
         tokens = len(calls[-1].prompt_ids) + len(calls[-1].sampled_ids)
         exact = all(call.mode is not Mode.TEXT for call in calls)
-        left = item.wanted.refuses(kind, exact=exact, length=tokens, usual=_USUAL)
-        said = dialogue(calls, front=self.options.system == "front")
-        if left is None and any(message.images for message in said):
-            left = Left.IMAGES
-        if left is not None:
-            return left
-        objects = self.options.arguments == "object"
-        plain = [message_of(m, reasoning=self.options.reasoning, objects=objects) for m in said]
-        first = next(i for i, message in enumerate(said) if message.role is Role.ASSISTANT)
-        told: Mapping[str, object] = (
-            {"messages": plain}
-            if self.options.shape == "messages"
-            else {"prompt": plain[:first], "completion": plain[first:]}
-        )
-        metadata = {
-            "session": item.header.session.id,
-            "task": item.header.task.id,
-            "sample": item.header.session.sample,
-            "reward": item.reward,
+        skip = session.filter.check(kind, exact=exact, length=tokens, default=_DEFAULT_KINDS)
+        messages = join_messages(calls, front=self.options.system == "front")
+        if skip is None and any(message.images for message in messages):
+            skip = SkipReason.IMAGES
+        if skip is not None:
+            return skip
+        columns = self._make_columns(messages)
+        columns["tools"] = [serialize_tool(tool) for tool in calls[-1].tools]
+        columns["metadata"] = {
+            "session": session.header.session.id,
+            "task": session.header.task.id,
+            "sample": session.header.session.sample,
+            "reward": session.reward,
             "kind": kind,
             "thread": calls[0].thread,
             "turns": len(calls),
             "tokens": tokens,
-            "model": item.header.model,
-            "harness": item.header.task.harness.name,
+            "model": session.header.model,
+            "harness": session.header.task.harness.name,
         }
-        tools = [tool_of(tool) for tool in calls[-1].tools]
-        values = {**told, "tools": tools, "metadata": metadata}
-        return Row(values, tokens, sum(len(call.sampled_ids) for call in calls))
+        return Row(columns, tokens, sum(len(call.sampled_ids) for call in calls))
+
+    def _make_columns(self, messages: Sequence[Message]) -> dict[str, object]:
+        objects = self.options.arguments == "object"
+        serialized = [
+            serialize_message(message, reasoning=self.options.reasoning, objects=objects)
+            for message in messages
+        ]
+        if self.options.shape == "messages":
+            return {"messages": serialized}
+        first = next(i for i, message in enumerate(messages) if message.role is Role.ASSISTANT)
+        return {"prompt": serialized[:first], "completion": serialized[first:]}
 
 
-def conversations(calls: Sequence[Call]) -> Iterator[tuple[TraceKind | None, list[Call]]]:
-    """The longest conversation of each thread, in order; a None for each shorter one.
+def find_conversations(calls: Sequence[Call]) -> Iterator[tuple[TraceKind | None, list[Call]]]:
+    """Yield the longest conversation of each thread, in order; a None for each shorter one.
 
-    An answer at the end that was cut off, or that the harness never saw, is left off; no calls
-    are left of a thread in which nothing was answered.
+    An answer at the end that was cut off, or that the harness never received, is omitted; a thread
+    without any answer has no calls.
     """
     known = {call.number: call for call in calls}
-    carried = {call.parent for call in calls if _before(call, known) is not None}
-    best: dict[tuple[TraceKind, str | None], list[Call]] = {}
+    extended = {call.parent for call in calls if _find_previous(call, known) is not None}
+    longest: dict[tuple[TraceKind, str | None], list[Call]] = {}
     for tip in calls:
-        if tip.number in carried:
+        if tip.number in extended:
             continue
-        chain, thread = _answered(tip, known), (tip.kind, tip.thread)
-        if thread in best:
+        chain, thread = _walk_back(tip, known), (tip.kind, tip.thread)
+        if thread in longest:
             yield None, []
-        best[thread] = max(best.get(thread, []), chain, key=len)
-    for (kind, _), chain in best.items():
+        longest[thread] = max(longest.get(thread, []), chain, key=len)
+    for (kind, _), chain in longest.items():
         yield kind, chain
 
 
-def _before(call: Call, known: Mapping[int, Call]) -> Call | None:
-    """The call whose conversation `call` carries on; None if it begins one."""
-    goes_on = call.branch is None and call.parent is not None
-    return known.get(call.parent) if goes_on and call.parent is not None else None
+def _find_previous(call: Call, known: Mapping[int, Call]) -> Call | None:
+    """Return the call whose conversation `call` continues; None if it begins one."""
+    return known.get(call.parent) if call.parent is not None and adds_to_parent(call) else None
 
 
-def _answered(tip: Call, known: Mapping[int, Call]) -> list[Call]:
-    """`tip` and the calls before it, up to the last whole answer."""
+def _walk_back(tip: Call, known: Mapping[int, Call]) -> list[Call]:
+    """Return `tip` and the calls before it, up to the last complete answer."""
     chain: list[Call] = []
-    at: Call | None = tip
-    while at is not None:
-        whole = at.finish is Finish.STOP and at.outcome is CallOutcome.COMPLETE
-        if chain or (whole and at.answer is not None):
-            chain.append(at)
-        at = _before(at, known)
+    call: Call | None = tip
+    while call is not None:
+        complete = call.finish is Finish.STOP and call.outcome is CallOutcome.COMPLETE
+        if chain or (complete and call.answer is not None):
+            chain.append(call)
+        call = _find_previous(call, known)
     return chain[::-1]
+
+
+def join_messages(calls: Sequence[Call], *, front: bool = False) -> list[Message]:
+    """Return the conversation of `calls`, each of which continues the one before.
+
+    A call without messages resumed the answer before it and has all of it. Developer messages are
+    system messages. With `front`, leading system messages become one, and later ones user messages.
+    """
+    messages: list[Message] = []
+    for call in calls:
+        if not call.messages and messages and messages[-1].role is Role.ASSISTANT:
+            messages.pop()
+        messages += [*call.messages, *([call.answer] if call.answer is not None else [])]
+    messages = [
+        _with_role(Role.SYSTEM, one) if one.role is Role.DEVELOPER else one for one in messages
+    ]
+    if not front:
+        return messages
+    count = next((i for i, m in enumerate(messages) if m.role is not Role.SYSTEM), len(messages))
+    system = "\n\n".join(one.content for one in messages[:count])
+    return ([Message(Role.SYSTEM, system)] if count else []) + [
+        _with_role(Role.USER, one) if one.role is Role.SYSTEM else one for one in messages[count:]
+    ]
+
+
+def _with_role(role: Role, message: Message) -> Message:
+    return msgspec.structs.replace(message, role=role)

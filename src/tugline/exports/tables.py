@@ -1,4 +1,4 @@
-"""Columns on disk: a sink for Parquet and Arrow files, made of batches that are never large.
+"""Write Parquet and Arrow files in batches of bounded size.
 
 pyarrow comes with the extra ``export``. No file holds a date or a path, so equal rows make equal
 bytes. A map is a list of ``{key, value}``, because Hugging Face `datasets` knows no Arrow map.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tugline.errors import UsageError
-from tugline.exports.base import Exporter, Sink
+from tugline.exports.base import Exporter, RowWriter
 
 try:
     import pyarrow as pa
@@ -20,8 +20,8 @@ except ImportError as _error:
     _MISSING = "this format is written with pyarrow, which needs: pip install 'tugline[export]'"
     raise UsageError(_MISSING) from _error
 
-_ROWS = 256
-_TOKENS = 1 << 20
+_BATCH_ROWS = 256
+_BATCH_TOKENS = 1 << 20
 """A batch is written when it has that many rows or tokens."""
 
 
@@ -53,11 +53,11 @@ TYPES: dict[str, pa.DataType] = {
         | dict.fromkeys(("masked", "dropped"), _map(pa.int64()))
     ),
 }
-"""The words of `TableExporter.columns`."""
+"""The types in `TableExporter.columns`."""
 
 
 def pairs(mapping: Mapping[Any, object]) -> list[dict[str, object]]:
-    """`mapping` for a column that is a map, in the order of its keys."""
+    """Return the value of a map column, sorted by key."""
     return [{"key": str(key), "value": mapping[key]} for key in sorted(mapping)]
 
 
@@ -66,16 +66,16 @@ class TableExporter(Exporter):
 
     suffix = ".parquet"
     columns = ""
-    """``name:type`` for each, by the words in `TYPES`."""
+    """``name:type`` of each, with the types in `TYPES`."""
 
-    def open(self, path: Path) -> Sink:
-        """A new table: Arrow IPC if that is the suffix, else Parquet."""
+    def open(self, path: Path) -> RowWriter:
+        """Create the file: Arrow IPC if that is the suffix, else Parquet."""
         fields = (column.split(":") for column in self.columns.split())
         schema = pa.schema([(name, TYPES[kind]) for name, kind in fields])
-        return _Table(path, schema, ipc=self.suffix == ".arrow")
+        return _TableWriter(path, schema, ipc=self.suffix == ".arrow")
 
 
-class _Table:
+class _TableWriter(RowWriter):
     def __init__(self, path: Path, schema: pa.Schema, *, ipc: bool) -> None:
         self._schema = schema
         self._rows: list[Mapping[str, object]] = []
@@ -87,9 +87,10 @@ class _Table:
         )
 
     def write(self, values: Mapping[str, object]) -> None:
+        """Buffer one row, and write the batch if it is full."""
         self._rows.append(values)
         self._tokens += max(getattr(value, "size", 0) for value in values.values())
-        if len(self._rows) >= _ROWS or self._tokens >= _TOKENS:
+        if len(self._rows) >= _BATCH_ROWS or self._tokens >= _BATCH_TOKENS:
             self._flush()
 
     def _flush(self) -> None:
@@ -100,6 +101,7 @@ class _Table:
         self._rows, self._tokens = [], 0
 
     def close(self) -> None:
+        """Write the last batch and close the file."""
         if self._rows:
             self._flush()
         self._writer.close()

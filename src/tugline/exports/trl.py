@@ -1,4 +1,4 @@
-"""Rows for TRL: what its GRPO trainers get from a rollout, and its SFT trainer from tokenised data.
+"""Rows for TRL: rollouts for its GRPO trainers, and tokenised data for its SFT trainer.
 
 ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` are what a ``rollout_func``
 returns; ``input_ids``, ``completion_mask``, ``old_log_probs``, ``advantage``, ``model_version`` and
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tugline.exports.base import Item
+from tugline.exports.base import SessionExport
 from tugline.exports.tables import TableExporter
 from tugline.types import Trace
 
@@ -24,12 +24,12 @@ class Trl(TableExporter):
         env_mask:bits input_ids:ids completion_mask:bits old_log_probs:floats reward:float
         advantage:float model_version:int group_id:int"""
 
-    def row(self, item: Item, index: int, trace: Trace) -> Mapping[str, object]:
-        """The version is that of the oldest token."""
+    def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
+        """Return the columns; `model_version` is that of the oldest token."""
         first, mask = trace.spans[0].start, trace.mask.astype(np.int8)
         return {
-            "session": item.header.session.id,
-            "task": item.header.task.id,
+            "session": session.header.session.id,
+            "task": session.header.task.id,
             "trace": index,
             "prompt_ids": trace.ids[:first],
             "completion_ids": trace.ids[first:],
@@ -38,8 +38,8 @@ class Trl(TableExporter):
             "input_ids": trace.ids,
             "completion_mask": mask,
             "old_log_probs": trace.logprobs,
-            "reward": item.reward,
-            "advantage": item.advantage,
+            "reward": session.reward,
+            "advantage": session.advantage,
             "model_version": min(span.version for span in trace.spans),
-            "group_id": item.group,
+            "group_id": session.group,
         }

@@ -1,6 +1,6 @@
 """Rows for verl: the columns of its rollout batch, one row per trace.
 
-As they are, the lists have their own lengths, like verl's own agent loop output. With the options
+By default lists have their own lengths, like verl's own agent loop output. With the options
 ``prompt_length`` and ``response_length`` they are padded to these: prompts on the left, responses
 on the right, so that columns become the tensors of a ``DataProto``.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tugline.errors import ConfigError
-from tugline.exports.base import Item, Left
+from tugline.exports.base import SessionExport, SkipReason
 from tugline.exports.tables import TableExporter
 from tugline.types import Trace
 
@@ -43,14 +43,16 @@ class Verl(TableExporter):
             msg = "export 'verl': give prompt_length and response_length both, or neither"
             raise ConfigError(msg)
 
-    def row(self, item: Item, index: int, trace: Trace) -> Mapping[str, object] | Left:
-        """The last token bears the reward. Padding would cut a trace that does not fit."""
+    def row(
+        self, session: SessionExport, index: int, trace: Trace
+    ) -> Mapping[str, object] | SkipReason:
+        """Return the columns; a trace that does not fit the padding is skipped, not cut."""
         first, versions = trace.spans[0].start, [span.version for span in trace.spans]
         size = len(trace.ids) - first
         left = first if self.options.prompt_length is None else self.options.prompt_length
         right = size if self.options.response_length is None else self.options.response_length
         if first > left or size > right:
-            return Left.TOO_LONG
+            return SkipReason.TOO_LONG
 
         def padded(values: npt.NDArray[Any], fill: int = 0) -> npt.NDArray[Any]:
             return np.pad(values, (left - first, right - size), constant_values=fill)
@@ -58,12 +60,12 @@ class Verl(TableExporter):
         ids = padded(trace.ids.astype(np.int64), self.options.pad_id)
         seen = padded(np.ones(len(trace.ids), np.int64))
         scores = np.zeros(right, np.float32)
-        scores[size - 1] = item.reward
+        scores[size - 1] = session.reward
         return {
-            "uid": item.header.task.id,
-            "session": item.header.session.id,
+            "uid": session.header.task.id,
+            "session": session.header.session.id,
             "trace": index,
-            "data_source": item.header.task.harness.name,
+            "data_source": session.header.task.harness.name,
             "prompts": ids[:left],
             "responses": ids[left:],
             "input_ids": ids,
@@ -72,7 +74,7 @@ class Verl(TableExporter):
             "response_mask": padded(trace.mask.astype(np.int64))[left:],
             "rollout_log_probs": padded(trace.logprobs)[left:],
             "rm_scores": scores,
-            "reward": item.reward,
+            "reward": session.reward,
             "min_global_steps": min(versions),
             "max_global_steps": max(versions),
             "__num_turns__": len({span.call for span in trace.spans}),

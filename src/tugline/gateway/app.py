@@ -43,7 +43,7 @@ from tugline.gateway.transcript import Transcript
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
-from tugline.recording.records import EventKind, Result, capped
+from tugline.recording.records import EventKind, Result, truncate
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 from tugline.web.serve import serve
 
@@ -180,7 +180,7 @@ class Gateway:
 
     async def write_result(self, session: str, result: Result) -> None:
         """Record the outcome of a session that has been closed. Raises `CaptureError`."""
-        await asyncio.to_thread(recordings.conclude, self._sessions.path(session), result)
+        await asyncio.to_thread(recordings.write_result, self._sessions.path(session), result)
 
     def engine_failure(self, session: str) -> Failure | None:
         """Why its last call got no answer, if that was the engine or its window.
@@ -278,7 +278,7 @@ class Gateway:
         if action is Action.COUNT:
             await http.reply(200, dialect.encode_count(live.count_tokens(request)))
             return
-        recorded = b"" if self._raw == "none" else capped(body, self._raw_limit)
+        recorded = b"" if self._raw == "none" else truncate(body, self._raw_limit)
         request = msgspec.structs.replace(request, dialect=dialect.name, body=recorded)
         prompt = live.prepare(request)
         retry = http.headers.get(_RETRY, "0") != "0"
@@ -316,7 +316,7 @@ class Gateway:
         finally:
             watch.cancel()
             if http.sent:
-                sent = capped(b"".join(http.sent), self._raw_limit)
+                sent = truncate(b"".join(http.sent), self._raw_limit)
                 live.transcript.note(
                     EventKind.RESPONSE, call=completion.choices[0].number, data=sent
                 )

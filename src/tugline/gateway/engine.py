@@ -17,7 +17,7 @@ from tugline.gateway.policy import check_request
 from tugline.gateway.replicas import ModelCard, TokenSource
 from tugline.gateway.settings import DEFAULTS, Settings
 from tugline.histogram import MOMENTS, Distribution
-from tugline.recording.folder import keep_tokenizer
+from tugline.recording.folder import save_tokenizer
 from tugline.recording.records import Header
 from tugline.types import Call, Mode, Session, Task
 
@@ -119,7 +119,7 @@ class EngineContext:
     def keep_tokenizer(self, folder: Path) -> None:
         """Store the tokenizer beside the recordings in `folder`, which need it to be read."""
         if self.rendering is not None:
-            self.tokenizer = keep_tokenizer(self.rendering.tokenizer, folder)
+            self.tokenizer = save_tokenizer(self.rendering.tokenizer, folder)
 
     def header(self, session: Session, task: Task, workdir: str, home: str) -> Header:
         """First record of a session's recording."""

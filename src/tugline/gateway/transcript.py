@@ -80,6 +80,6 @@ class Transcript:
         pending, self._pending = self._pending, []
         try:
             for event in () if self.writer.closed else pending:
-                self.writer.note(event)
+                self.writer.append_record(event)
         except CaptureError as error:  # the session's next call reports it to its harness
             _log.error("event not written", path=str(self.writer.path), error=str(error))

@@ -18,7 +18,7 @@ from tugline.launch.local import local
 from tugline.launch.settings import Settings
 from tugline.launch.stopping import stopping
 from tugline.protocol import ResultView
-from tugline.recording.saved import ResultFolder
+from tugline.recording.trajectories import ResultFolder
 from tugline.types import Task
 from tugline.web.serve import freeze_gc
 
@@ -53,7 +53,7 @@ async def run(
                 await asyncio.to_thread(saved.add, view, packed)
                 results.append(view)
                 on_result(view, len(wanted))
-        await asyncio.to_thread(saved.index)
+        await asyncio.to_thread(saved.write_index)
     return results
 
 

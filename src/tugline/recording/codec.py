@@ -1,13 +1,13 @@
-"""How records become bytes and calls come back: what is new of each, in one stream of zstd.
+"""Encode records as bytes and decode calls: only what is new of each, in one zstd stream.
 
-A call's prompt is stored as the longest prefix that it shares with one of the calls before, plus
-the rest; so is its raw body, which also shares its end (I7). Messages are kept as the JSON text
-that the body has as well, and a section of a file is one zstd stream that is flushed after every
-record, so that what was said before costs next to nothing when it is said again. A picture is kept
-once. The low bytes of logprobs are noise: they are left out of the stream and stored as they are.
+The prompt of a call is stored as the longest prefix that it shares with an earlier call, plus the
+rest; its raw body likewise, which also shares its end (I7). Messages are stored as the JSON text
+that the body contains as well, and a section is one zstd stream that is flushed after every
+record, so that repeated text costs next to nothing. An image is stored once. The low bytes of
+logprobs are noise: they bypass the stream.
 
-Reading shares memory as the file shares bytes: the ids of calls that go on from each other are
-views of one buffer, so that a conversation of T turns takes O(tokens) of memory, not O(T x tokens).
+Decoding shares memory as the file shares bytes: the ids of calls that continue each other are
+views of one buffer, so a conversation of T turns takes O(tokens) of memory, not O(T x tokens).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tugline.recording.records import Event, Header, Result
 from tugline.types import Call, Ids, Image, Logprobs, Message, Tool, decode, encode, shared_prefix
 
 Packed = tuple[bytes, bytes]
-"""What a record adds to the stream, and what stands behind it uncompressed."""
+"""What a record adds to the stream, and the bytes that follow it uncompressed."""
 
 _CANDIDATES = 8
 _BODIES = 3
 _SMALL = 8192
-"""New bytes of a body that are few enough to stop looking for a nearer one."""
+"""New bytes of a body that are few enough to stop the search for a nearer one."""
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     3, window_log=17, hash_log=14, chain_log=14
 )
-"""A stream stays open as long as its session: this is what keeps its memory small."""
-_PICTURE = "sha256:"
-"""An image's URL in a stored message: this and the digest of the picture that it stands for."""
+"""Chosen for little memory, since a stream stays open as long as its session."""
+_IMAGE_REF = "sha256:"
+"""Prefix of an image's URL in a stored message, before the digest of the real URL."""
 _FLUSH = zstandard.COMPRESSOBJ_FLUSH_BLOCK
 _IDS = np.dtype("<i4")
 _FLOATS = np.dtype("<f4")
@@ -43,7 +43,7 @@ _NO_IDS = np.empty(0, np.int32)
 _NO_LOGPROBS = np.empty(0, np.float32)
 
 
-class Picture(msgspec.Struct, frozen=True, tag="picture"):
+class ImageRecord(msgspec.Struct, frozen=True, tag="image"):
     """An image's URL, once, before the first call that holds it."""
 
     digest: str
@@ -52,7 +52,7 @@ class Picture(msgspec.Struct, frozen=True, tag="picture"):
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes `start` to the end of a picture's URL stood at `at` of what is left of a body."""
+    """Bytes `start` to the end of an image's URL, removed from a body before its byte `at`."""
 
     at: int
     digest: str
@@ -60,10 +60,10 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="call"):
-    """A call reduced to what is new. The logprobs' low three bytes each stand uncompressed."""
+    """A call reduced to what is new; the low three bytes of logprobs follow uncompressed."""
 
     call: Call
-    """Without the fields that the others here stand for."""
+    """Without the fields that are stored below."""
     base: int
     """Number of the call whose ids (prompt, then answer) the prompt starts with; -1 for none."""
     keep: int
@@ -74,7 +74,7 @@ class CallRecord(msgspec.Struct, frozen=True, tag="call"):
     """Little-endian int32."""
     logprobs: bytes
     """The highest byte of each little-endian float32."""
-    said: bytes
+    messages: bytes
     """JSON of `MessageRecord`."""
     same_tools: bool
     """The tools are those of the call before."""
@@ -85,73 +85,73 @@ class CallRecord(msgspec.Struct, frozen=True, tag="call"):
     back: int
     """How many bytes of it come last."""
     cuts: tuple[Cut, ...]
-    """Pictures to put back into `body`, in order."""
+    """Images to put back into `body`, in order."""
     body: bytes
-    """What comes between."""
+    """The bytes between them."""
 
 
 class MessageRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The words of a call."""
+    """The messages, the answer and the tools of a call."""
 
     messages: tuple[Message, ...] = ()
     answer: Message | None = None
     tools: tuple[Tool, ...] = ()
 
 
-Record = Header | CallRecord | Picture | Event | Result
-_said_encoder = msgspec.json.Encoder()
-_said_decoder = msgspec.json.Decoder(MessageRecord)
+Record = Header | CallRecord | ImageRecord | Event | Result
+_message_encoder = msgspec.json.Encoder()
+_message_decoder = msgspec.json.Decoder(MessageRecord)
 
 
 # --------------------------------------------------------------------------- writing
 class Packer:
-    """Makes the records of one section; knows the last calls' ids, bodies and tools."""
+    """Encodes the records of one section; remembers the last calls' ids, bodies and tools."""
 
     def __init__(self) -> None:
         self.ids: deque[tuple[int, Ids]] = deque(maxlen=_CANDIDATES)
         self.bodies: deque[tuple[int, bytes]] = deque(maxlen=_BODIES)
         self.tools: tuple[Tool, ...] | None = None
-        self._pictures: set[str] = set()
+        self._images: set[str] = set()
         self._stream = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compressobj()
 
     def pack(self, *records: Record, behind: bytes = b"") -> list[Packed]:
-        """Records as they are, and what stands behind the last.
+        """Encode records, and the uncompressed bytes behind the last.
 
-        All are encoded before the stream takes any: one that cannot be leaves nothing in it.
+        All are encoded before any enters the stream, so that a failure leaves nothing in it.
         """
         encoded = [encode(record) for record in records]
         new = [self._stream.compress(one) + self._stream.flush(_FLUSH) for one in encoded]
         return [*((one, b"") for one in new[:-1]), (new[-1], behind)]
 
-    def call(self, call: Call) -> list[Packed]:
-        """A call, after the pictures that it is the first to hold."""
+    def pack_call(self, call: Call) -> list[Packed]:
+        """Encode a call, after the images that it is the first to hold."""
         images = [image for message in call.messages for image in message.images]
         names = {image.url: image.digest for image in images}
-        pictures = [Picture(name, url) for url, name in names.items() if name not in self._pictures]
-        base, keep = self._nearest(call)
-        body_base, front, back = self._nearest_body(call.request)
-        body, cuts = _without(
+        new = [ImageRecord(name, url) for url, name in names.items() if name not in self._images]
+        base, keep = self._find_base(call)
+        body_base, front, back = self._find_body_base(call.request)
+        body, cuts = _cut_images(
             [image.url for image in images], names, call.request[front : len(call.request) - back]
         )
         high, low = split_floats(call.logprobs)
         same_tools = self.tools is not None and self.tools == call.tools
-        said = MessageRecord(
-            tuple(_named(one, names) for one in call.messages) if images else call.messages,
+        messages = MessageRecord(
+            tuple(_reference_images(m, names) for m in call.messages) if images else call.messages,
             call.answer,
             () if same_tools else call.tools,
         )
         ids = np.concatenate((call.prompt_ids[keep:], call.sampled_ids)).astype(_IDS, copy=False)
         record = CallRecord(
-            _bare(call), base, keep, len(call.sampled_ids), ids.tobytes(), high,
-            _said_encoder.encode(said), same_tools, body_base, front, back, cuts, body,
+            _strip(call), base, keep, len(call.sampled_ids), ids.tobytes(), high,
+            _message_encoder.encode(messages), same_tools, body_base, front, back, cuts, body,
         )  # fmt: skip
-        packed = self.pack(*pictures, record, behind=low)
-        self._pictures.update(names.values())
+        packed = self.pack(*new, record, behind=low)
+        self._images.update(names.values())
         self._remember(call, record)
         return packed
 
-    def _nearest(self, call: Call) -> tuple[int, int]:
-        """The call whose ids begin this prompt, and how many of them; its parent if it can be."""
+    def _find_base(self, call: Call) -> tuple[int, int]:
+        """Return the call whose ids begin this prompt, and how many; preferably its parent."""
         base, keep = -1, 0
         latest_first = reversed(self.ids)
         for number, ids in sorted(latest_first, key=lambda pair: pair[0] != call.parent):
@@ -162,8 +162,8 @@ class Packer:
                 break
         return base, keep
 
-    def _nearest_body(self, body: bytes) -> tuple[int, int, int]:
-        """The body that this one starts and ends like, and how many bytes of each."""
+    def _find_body_base(self, body: bytes) -> tuple[int, int, int]:
+        """Return the call whose body starts and ends like this one, and how many bytes of each."""
         base, best, best_back = -1, 0, 0
         mine = np.frombuffer(body, np.uint8)
         for number, other in reversed(self.bodies):
@@ -177,23 +177,23 @@ class Packer:
         return base, best, best_back
 
     def _remember(self, call: Call, record: CallRecord) -> None:
-        """What this call holds in full need not be kept beside it: one conversation, one entry."""
-        _drop_held(self.ids, record.base, record.keep)
+        """Keep one entry per conversation: drop one that this call contains entirely."""
+        _drop_contained(self.ids, record.base, record.keep)
         self.ids.append((call.number, np.concatenate((call.prompt_ids, call.sampled_ids))))
         if call.request:
-            _drop_held(self.bodies, record.body_base, record.front + record.back)
+            _drop_contained(self.bodies, record.body_base, record.front + record.back)
             self.bodies.append((call.number, call.request))
         self.tools = call.tools
 
 
-def _drop_held(known: deque[tuple[int, Any]], number: int, held: int) -> None:
+def _drop_contained(known: deque[tuple[int, Any]], number: int, length: int) -> None:
     for entry in known:
-        if entry[0] == number and len(entry[1]) == held:
+        if entry[0] == number and len(entry[1]) == length:
             known.remove(entry)
             return
 
 
-def _bare(call: Call) -> Call:
+def _strip(call: Call) -> Call:
     return msgspec.structs.replace(
         call,
         messages=(),
@@ -206,8 +206,8 @@ def _bare(call: Call) -> Call:
     )
 
 
-def _named(message: Message, names: dict[str, str]) -> Message:
-    named = tuple(_with_url(one, _PICTURE + names[one.url]) for one in message.images)
+def _reference_images(message: Message, names: dict[str, str]) -> Message:
+    named = tuple(_with_url(one, _IMAGE_REF + names[one.url]) for one in message.images)
     return msgspec.structs.replace(message, images=named) if named else message
 
 
@@ -215,8 +215,10 @@ def _with_url(image: Image, url: str) -> Image:
     return msgspec.structs.replace(image, url=url)
 
 
-def _without(urls: list[str], names: dict[str, str], body: bytes) -> tuple[bytes, tuple[Cut, ...]]:
-    """`body` without the data of pictures, and where these stood."""
+def _cut_images(
+    urls: list[str], names: dict[str, str], body: bytes
+) -> tuple[bytes, tuple[Cut, ...]]:
+    """Return `body` without the data of images, and where they were."""
     cuts: list[Cut] = []
     pieces: list[bytes] = []
     at = left = 0
@@ -235,107 +237,108 @@ def _without(urls: list[str], names: dict[str, str], body: bytes) -> tuple[bytes
 # --------------------------------------------------------------------------- reading
 @dataclass(slots=True)
 class _TokenChain:
-    """Ids that grow from call to call, and where others of the same start left them."""
+    """The ids of calls that continue each other."""
 
-    first: tuple[_TokenChain, int] | None = None
-    """The strand it forked from, and how many ids they share."""
+    base: tuple[_TokenChain, int] | None = None
+    """The chain that it forks from, and how many ids they share."""
     length: int = 0
     pieces: list[Ids] = field(default_factory=list)
-    whole: Ids = field(default_factory=lambda: _NO_IDS)
+    ids: Ids = field(default_factory=lambda: _NO_IDS)
+    """All ids, after `join`."""
 
     def add(self, ids: Ids) -> None:
         self.pieces.append(ids)
         self.length += len(ids)
 
     def join(self) -> None:
-        start = [] if self.first is None else [self.first[0].whole[: self.first[1]]]
-        self.whole = np.concatenate((*start, *self.pieces)).astype(np.int32, copy=False)
-        self.whole.flags.writeable = False
+        start = [] if self.base is None else [self.base[0].ids[: self.base[1]]]
+        self.ids = np.concatenate((*start, *self.pieces)).astype(np.int32, copy=False)
+        self.ids.flags.writeable = False
 
 
 class Unpacker:
-    """Gives back what `Packer` packed, section by section."""
+    """Decodes what `Packer` encoded, section by section."""
 
     def __init__(self, *, bodies: bool) -> None:
-        self.pictures: dict[str, str] = {}
+        self.images: dict[str, str] = {}
         """URLs by digest."""
-        self._want_bodies = bodies
-        self._strands: list[_TokenChain] = []
+        self._with_bodies = bodies
+        self._chains: list[_TokenChain] = []
         self._calls: list[tuple[Call, _TokenChain, int]] = []
-        self.section()
+        self.begin_section()
 
-    def section(self) -> None:
-        """A new section begins: nothing in it refers to anything before."""
+    def begin_section(self) -> None:
+        """Forget what came before: no record of a section refers to an earlier one."""
         self._stream = zstandard.ZstdDecompressor().decompressobj()
-        self._places: dict[int, tuple[_TokenChain, int]] = {}
+        self._ends: dict[int, tuple[_TokenChain, int]] = {}
         self._bodies: dict[int, bytes] = {}
         self._tools: tuple[Tool, ...] = ()
 
-    def take(self, new: bytes, behind: bytes) -> Header | Event | Result | None:
-        """Read a record; calls and pictures are kept until the end.
+    def unpack(self, packed: bytes, behind: bytes) -> Header | Event | Result | None:
+        """Decode a record; calls and images are collected, and None is returned for them.
 
         Raises `msgspec.DecodeError`, `zstandard.ZstdError`, `KeyError` or `ValueError` on one that
         this format does not have.
         """
-        record: Record = decode(self._stream.decompress(new), Record)  # type: ignore[arg-type]
+        record: Record = decode(self._stream.decompress(packed), Record)  # type: ignore[arg-type]
         if isinstance(record, CallRecord):
-            self._call(record, behind)
-        elif isinstance(record, Picture):
-            self.pictures[record.digest] = record.url
+            self._add_call(record, behind)
+        elif isinstance(record, ImageRecord):
+            self.images[record.digest] = record.url
         else:
             return record
         return None
 
     def calls(self) -> tuple[Call, ...]:
-        """All calls so far, whole; their ids are read-only views of what they share."""
-        for strand in self._strands:
-            strand.join()
-        whole = []
-        for call, strand, end in self._calls:
-            prompt = end - len(call.sampled_ids)
-            ids = strand.whole
-            whole.append(
-                msgspec.structs.replace(call, prompt_ids=ids[:prompt], sampled_ids=ids[prompt:end])
+        """Return all calls so far; their ids are read-only views of shared buffers."""
+        for chain in self._chains:
+            chain.join()
+        calls = []
+        for call, chain, end in self._calls:
+            start = end - len(call.sampled_ids)
+            prompt_ids, sampled_ids = chain.ids[:start], chain.ids[start:end]
+            calls.append(
+                msgspec.structs.replace(call, prompt_ids=prompt_ids, sampled_ids=sampled_ids)
             )
-        return tuple(whole)
+        return tuple(calls)
 
-    def _call(self, record: CallRecord, behind: bytes) -> None:
-        said = _said_decoder.decode(record.said)
-        self._tools = self._tools if record.same_tools else said.tools
+    def _add_call(self, record: CallRecord, behind: bytes) -> None:
+        stored = _message_decoder.decode(record.messages)
+        self._tools = self._tools if record.same_tools else stored.tools
         ids = np.frombuffer(record.ids, _IDS)
-        strand = self._strand(record)
-        strand.add(ids)
+        chain = self._find_chain(record)
+        chain.add(ids)
         call = msgspec.structs.replace(
             record.call,
-            messages=tuple(map(self._pictured, said.messages)),
-            answer=said.answer,
+            messages=tuple(map(self._resolve_images, stored.messages)),
+            answer=stored.answer,
             tools=self._tools,
             sampled_ids=ids[len(ids) - record.sampled :],
             logprobs=join_floats(record.logprobs, behind),
-            request=self._body(record) if self._want_bodies else b"",
+            request=self._join_body(record) if self._with_bodies else b"",
         )
-        self._places[call.number] = strand, strand.length
-        self._calls.append((call, strand, strand.length))
+        self._ends[call.number] = chain, chain.length
+        self._calls.append((call, chain, chain.length))
 
-    def _strand(self, record: CallRecord) -> _TokenChain:
-        """The strand that this call's new ids go on with."""
-        before = None
+    def _find_chain(self, record: CallRecord) -> _TokenChain:
+        """Return the chain that this call's new ids continue, or a new one."""
+        base = None
         if record.keep:
-            base, end = self._places[record.base]
+            chain, end = self._ends[record.base]
             if record.keep > end:
                 msg = f"a prompt begins with {record.keep} ids of a call that has {end}"
                 raise ValueError(msg)
-            if record.keep == base.length:
-                return base
-            before = base, record.keep
-        strand = _TokenChain(before, record.keep)
-        self._strands.append(strand)
-        return strand
+            if record.keep == chain.length:
+                return chain
+            base = chain, record.keep
+        forked = _TokenChain(base, record.keep)
+        self._chains.append(forked)
+        return forked
 
-    def _body(self, record: CallRecord) -> bytes:
+    def _join_body(self, record: CallRecord) -> bytes:
         pieces, at = [], 0
         for cut in record.cuts:
-            pieces += [record.body[at : cut.at], self.pictures[cut.digest][cut.start :].encode()]
+            pieces += [record.body[at : cut.at], self.images[cut.digest][cut.start :].encode()]
             at = cut.at
         body = b"".join((*pieces, record.body[at:])) if pieces else record.body
         if record.front or record.back:
@@ -344,23 +347,23 @@ class Unpacker:
         self._bodies[record.call.number] = body
         return body
 
-    def _pictured(self, message: Message) -> Message:
+    def _resolve_images(self, message: Message) -> Message:
         if not message.images:
             return message
-        urls = [self.pictures[one.url.removeprefix(_PICTURE)] for one in message.images]
+        urls = [self.images[one.url.removeprefix(_IMAGE_REF)] for one in message.images]
         images = tuple(map(_with_url, message.images, urls))
         return msgspec.structs.replace(message, images=images)
 
 
 # --------------------------------------------------------------------------- logprobs
 def split_floats(values: Logprobs) -> tuple[bytes, bytes]:
-    """The highest byte of each float, which compress well, and the three below, which do not."""
+    """Split floats into their highest bytes, which compress well, and the three low ones each."""
     quads = np.ascontiguousarray(values, _FLOATS).view(np.uint8).reshape(-1, 4)
     return quads[:, 3].tobytes(), quads[:, :3].tobytes()
 
 
 def join_floats(high: bytes, low: bytes) -> Logprobs:
-    """What `split_floats` split. Raises `ValueError` where the two do not belong together."""
+    """Undo `split_floats`. Raises `ValueError` if the lengths do not match."""
     quads = np.empty((len(high), 4), np.uint8)
     quads[:, 3] = np.frombuffer(high, np.uint8)
     quads[:, :3] = np.frombuffer(low, np.uint8).reshape(len(high), 3)

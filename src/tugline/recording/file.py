@@ -1,15 +1,15 @@
-"""One append-only file per session: every call, each byte of it written once.
+"""One append-only file per session, in which every byte of a call is written once.
 
-Layout (`docs/format.md` has every byte of it): sections, of which each begins with an 8-byte magic
-that holds the format's version, and goes on with records of ``<u32 packed> <u32 plain> <u32 crc32
-of both> <u32 crc32 of these three>``, then the bytes. `codec` says what is in them. Whoever opens
-a file to write on begins a section, which refers to nothing before it.
+Layout (`docs/format.md` specifies it): sections, each of which begins with an 8-byte magic that
+holds the format's version, followed by records of ``<u32 packed> <u32 plain> <u32 crc32 of both>
+<u32 crc32 of these three>`` and the bytes. `codec` defines their content. Opening a file to append
+begins a new section, which refers to nothing before it.
 
-When `Writer.append` returns, the record is with the operating system: no death of a process loses
-it (I3). A loss of power may cost what came since the last `flush`; with ``sync`` each record is
-flushed before `append` returns. A record cut off by a crash is a torn tail: it is dropped when the
-file is opened, everything before it is intact. Any other damage is a `CaptureError` that names
-file and offset.
+When `Writer.append` returns, the operating system has the record, so the death of a process does
+not lose it (I3). A power failure may lose what was written since the last `flush`; with ``sync``
+each record is flushed before `append` returns. A record that a crash cut short is a torn tail: it
+is dropped when the file is opened, and everything before it is intact. Any other damage is a
+`CaptureError` that names file and offset.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _NAME = b"TUGREC\x00"
 MAGIC = _NAME + bytes([VERSION])
 _HEAD = struct.Struct("<IIII")
 _LIMIT = 1 << 30
-"""Bytes of a record: no request is nearly as large."""
+"""Largest record in bytes, far above any request."""
 _SECTOR = 512
-_LOOKS = (
+_FILE_TYPES = (
     (b"\x1f\x8b", "gzip"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
     (b"PK", "a zip archive"),
@@ -51,54 +51,54 @@ _LOOKS = (
 
 @dataclass(slots=True)
 class Recording:
-    """What a file holds, in order."""
+    """The content of a file, in order."""
 
     header: Header | None = None
     calls: tuple[Call, ...] = ()
-    """Their arrays are read-only; ids of calls that go on from each other share memory."""
+    """Their arrays are read-only; ids of calls that continue each other share memory."""
     events: tuple[Event, ...] = ()
     result: Result | None = None
     """The last one, if there are several."""
-    pictures: dict[str, str] = field(default_factory=dict)
+    images: dict[str, str] = field(default_factory=dict)
     """URL of every image in the calls, by its `Image.digest`."""
     torn_bytes: int = 0
     """Length of a torn tail that was ignored."""
     damage: str = ""
-    """Where and why a salvaging read stopped; empty if it came to the end."""
+    """Where and why a salvaging read stopped; empty if it reached the end."""
 
 
 def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Recording:
-    """Everything in a recording. Raises `CaptureError` on anything but a torn tail.
+    """Read a recording. Raises `CaptureError` on any damage but a torn tail.
 
-    With `salvage` the good records before a damaged place are enough. Without `bodies` the calls'
-    raw requests are left out: as each repeats the one before, all of them are O(turns x tokens).
+    With `salvage` the records before the damage are returned instead. Without `bodies` the raw
+    requests are omitted: each repeats the one before, so together they are O(turns x tokens).
     """
-    data = _load(path)
+    data = _read_bytes(path)
     recording, unpacker = Recording(), Unpacker(bodies=bodies)
     events: list[Event] = []
-    good = 0
+    good_end = 0
     try:
-        for frame in frames(path, data):
-            found = _unpacked(path, frame, unpacker)
-            if isinstance(found, Event):
-                events.append(found)
-            elif isinstance(found, Header):
-                recording.header = recording.header or found
-            elif found is not None:
-                recording.result = found
-            good = frame.end
-        recording.torn_bytes = len(data) - good
+        for frame in read_frames(path, data):
+            record = _unpack_frame(path, frame, unpacker)
+            if isinstance(record, Event):
+                events.append(record)
+            elif isinstance(record, Header):
+                recording.header = recording.header or record
+            elif record is not None:
+                recording.result = record
+            good_end = frame.end
+        recording.torn_bytes = len(data) - good_end
     except CaptureError as error:
-        if not salvage or not good:
+        if not salvage or not good_end:
             raise
         recording.damage = str(error)
     recording.calls, recording.events = unpacker.calls(), tuple(events)
-    recording.pictures = unpacker.pictures
+    recording.images = unpacker.images
     return recording
 
 
 class Frame(NamedTuple):
-    """A record as it lies in the file, or the start of a section, which has no bytes."""
+    """Position and bytes of a record, or of the start of a section, which has none."""
 
     start: int
     end: int
@@ -106,7 +106,7 @@ class Frame(NamedTuple):
     plain: bytes = b""
 
 
-def _load(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -114,34 +114,34 @@ def _load(path: Path) -> bytes:
         raise CaptureError(msg) from error
 
 
-def _unpacked(path: Path, frame: Frame, unpacker: Unpacker) -> Header | Event | Result | None:
+def _unpack_frame(path: Path, frame: Frame, unpacker: Unpacker) -> Header | Event | Result | None:
     if not frame.packed:
-        unpacker.section()
+        unpacker.begin_section()
         return None
     try:
-        return unpacker.take(frame.packed, frame.plain)
+        return unpacker.unpack(frame.packed, frame.plain)
     except (msgspec.DecodeError, zstandard.ZstdError, KeyError, ValueError) as error:
         msg = f"{path} holds a record at offset {frame.start} that cannot be read: {error!r}"
         raise CaptureError(msg) from error
 
 
-def frames(path: Path, data: bytes) -> Iterator[Frame]:
-    """Sections and records up to the end or a torn tail. Raises `CaptureError` on damage."""
+def read_frames(path: Path, data: bytes) -> Iterator[Frame]:
+    """Yield sections and records up to the end or a torn tail. Raises `CaptureError` on damage."""
     if len(data) < len(MAGIC) and MAGIC.startswith(data):
         return
     if not data.startswith(_NAME):
-        raise _foreign(path, data)
+        raise _make_foreign_error(path, data)
     at = 0
     while at + len(MAGIC) <= len(data):
         section = data.startswith(_NAME, at)
-        frame = _section(path, data, at) if section else _record(path, data, at)
+        frame = _parse_section(path, data, at) if section else _parse_record(path, data, at)
         if frame is None:
             return
         yield frame
         at = frame.end
 
 
-def _section(path: Path, data: bytes, at: int) -> Frame:
+def _parse_section(path: Path, data: bytes, at: int) -> Frame:
     if data.startswith(MAGIC, at):
         return Frame(at, at + len(MAGIC))
     msg = (
@@ -151,55 +151,60 @@ def _section(path: Path, data: bytes, at: int) -> Frame:
     raise CaptureError(msg)
 
 
-def _record(path: Path, data: bytes, at: int) -> Frame | None:
-    """The record at `at`; None if that is a torn tail."""
+def _parse_record(path: Path, data: bytes, at: int) -> Frame | None:
+    """Parse the record at `at`; None if it is a torn tail."""
     if at + _HEAD.size > len(data):
         return None
     packed, plain, crc, own = _HEAD.unpack_from(data, at)
     body = at + _HEAD.size
     end = body + packed + plain
     if zlib.crc32(data[at : body - 4]) != own:
-        if _unfilled(data, at):
+        if _ends_in_zeros(data, at):
             return None
-        raise _damaged(path, at, "the length of a record is not what was written")
+        raise _make_damage_error(path, at, "the checksum of a record's length does not match")
     if packed + plain > _LIMIT:
-        raise _damaged(path, at, f"a record of {packed + plain} bytes; none has over {_LIMIT}")
+        raise _make_damage_error(
+            path, at, f"a record of {packed + plain} bytes; none has over {_LIMIT}"
+        )
     if end > len(data):
         return None
     if zlib.crc32(data[body:end]) != crc:
-        if end == len(data) and _unfilled(data, at):
+        if end == len(data) and _ends_in_zeros(data, at):
             return None
-        raise _damaged(path, at, "the checksum of a record does not match")
+        raise _make_damage_error(path, at, "the checksum of a record does not match")
     return Frame(at, end, data[body : body + packed], data[body + packed : end])
 
 
-def _unfilled(data: bytes, at: int) -> bool:
-    """Whether the file ends in zeros, from `at` or a sector's start on: a power cut left them."""
+def _ends_in_zeros(data: bytes, at: int) -> bool:
+    """Whether a power failure left zeros from `at`, or from the start of a later sector."""
     filled = len(data.rstrip(b"\0"))
     return filled <= at or -(-filled // _SECTOR) * _SECTOR < len(data)
 
 
-def _damaged(path: Path, at: int, what: str) -> CaptureError:
-    return CaptureError(f"{path} is damaged at offset {at}: {what}; --salvage reads what is before")
+def _make_damage_error(path: Path, at: int, what: str) -> CaptureError:
+    return CaptureError(
+        f"{path} is damaged at offset {at}: {what}; --salvage reads the records before it"
+    )
 
 
-def _foreign(path: Path, data: bytes) -> CaptureError:
-    known = next((what for start, what in _LOOKS if data.startswith(start)), None)
-    what = known or ("text" if data[:64].isascii() and b"\0" not in data[:64] else "something else")
+def _make_foreign_error(path: Path, data: bytes) -> CaptureError:
+    known = next((name for start, name in _FILE_TYPES if data.startswith(start)), None)
+    text = data[:64].isascii() and b"\0" not in data[:64]
+    what = known or ("text" if text else "something else")
     return CaptureError(f"{path} is no recording: it looks like {what} (offset 0: {data[:8]!r})")
 
 
 class Writer:
-    """Appends to one file; opening an existing one cuts its torn tail and goes on."""
+    """Appends to one file; opening an existing one truncates its torn tail."""
 
     def __init__(self, path: Path, header: Header | None = None, *, sync: bool = True) -> None:
-        """`header` is written if the file is new; with None an existing one is gone on with."""
+        """Open `path`; `header` is written if the file is new."""
         self.path = path
         self.sync = sync
         self.dirty = False
         """Whether something was written since the last flush."""
         self._end = 0
-        for frame in frames(path, _load(path) if path.exists() else b""):
+        for frame in read_frames(path, _read_bytes(path) if path.exists() else b""):
             self._end = frame.end
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,31 +212,31 @@ class Writer:
         except OSError as error:
             msg = f"cannot open recording {path}: {error.strerror}"
             raise CaptureError(msg) from error
-        fresh = self._end <= len(MAGIC)
+        is_new = self._end <= len(MAGIC)
         os.ftruncate(self._fd, self._end)
         self._packer = Packer()
         self._write(MAGIC)
-        if fresh and header is not None:
-            self._records(self._packer.pack(header))
+        if is_new and header is not None:
+            self._write_records(self._packer.pack(header))
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be written."""
+        """Whether the file is closed."""
         return self._fd < 0
 
     def append(self, call: Call) -> int:
         """Write one call; returns the bytes it took."""
-        return self._records(self._packer.call(call))
+        return self._write_records(self._packer.pack_call(call))
 
-    def note(self, what: Event | Result) -> int:
-        """Write an event, or what became of the session; returns the bytes it took."""
-        return self._records(self._packer.pack(what))
+    def append_record(self, record: Event | Result) -> int:
+        """Write an event or the session's result; returns the bytes it took."""
+        return self._write_records(self._packer.pack(record))
 
-    def _records(self, packed: Iterable[Packed]) -> int:
+    def _write_records(self, packed: Iterable[Packed]) -> int:
         if self.closed:
             msg = f"recording {self.path} is closed"
             raise CaptureError(msg)
-        records = b"".join(_framed(*one) for one in packed)
+        records = b"".join(_frame(*one) for one in packed)
         self._write(records)
         return len(records)
 
@@ -243,22 +248,22 @@ class Writer:
             self._end += len(data)
             self.dirty = True
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._close_failed(error) from error
         if self.sync:
             self.flush()
 
     def flush(self) -> None:
-        """Wait until everything written is safe from a loss of power, too."""
+        """Wait until everything written would survive a power failure."""
         if not self.dirty or self.closed:
             return
         self.dirty = False
         try:
             os.fdatasync(self._fd)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._close_failed(error) from error
 
     def close(self) -> None:
-        """Flush and release the file; may be called twice."""
+        """Flush and close the file; may be called twice."""
         self.flush()
         self._release()
 
@@ -267,11 +272,11 @@ class Writer:
             os.close(self._fd)
             self._fd = -1
 
-    def _failed(self, error: OSError) -> CaptureError:
-        self._release()  # what was written of the last record is a torn tail
-        why = error.strerror
-        msg = f"cannot write recording {self.path}: {why}; free some space and resume"
-        return CaptureError(msg)
+    def _close_failed(self, error: OSError) -> CaptureError:
+        self._release()  # the part of the last record that was written is a torn tail
+        return CaptureError(
+            f"cannot write recording {self.path}: {error.strerror}; free some space and resume"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -285,12 +290,12 @@ class Writer:
         self.close()
 
 
-def _framed(packed: bytes, plain: bytes) -> bytes:
+def _frame(packed: bytes, plain: bytes) -> bytes:
     head = _HEAD.pack(len(packed), len(plain), zlib.crc32(plain, zlib.crc32(packed)), 0)[:-4]
     return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), packed, plain))
 
 
-def conclude(path: Path, result: Result) -> None:
-    """Append what became of a session to its recording, safe from a loss of power."""
+def write_result(path: Path, result: Result) -> None:
+    """Append the session's result to its recording and flush it to the disk."""
     with Writer(path) as writer:
-        writer.note(result)
+        writer.append_record(result)

@@ -1,25 +1,36 @@
-"""Where recordings are: by path, by folder, or by the id of a session in a run.
+"""Find recordings: by path, by folder, or by the id of a session in a run.
 
-A run keeps its recordings in one folder as ``<session>.<epoch>.rec``. The tokenizer that their ids
-belong to is kept there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``.
+A run keeps its recordings in one folder as ``<session>.<epoch>.rec``. The tokenizer of their ids
+is written there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import CaptureError, UsageError
 from tugline.recording.records import Header
+from tugline.types import Session
 
 RUNS = Path("runs")
 """Where commands look for a session that is named by its id."""
-_NAME = re.compile(r"(?P<session>.+)\.(?P<epoch>\d+)\.rec")
+_PATTERN = "*.rec"
 
 
-def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
+def file_name(session: Session) -> str:
+    """Return the file name of a session's recording."""
+    return f"{session.id}.{session.epoch}.rec"
+
+
+def parse_name(path: Path) -> tuple[str, int]:
+    """Return the session and the epoch in a recording's file name; epoch 0 if it has none."""
+    session, _, epoch = path.stem.rpartition(".")
+    return (session, int(epoch)) if session and epoch.isdecimal() else (path.stem, 0)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     """Write the tokenizer's file into `folder` unless it is there; returns its SHA-256 in hex."""
     text = tokenizer.to_json().encode()
     digest = hashlib.sha256(text).hexdigest()
@@ -32,8 +43,8 @@ def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     return digest
 
 
-def tokenizer_of(recording: Path, header: Header, other: Path | None = None) -> Tokenizer | None:
-    """The tokenizer of a recording: `other` if given, else the one beside it; None if neither.
+def load_tokenizer(recording: Path, header: Header, other: Path | None = None) -> Tokenizer | None:
+    """Load the tokenizer of a recording: `other` if given, else the one beside it, else None.
 
     Raises `CaptureError` if the file beside it is not the one that the header names.
     """
@@ -53,32 +64,38 @@ def _tokenizer_name(digest: str) -> str:
 
 
 def list_recordings(where: Path) -> list[Path]:
-    """`where` if it is a file, else every recording below it. Raises `UsageError` on none."""
+    """Return `where` if it is a file, else all recordings below it. Raises `UsageError` if none."""
     if where.is_file():
         return [where]
-    found = sorted(where.rglob("*.rec")) if where.is_dir() else []
-    if not found:
-        what = "holds no recording (*.rec)" if where.is_dir() else "does not exist"
-        msg = f"{where} {what}; give a recording file or a folder with some"
+    paths = sorted(where.rglob(_PATTERN)) if where.is_dir() else []
+    if not paths:
+        what = f"holds no recording ({_PATTERN})" if where.is_dir() else "does not exist"
+        msg = f"{where} {what}; give a recording or a folder with some"
         raise UsageError(msg)
-    return found
+    return paths
 
 
 def locate(name: str, runs: Path = RUNS) -> Path:
-    """The recording that `name` is the path of, or the last attempt of the session of this id.
+    """Return the recording with this path, or the last attempt of the session with this id.
 
-    Looks below `runs` for an id; of several runs the one written to last counts. Raises
+    An id is looked up below `runs`; of several runs the one written to last counts. Raises
     `UsageError`.
     """
     path = Path(name)
     if path.is_file():
         return path
-    found = []
-    for one in runs.rglob("*.rec") if runs.is_dir() else ():
-        parts = _NAME.fullmatch(one.name)
-        if parts is not None and parts["session"] == name:
-            found.append((one.parent.stat().st_mtime, str(one.parent), int(parts["epoch"]), one))
-    if not found:
+    attempts = [
+        (one.parent.stat().st_mtime, str(one.parent), parse_name(one)[1], one)
+        for one in (runs.rglob(_PATTERN) if runs.is_dir() else ())
+        if parse_name(one)[0] == name
+    ]
+    if not attempts:
         msg = f"there is no recording {name!r}, and no session of that id below {runs}/"
         raise UsageError(msg)
-    return max(found)[-1]
+    return max(attempts)[-1]
+
+
+def resolve(name: str) -> list[Path]:
+    """Return the recordings that a command line argument names: a file, a folder or an id."""
+    folder = Path(name)
+    return list_recordings(folder) if folder.is_dir() else [locate(name)]

@@ -1,8 +1,7 @@
 """Records of a recording: one header, then calls and events, and at the end the result.
 
-Everything that a trainer, an inspector or a replay wants to know is in these records, so that a
-recording is enough to do the work again: the task and its harness, how the prompts were made, every
-call, and the verdict. Nothing here needs the server that wrote it.
+They hold everything that a trainer, the viewer or a replay needs: the task and its harness, how
+prompts were made, every call, and the outcome. The server that wrote them is not needed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tugline.types import Failure, Ledger, Mode, Reward, Session, Status, Task
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """Whose calls follow, and how their prompts were made. The first record of a recording."""
+    """The session, and how its prompts were made: the first record of a recording."""
 
     session: Session
     task: Task
@@ -36,38 +35,38 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """The chat template of exact mode, by its name in `docs/templates.md`; else empty."""
     thinking_retention: str = ""
     tokenizer: str = ""
-    """SHA-256, in hex, of the ``tokenizer.json`` that is kept once beside the recordings (see
-    `tugline.recording.folder`); empty where the engine makes the ids."""
+    """SHA-256, in hex, of the ``tokenizer.json`` beside the recordings (see
+    `tugline.recording.folder`); empty if the engine makes the ids."""
     workdir: str = ""
-    """Where the agent worked, as its programs saw it; a replay runs in the same place."""
+    """The agent's working folder as its programs saw it; a replay uses the same path."""
     home: str = ""
     forked_from: str = ""
-    """``session@call`` where this session is a replay that went on by itself from that call of
-    the other; else empty."""
+    """``session@call`` if this session is a replay that was sampled from that call on; else
+    empty."""
 
 
 class EventKind(StrEnum):
-    """What happened beside the model calls."""
+    """Kinds of events beside the model calls."""
 
     REFUSED = "refused"
-    """A request was answered by an error, before anything was sampled; `detail` has its status,
-    the class of the error and the field it is about."""
+    """A request was answered with an error before anything was sampled; `detail` has its status,
+    the class of the error and the field that it names."""
     REPEATED = "repeated"
-    """A request came again and was given the answer to `call`, which it joined or replayed."""
+    """A request was repeated and got the answer to `call`, live or from its end."""
     ENGINE_FAULT = "engine_fault"
-    """A replica failed in the middle of `call`, and the answer went on elsewhere or ended;
-    `detail` has its address and how many tokens there were by then."""
+    """A replica failed in the middle of `call`, which failed over to another one or ended;
+    `detail` has its address and the number of tokens so far."""
     PAUSED = "paused"
-    """New calls are held; `detail` says what becomes of those in flight."""
+    """New calls are held; `detail` has the policy for those in flight."""
     RESUMED = "resumed"
     WEIGHTS = "weights"
-    """The engine serves another policy version, told in `detail`."""
+    """The engine serves the policy version in `detail`."""
     RESPONSE = "response"
-    """The raw body that was told for `call`, in `data`; kept only if asked for."""
+    """The raw response body of `call`, in `data`; only if configured."""
 
 
 class Event(msgspec.Struct, frozen=True, tag="event"):
-    """Something that happened at `at` (Unix seconds), to `call` if it has a number."""
+    """An event at `at` (Unix seconds), about `call` if it is not None."""
 
     kind: EventKind
     at: float
@@ -76,8 +75,8 @@ class Event(msgspec.Struct, frozen=True, tag="event"):
     data: bytes = b""
 
 
-def capped(data: bytes, limit: int) -> bytes:
-    """`data`, or its first `limit` bytes and a line that tells what was left out."""
+def truncate(data: bytes, limit: int) -> bytes:
+    """Return `data`, or its first `limit` bytes and a line with the digest of the rest."""
     if len(data) <= limit:
         return data
     rest = memoryview(data)[limit:]
@@ -86,14 +85,14 @@ def capped(data: bytes, limit: int) -> bytes:
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """What became of the session: a trajectory without its traces, which a builder makes again."""
+    """The outcome of a session: a trajectory without its traces, which a builder can rebuild."""
 
     status: Status
     builder: str
-    """The builder whose ledger this is."""
+    """Name of the builder that made the ledger."""
     ledger: Ledger
     reward: Reward | None = None
     report: dict[str, Any] = {}
     failure: Failure | None = None
     seconds: dict[str, float] = {}
-    """Wall clock per stage."""
+    """Wall-clock time by stage."""

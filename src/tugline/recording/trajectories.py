@@ -1,13 +1,14 @@
-"""Trajectories on disk: what a builder made of recordings, for a trainer to load.
+"""Trajectories and results on disk, for a trainer to load.
 
-A file holds one `Trajectory`: msgpack in one zstd frame, the same bytes for equal trajectories.
-``index.json`` beside them names each file with its digest, so that a damaged or missing one is an
-error and not a smaller batch (I2).
+A trajectory file holds one `Trajectory`: msgpack in one zstd frame, the same bytes for equal
+trajectories. ``index.json`` beside them names each file with its digest, so that a damaged or
+missing file is an error and not a smaller batch (I2).
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,52 +16,67 @@ import msgspec
 import zstandard
 
 from tugline.errors import CaptureError, UsageError
+from tugline.protocol import ResultView
 from tugline.types import Ledger, PluginSpec, Trajectory, decode, encode
 
 INDEX = "index.json"
+RESULTS = "results.jsonl"
+TRAJECTORIES = "trajectories"
 _LEVEL = 3
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One recording and the file that was made of it."""
+    """A session, and the trajectory file that was made of it."""
 
     session: str
-    recording: str
-    """Path below the folder that was read."""
+    recording: str = ""
+    """Path of its recording below the folder that was read."""
     file: str = ""
-    """Path below the index; empty where none was made."""
+    """Path below the index; empty if none was made."""
     sha256: str = ""
-    """Of the file, in hex."""
+    """Digest of the file in hex."""
     traces: int = 0
     tokens: int = 0
     """In all its traces, context included."""
     ledger: Ledger = Ledger()
     note: str = ""
-    """What is unusual: a recording that was cut short, a session without a result."""
+    """Anything unusual, such as a torn tail or a missing result."""
     error: str = ""
     """Why no file was made."""
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a folder of trajectories, in the order of the recordings."""
+    """The contents of a folder of trajectories, in the order of the recordings."""
 
     builder: PluginSpec | None
-    """None where each session's own was used."""
+    """None if each session's own was used."""
     entries: tuple[IndexEntry, ...]
 
 
 def pack(trajectory: Trajectory) -> bytes:
-    """A trajectory as the bytes of its file."""
+    """Encode a trajectory as the bytes of its file."""
     return zstandard.ZstdCompressor(level=_LEVEL).compress(encode(trajectory))
 
 
 def unpack(data: bytes) -> Trajectory:
-    """The trajectory in the bytes of a file. Raises `ZstdError` or `msgspec.DecodeError`."""
+    """Decode the bytes of a file. Raises `ZstdError` or `msgspec.DecodeError`."""
     return decode(zstandard.ZstdDecompressor().decompress(data), Trajectory)
 
 
+def describe(trajectory: Trajectory, file: str, data: bytes) -> IndexEntry:
+    """Return the index entry of a trajectory whose file holds `data`."""
+    return IndexEntry(
+        session=trajectory.session,
+        file=file,
+        sha256=hashlib.sha256(data).hexdigest(),
+        traces=len(trajectory.traces),
+        tokens=sum(len(trace.ids) for trace in trajectory.traces),
+        ledger=trajectory.ledger,
+    )
+
+
 def read(path: Path, sha256: str = "") -> Trajectory:
-    """The trajectory in a file, which must have this digest if one is given.
+    """Read a trajectory file and compare its digest, if one is given.
 
     Raises `CaptureError` naming the file.
     """
@@ -79,7 +95,7 @@ def read(path: Path, sha256: str = "") -> Trajectory:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder of trajectories. Raises `UsageError` if it has none."""
+    """Read the index of a folder of trajectories. Raises `UsageError` if it has none."""
     try:
         return msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
     except (OSError, msgspec.DecodeError) as error:
@@ -88,10 +104,70 @@ def read_index(folder: Path) -> Index:
 
 
 def read_folder(folder: Path) -> Iterator[Trajectory]:
-    """Every trajectory that the folder's index names, one at a time and checked.
+    """Yield every trajectory that the folder's index names, one at a time and checked.
 
     Raises `UsageError` for a folder without index, `CaptureError` for a file that is not as named.
     """
     for entry in read_index(folder).entries:
         if entry.file:
             yield read(folder / entry.file, entry.sha256)
+
+
+class ResultFolder:
+    """Results of a run: a line of ``results.jsonl`` each, trajectories in ``trajectories/``.
+
+    A result counts as saved once its line is on the disk, and the line is written after the
+    trajectory. If the process dies in between, or a line is torn, the result is saved again (I3).
+    All methods block on the disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Create or open `folder`. Raises `OSError` if it cannot be used."""
+        self._folder = folder
+        self._lines = folder / RESULTS
+        (folder / TRAJECTORIES).mkdir(parents=True, exist_ok=True)
+        data = self._lines.read_bytes() if self._lines.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            os.truncate(self._lines, len(whole))
+        views = [msgspec.json.decode(line, type=ResultView) for line in whole.splitlines()]
+        self.views = {view.session: view for view in views}
+        """By session, in the order in which they were saved."""
+
+    def add(self, view: ResultView, packed: bytes) -> None:
+        """Save a result and its packed trajectory (empty if it has none), once."""
+        if view.session in self.views:
+            return
+        if packed:
+            _replace_file(self.path(view.session), packed)
+        with self._lines.open("ab") as file:
+            file.write(msgspec.json.encode(view) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.views[view.session] = view
+
+    def path(self, session: str) -> Path:
+        """Return the path of a session's trajectory."""
+        return self._folder / TRAJECTORIES / f"{session}.traj"
+
+    def write_index(self) -> Path:
+        """Write the index that `read_folder` reads; returns the folder of the trajectories."""
+        folder = self._folder / TRAJECTORIES
+        entries = tuple(self._make_entry(view) for view in self.views.values())
+        _replace_file(folder / INDEX, msgspec.json.encode(Index(builder=None, entries=entries)))
+        return folder
+
+    def _make_entry(self, view: ResultView) -> IndexEntry:
+        if not view.bytes:
+            return IndexEntry(session=view.session, error=f"it was {view.status}")
+        path = self.path(view.session)
+        return describe(read(path), path.name, path.read_bytes())
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(".part")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -8,8 +8,8 @@ import msgspec
 
 from tugline.chat.request import Request
 from tugline.gateway.canonical import MessageDigest
-from tugline.replay.masks import Normalizers
-from tugline.replay.takes import RecordedResponse
+from tugline.replay.normalizers import Normalizers
+from tugline.replay.responses import RecordedResponse
 from tugline.types import Message, Sampling
 
 _BEFORE, _AFTER = 40, 80

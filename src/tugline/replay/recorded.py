@@ -29,8 +29,8 @@ from tugline.gateway.canonical import MessageDigest
 from tugline.gateway.replicas import ModelCard, Replica, TokenSource
 from tugline.recording.records import Header
 from tugline.replay.difference import Difference, of_messages, of_sampling, shared
-from tugline.replay.masks import Normalizers
-from tugline.replay.takes import RecordedResponse, order, ordered, takes
+from tugline.replay.normalizers import Normalizers
+from tugline.replay.responses import RecordedResponse, order, ordered, takes
 from tugline.types import Call, Message, Mode, shared_prefix
 
 _PIECE = 16

@@ -21,10 +21,10 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import UsageError
 from tugline.gateway.app import Gateway, Opened
 from tugline.recording.file import read
-from tugline.recording.folder import tokenizer_of
+from tugline.recording.folder import load_tokenizer
 from tugline.recording.records import Header, Result
 from tugline.replay.difference import Difference
-from tugline.replay.masks import Normalizers, places
+from tugline.replay.normalizers import Normalizers, places
 from tugline.replay.place import SamePlace, Start, mountable
 from tugline.replay.recorded import Live, Recorded
 from tugline.rollout.parts import Parts
@@ -50,7 +50,7 @@ class Recording:
             what = "says not whose session it is" if found.header is None else "holds no calls"
             msg = f"{recording} {what}; there is nothing to replay"
             raise UsageError(msg)
-        known = tokenizer_of(recording, found.header, tokenizer)
+        known = load_tokenizer(recording, found.header, tokenizer)
         if known is None and found.header.mode is Mode.EXACT:
             msg = f"the tokenizer of {recording} is not beside it; give it with --tokenizer"
             raise UsageError(msg)

@@ -1,1 +1,1 @@
-"""Builders turn the recorded calls of a session into traces to train on, and a ledger."""
+"""Builders: recorded calls of a session to traces to train on, and a ledger of all tokens."""

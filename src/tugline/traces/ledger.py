@@ -1,64 +1,64 @@
-"""The books of tokens (I2): per call, per trace, per session and per step.
+"""Token accounting (I2): per call, per trace, per session and per step.
 
-Every figure is counted from the spans of traces, never carried along beside them, so a ledger
-cannot say something that its traces do not. A session's ledger is the sum of its calls', a step's
-the sum of its sessions'.
+All counts come from the spans of traces, so a ledger cannot disagree with its traces. The ledger
+of a session is the sum of its calls', that of a step the sum of its sessions'.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tugline.traces.canonical import unplaced
 from tugline.types import Call, Ledger, Reason, Span, Trace
 
+_NOTHING: Mapping[int, Reason] = {}
 
-def per_call(calls: Iterable[Call], traces: Iterable[Trace]) -> dict[int, Ledger]:
-    """What became of the answer of each call, by the call's number; each ledger balances.
 
-    A token that no span covers was cut off as over length, or left out by the canonical rule where
-    that made the traces.
+def count_calls(
+    calls: Sequence[Call], traces: Iterable[Trace], dropped: Mapping[int, Reason] = _NOTHING
+) -> dict[int, Ledger]:
+    """Account for the answer of each call, by the call's number; each ledger balances.
+
+    Tokens that no span covers were dropped for the reason in `dropped` (`Built.dropped`), by
+    default for exceeding the maximum length.
     """
-    calls, traces = list(calls), list(traces)
     spans: dict[int, list[Span]] = {call.number: [] for call in calls}
     for trace in traces:
         for span in trace.spans:
             spans[span.call].append(span)
-    left_out = frozenset[int]() if all(one.exact for one in traces) else unplaced(calls)
-    found: dict[int, Ledger] = {}
+    ledgers: dict[int, Ledger] = {}
     for call in calls:
-        held = _held(spans[call.number])
-        rest = Reason.UNMERGED if call.number in left_out else Reason.OVER_LENGTH
+        counted = _count_spans(spans[call.number])
+        reason = dropped.get(call.number, Reason.OVER_LENGTH)
         lost = {
-            rest: len(call.sampled_ids) - held.sampled,
+            reason: len(call.sampled_ids) - counted.sampled,
             Reason.NO_TOKEN_IDS: call.unreported_tokens,
         }
-        found[call.number] = msgspec.structs.replace(
-            held,
+        ledgers[call.number] = msgspec.structs.replace(
+            counted,
             sampled=len(call.sampled_ids) + call.unreported_tokens,
             dropped={reason: count for reason, count in lost.items() if count},
         )
-    return found
+    return ledgers
 
 
-def per_trace(trace: Trace) -> Ledger:
-    """The sampled tokens that a trace holds; what was dropped is in none."""
-    return _held(trace.spans)
+def count_trace(trace: Trace) -> Ledger:
+    """Account for the sampled tokens of a trace; dropped tokens are in no trace."""
+    return _count_spans(trace.spans)
 
 
-def _held(spans: Iterable[Span]) -> Ledger:
-    kept: Counter[Reason | None] = Counter()
+def _count_spans(spans: Iterable[Span]) -> Ledger:
+    counts: Counter[Reason | None] = Counter()
     for span in spans:
-        kept[span.masked] += span.end - span.start
-    masked = {reason: count for reason, count in kept.items() if reason is not None}
-    return Ledger(sampled=kept.total(), trained=kept[None], masked=masked)
+        counts[span.masked] += span.end - span.start
+    masked = {reason: count for reason, count in counts.items() if reason is not None}
+    return Ledger(sampled=counts.total(), trained=counts[None], masked=masked)
 
 
-def total(ledgers: Iterable[Ledger]) -> Ledger:
-    """The sum of ledgers; it balances if each of them does."""
+def sum_ledgers(ledgers: Iterable[Ledger]) -> Ledger:
+    """Add up ledgers; the sum balances if each of them does."""
     sampled = trained = 0
     masked: Counter[Reason] = Counter()
     dropped: Counter[Reason] = Counter()
@@ -69,6 +69,8 @@ def total(ledgers: Iterable[Ledger]) -> Ledger:
     return Ledger(sampled=sampled, trained=trained, masked=dict(masked), dropped=dict(dropped))
 
 
-def balance(calls: Sequence[Call], traces: Iterable[Trace]) -> Ledger:
+def count_session(
+    calls: Sequence[Call], traces: Iterable[Trace], dropped: Mapping[int, Reason] = _NOTHING
+) -> Ledger:
     """Account for every token that was sampled in a session."""
-    return total(per_call(calls, traces).values())
+    return sum_ledgers(count_calls(calls, traces, dropped).values())

@@ -1,8 +1,8 @@
 """One trace per model call: its prompt as context, its answer to train on.
 
-The plain reading of a session, and the yardstick for the others: all train the same tokens in the
-same contexts, but here every turn repeats all turns before it, so a session of T turns costs a
-trainer O(T x tokens), and so does building it.
+The simplest reading of a session, and the reference for the other builders: all train the same
+tokens in the same contexts. Each turn repeats all turns before it, so training on a session of T
+turns, and building it, costs O(T x tokens).
 """
 
 from __future__ import annotations
@@ -11,30 +11,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tugline.traces.base import Answer, Builder, Built, Options, TraceMeta, chains, trace
-from tugline.traces.ledger import balance
+from tugline.traces.base import Answer, Builder, Built, TraceMeta, build_chains, make_trace
+from tugline.traces.ledger import count_session
 from tugline.types import Call, Trace, TraceKind
 
 
 class PerRequest(Builder):
-    """Traces in the order of the calls; a trace's parent is the trace of the call it carries on."""
-
-    def __init__(self, **options: object) -> None:
-        self.options = Options.read("per_request", options)
+    """Traces in the order of the calls; a trace's parent is that of the call before."""
 
     def build(self, calls: Sequence[Call]) -> Built:
         """Give every call a trace of its own."""
         answers: list[tuple[Answer, TraceKind, int | None]] = []
-        for chain in chains(calls):
-            before = chain.after
-            for answer in chain.answers(self.options):
-                answers.append((answer, chain.kind, before))
-                before = answer.call.number
+        for chain in build_chains(calls):
+            previous = chain.forked_after
+            for answer in chain.place_answers(train_side=self.train_side):
+                answers.append((answer, chain.kind, previous))
+                previous = answer.call.number
         answers.sort(key=lambda one: one[0].call.number)
         index = {answer.call.number: i for i, (answer, _, _) in enumerate(answers)}
-        made: list[Trace] = []
-        for answer, kind, before in answers:
+        traces: list[Trace] = []
+        for answer, kind, previous in answers:
             ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
-            line = TraceMeta(kind, None if before is None else index.get(before))
-            made.append(trace(ids, [answer], line, self.options.max_length, made))
-        return Built(tuple(made), balance(calls, made))
+            meta = TraceMeta(kind, None if previous is None else index.get(previous))
+            traces.append(make_trace(ids, [answer], meta, self.max_length, traces))
+        return Built(tuple(traces), count_session(calls, traces))

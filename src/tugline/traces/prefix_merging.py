@@ -1,12 +1,9 @@
-"""One trace per chain of calls, so a session of T turns costs a trainer O(tokens).
+"""One trace per exact chain of calls, so training on a session of T turns costs O(tokens).
 
-The idea is Polar's (arXiv 2605.24220): where a prompt begins with all that was asked and answered
-before it, the calls are one sequence. It is applied strictly. Ids are compared, never text; what
-does not fit forks into a trace of its own with its whole context, and nothing is lost. A fork's
-copied context is not trained a second time: it has mask False, logprob 0 and no span.
-
-The option ``boundary: canonical`` merges by the published rule instead (`canonical`), to compare
-with. It breaks I1, so every trace it makes says ``exact=False``.
+The idea is Polar's (arXiv 2605.24220): calls whose prompts each begin with the prompt and answer
+before are one sequence. Here it is applied strictly: ids are compared, never text, and a call that
+does not fit forks into a trace of its own with its whole context. The copied context of a fork is
+not trained a second time: it has mask False, logprob 0 and no span.
 """
 
 from __future__ import annotations
@@ -15,52 +12,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tugline.traces import canonical
-from tugline.traces.base import Builder, Built, Options, TraceMeta, chains, trace
-from tugline.traces.ledger import balance
+from tugline.traces.base import Builder, Built, TraceMeta, build_chains, make_trace
+from tugline.traces.ledger import count_session
 from tugline.types import Call, Trace
-
-_BOUNDARIES = ("exact", "canonical")
-
-
-class MergingOptions(Options, frozen=True, kw_only=True):
-    """What `prefix_merging` can be told."""
-
-    boundary: str = "exact"
-    """Where one call's tokens end and the next one's begin: by their ids, or by the published
-    rule."""
-
-    @classmethod
-    def wanted(cls, name: str, value: object) -> str:
-        """What an option must be, if `value` is not that; else an empty text."""
-        if name == "boundary":
-            return "" if value in _BOUNDARIES else " or ".join(map(repr, _BOUNDARIES))
-        return super().wanted(name, value)
 
 
 class PrefixMerging(Builder):
     """Traces in the order in which their first calls were made."""
 
-    def __init__(self, **options: object) -> None:
-        self.options = MergingOptions.read("prefix_merging", options)
-
     def build(self, calls: Sequence[Call]) -> Built:
         """Give every chain of calls a trace."""
-        if self.options.boundary == "canonical":
-            made = canonical.traces(calls, self.options)
-        else:
-            made = exact_traces(calls, self.options)
-        return Built(tuple(made), balance(calls, made))
+        traces = merge_prefixes(calls, max_length=self.max_length, train_side=self.train_side)
+        return Built(tuple(traces), count_session(calls, traces))
 
 
-def exact_traces(calls: Sequence[Call], options: Options) -> list[Trace]:
-    """A trace for every exact chain."""
-    found = chains(calls)
-    index = {call.number: i for i, chain in enumerate(found) for call in chain.calls}
-    made: list[Trace] = []
-    for chain in found:
-        last = chain.calls[-1]
+def merge_prefixes(
+    calls: Sequence[Call], *, max_length: int | None, train_side: bool
+) -> list[Trace]:
+    """Make a trace of every exact chain."""
+    chains = build_chains(calls)
+    index = {call.number: i for i, chain in enumerate(chains) for call in chain.calls}
+    traces: list[Trace] = []
+    for chain in chains:
+        last, after = chain.calls[-1], chain.forked_after
         ids = np.concatenate([last.prompt_ids, last.sampled_ids])
-        line = TraceMeta(chain.kind, None if chain.after is None else index.get(chain.after))
-        made.append(trace(ids, chain.answers(options), line, options.max_length, made))
-    return made
+        meta = TraceMeta(chain.kind, None if after is None else index.get(after))
+        answers = chain.place_answers(train_side=train_side)
+        traces.append(make_trace(ids, answers, meta, max_length, traces))
+    return traces

@@ -20,9 +20,9 @@ from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings
 from tugline.recording.file import Recording, Writer
-from tugline.recording.verify.findings import SessionReport
-from tugline.recording.verify.sessions import judge
-from tugline.recording.verify.texts import Texts
+from tugline.recording.verify.report import SessionReport
+from tugline.recording.verify.session import verify_session
+from tugline.recording.verify.text import TextVerifier
 from tugline.types import Call, PluginSpec, Sampling, Session, Task
 from tugline.web.serve import serve
 
@@ -38,7 +38,7 @@ def read_in(folder: Path) -> tuple[Path, Recording]:
 
 def judged(folder: Path, tokenizer: Path | None = None) -> SessionReport:
     """What is found out about it."""
-    return judge(*read_in(folder), Texts(tokenizer))
+    return verify_session(*read_in(folder), TextVerifier(tokenizer))
 
 
 def result(name: str, text: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) 
         for call in recording.calls:
             writer.append(change(call))
         if recording.result is not None:
-            writer.note(recording.result)
+            writer.append_record(recording.result)
 
 
 def changed(number: int, **fields: Any) -> Callable[[Call], Call]:

@@ -17,12 +17,13 @@ from recording.verify.recorded import LOOK, changed, judged, read_in, rewritten,
 from rig import RENDERING, ids, rig, says
 from tugline.chat.response import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
-from tugline.recording.file import Recording, Writer, conclude
+from tugline.recording.file import Recording, Writer, write_result
 from tugline.recording.records import Header, Result
-from tugline.recording.verify.findings import Seam, Verdict, total
-from tugline.recording.verify.sessions import judge
-from tugline.recording.verify.texts import Texts
+from tugline.recording.verify.report import Verdict, summarize
+from tugline.recording.verify.session import verify_session
+from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import Built
+from tugline.traces.lineage import Continuation
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Call,
@@ -48,21 +49,21 @@ async def test_a_session_passes_and_says_how_each_turn_goes_on(tmp_path: Path) -
     """Exact, healed and forked are told apart; every check passes; what is missing is noted."""
     await work(tmp_path)
     found = judged(tmp_path)
-    seams = [(turn.status, turn.why) for turn in found.turns]
+    seams = [(turn.continuation, turn.detail) for turn in found.turns]
     assert seams == [
-        (Seam.EXACT, ""),
-        (Seam.HEALED, "arguments"),
-        (Seam.EXACT, ""),
-        (Seam.FORKED, "history_edited"),
+        (Continuation.FIRST, ""),
+        (Continuation.ECHO_CHANGED, "arguments"),
+        (Continuation.EXACT, ""),
+        (Continuation.FORKED, "history_edited"),
     ]
     fork = found.turns[3]
     assert 0 < fork.shared < fork.prompt
     assert {check.verdict for check in found.checks.values()} == {Verdict.PASS}
-    assert found.checks.keys() == {"seams", "text", "numbers", "ledger", "traces"}
+    assert found.checks.keys() == {"lineage", "text", "numbers", "ledger", "traces"}
     assert found.notes == ["no result is recorded"]
     assert not found.failed
-    sums = total([found])
-    assert (sums.sessions, sums.failed, sums.turns["exact"]) == (1, 0, 2)
+    sums = summarize([found])
+    assert (sums.sessions, sums.failed, sums.turns["exact"]) == (1, 0, 1)
 
 
 def _flip(call: Call) -> Call:
@@ -93,8 +94,8 @@ def _likelier(value: float) -> Callable[[Call], Call]:
 @pytest.mark.parametrize(
     ("change", "wrong", "words"),
     [
-        (_flip, {"seams", "text"}, "call 0 was told as text 'Let me look.'"),
-        (_other_prompt, {"seams"}, "call 1 has only 5 of the"),
+        (_flip, {"lineage", "text"}, "call 0 was answered with text 'Let me look.'"),
+        (_other_prompt, {"lineage"}, "call 1 has only 5 of the"),
         (_negative, {"text", "numbers"}, "call 3 has an id below 0"),
         (_likelier(0.5), {"numbers"}, "call 2 has the logprob 0.5 at sampled token 2"),
         (_likelier(np.nan), {"numbers", "traces"}, "call 2 has the logprob nan at sampled token 2"),
@@ -104,9 +105,13 @@ def _likelier(value: float) -> Callable[[Call], Call]:
             {"numbers", "ledger", "traces"},
             "versions for 0-9 of 7",
         ),
-        (changed(2, answer=Message(Role.ASSISTANT, "Never.")), {"text"}, "'Never.'; its ids: text"),
-        (changed(3, branch=None), {"seams"}, "call 3 has only"),
-        (changed(3, parent=7), {"seams"}, "goes on from call 7, which is not recorded"),
+        (
+            changed(2, answer=Message(Role.ASSISTANT, "Never.")),
+            {"text"},
+            "'Never.'; its ids say text",
+        ),
+        (changed(3, branch=None), {"lineage"}, "call 3 has only"),
+        (changed(3, parent=7), {"lineage"}, "continues call 7, which is not recorded"),
     ],
 )
 async def test_what_is_false_is_found(
@@ -128,12 +133,12 @@ async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
     await work(tmp_path)
     path, recording = read_in(tmp_path)
     ledger = PrefixMerging().build(recording.calls).ledger
-    conclude(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger))
+    write_result(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger))
     found = judged(tmp_path)
     assert found.checks["ledger"].verdict is Verdict.PASS
     assert found.notes == []
     wrong = replace(ledger, trained=ledger.trained - 1, masked={})
-    conclude(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=wrong))
+    write_result(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=wrong))
     assert judged(tmp_path).checks["ledger"].verdict is Verdict.FAIL
 
 
@@ -142,7 +147,7 @@ class Careless:
 
     def build(self, calls: list[Call]) -> Built:
         """Like the default one, but for an id of the prompt."""
-        traces, ledger = PrefixMerging().build(calls)
+        traces, ledger, _ = PrefixMerging().build(calls)
         ids = traces[0].ids.copy()
         ids[0] += 1
         return Built((replace(traces[0], ids=ids), *traces[1:]), ledger)
@@ -153,7 +158,7 @@ class Lossy:
 
     def build(self, calls: list[Call]) -> Built:
         """Without the last trace, in a ledger that does not say so."""
-        traces, ledger = PrefixMerging().build(calls)
+        traces, ledger, _ = PrefixMerging().build(calls)
         return Built(traces[:-1], replace(ledger, sampled=ledger.sampled + 1))
 
 
@@ -175,7 +180,7 @@ async def test_a_builder_is_held_to_what_was_sampled(
     recording.header = replace(
         recording.header, task=replace(recording.header.task, builder=PluginSpec(builder))
     )
-    found = judge(path, recording, Texts())
+    found = verify_session(path, recording, TextVerifier())
     assert (found.checks["ledger"].verdict, found.checks["traces"].verdict) == (ledger, traces)
 
 
@@ -227,7 +232,7 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
         CallOutcome.CLIENT_GONE,
         CallOutcome.COMPLETE,
     ]
-    assert [turn.status for turn in found.turns] == [Seam.EXACT, Seam.EXACT]
+    assert [turn.continuation for turn in found.turns] == [Continuation.FIRST, Continuation.EXACT]
     assert not found.failed, found.checks
     rewritten(path, recording, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
     assert judged(tmp_path).checks["text"].verdict is Verdict.FAIL
@@ -298,9 +303,9 @@ def test_whatever_is_sampled_reads_the_same_again(
     told = _joined(pieces) if gone else decoder.finish()[1]
     outcome = CallOutcome.CLIENT_GONE if gone else CallOutcome.COMPLETE
     call = _call(sampled[: decoder.length], told, outcome, stop)
-    assert Texts(folder).faults(folder / "s.rec", HEADER, [call]) == {}
+    assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [call]) == {}
     lie = replace(call, answer=replace(told, content=told.content + "!"))
-    assert Texts(folder).faults(folder / "s.rec", HEADER, [lie])
+    assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [lie])
 
 
 # --------------------------------------------------------------------------- other modes
@@ -322,22 +327,26 @@ def _observed(tmp_path: Path, mode: Mode, content: str = "Hi.") -> tuple[Path, R
 def test_an_observed_answer_is_checked_with_a_tokenizer_and_never_without(tmp_path: Path) -> None:
     """No tokenizer: said so, not passed. With one, the told words must be among the sampled."""
     path, recording = _observed(tmp_path, Mode.OBSERVED)
-    check = judge(path, recording, Texts()).checks["text"]
+    check = verify_session(path, recording, TextVerifier()).checks["text"]
     assert check.verdict is Verdict.UNCHECKED
     assert "give --tokenizer" in check.detail
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     RENDERING.tokenizer.save(folder)
-    assert judge(path, recording, Texts(folder)).checks["text"].verdict is Verdict.PASS
+    assert (
+        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict is Verdict.PASS
+    )
     lie = replace(recording.calls[0], answer=Message(Role.ASSISTANT, "Ho."))
     recording.calls = (lie,)
-    assert judge(path, recording, Texts(folder)).checks["text"].verdict is Verdict.FAIL
+    assert (
+        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict is Verdict.FAIL
+    )
 
 
 def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path: Path) -> None:
     """Text mode is neither exact nor broken."""
-    found = judge(*_observed(tmp_path, Mode.TEXT), Texts())
-    assert [turn.status for turn in found.turns] == [Seam.UNTOLD]
+    found = verify_session(*_observed(tmp_path, Mode.TEXT), TextVerifier())
+    assert [turn.continuation for turn in found.turns] == [Continuation.NO_TOKEN_IDS]
     assert found.turns[0].sampled == 4
     assert found.checks["ledger"].verdict is Verdict.PASS
     assert "4 no_token_ids" in found.checks["ledger"].detail
@@ -345,7 +354,7 @@ def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path:
 
 def test_findings_are_json(tmp_path: Path) -> None:
     """What a script reads has every verdict by its name."""
-    found = judge(*_observed(tmp_path, Mode.OBSERVED), Texts())
+    found = verify_session(*_observed(tmp_path, Mode.OBSERVED), TextVerifier())
     told = msgspec.json.decode(msgspec.json.encode(found))
-    assert told["turns"][0]["status"] == "exact"
-    assert told["checks"]["seams"] == {"verdict": "pass", "detail": ""}
+    assert told["turns"][0]["continuation"] == "first"
+    assert told["checks"]["lineage"] == {"verdict": "pass", "detail": ""}

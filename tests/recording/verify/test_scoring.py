@@ -12,10 +12,10 @@ from inference.tiny_model import tiny
 from recording.verify.recorded import Modelled, changed, modelled, read_in, rewritten
 from rig import rig, says
 from tugline.errors import EngineError
-from tugline.recording.verify.findings import SessionReport, Verdict, total
-from tugline.recording.verify.scoring import scorer_at
-from tugline.recording.verify.sessions import judge, judge_logprobs
-from tugline.recording.verify.texts import Texts
+from tugline.recording.verify.engine import connect_scorer
+from tugline.recording.verify.report import SessionReport, Verdict, summarize
+from tugline.recording.verify.session import verify_logprobs, verify_session
+from tugline.recording.verify.text import TextVerifier
 from tugline.types import LogprobMeaning, Sampling
 
 CLOSE = 1e-4
@@ -30,9 +30,9 @@ def one_thread() -> None:
 async def scored(folder: Path, it: Modelled) -> SessionReport:
     """All checks of the session in `folder`, the engine's included."""
     path, recording = read_in(folder)
-    found = judge(path, recording, Texts())
-    async with scorer_at(it.url) as scorer:
-        await judge_logprobs(found, recording, scorer)
+    found = verify_session(path, recording, TextVerifier())
+    async with connect_scorer(it.url) as scorer:
+        await verify_logprobs(found, recording, scorer)
     return found
 
 
@@ -47,7 +47,7 @@ async def test_a_true_session_is_within_rounding(temperature: float, tmp_path: P
     assert found.checks["engine"].verdict is Verdict.PASS
     assert not found.failed, found.checks
     assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
-    sums = total([found])
+    sums = summarize([found])
     assert sums.max_dlogprob is not None
     assert sums.max_dlogprob < CLOSE
     assert sums.kl3 is not None
@@ -159,11 +159,11 @@ async def test_an_engine_that_cannot_score_says_so(tmp_path: Path) -> None:
     async with rig(tmp_path, says("Hi.")) as it:
         await it.ask()
         path, recording = read_in(tmp_path)
-        found = judge(path, recording, Texts())
+        found = verify_session(path, recording, TextVerifier())
         url = it.gateway._upstream.replicas[0].url
-        async with scorer_at(url) as scorer:
+        async with connect_scorer(url) as scorer:
             with pytest.raises(EngineError, match="prompt_logprobs=0 cannot be served"):
-                await judge_logprobs(found, recording, scorer)
+                await verify_logprobs(found, recording, scorer)
     with pytest.raises(EngineError, match="no engine answers at"):
-        async with scorer_at("http://127.0.0.1:9"):
+        async with connect_scorer("http://127.0.0.1:9"):
             pass

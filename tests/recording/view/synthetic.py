@@ -11,7 +11,7 @@ import numpy as np
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
 from tugline.recording.file import Writer
-from tugline.recording.folder import keep_tokenizer
+from tugline.recording.folder import save_tokenizer
 from tugline.recording.records import Event, EventKind, Header, Result
 from tugline.types import (
     Branch,
@@ -75,7 +75,7 @@ class Script:
             model="tiny",
             engine="embedded",
             template="qwen3",
-            tokenizer=keep_tokenizer(tokenizer(), folder),
+            tokenizer=save_tokenizer(tokenizer(), folder),
         )
         self.path = folder / f"{name}.0.rec"
         self.writer = Writer(self.path, header, sync=False)
@@ -135,7 +135,7 @@ class Script:
         result = Result(
             status=Status.COMPLETED, builder="prefix_merging", ledger=ledger, reward=reward
         )
-        self.writer.note(result)
+        self.writer.append_record(result)
         self.writer.close()
         return self.path
 
@@ -157,10 +157,12 @@ def small(folder: Path) -> Path:
     second = script.call(
         [*whole(first), *encode(HOSTILE)], f"It says {HOSTILE}", messages=asked, versions=(4, 5)
     )
-    script.writer.note(Event(EventKind.WEIGHTS, START + 3.9, detail="version 5"))
+    script.writer.append_record(Event(EventKind.WEIGHTS, START + 3.9, detail="version 5"))
     gone = {"outcome": CallOutcome.CLIENT_GONE, "finish": Finish.ABORT, "answer": None}
     script.call([*whole(second), *encode("on")], "never heard", versions=(5,), **gone)
-    script.writer.note(Event(EventKind.ENGINE_FAULT, START + 5.2, 2, "replica \x1b[2J b died"))
+    script.writer.append_record(
+        Event(EventKind.ENGINE_FAULT, START + 5.2, 2, "replica \x1b[2J b died")
+    )
     edited = [*first.prompt_ids.tolist(), *encode("Another history.")]
     script.call(edited, "A fork.", parent=0, branch=Branch.HISTORY_EDITED, versions=(5,))
     helper = script.call(

@@ -12,15 +12,15 @@ import msgspec
 
 from recording.view.synthetic import Script, encode, long, small, tokenizer
 from tugline.recording.file import read
-from tugline.recording.view.document import document
-from tugline.recording.view.session_view import tell
-from tugline.recording.view.texts import Texts
+from tugline.recording.view.html_page import render_page
+from tugline.recording.view.session_view import view_session
+from tugline.recording.view.token_text import TokenText
 from tugline.types import Image, Message, Role
 
 
 def page(path: Path, builder: str | None = None) -> str:
     """The page of a recording."""
-    return document(tell(path, read(path), builder), Texts(tokenizer()))
+    return render_page(view_session(path, read(path), builder), TokenText(tokenizer()))
 
 
 class _Outside(HTMLParser):

@@ -11,39 +11,41 @@ import pytest
 from recording.view.synthetic import START, Script, encode, small, whole
 from tugline.errors import ConfigError, UsageError
 from tugline.recording.file import read
-from tugline.recording.view.session_view import Told, as_json, tell
-from tugline.recording.view.story import (
-    Detail,
-    How,
+from tugline.recording.view.session_view import (
     SessionView,
     TimelineEvent,
-    Tokens,
+    TraceTokens,
     TraceView,
-    Turn,
+    TurnDetail,
+    TurnView,
+    ViewedSession,
+    encode_json,
+    view_session,
 )
-from tugline.traces.ledger import total
+from tugline.traces.ledger import sum_ledgers
+from tugline.traces.lineage import Continuation
 from tugline.types import Branch, CallOutcome, EchoChange, Mode, Reason, TraceKind
 
 
-def told_of(path: Path, builder: str | None = None) -> Told:
+def told_of(path: Path, builder: str | None = None) -> ViewedSession:
     """The story of a recording."""
-    return tell(path, read(path), builder)
+    return view_session(path, read(path), builder)
 
 
 def test_each_turn_says_how_it_goes_on(tmp_path: Path) -> None:
     """First, exact and forked are told from the ids, with the reason that was recorded."""
-    turns = told_of(small(tmp_path)).story.turns
-    assert [(turn.how, turn.why) for turn in turns] == [
-        (How.FIRST, ()),
-        (How.EXACT, ()),
-        (How.EXACT, ()),
-        (How.FORKED, ("history_edited",)),
-        (How.FIRST, ("new_thread",)),
-        (How.EXACT, ()),
+    turns = told_of(small(tmp_path)).view.turns
+    assert [(turn.continuation, turn.reasons) for turn in turns] == [
+        (Continuation.FIRST, ()),
+        (Continuation.EXACT, ()),
+        (Continuation.EXACT, ()),
+        (Continuation.FORKED, ("history_edited",)),
+        (Continuation.FIRST, ("new_thread",)),
+        (Continuation.EXACT, ()),
     ]
     first, second = turns[:2]
-    assert second.reused == first.prompt + first.sampled
-    assert turns[3].reused == first.prompt, "a fork has what the ids share"
+    assert second.shared == first.prompt + first.sampled
+    assert turns[3].shared == first.prompt, "a fork has what the ids share"
     assert [turn.kind for turn in turns[4:]] == [TraceKind.SUBAGENT] * 2
     assert first.tools == ("read",)
     assert (first.at, first.first_token_s, first.total_s) == pytest.approx((0.0, 0.3, 1.5))
@@ -59,22 +61,22 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     script.call(whole(gone)[:-1], "d", parent=3)
     script.call([], "seven", mode=Mode.TEXT, parent=None)
     script.writer.close()
-    turns = told_of(script.path).story.turns
-    assert [(turn.how, turn.why) for turn in turns[1:]] == [
-        (How.HEALED, ("arguments",)),
-        (How.FORKED, ("unrecorded",)),
-        (How.FIRST, ()),
-        (How.FORKED, ("broken_off",)),
-        (How.TEXT, ()),
+    turns = told_of(script.path).view.turns
+    assert [(turn.continuation, turn.reasons) for turn in turns[1:]] == [
+        (Continuation.ECHO_CHANGED, ("arguments",)),
+        (Continuation.BROKEN, ("ids_differ",)),
+        (Continuation.FIRST, ()),
+        (Continuation.FORKED, ("client_gone",)),
+        (Continuation.NO_TOKEN_IDS, ()),
     ]
 
 
 @pytest.mark.parametrize("builder", ["prefix_merging", "per_request", "tree"])
 def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
     """Whatever the builder: each turn balances, and their sum is the session's."""
-    story = told_of(small(tmp_path), builder).story
+    story = told_of(small(tmp_path), builder).view
     assert all(turn.ledger.balanced for turn in story.turns)
-    assert total(turn.ledger for turn in story.turns) == story.ledger
+    assert sum_ledgers(turn.ledger for turn in story.turns) == story.ledger
     assert story.turns[2].ledger.masked == {Reason.CLIENT_GONE: story.turns[2].sampled}
     assert sum(view.trained for view in story.traces) == story.ledger.trained
     assert story.builder == builder
@@ -82,7 +84,7 @@ def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
 
 def test_events_stand_between_the_turns(tmp_path: Path) -> None:
     """In seconds since the session began, with the call they happened to."""
-    events = told_of(small(tmp_path)).story.events
+    events = told_of(small(tmp_path)).view.events
     assert [(event.kind.value, round(event.at, 2), event.call) for event in events] == [
         ("weights", 3.9, None),
         ("engine_fault", 5.2, 2),
@@ -92,13 +94,13 @@ def test_events_stand_between_the_turns(tmp_path: Path) -> None:
 def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
     """Without --full neither messages nor tokens; with it both, as they are in the recording."""
     told = told_of(small(tmp_path))
-    brief = msgspec.json.decode(as_json(told, turn=None, full=False))
-    assert set(brief) == set(told.story.__struct_fields__)
+    brief = msgspec.json.decode(encode_json(told, turn=None, full=False))
+    assert set(brief) == set(told.view.__struct_fields__)
     assert "detail" not in brief["turns"][0]
     assert "tokens" not in brief["traces"][0]
     assert (brief["result"]["status"], brief["started"]) == ("completed", START)
     assert brief["header"]["task"]["files"] == {}, "a workspace may be large"
-    full = msgspec.json.decode(as_json(told, turn=None, full=True))
+    full = msgspec.json.decode(encode_json(told, turn=None, full=True))
     assert full["turns"][1]["detail"]["messages"][0]["content"] == told.calls[1].messages[0].content
     trace, tokens = told.traces[0], full["traces"][0]["tokens"]
     assert tokens["ids"] == trace.ids.tolist()
@@ -107,7 +109,7 @@ def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
     assert sampled == [k for span in trace.spans for k in range(span.start, span.end)]
     assert [tokens["logprobs"][k] for k in sampled] == trace.logprobs[sampled].tolist()
     assert tokens["logprobs"][0] is None
-    one = msgspec.json.decode(as_json(told, turn=3, full=False))
+    one = msgspec.json.decode(encode_json(told, turn=3, full=False))
     assert [turn["call"] for turn in one["turns"]] == [3]
     assert one["turns"][0]["detail"]["answer"]["content"] == "A fork."
 
@@ -117,8 +119,8 @@ def test_a_session_that_cannot_be_built_is_told_all_the_same(tmp_path: Path) -> 
     script = Script(tmp_path)
     script.call(encode("one"), "two", logprobs=np.empty(0, np.float32))
     script.writer.close()
-    story = told_of(script.path).story
-    assert "logprobs" in story.unbuilt
+    story = told_of(script.path).view
+    assert "logprobs" in story.build_error
     assert story.traces == ()
     assert story.turns[0].mean_logprob is None
     assert not story.ledger.balanced
@@ -128,7 +130,7 @@ def test_a_recording_without_its_header_is_told(tmp_path: Path) -> None:
     """A file whose first record is lost has calls to show."""
     recording = read(small(tmp_path))
     recording.header = recording.result = None
-    story = tell(tmp_path, recording).story
+    story = view_session(tmp_path, recording).view
     assert (story.header, story.result, story.builder) == (None, None, "prefix_merging")
     assert len(story.turns) == 6
 
@@ -144,7 +146,7 @@ def test_a_wrong_builder_is_named(tmp_path: Path) -> None:
     task = msgspec.structs.replace(recording.header.task, builder=part)
     recording.header = msgspec.structs.replace(recording.header, task=task)
     with pytest.raises(ConfigError, match="no_such"):
-        tell(path, recording)
+        view_session(path, recording)
 
 
 def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
@@ -153,13 +155,17 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
     first = script.call(encode("one"), "two")
     script.call([*whole(first), *encode("three")], "four", branch=Branch.NEW_THREAD)
     script.writer.close()
-    turn = told_of(script.path).story.turns[1]
-    assert (turn.how, turn.why, turn.reused) == (How.FORKED, ("new_thread",), len(whole(first)))
+    turn = told_of(script.path).view.turns[1]
+    assert (turn.continuation, turn.reasons, turn.shared) == (
+        Continuation.FORKED,
+        ("new_thread",),
+        len(whole(first)),
+    )
 
 
 def test_every_field_of_the_json_is_documented() -> None:
     """Whoever reads the object finds each of its keys in docs/view.md."""
     page = (Path(__file__).parents[3] / "docs" / "view.md").read_text(encoding="utf-8")
-    shapes = (SessionView, Turn, Detail, TimelineEvent, TraceView, Tokens)
+    shapes = (SessionView, TurnView, TurnDetail, TimelineEvent, TraceView, TraceTokens)
     names = [name for shape in shapes for name in shape.__struct_fields__]
     assert [name for name in names if f"`{name}`" not in page] == []

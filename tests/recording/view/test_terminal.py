@@ -15,12 +15,14 @@ from tokenizers import decoders, models
 from recording.view.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
 from tugline.chat.tokenizer import Tokenizer
 from tugline.recording.file import read
-from tugline.recording.view.session_view import Told, tell
-from tugline.recording.view.terminal import By, Terminal
-from tugline.recording.view.texts import Texts, visible
+from tugline.recording.view.session_view import ViewedSession, view_session
+from tugline.recording.view.terminal import ColourBy, Terminal
+from tugline.recording.view.token_text import TokenText, visible
 
 
-def shown(told: Told, *, texts: Texts | None = None, turn: int | None = None, **how: object) -> str:
+def shown(
+    told: ViewedSession, *, texts: TokenText | None = None, turn: int | None = None, **how: object
+) -> str:
     """What is printed; with `colour` as a terminal gets it."""
     file = io.StringIO()
     colour = bool(how.pop("colour", False))
@@ -28,19 +30,19 @@ def shown(told: Told, *, texts: Texts | None = None, turn: int | None = None, **
     console = Console(
         file=file, force_terminal=colour, color_system=system, width=140, highlight=False
     )
-    view = Terminal(console, told, texts or Texts(tokenizer()), **how)  # type: ignore[arg-type]
-    view.show() if turn is None else view.turn(turn)
+    view = Terminal(console, told, texts or TokenText(tokenizer()), **how)  # type: ignore[arg-type]
+    view.print_session() if turn is None else view.print_turn(turn)
     return file.getvalue()
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Told:
+def told(tmp_path: Path) -> ViewedSession:
     """The small session."""
     path = small(tmp_path)
-    return tell(path, read(path))
+    return view_session(path, read(path))
 
 
-def test_all_is_said_in_words(told: Told) -> None:
+def test_all_is_said_in_words(told: ViewedSession) -> None:
     """Without colour: who ran, each turn, what happened between, each trace, the ledger."""
     text = shown(told)
     assert "\x1b" not in text
@@ -55,21 +57,21 @@ def test_all_is_said_in_words(told: Told) -> None:
     assert "… 1,054 tokens …" in text
 
 
-@pytest.mark.parametrize(("by", "says"), [(By.LOGPROB, "-0.45"), (By.VERSION, "v4")])
-def test_what_colour_means_is_also_a_word(told: Told, by: By, says: str) -> None:
+@pytest.mark.parametrize(("by", "says"), [(ColourBy.LOGPROB, "-0.45"), (ColourBy.VERSION, "v4")])
+def test_what_colour_means_is_also_a_word(told: ViewedSession, by: ColourBy, says: str) -> None:
     """The gutter has the mean logprob, or the version, of each answer."""
     line = next(line for line in shown(told, by=by).splitlines() if "I read it." in line)
     assert says in line
 
 
-def test_colour_follows_the_mask(told: Told) -> None:
+def test_colour_follows_the_mask(told: ViewedSession) -> None:
     """On a terminal, trained tokens are green and those that are not are yellow."""
     text = shown(told, colour=True)
     assert "\x1b[32mI read it." in text
     assert "\x1b[33mnever heard" in text
 
 
-def test_nothing_that_was_written_reaches_the_terminal_raw(told: Told) -> None:
+def test_nothing_that_was_written_reaches_the_terminal_raw(told: ViewedSession) -> None:
     """Escape sequences and marks of direction of models and tools are spelled out."""
     for text in (shown(told, full=True), shown(told, turn=1, full=True)):
         assert "\x1b" not in text
@@ -77,7 +79,7 @@ def test_nothing_that_was_written_reaches_the_terminal_raw(told: Told) -> None:
         assert "\\x1b[31m red \\u202e backwards 界🙂" in text
 
 
-def test_one_turn_shows_all_that_was_said(told: Told) -> None:
+def test_one_turn_shows_all_that_was_said(told: ViewedSession) -> None:
     """Its messages, its answer, its tokens and what became of them."""
     text = shown(told, turn=1)
     assert visible(HOSTILE) in text.split("tool\n")[1]
@@ -90,7 +92,7 @@ def test_one_turn_shows_all_that_was_said(told: Told) -> None:
 def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
     """A line per turn, the first and last answers; everything only with --full, and in time."""
     path = long(tmp_path, turns=400, base=400, words=20)
-    told = tell(path, read(path))
+    told = view_session(path, read(path))
     began = time.process_time()
     text = shown(told)
     assert time.process_time() - began < 5
@@ -105,15 +107,17 @@ def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
 def test_many_traces_are_a_line_each_and_folded(tmp_path: Path) -> None:
     """`per_request` makes one for each call: the first and last are told, all of them on demand."""
     path = long(tmp_path, turns=40, base=50, words=5)
-    told = tell(path, read(path), "per_request")
+    told = view_session(path, read(path), "per_request")
     assert "… 17 more traces" in shown(told)
     assert "trace 20  main" in shown(told, full=True)
 
 
-def test_without_a_tokenizer_ids_are_shown(told: Told) -> None:
+def test_without_a_tokenizer_ids_are_shown(told: ViewedSession) -> None:
     """Numbers instead of words, as many as there are tokens."""
     line = next(
-        line for line in shown(told, texts=Texts(None)).splitlines() if line.startswith("  call 0 ")
+        line
+        for line in shown(told, texts=TokenText(None)).splitlines()
+        if line.startswith("  call 0 ")
     )
     assert line.split()[3:] == [str(token) for token in told.calls[0].sampled_ids]
 
@@ -124,4 +128,4 @@ def test_tokens_keep_their_spaces_where_a_tokenizer_drops_the_first() -> None:
     backend.decoder = decoders.Metaspace()
     found = Tokenizer(backend, "metaspace")
     found.token_bytes = None  # as for every vocabulary whose ids have no spelling of their own
-    assert Texts(found).pieces([0, 1, 1]) == [" a", " world", " world"]
+    assert TokenText(found).pieces([0, 1, 1]) == [" a", " world", " world"]

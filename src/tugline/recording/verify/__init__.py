@@ -1,1 +1,1 @@
-"""Judges recorded sessions, and makes their trajectories again, from recordings alone."""
+"""Verify recorded sessions from their recordings alone, or against an engine."""

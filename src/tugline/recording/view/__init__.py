@@ -1,1 +1,1 @@
-"""Look into one recorded session: on a terminal, as JSON, or as one HTML page."""
+"""View a recorded session: one value, shown on a terminal, as an HTML page or as JSON."""

@@ -1,8 +1,8 @@
-"""Tell a recording: who ran, turn by turn what happened, and what is trained of it.
+"""The view of a recorded session: what ran, how each turn continued, what is trained of it.
 
-What is said here is measured on the ids wherever it can be: a turn is exact because its prompt
-begins with its parent's ids, not because a record says so (I1). Every sampled token is in its
-turn's ledger, and the turns' ledgers add up to the session's (I2).
+The terminal, the HTML page and ``--json`` all show one `SessionView`, so they agree; its fields are
+the documented form of the JSON (`docs/view.md`). Continuations are measured on the ids (I1). Every
+sampled token is in its turn's ledger, and the turns' ledgers add up to the session's (I2).
 """
 
 from __future__ import annotations
@@ -14,120 +14,228 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from tugline.errors import CaptureError, UsageError
-from tugline.plugins import find
+from tugline.errors import CaptureError
 from tugline.recording.file import Recording
-from tugline.recording.records import EventKind
-from tugline.recording.view.story import (
-    Detail,
-    How,
-    SessionView,
-    TimelineEvent,
-    Tokens,
-    TraceView,
-    Turn,
+from tugline.recording.records import Event, EventKind, Header, Result
+from tugline.traces.base import Built, make_builder
+from tugline.traces.ledger import count_calls
+from tugline.traces.lineage import Continuation, trace_lineage
+from tugline.types import (
+    Call,
+    CallOutcome,
+    Finish,
+    Ledger,
+    Message,
+    PluginSpec,
+    Sampling,
+    Span,
+    Trace,
+    TraceKind,
+    VersionSpan,
 )
-from tugline.traces.base import Builder
-from tugline.traces.ledger import per_call
-from tugline.types import Call, CallOutcome, Ledger, Mode, PluginSpec, Trace, shared_prefix
 
 
-class Told(NamedTuple):
-    """A story, and what it was told from."""
+class TurnDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """The messages of a turn; only in the turn of ``--turn``, or in all with ``--full``."""
 
-    story: SessionView
+    messages: tuple[Message, ...]
+    """Messages that the request added to its parent's conversation; all in a first or forked
+    turn."""
+    answer: Message | None
+    """As the harness received it; null if it received none."""
+    sampling: Sampling
+    requested: Sampling
+    """Sampling that the harness requested, where it differs from `sampling`."""
+    offered: tuple[str, ...]
+    """Names of the tools that the model could call."""
+
+
+class TurnView(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call. Times are in seconds, `at` since the session began; null: it never came."""
+
+    call: int
+    kind: TraceKind
+    thread: str | None
+    parent: int | None
+    continuation: Continuation
+    reasons: tuple[str, ...]
+    """What the echo changed, or why the turn forks or is broken (`tugline.traces.lineage`)."""
+    prompt: int
+    shared: int
+    """Leading prompt ids that are the parent's: its prompt and its answer."""
+    sampled: int
+    mean_logprob: float | None
+    finish: Finish
+    stop: str | None
+    outcome: CallOutcome
+    versions: tuple[VersionSpan, ...]
+    at: float
+    first_token_s: float | None
+    total_s: float | None
+    tools: tuple[str, ...]
+    """Names of the tools that the answer calls, in order."""
+    images: int
+    replicas: tuple[str, ...]
+    constrained: bool
+    """Whether a grammar or a ban constrained the answer."""
+    replayed: bool
+    """Whether the answer comes from another session's recording."""
+    trace: int | None
+    """The trace that holds its answer; null if none does."""
+    ledger: Ledger
+    detail: TurnDetail | UnsetType = UNSET
+
+
+class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event between the turns; `at` in seconds since the session began."""
+
+    kind: EventKind
+    at: float
+    call: int | None
+    detail: str
+
+
+class TraceTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """A trace token by token; null where nothing was sampled. Only with ``--full``."""
+
+    ids: list[int]
+    trained: list[bool]
+    logprobs: list[float | None]
+    calls: list[int | None]
+    versions: list[int | None]
+
+
+class TraceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to train on."""
+
+    index: int
+    kind: TraceKind
+    parent: int | None
+    shared: int
+    """Leading ids that are the parent's."""
+    thread: str | None
+    exact: bool
+    length: int
+    trained: int
+    spans: tuple[Span, ...]
+    """The sampled tokens; all others are context."""
+    images: tuple[str, ...]
+    tokens: TraceTokens | UnsetType = UNSET
+
+
+class SessionView(msgspec.Struct, frozen=True, kw_only=True):
+    """A session."""
+
+    recording: str
+    """Path of the file."""
+    damage: str
+    """Why the end of the file could not be read; empty if all of it was."""
+    torn_bytes: int
+    """Length of a torn tail."""
+    started: float
+    """Unix seconds, from which the times of turns and events count."""
+    header: Header | None
+    """As recorded, without the task's files; null if the first record is lost."""
+    result: Result | None
+    """As recorded; null if there is none yet."""
+    turns: tuple[TurnView, ...]
+    events: tuple[TimelineEvent, ...]
+    builder: str
+    build_error: str
+    """Why there are no traces; empty if there are."""
+    traces: tuple[TraceView, ...]
+    ledger: Ledger
+
+
+class ViewedSession(NamedTuple):
+    """A session's view, with the calls and traces that it was made of."""
+
+    view: SessionView
     calls: tuple[Call, ...]
     traces: tuple[Trace, ...]
 
 
-def tell(path: Path, recording: Recording, builder: str | None = None) -> Told:
-    """The story of a recording, with the traces of `builder` (by default the task's own)."""
+def view_session(path: Path, recording: Recording, builder: str | None = None) -> ViewedSession:
+    """Make the view of a recording, with the traces of `builder` (by default the task's own)."""
     header = recording.header
-    part = header.task.builder if header else PluginSpec("prefix_merging")
-    if builder is not None and builder != part.name:
-        part = PluginSpec(builder)
+    spec = header.task.builder if header else PluginSpec("prefix_merging")
+    if builder is not None and builder != spec.name:
+        spec = PluginSpec(builder)
     calls = tuple(sorted(recording.calls, key=lambda call: call.number))
-    traces, ledger, unbuilt = _build(part, calls)
+    built, build_error = _build(spec, calls)
     start = header.created if header else min((c.timings.received for c in calls), default=0.0)
     if header:
         header = replace(header, task=replace(header.task, files={}))
-    story = SessionView(
+    view = SessionView(
         recording=str(path),
         damage=recording.damage,
         torn_bytes=recording.torn_bytes,
         started=start,
         header=header,
         result=recording.result,
-        turns=_turns(calls, traces, start),
-        events=tuple(
-            TimelineEvent(
-                kind=event.kind, at=event.at - start, call=event.call, detail=event.detail
-            )
-            for event in sorted(recording.events, key=lambda event: event.at)
-            if event.kind is not EventKind.RESPONSE
-        ),
-        builder=part.name,
-        unbuilt=unbuilt,
-        traces=tuple(_view(index, one) for index, one in enumerate(traces)),
-        ledger=ledger,
+        turns=_view_turns(calls, built, start),
+        events=_view_events(recording.events, start),
+        builder=spec.name,
+        build_error=build_error,
+        traces=tuple(_view_trace(index, trace) for index, trace in enumerate(built.traces)),
+        ledger=built.ledger,
     )
-    return Told(story, calls, traces)
+    return ViewedSession(view, calls, built.traces)
 
 
-def _build(part: PluginSpec, calls: Sequence[Call]) -> tuple[tuple[Trace, ...], Ledger, str]:
-    """Traces, ledger, and why there are none: a session that cannot be built can be looked into."""
+def _build(spec: PluginSpec, calls: Sequence[Call]) -> tuple[Built, str]:
+    """Build the traces; a session that cannot be built has none, and an error."""
     try:
-        maker: Builder = find("builder", part.name)(**part.options)
-    except TypeError as error:
-        msg = f"builder {part.name!r} does not take the options {part.options}: {error}"
-        raise UsageError(msg) from error
-    try:
-        built = maker.build(calls)
+        return make_builder(spec).build(calls), ""
     except CaptureError as error:
-        return (
-            (),
-            Ledger(sampled=sum(len(c.sampled_ids) + c.unreported_tokens for c in calls)),
-            str(error),
-        )
-    return built.traces, built.ledger, ""
+        sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in calls)
+        return Built((), Ledger(sampled=sampled)), str(error)
+
+
+def _view_events(events: Sequence[Event], start: float) -> tuple[TimelineEvent, ...]:
+    return tuple(
+        TimelineEvent(kind=event.kind, at=event.at - start, call=event.call, detail=event.detail)
+        for event in sorted(events, key=lambda event: event.at)
+        if event.kind is not EventKind.RESPONSE
+    )
 
 
 # --------------------------------------------------------------------------- turns
-def _turns(calls: Sequence[Call], traces: Sequence[Trace], start: float) -> tuple[Turn, ...]:
+def _view_turns(calls: Sequence[Call], built: Built, start: float) -> tuple[TurnView, ...]:
     known = {call.number: call for call in calls}
-    accounts = per_call(calls, traces)
-    home = {span.call: index for index, one in enumerate(traces) for span in one.spans}
+    ledgers = count_calls(calls, built.traces, built.dropped)
+    trace_of = {span.call: i for i, trace in enumerate(built.traces) for span in trace.spans}
     return tuple(
-        _turn(
+        _view_turn(
             call,
             None if call.parent is None else known.get(call.parent),
-            trace=home.get(call.number),
-            ledger=accounts[call.number],
+            trace=trace_of.get(call.number),
+            ledger=ledgers[call.number],
             start=start,
         )
         for call in calls
     )
 
 
-def _turn(
+def _view_turn(
     call: Call, parent: Call | None, *, trace: int | None, ledger: Ledger, start: float
-) -> Turn:
+) -> TurnView:
     times, answer = call.timings, call.answer
-    reused = _reused(call, parent) if parent is not None else 0
-    how, why = _how(call, parent, reused)
-    return Turn(
+    continuation, shared, reasons = trace_lineage(call, parent)
+    return TurnView(
         call=call.number,
         kind=call.kind,
         thread=call.thread,
         parent=call.parent,
-        how=how,
-        why=why,
+        continuation=continuation,
+        reasons=reasons,
         prompt=len(call.prompt_ids),
-        reused=reused,
+        shared=shared,
         sampled=len(call.sampled_ids) + call.unreported_tokens,
-        mean_logprob=mean(call.logprobs.tolist()),
+        mean_logprob=finite_mean(call.logprobs.tolist()),
         finish=call.finish,
         stop=call.stop,
         outcome=call.outcome,
@@ -145,64 +253,41 @@ def _turn(
     )
 
 
-def mean(values: Sequence[float]) -> float | None:
-    """Their mean; None of none, or of what is no number."""
-    found = math.fsum(values) / len(values) if values else math.nan
-    return found if math.isfinite(found) else None
+def finite_mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None if there are no values or it is not finite."""
+    mean = math.fsum(values) / len(values) if values else math.nan
+    return mean if math.isfinite(mean) else None
 
 
-def _reused(call: Call, parent: Call) -> int:
-    shared = shared_prefix(parent.prompt_ids, call.prompt_ids)
-    if shared < len(parent.prompt_ids):
-        return shared
-    return shared + shared_prefix(parent.sampled_ids, call.prompt_ids[shared:])
-
-
-def _how(call: Call, parent: Call | None, reused: int) -> tuple[How, tuple[str, ...]]:
-    if call.mode is Mode.TEXT:
-        return How.TEXT, ()
-    if call.parent is None:
-        return How.FIRST, (call.branch.value,) if call.branch else ()
-    if call.branch is not None:
-        return How.FORKED, (call.branch.value,)
-    if parent is None or reused < len(parent.prompt_ids) + len(parent.sampled_ids):
-        gone = parent is not None and parent.outcome is CallOutcome.CLIENT_GONE
-        return How.FORKED, ("broken_off" if gone else "unrecorded",)
-    return (How.HEALED if call.echo_changes else How.EXACT), tuple(
-        heal.value for heal in call.echo_changes
-    )
-
-
-def detailed(turn: Turn, call: Call) -> Turn:
-    """`turn` with what was said in it."""
-    detail = Detail(
+def add_detail(turn: TurnView, call: Call) -> TurnView:
+    """Return `turn` with its messages."""
+    detail = TurnDetail(
         messages=call.messages,
         answer=call.answer,
         sampling=call.sampling,
-        asked=call.requested,
+        requested=call.requested,
         offered=tuple(tool.name for tool in call.tools),
     )
     return replace(turn, detail=detail)
 
 
 # --------------------------------------------------------------------------- traces
-def _view(index: int, one: Trace) -> TraceView:
+def _view_trace(index: int, trace: Trace) -> TraceView:
     return TraceView(
         index=index,
-        kind=one.kind,
-        parent=one.parent,
-        shared=one.shared,
-        thread=one.thread,
-        exact=one.exact,
-        length=len(one.ids),
-        trained=int(one.mask.sum()),
-        spans=one.spans,
-        images=one.images,
+        kind=trace.kind,
+        parent=trace.parent,
+        shared=trace.shared,
+        thread=trace.thread,
+        exact=trace.exact,
+        length=len(trace.ids),
+        trained=int(trace.mask.sum()),
+        spans=trace.spans,
+        images=trace.images,
     )
 
 
-def with_tokens(view: TraceView, trace: Trace) -> TraceView:
-    """`view` with each token of its trace."""
+def _add_tokens(view: TraceView, trace: Trace) -> TraceView:
     calls: list[int | None] = [None] * len(trace.ids)
     versions = calls.copy()
     logprobs: list[float | None] = [None] * len(trace.ids)
@@ -210,9 +295,9 @@ def with_tokens(view: TraceView, trace: Trace) -> TraceView:
         size = span.end - span.start
         calls[span.start : span.end] = [span.call] * size
         versions[span.start : span.end] = [span.version] * size
-        found = trace.logprobs[span.start : span.end].astype(np.float64)
-        logprobs[span.start : span.end] = found.tolist()
-    tokens = Tokens(
+        captured = trace.logprobs[span.start : span.end].astype(np.float64)
+        logprobs[span.start : span.end] = captured.tolist()
+    tokens = TraceTokens(
         ids=trace.ids.tolist(),
         trained=trace.mask.tolist(),
         logprobs=logprobs,
@@ -222,16 +307,13 @@ def with_tokens(view: TraceView, trace: Trace) -> TraceView:
     return replace(view, tokens=tokens)
 
 
-def as_json(told: Told, *, turn: int | None, full: bool) -> bytes:
-    """The story as JSON: of one turn with what was said in it, or of all, with tokens if `full`."""
-    story = told.story
-    pairs = zip(story.turns, told.calls, strict=True)
-    turns = [
-        detailed(one, call) if full or turn is not None else one
-        for one, call in pairs
+def encode_json(session: ViewedSession, *, turn: int | None, full: bool) -> bytes:
+    """Encode the view: one turn with its messages, or all turns, with tokens if `full`."""
+    view = session.view
+    turns = tuple(
+        add_detail(one, call) if full or turn is not None else one
+        for one, call in zip(view.turns, session.calls, strict=True)
         if turn in {None, one.call}
-    ]
-    traces = story.traces
-    if full:
-        traces = tuple(map(with_tokens, traces, told.traces))
-    return msgspec.json.encode(replace(story, turns=tuple(turns), traces=traces))
+    )
+    traces = tuple(map(_add_tokens, view.traces, session.traces)) if full else view.traces
+    return msgspec.json.encode(replace(view, turns=turns, traces=traces))

@@ -1,7 +1,7 @@
-"""A story on a terminal: a header, a line per turn, the traces token by token, the ledger.
+"""A session on a terminal: a header, a line per turn, traces token by token, the ledger.
 
-Whatever colour says is also said in words beside it, for pipes and ``NO_COLOR``. Long contexts
-and the middle of long sessions are folded, so that hundreds of turns stay a page or two.
+Everything that colour says is also said in words, for pipes and ``NO_COLOR``. Long contexts and the
+middle of long sessions are folded, so that hundreds of turns fit on a page or two.
 """
 
 from __future__ import annotations
@@ -16,25 +16,37 @@ from rich.console import Console
 from rich.text import Text
 
 from tugline.recording.records import Result
-from tugline.recording.view.session_view import Told, mean
-from tugline.recording.view.story import How, TimelineEvent, TraceView, Turn
-from tugline.recording.view.texts import NEWLINE, Texts, folded, visible
+from tugline.recording.view.session_view import (
+    TimelineEvent,
+    TraceView,
+    TurnView,
+    ViewedSession,
+    finite_mean,
+)
+from tugline.recording.view.token_text import NEWLINE, TokenText, fold_range, visible
+from tugline.traces.lineage import Continuation
 from tugline.types import Ledger, Message, Sampling, Span, Trace, TraceKind
 
 _WIDTH = 120
-"""Of a line of tokens where the output is no terminal."""
+"""Cells of a line of tokens if the output is not a terminal."""
 _GUTTER = 26
 _RUNS = 12
 """Answers of a trace, and traces of a session, that are shown token by token."""
 _CLIP = 2000
 """Characters of a message."""
-_HOW = {How.EXACT: "green", How.HEALED: "cyan", How.FORKED: "yellow", How.TEXT: "red"}
+_CONTINUATIONS = {
+    Continuation.EXACT: "green",
+    Continuation.ECHO_CHANGED: "cyan",
+    Continuation.FORKED: "yellow",
+    Continuation.BROKEN: "red",
+    Continuation.NO_TOKEN_IDS: "red",
+}
 _LEVELS = ((-0.05, "green"), (-0.5, "cyan"), (-1.5, "yellow"), (-3.0, "magenta"))
 _VERSIONS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 
 
-class By(StrEnum):
-    """What the colour of a token says."""
+class ColourBy(StrEnum):
+    """The property that a token's colour shows."""
 
     MASK = "mask"
     LOGPROB = "logprob"
@@ -42,33 +54,43 @@ class By(StrEnum):
 
 
 class Terminal:
-    """Prints one story."""
+    """Prints one session."""
 
     def __init__(
-        self, console: Console, told: Told, texts: Texts, *, by: By = By.MASK, full: bool = False
+        self,
+        console: Console,
+        session: ViewedSession,
+        texts: TokenText,
+        *,
+        by: ColourBy = ColourBy.MASK,
+        full: bool = False,
     ) -> None:
-        self.console, self.told, self.texts = console, told, texts
-        self.by, self.full = by, full
-        self._threads = _letters([turn.thread for turn in told.story.turns])
-        versions = {v.version for turn in told.story.turns for v in turn.versions}
+        self.console = console
+        self.session = session
+        self.texts = texts
+        self.by = by
+        self.full = full
+        self._threads = _name_threads([turn.thread for turn in session.view.turns])
+        versions = {v.version for turn in session.view.turns for v in turn.versions}
         self._colour = {v: _VERSIONS[i % len(_VERSIONS)] for i, v in enumerate(sorted(versions))}
 
-    def say(self, *parts: str | tuple[str, str]) -> None:
-        """One line, longer than the terminal if need be."""
+    def print_line(self, *parts: str | tuple[str, str]) -> None:
+        """Print one line; the terminal wraps it."""
         self.console.print(Text.assemble(*parts), soft_wrap=True)
 
-    def show(self) -> None:
-        """The whole session."""
-        self._header()
-        self._turns()
-        self._traces()
-        self.say("")
-        self._ledger("ledger", self.told.story.ledger)
+    def print_session(self) -> None:
+        """Print the whole session."""
+        self._print_header()
+        self._print_turns()
+        self._print_traces()
+        self.print_line("")
+        self._print_ledger("ledger", self.session.view.ledger)
 
     # ----------------------------------------------------------------------- header
-    def _header(self) -> None:
-        story, header, result = self.told.story, self.told.story.header, self.told.story.result
-        facts = {"file": story.recording}
+    def _print_header(self) -> None:
+        view = self.session.view
+        header, result = view.header, view.result
+        facts = {"file": view.recording}
         if header is not None:
             facts |= {
                 "task": f"{header.task.id} (sample {header.session.sample})",
@@ -79,188 +101,203 @@ class Terminal:
         if result is not None:
             parts = [f"{name} {s:.1f}" for name, s in result.seconds.items()]
             facts["seconds"] = ", ".join(parts)
-        facts |= {"status": _status(result), "damage": story.damage}
-        if story.torn_bytes:
-            facts["damage"] += f"{story.torn_bytes} bytes at the end were cut off"
+        facts |= {"status": _format_status(result), "damage": view.damage}
+        if view.torn_bytes:
+            facts["damage"] += f"{view.torn_bytes} bytes at the end were cut off"
         if len(self._threads) > 1:
             named = (f"{letter} = {one or 'unnamed'}" for one, letter in self._threads.items())
             facts["threads"] = ", ".join(named)
-        self.say((visible(header.session.id if header else "the first record is lost"), "bold"))
-        self._facts(facts, alarms={"damage"})
+        self.print_line(
+            (visible(header.session.id if header else "the first record is lost"), "bold")
+        )
+        self._print_facts(facts, alarms={"damage"})
 
-    def _facts(self, facts: Mapping[str, str], alarms: Collection[str] = ()) -> None:
+    def _print_facts(self, facts: Mapping[str, str], alarms: Collection[str] = ()) -> None:
         for name, fact in facts.items():
-            if said := visible(fact.strip()):
-                self.say((f"{name:<12}", "dim"), (said, "red" if name in alarms else ""))
+            if text := visible(fact.strip()):
+                self.print_line((f"{name:<12}", "dim"), (text, "red" if name in alarms else ""))
 
     # ----------------------------------------------------------------------- turns
-    def _turns(self) -> None:
-        story = self.told.story
-        moments: list[Turn | TimelineEvent] = [*story.turns, *story.events]
-        self._table(sorted(moments, key=lambda one: one.at))
+    def _print_turns(self) -> None:
+        view = self.session.view
+        moments: list[TurnView | TimelineEvent] = [*view.turns, *view.events]
+        self._print_table(sorted(moments, key=lambda one: one.at))
 
-    def _table(self, moments: Sequence[Turn | TimelineEvent]) -> None:
-        rows = [self._row(one) if isinstance(one, Turn) else _event(one) for one in moments]
+    def _print_table(self, moments: Sequence[TurnView | TimelineEvent]) -> None:
+        rows = [
+            self._make_row(one) if isinstance(one, TurnView) else _format_event(one)
+            for one in moments
+        ]
         cells = [_TITLES, *(row for row in rows if isinstance(row, tuple))]
         widths = [max(cell_len(row[i][0]) for row in cells) for i in range(len(_TITLES))]
-        self.say("")
+        self.print_line("")
         for row in (_TITLES, *rows):
             if isinstance(row, tuple):
-                self.say(*_aligned(row, widths))
+                self.print_line(*_align(row, widths))
             else:
-                self.say((" " * (widths[0] + 2) + row, "magenta"))
+                self.print_line((" " * (widths[0] + 2) + row, "magenta"))
 
-    def _row(self, turn: Turn) -> _Row:
+    def _make_row(self, turn: TurnView) -> _Row:
         thread = self._threads.get(turn.thread, "") if len(self._threads) > 1 else ""
-        source = "" if turn.parent is None or turn.how is How.EXACT else f" {turn.parent}"
-        reasons = f"({', '.join(turn.why)})" if turn.why else ""
+        source = (
+            ""
+            if turn.parent is None or turn.continuation is Continuation.EXACT
+            else f" {turn.parent}"
+        )
+        reasons = f"({', '.join(turn.reasons)})" if turn.reasons else ""
         finish = turn.finish.value if turn.outcome == "complete" else turn.outcome.value
         finish += ", constrained" * turn.constrained + ", replayed" * turn.replayed
         return (
             (str(turn.call), "bold"),
             (f"{turn.kind.value} {thread}".strip(), ""),
-            (f"{turn.how.value}{reasons}{source}", _HOW.get(turn.how, "")),
-            (f"{turn.reused:,}+{turn.prompt - turn.reused:,}", ""),
+            (
+                f"{turn.continuation.value}{reasons}{source}",
+                _CONTINUATIONS.get(turn.continuation, ""),
+            ),
+            (f"{turn.shared:,}+{turn.prompt - turn.shared:,}", ""),
             (f"{turn.sampled:,}", ""),
-            (_number(turn.mean_logprob), ""),
+            (_format_number(turn.mean_logprob), ""),
             (finish, "" if finish == "stop" else "yellow"),
             (",".join(str(span.version) for span in turn.versions) or "-", ""),
             (f"{turn.at:.2f}", "dim"),
-            (_number(turn.first_token_s), ""),
-            (_number(turn.total_s), ""),
+            (_format_number(turn.first_token_s), ""),
+            (_format_number(turn.total_s), ""),
             (visible(", ".join(turn.tools)), "cyan"),
         )
 
-    def turn(self, number: int) -> None:
-        """One call with all that was said in it."""
-        story = self.told.story
-        place = next(i for i, turn in enumerate(story.turns) if turn.call == number)
-        turn, call = story.turns[place], self.told.calls[place]
-        mine = [event for event in story.events if event.call == number]
-        self._table([turn, *mine])
-        self.say("")
-        self._facts(
+    def print_turn(self, number: int) -> None:
+        """Print one call with its messages."""
+        view = self.session.view
+        place = next(i for i, turn in enumerate(view.turns) if turn.call == number)
+        turn, call = view.turns[place], self.session.calls[place]
+        events = [event for event in view.events if event.call == number]
+        self._print_table([turn, *events])
+        self.print_line("")
+        self._print_facts(
             {
                 "thread": call.thread or "",
                 "dialect": f"{call.dialect}, {call.mode.value}",
-                "sampling": _told(call.sampling),
-                "asked for": _told(call.requested),
+                "sampling": _format_sampling(call.sampling),
+                "requested": _format_sampling(call.requested),
                 "stop": repr(call.stop) if call.stop else "",
                 "replicas": ", ".join(call.replicas),
                 "tools": ", ".join(tool.name for tool in call.tools),
             }
         )
         for message in call.messages:
-            self._message(message)
+            self._print_message(message)
         if call.answer is not None:
-            self._message(call.answer, told=True)
+            self._print_message(call.answer, received=True)
         if turn.trace is not None:
-            self.say("")
-            trace = self.told.traces[turn.trace]
+            self.print_line("")
+            trace = self.session.traces[turn.trace]
             for span in (span for span in trace.spans if span.call == number):
-                self._run(trace, span.start, span.end, span)
-        self.say("")
-        self._ledger("ledger", turn.ledger)
+                self._print_run(trace, span.start, span.end, span)
+        self.print_line("")
+        self._print_ledger("ledger", turn.ledger)
 
-    def _message(self, message: Message, *, told: bool = False) -> None:
-        self.say("")
-        self.say((f"{message.role.value}{' (told to the harness)' if told else ''}", "bold"))
+    def _print_message(self, message: Message, *, received: bool = False) -> None:
+        self.print_line("")
+        suffix = " (as the harness received it)" if received else ""
+        self.print_line((f"{message.role.value}{suffix}", "bold"))
         if message.reasoning:
-            self._text(message.reasoning, "dim italic")
+            self._print_text(message.reasoning, "dim italic")
         if message.content:
-            self._text(message.content, "")
+            self._print_text(message.content, "")
         for tool in message.tool_calls:
-            self._text(f"{tool.name}({tool.arguments})", "cyan")
+            self._print_text(f"{tool.name}({tool.arguments})", "cyan")
 
-    def _text(self, text: str, style: str) -> None:
+    def _print_text(self, text: str, style: str) -> None:
         rest = 0 if self.full else max(0, len(text) - _CLIP)
         for line in text[: len(text) - rest].split("\n"):
-            self.say((f"  {visible(line)}", style))
+            self.print_line((f"  {visible(line)}", style))
         if rest:
-            self.say((f"  … {rest:,} more characters (--full shows them)", "dim"))
+            self.print_line((f"  … {rest:,} more characters (--full shows them)", "dim"))
 
     # ----------------------------------------------------------------------- traces
-    def _traces(self) -> None:
-        story = self.told.story
-        self.say("")
-        if story.unbuilt:
-            self.say(("no traces  ", "red"), visible(story.unbuilt))
+    def _print_traces(self) -> None:
+        view = self.session.view
+        self.print_line("")
+        if view.build_error:
+            self.print_line(("no traces  ", "red"), visible(view.build_error))
             return
-        found = _plural(len(story.traces), "trace")
-        self.say(f"{found} of {story.builder}, coloured by {self.by.value}")
-        depth = depths(story.traces)
-        size = len(story.traces)
-        first, last = (size, size) if self.full else folded(size, _RUNS, _RUNS)
-        for view, trace in zip(story.traces, self.told.traces, strict=True):
-            if view.index == first:
-                self.say((f"… {last - first:,} more traces (--full shows them) …", "dim"))
-            if not first <= view.index < last:
-                whole = view.index < _RUNS or self.full
-                if whole:
-                    self.say("")
-                self._trace(view, "  " * min(depth[view.index], 8))
-                if whole:
-                    self._tokens(trace)
+        size = len(view.traces)
+        count = _plural(size, "trace")
+        self.print_line(f"{count} of {view.builder}, coloured by {self.by.value}")
+        levels = indent_levels(view.traces)
+        first, last = (size, size) if self.full else fold_range(size, _RUNS, _RUNS)
+        for index, (shown, trace) in enumerate(zip(view.traces, self.session.traces, strict=True)):
+            if index == first:
+                self.print_line((f"… {last - first:,} more traces (--full shows them) …", "dim"))
+            if first <= index < last:
+                continue
+            with_tokens = index < _RUNS or self.full
+            if with_tokens:
+                self.print_line("")
+            self._print_trace(shown, "  " * min(levels[index], 8))
+            if with_tokens:
+                self._print_tokens(trace)
 
-    def _trace(self, view: TraceView, indent: str) -> None:
+    def _print_trace(self, view: TraceView, indent: str) -> None:
         parent = ""
         if view.parent is not None:
-            whole = self.told.story.traces[view.parent].length
-            goes_on = "goes on from" if view.shared == whole else "leaves"
-            how = "started by" if view.kind is TraceKind.SUBAGENT else goes_on
-            parent = f"  {how} trace {view.parent}, {view.shared:,} ids in common"
+            whole = self.session.view.traces[view.parent].length
+            relation = "continues" if view.shared == whole else "forks from"
+            relation = "started by" if view.kind is TraceKind.SUBAGENT else relation
+            parent = f"  {relation} trace {view.parent}, {view.shared:,} ids in common"
         answers = _plural(len({span.call for span in view.spans}), "answer")
-        self.say(
+        self.print_line(
             (f"{indent}trace {view.index}  {view.kind.value}", "bold"),
             f"  {view.length:,} tokens, {view.trained:,} trained, {answers}{parent}",
             ("" if view.exact else "  not exact", "red"),
         )
 
-    def _tokens(self, trace: Trace) -> None:
-        runs = list(_runs(trace))
-        first, last = (len(runs), len(runs)) if self.full else folded(len(runs), _RUNS, _RUNS)
-        for place, (start, end, span) in enumerate(runs):
-            if place == first:
-                left = len({span.call for _, _, span in runs[first:last] if span})
-                self.say((f"  … {left} more answers (--full or --turn N shows them) …", "dim"))
-            if not first <= place < last:
-                self._run(trace, start, end, span)
+    def _print_tokens(self, trace: Trace) -> None:
+        runs = list(_split_runs(trace))
+        first, last = (len(runs), len(runs)) if self.full else fold_range(len(runs), _RUNS, _RUNS)
+        for index, (start, end, span) in enumerate(runs):
+            if index == first:
+                count = len({span.call for _, _, span in runs[first:last] if span})
+                line = f"  … {count} more answers (--full or --turn N shows them) …"
+                self.print_line((line, "dim"))
+            if not first <= index < last:
+                self._print_run(trace, start, end, span)
 
-    def _run(self, trace: Trace, start: int, end: int, span: Span | None) -> None:
-        """Neighbouring tokens of one origin, behind a gutter that says which."""
+    def _print_run(self, trace: Trace, start: int, end: int, span: Span | None) -> None:
+        """Print neighbouring tokens of one origin, behind a gutter that names it."""
         pieces = self.texts.pieces(trace.ids[start:end].tolist())
         logprobs = trace.logprobs[start:end].tolist()
-        styles = [self._style(span, logprob) for logprob in logprobs]
+        styles = [self._choose_style(span, logprob) for logprob in logprobs]
         head, tail = (40, 24) if span else (12, 12)
-        left, right = (len(pieces),) * 2 if self.full else folded(len(pieces), head, tail)
+        left, right = (len(pieces),) * 2 if self.full else fold_range(len(pieces), head, tail)
         tokens = [*zip(pieces, styles, strict=True)]
         if left < right:
             tokens[left:right] = [(f" … {right - left:,} tokens … ", "dim italic")]
-        gutter = f"  {_origin(span)} {end - start:>7,}"
+        gutter = f"  {_format_origin(span)} {end - start:>7,}"
         if span and span.masked:
             gutter += f" ({span.masked.value})"
-        if span and self.by is By.LOGPROB:
-            gutter += f" {_number(mean(logprobs))}"
-        if span and self.by is By.VERSION:
+        if span and self.by is ColourBy.LOGPROB:
+            gutter += f" {_format_number(finite_mean(logprobs))}"
+        if span and self.by is ColourBy.VERSION:
             gutter += f" v{span.version}"
-        for line in _wrapped(tokens, self._room()):
-            self.say((f"{gutter:<{_GUTTER - 1}} ", "dim"), *line)
+        for line in _wrap(tokens, self._text_width()):
+            self.print_line((f"{gutter:<{_GUTTER - 1}} ", "dim"), *line)
             gutter = ""
 
-    def _room(self) -> int:
+    def _text_width(self) -> int:
         width = self.console.width if self.console.is_terminal else _WIDTH
         return max(20, width - _GUTTER)
 
-    def _style(self, span: Span | None, logprob: float) -> str:
+    def _choose_style(self, span: Span | None, logprob: float) -> str:
         if span is None:
             return "dim"
-        if self.by is By.VERSION:
+        if self.by is ColourBy.VERSION:
             return self._colour.get(span.version, "")
-        if self.by is By.LOGPROB:
+        if self.by is ColourBy.LOGPROB:
             return next((style for least, style in _LEVELS if logprob >= least), "bold red")
         return "yellow" if span.masked else "green"
 
-    def _ledger(self, title: str, ledger: Ledger) -> None:
+    def _print_ledger(self, title: str, ledger: Ledger) -> None:
         parts: list[str | tuple[str, str]] = [(f"{title:<12}", "dim")]
         parts += [f"sampled {ledger.sampled:,} = ", (f"trained {ledger.trained:,}", "green")]
         for what, reasons in (("masked", ledger.masked), ("dropped", ledger.dropped)):
@@ -270,35 +307,35 @@ class Terminal:
             ]
         if not ledger.balanced:
             parts.append((" (does not balance)", "red"))
-        self.say(*parts)
+        self.print_line(*parts)
 
 
-# --------------------------------------------------------------------------- words
+# --------------------------------------------------------------------------- formatting
 _Row = tuple[tuple[str, str], ...]
 _TITLES: _Row = tuple(
     (title, "dim")
     for title in (
-        *("call", "kind", "goes on", "prompt", "sampled", "logprob", "finish"),
+        *("call", "kind", "continues", "prompt", "sampled", "logprob", "finish"),
         *("version", "at s", "first s", "total s", "calls"),
     )
 )
 _LEFT = {1, 2, 6}
 
 
-def _event(event: TimelineEvent) -> str:
+def _format_event(event: TimelineEvent) -> str:
     which = "" if event.call is None else f" in call {event.call}"
     return f"~ {event.at:.2f} s  {event.kind.value}{which}  {visible(event.detail)}"
 
 
-def _aligned(row: _Row, widths: Sequence[int]) -> Iterator[tuple[str, str]]:
+def _align(row: _Row, widths: Sequence[int]) -> Iterator[tuple[str, str]]:
     for place, ((text, style), width) in enumerate(zip(row, widths, strict=True)):
         gap = " " * (width - cell_len(text))
         last = place == len(row) - 1
         yield (text if last else f"{text}{gap}  " if place in _LEFT else f"{gap}{text}  "), style
 
 
-def _letters(threads: Sequence[str | None]) -> dict[str | None, str]:
-    """A short name for each thread, in order of appearance."""
+def _name_threads(threads: Sequence[str | None]) -> dict[str | None, str]:
+    """Return a short name for each thread, in order of appearance."""
     return {thread: _letter(place) for place, thread in enumerate(dict.fromkeys(threads))}
 
 
@@ -307,7 +344,7 @@ def _letter(place: int) -> str:
     return before + chr(ord("a") + place % 26)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -315,9 +352,9 @@ def _plural(count: int, what: str) -> str:
     return f"{count:,} {what}" + "s" * (count != 1)
 
 
-def _status(result: Result | None) -> str:
+def _format_status(result: Result | None) -> str:
     if result is None:
-        return "no result recorded: it runs, its node died, or nobody judged it"
+        return "no result recorded: it is still running, or its node died"
     if result.failure is not None:
         return f"{result.status}, {result.failure.boundary}: {result.failure.message}"
     if result.reward is None:
@@ -326,30 +363,30 @@ def _status(result: Result | None) -> str:
     return f"{result.status}, reward {result.reward.value:g}" + (f" ({parts})" if parts else "")
 
 
-def _told(sampling: Sampling) -> str:
+def _format_sampling(sampling: Sampling) -> str:
     fields = asdict(sampling).items()
     return ", ".join(f"{name} {value}" for name, value in fields if value not in (None, ()))
 
 
-def _origin(span: Span | None) -> str:
+def _format_origin(span: Span | None) -> str:
     if span is None:
         return "context "
     return f"call {span.call:<3}"
 
 
-def depths(traces: Sequence[TraceView]) -> list[int]:
-    """How far each trace stands to the right: a fork one step, a continuation none."""
-    found: list[int] = []
+def indent_levels(traces: Sequence[TraceView]) -> list[int]:
+    """Return the indentation of each trace: a fork one step more than its parent."""
+    levels: list[int] = []
     for view in traces:
         if view.parent is None or view.parent >= view.index:
-            found.append(0)
+            levels.append(0)
         else:
             fork = view.shared < traces[view.parent].length
-            found.append(found[view.parent] + fork)
-    return found
+            levels.append(levels[view.parent] + fork)
+    return levels
 
 
-def _runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
+def _split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
     at = 0
     for span in trace.spans:
         if at < span.start:
@@ -360,27 +397,27 @@ def _runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
         yield at, len(trace.ids), None
 
 
-def _wrapped(tokens: Sequence[tuple[str, str]], room: int) -> Iterator[list[tuple[str, str]]]:
-    """Lines of at most `room` cells; a token is split only where a line of its text ends."""
+def _wrap(tokens: Sequence[tuple[str, str]], room: int) -> Iterator[list[tuple[str, str]]]:
+    """Yield lines of at most `room` cells; a token is split only at its own line ends."""
     line: list[tuple[str, str]] = []
     used = 0
     for text, style in tokens:
         for part in text.splitlines(keepends=True) if "\n" in text else [text]:
-            seen = visible(part)
-            width = cell_len(seen)
+            shown = visible(part)
+            width = cell_len(shown)
             if line and used + width > room:
-                yield _joined(line)
+                yield _join_styles(line)
                 line, used = [], 0
-            line.append((seen, style))
+            line.append((shown, style))
             used += width
-            if seen.endswith(NEWLINE):
-                yield _joined(line)
+            if shown.endswith(NEWLINE):
+                yield _join_styles(line)
                 line, used = [], 0
     if line:
-        yield _joined(line)
+        yield _join_styles(line)
 
 
-def _joined(line: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Neighbours of one style as one piece."""
+def _join_styles(line: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Join neighbours of one style."""
     style_of: Callable[[tuple[str, str]], str] = lambda piece: piece[1]  # noqa: E731
     return [("".join(text for text, _ in group), key) for key, group in groupby(line, style_of)]

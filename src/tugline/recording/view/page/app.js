@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 
-function showHeader({ header, result, recording, builder, turns, started, damage, torn_bytes, unbuilt }) {
+function showHeader({ header, result, recording, builder, turns, started, damage, torn_bytes, build_error }) {
   const kinds = { failed: "bad", timed_out: "bad", cancelled: "mid", completed: "good" };
   const badge = (kind, text) => make("span", { class: `badge ${kind}` }, text);
   const reward = result?.reward;
@@ -25,7 +25,7 @@ function showHeader({ header, result, recording, builder, turns, started, damage
     failure: result?.failure && `${result.failure.boundary}: ${result.failure.message}`,
     damage,
     torn: torn_bytes ? `${count(torn_bytes)} bytes at the end were cut off` : "",
-    "no traces": unbuilt,
+    "no traces": build_error,
   };
   const alarms = new Set(["failure", "damage", "torn", "no traces"]);
   for (const [name, fact] of Object.entries(facts)) {
@@ -36,19 +36,19 @@ function showHeader({ header, result, recording, builder, turns, started, damage
 }
 
 class App {
-  constructor({ story, traces }) {
-    this.story = story;
+  constructor({ session, traces }) {
+    this.session = session;
     this.traces = traces;
     this.view = "conversation";
-    const versions = story.turns.flatMap((turn) => turn.versions.map((span) => span.version));
+    const versions = session.turns.flatMap((turn) => turn.versions.map((span) => span.version));
     const openTurn = (call) => this.openTurn(call);
     const openTrace = (index, token) => this.openTrace(index, token);
-    showHeader(story);
-    showLedger($("ledger"), story);
-    this.timeline = new Timeline($("timeline"), story, openTurn);
-    this.turns = new TurnList($("turns"), story, openTurn);
+    showHeader(session);
+    showLedger($("ledger"), session);
+    this.timeline = new Timeline($("timeline"), session, openTurn);
+    this.turns = new TurnList($("turns"), session, openTurn);
     this.tree = new TraceTree($("traces"), traces, openTrace);
-    this.conversation = new Conversation($("conversation"), story, traces, openTrace);
+    this.conversation = new Conversation($("conversation"), session, traces, openTrace);
     this.tokens = new TokenView({
       box: $("tokens"),
       legend: $("legend"),
@@ -73,7 +73,7 @@ class App {
     this.wire();
     this.list("turns");
     this.show("conversation");
-    if (story.turns.length) this.choose(story.turns[0].call);
+    if (session.turns.length) this.choose(session.turns[0].call);
     else this.conversation.show(null);
   }
 
@@ -127,7 +127,7 @@ class App {
   }
 
   move(by) {
-    const calls = this.story.turns.map((turn) => turn.call);
+    const calls = this.session.turns.map((turn) => turn.call);
     const next = calls[calls.indexOf(this.call) + by];
     if (next !== undefined) this.openTurn(next);
   }

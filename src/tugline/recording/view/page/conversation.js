@@ -4,9 +4,9 @@ const CLIP = 6000; // characters of a message that are shown at first
 
 class Conversation {
   // `open(trace, token)` shows the tokens of a trace from a place on.
-  constructor(box, story, traces, open) {
-    Object.assign(this, { box, story, traces, open });
-    this.turns = new Map(story.turns.map((turn) => [turn.call, turn]));
+  constructor(box, session, traces, open) {
+    Object.assign(this, { box, session, traces, open });
+    this.turns = new Map(session.turns.map((turn) => [turn.call, turn]));
     this.term = "";
   }
 
@@ -31,13 +31,13 @@ class Conversation {
 
   facts(turn) {
     const { detail } = turn;
-    const why = turn.why.length ? ` (${turn.why.join(", ").replaceAll("_", " ")})` : "";
+    const reasons = turn.reasons.length ? ` (${turn.reasons.join(", ").replaceAll("_", " ")})` : "";
     const parent = turn.parent === null ? "" : ` after call ${turn.parent}`;
     const fixedWish = Object.entries(detail.sampling).filter(([, value]) => value !== null && value.length !== 0);
     const facts = {
       call: `${turn.call}, ${turn.kind}${turn.thread ? `, thread ${turn.thread}` : ""}`,
-      "goes on": `${turn.how}${why}${parent}`,
-      prompt: `${plural(turn.prompt, "token")}${turn.reused ? `, ${count(turn.reused)} of them the parent's` : ""}`,
+      continues: `${turn.continuation.replaceAll("_", " ")}${reasons}${parent}`,
+      prompt: `${plural(turn.prompt, "token")}${turn.shared ? `, ${count(turn.shared)} of them the parent's` : ""}`,
       sampled: `${plural(turn.sampled, "token")}, mean logprob ${fixed(turn.mean_logprob)}`,
       ended: `${turn.finish}${turn.stop ? ` at ${JSON.stringify(turn.stop)}` : ""}, ${turn.outcome.replace("_", " ")}`,
       version: turn.versions.map((span) => `${span.version} (${plural(span.end - span.start, "token")})`).join(", "),

@@ -12,11 +12,11 @@ async function unpack(text) {
   const page = JSON.parse(new TextDecoder().decode(new Uint8Array(block, 4, size)));
   const array = (kind, { start, count }) => new kind(block, 4 + size + 4 * start, count);
   const traces = [];
-  page.story.traces.forEach((view, i) => {
+  page.session.traces.forEach((view, i) => {
     const own = array(Int32Array, page.tokens[i]);
     traces.push(new Trace(view, own, array(Float32Array, page.logprobs[i]), traces, page));
   });
-  return { story: page.story, traces };
+  return { session: page.session, traces };
 }
 
 // One sequence to train on. Its arrays are put together when they are first looked at.

@@ -1,6 +1,13 @@
 // What stands on the left: the turns with the events between them, the tree of traces, the ledger.
 
-const HOW = { exact: "good", first: "faint", healed: "mid", forked: "mid", text: "bad" };
+const CONTINUATION_CLASS = {
+  first: "faint",
+  exact: "good",
+  echo_changed: "mid",
+  forked: "mid",
+  broken: "bad",
+  no_token_ids: "bad",
+};
 
 // Letters for the harness's own thread ids, in order of appearance; none if there is one thread.
 function letters(turns) {
@@ -10,10 +17,10 @@ function letters(turns) {
 }
 
 class TurnList {
-  constructor(box, story, open) {
+  constructor(box, session, open) {
     this.open = open;
-    this.letters = letters(story.turns);
-    this.moments = [...story.turns, ...story.events].sort((a, b) => a.at - b.at);
+    this.letters = letters(session.turns);
+    this.moments = [...session.turns, ...session.events].sort((a, b) => a.at - b.at);
     this.place = new Map();
     this.moments.forEach((one, i) => "prompt" in one && this.place.set(one.call, i));
     this.list = new VirtualList(box, 46, (i) => this.row(this.moments[i]));
@@ -34,15 +41,15 @@ class TurnList {
   }
 
   turn(turn) {
-    const { call, kind, how, why, detail } = turn;
+    const { call, kind, continuation, reasons, detail } = turn;
     const said = detail.answer?.content || "";
     const tools = detail.answer?.tool_calls?.map((tool) => `${tool.name}(${tool.arguments})`) || [];
-    const reason = why.length ? `: ${why.join(", ").replaceAll("_", " ")}` : "";
-    const from = how === "forked" && turn.parent !== null ? ` from ${turn.parent}` : "";
+    const reason = reasons.length ? `: ${reasons.join(", ").replaceAll("_", " ")}` : "";
+    const from = continuation === "forked" && turn.parent !== null ? ` from ${turn.parent}` : "";
     return make(
       "div",
       {
-        class: `entry ${how}`,
+        class: `entry ${continuation}`,
         role: "option",
         "aria-selected": call === this.chosen,
         onclick: () => this.open(call),
@@ -52,9 +59,9 @@ class TurnList {
         { class: "top" },
         make("span", { class: "number" }, `${call}`),
         kind === "main" ? null : make("span", {}, `${kind} ${this.letters.get(turn.thread) || ""}`),
-        make("span", { class: HOW[how] }, `${how}${reason}${from}`),
+        make("span", { class: CONTINUATION_CLASS[continuation] }, `${continuation.replaceAll("_", " ")}${reason}${from}`),
         this.ended(turn),
-        make("span", { class: "faint push", title: "new prompt tokens → sampled" }, `+${count(turn.prompt - turn.reused)} → ${count(turn.sampled)}`),
+        make("span", { class: "faint push", title: "new prompt tokens → sampled" }, `+${count(turn.prompt - turn.shared)} → ${count(turn.sampled)}`),
         make("span", { class: "faint time" }, seconds(turn.total_s)),
       ),
       make("div", { class: "below" }, visible([said, ...tools].filter(Boolean).join("  ").slice(0, 160)) || "\u00a0"),
@@ -178,7 +185,7 @@ function ledgerTable(ledger) {
   );
 }
 
-function showLedger(box, { ledger, builder, unbuilt }) {
+function showLedger(box, { ledger, builder, build_error }) {
   const bar = make("div", { class: "bar" });
   for (const [what, , n] of ledgerRows(ledger)) {
     const part = make("span");
@@ -186,6 +193,6 @@ function showLedger(box, { ledger, builder, unbuilt }) {
     part.style.background = `var(${LEDGER[what]})`;
     bar.append(part);
   }
-  const note = unbuilt || `every sampled token of the session, as ${builder} uses it`;
-  box.replaceChildren(bar, ledgerTable(ledger), make("p", { class: unbuilt ? "bad" : "faint" }, note));
+  const note = build_error || `every sampled token of the session, as ${builder} uses it`;
+  box.replaceChildren(bar, ledgerTable(ledger), make("p", { class: build_error ? "bad" : "faint" }, note));
 }

@@ -82,6 +82,6 @@ class Search {
         ...(tool_calls || []).map((tool) => `${tool.name}(${tool.arguments})`),
       ]);
     const holds = (turn) => texts(turn.detail).some((text) => text.toLowerCase().includes(term));
-    return this.conversation.story.turns.filter(holds).map((turn) => turn.call);
+    return this.conversation.session.turns.filter(holds).map((turn) => turn.call);
   }
 }

@@ -6,8 +6,8 @@ const EDGE = 14;
 const KINDS = { main: "--accent", subagent: "--good", side: "--faint", compaction: "--mid", branch: "--mid" };
 
 class Timeline {
-  constructor(canvas, story, open) {
-    Object.assign(this, { canvas, turns: story.turns, events: story.events, open });
+  constructor(canvas, session, open) {
+    Object.assign(this, { canvas, turns: session.turns, events: session.events, open });
     const ends = this.turns.map((turn) => turn.at + (turn.total_s ?? 0));
     this.start = Math.min(...this.turns.map((turn) => turn.at), ...this.events.map((e) => e.at));
     this.end = Math.max(this.start + 0.001, ...ends, ...this.events.map((event) => event.at));

@@ -13,11 +13,9 @@ import msgspec
 import numpy as np
 
 from tugline.gateway.canonical import MessageDigest, call_positions
-from tugline.replay.masks import Normalizers
-from tugline.types import Branch, Call, CallOutcome, Message, Role, VersionSpan
-
-_GOES_ON = frozenset({None, Branch.ENGINE_RERENDERED})
-"""Calls that say only what they added to their parent's conversation."""
+from tugline.replay.normalizers import Normalizers
+from tugline.traces.lineage import adds_to_parent
+from tugline.types import Call, CallOutcome, Message, Role, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +47,7 @@ def takes(calls: Sequence[Call], masks: Normalizers) -> list[RecordedResponse]:
     whole: dict[int, Call] = {}
     said: dict[int, tuple[Message, ...]] = {}
     for call in sorted(calls, key=lambda call: call.number):
-        parent = call.parent if call.parent in first and call.branch in _GOES_ON else None
+        parent = call.parent if call.parent in first and adds_to_parent(call) else None
         start = None if parent is None else first[parent]
         if start is not None and not call.messages:
             first[call.number] = start

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from canonical import Canonical
 
 from drawn_sessions import call, whole
-from tugline.traces.ledger import per_call
+from tugline.traces.ledger import count_calls
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Call, Finish, Reason, Trace
 
@@ -105,8 +106,8 @@ def in_context(traces: Sequence[Trace], calls: Sequence[Call]) -> int:
 def row(name: str) -> str:
     """What the page says of a case."""
     calls = CASES[name]()
-    theirs, ledger = PrefixMerging(boundary="canonical").build(calls)
-    ours, own = PrefixMerging().build(calls)
+    theirs, ledger, _ = Canonical().build(calls)
+    ours, own, _ = PrefixMerging().build(calls)
     cells = (
         ledger.sampled,
         ledger.trained,
@@ -122,7 +123,7 @@ def row(name: str) -> str:
 def test_the_page_tells_what_each_rule_keeps(name: str) -> None:
     """Every figure of the table is computed here; ours trains every token, in its context."""
     calls = CASES[name]()
-    ours, ledger = PrefixMerging().build(calls)
+    ours, ledger, _ = PrefixMerging().build(calls)
     assert ledger.trained == ledger.sampled == in_context(ours, calls)
     assert row(name) in PAGE.read_text(encoding="utf-8"), row(name)
 
@@ -133,7 +134,7 @@ def test_the_published_rule_stitches_raw_answers_to_rendered_tails() -> None:
         call(0, [10, HEAD], [30, 31, END]),
         call(1, [10, HEAD, 40, 41, 42, END, 20, HEAD], [32, END]),
     ]
-    (trace,), ledger = PrefixMerging(boundary="canonical").build(calls)
+    (trace,), ledger, _ = Canonical().build(calls)
     assert trace.ids.tolist() == [10, HEAD, 30, 31, END, 20, HEAD, 32, END]
     assert trace.mask.tolist() == [False, False, True, True, True, False, False, True, True]
     assert [(span.call, span.start, span.end) for span in trace.spans] == [(0, 2, 5), (1, 7, 9)]
@@ -148,10 +149,10 @@ def test_a_failed_split_loses_the_rest_of_the_chain() -> None:
         call(1, [10, 30], [31, END]),
         call(2, [10, 30, 31, END, 20], [32, END]),
     ]
-    traces, ledger = PrefixMerging(boundary="canonical").build(calls)
+    traces, ledger, dropped = Canonical().build(calls)
     assert [trace.ids.tolist() for trace in traces] == [[10, 30, END]]
     assert ledger.dropped == {Reason.UNMERGED: 4}
-    assert [one.dropped for one in per_call(calls, traces).values()] == [
+    assert [one.dropped for one in count_calls(calls, traces, dropped).values()] == [
         {},
         {Reason.UNMERGED: 2},
         {Reason.UNMERGED: 2},

@@ -1,0 +1,99 @@
+"""The published merging rule, to compare with: sampled answers between re-rendered tails.
+
+This is our reading of what is published about the reference (arXiv 2605.24220), in these steps:
+
+1. Calls are ordered by the length of their prompts (equals by number). A call joins the chain whose
+   last prompt is the longest that begins its own; a prompt begins itself. Otherwise it starts one.
+2. A chain has one end-of-turn id: the last id of the first of its answers that stopped by itself.
+   A chain in which no answer did has none.
+3. A trace begins with the first prompt and its answer. For each further call, what its prompt has
+   beyond the prompt before is cut after the first end-of-turn id. The front is taken for the
+   harness's copy of the answer before and left out, because the sampled ids stand there already;
+   the rest, the tail, is appended, then the call's own answer.
+4. Where that id is not found the split has failed: this call and all after it in the chain are left
+   out (`Reason.UNMERGED`).
+
+Whether the front is that answer is not checked, nor whether the sequence is what the engine was
+given (I1), so every trace says ``exact=False``. Masks and `max_length` are those of the exact rule.
+"""
+
+# ruff: noqa: INP001 - beside a program, not in a package
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from tugline.traces.base import (
+    Answer,
+    Builder,
+    Built,
+    TraceMeta,
+    check_calls,
+    make_trace,
+    mask_reason,
+)
+from tugline.traces.ledger import count_session
+from tugline.types import Call, Finish, Ids, Mode, Reason, Trace, shared_prefix
+
+
+class Canonical(Builder):
+    """A trace for every chain, as far as its splits succeed."""
+
+    def build(self, calls: Sequence[Call]) -> Built:
+        """Merge by the published rule; calls that it leaves out are in `Built.dropped`."""
+        traces: list[Trace] = []
+        dropped: dict[int, Reason] = {}
+        for chain in _build_chains(calls):
+            tails = _split_tails(chain)
+            dropped |= {call.number: Reason.UNMERGED for call in chain[len(tails) :]}
+            traces.append(self._make_trace(chain[: len(tails)], tails, traces))
+        ledger = count_session(calls, traces, dropped)
+        return Built(tuple(traces), ledger, dropped)
+
+    def _make_trace(
+        self, chain: Sequence[Call], tails: Sequence[Ids], earlier: Sequence[Trace]
+    ) -> Trace:
+        pieces: list[Ids] = []
+        answers: list[Answer] = []
+        length = 0
+        for call, tail in zip(chain, tails, strict=True):
+            reason = mask_reason(call, extended=call is not chain[-1], train_side=self.train_side)
+            answers.append(Answer(call, length + len(tail), reason, ()))
+            pieces += (tail, call.sampled_ids)
+            length += len(tail) + len(call.sampled_ids)
+        meta = TraceMeta(chain[0].kind, None, exact=False)
+        return make_trace(np.concatenate(pieces), answers, meta, self.max_length, earlier)
+
+
+def _build_chains(calls: Iterable[Call]) -> list[list[Call]]:
+    chains: list[list[Call]] = []
+    with_ids = (call for call in check_calls(calls) if call.mode is not Mode.TEXT)
+    for call in sorted(with_ids, key=lambda call: (len(call.prompt_ids), call.number)):
+        fitting = [
+            chain
+            for chain in chains
+            if shared_prefix(chain[-1].prompt_ids, call.prompt_ids) == len(chain[-1].prompt_ids)
+        ]
+        if fitting:
+            max(fitting, key=lambda chain: len(chain[-1].prompt_ids)).append(call)
+        else:
+            chains.append([call])
+    return sorted(chains, key=lambda chain: chain[0].number)
+
+
+def _split_tails(chain: Sequence[Call]) -> list[Ids]:
+    """Return what each call's prompt adds to the trace, up to the first split that fails."""
+    tails = [chain[0].prompt_ids]
+    ends = [
+        int(call.sampled_ids[-1])
+        for call in chain
+        if call.finish is Finish.STOP and call.stop is None and len(call.sampled_ids)
+    ]
+    for before, call in pairwise(chain):
+        beyond = call.prompt_ids[len(before.prompt_ids) :]
+        if not ends or ends[0] not in beyond:
+            break
+        tails.append(beyond[int((beyond == ends[0]).argmax()) + 1 :])
+    return tails

@@ -1,0 +1,236 @@
+"""Checks of one recorded session, from its recording alone or with an engine.
+
+- ``lineage``: every prompt continues the parent it names, id for id (I1)
+- ``text``: the ids decode to the answer that the harness received
+- ``numbers``: logprobs are finite and at most 0, versions cover every sampled token
+- ``ledger``, ``traces``: the session's builder, run again, gives the recorded ledger, and its exact
+  traces hold what was sampled in the context it was sampled in (I1, I2)
+- ``engine``: captured logprobs are those that the engine recomputes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tugline.errors import CaptureError, ConfigError, UsageError
+from tugline.recording.file import Recording
+from tugline.recording.verify.engine import (
+    Scorer,
+    compare_logprobs,
+    recompute_logprobs,
+    why_not_comparable,
+)
+from tugline.recording.verify.report import (
+    CallReport,
+    Check,
+    SessionReport,
+    Verdict,
+    check_result,
+    summarize,
+)
+from tugline.recording.verify.text import TextVerifier
+from tugline.traces.base import make_builder, versions_cover
+from tugline.traces.lineage import Continuation, trace_lineage
+from tugline.types import Call, Ledger, Mode, PluginSpec, Span, Trace
+
+TOLERANCE = 0.1
+"""Largest mean difference of a turn's captured and recomputed logprobs that passes, in nats."""
+MAX_LOGPROB = 1e-4
+"""How far rounding may lift a log probability above 0."""
+
+
+def verify_session(path: Path, recording: Recording, texts: TextVerifier) -> SessionReport:
+    """Check the recording that was read from `path`; `texts` may be shared by many sessions."""
+    report = SessionReport(
+        session=recording.header.session.id if recording.header else path.stem,
+        recording=str(path),
+        turns=_report_calls(recording),
+    )
+    report.checks["lineage"] = check_result([one for turn in report.turns for one in turn.faults])
+    report.checks["text"] = _check_text(report, path, recording, texts)
+    numbers = {call.number: _find_number_faults(call) for call in recording.calls}
+    for turn in report.turns:
+        turn.faults += numbers[turn.call]
+    report.checks["numbers"] = check_result([one for faults in numbers.values() for one in faults])
+    report.checks["ledger"], report.checks["traces"] = _check_builder(recording)
+    if recording.torn_bytes:
+        report.notes.append(f"a torn tail of {recording.torn_bytes} bytes was not read")
+    if recording.damage:
+        report.notes.append(f"only records before the damage were checked: {recording.damage}")
+    if recording.result is None:
+        report.notes.append("no result is recorded")
+    return report
+
+
+# --------------------------------------------------------------------------- lineage and numbers
+def _report_calls(recording: Recording) -> list[CallReport]:
+    known: dict[int, Call] = {}
+    reports = []
+    for call in sorted(recording.calls, key=lambda call: call.number):
+        reports.append(_report_call(call, known))
+        if call.number in known:
+            reports[-1].faults.append(f"call {call.number} is recorded twice")
+        known[call.number] = call
+    return reports
+
+
+def _report_call(call: Call, known: Mapping[int, Call]) -> CallReport:
+    parent = None if call.parent is None else known.get(call.parent)
+    continuation, shared, reasons = trace_lineage(call, parent)
+    report = CallReport(
+        call=call.number,
+        continuation=continuation,
+        detail=", ".join(reasons),
+        prompt=len(call.prompt_ids),
+        shared=shared,
+        sampled=len(call.sampled_ids) + call.unreported_tokens,
+    )
+    whole = len(parent.prompt_ids) + len(parent.sampled_ids) if parent else 0
+    if continuation is Continuation.BROKEN:
+        report.detail = (
+            f"has only {shared} of the {whole} ids of call {call.parent}"
+            if parent
+            else f"continues call {call.parent}, which is not recorded before it"
+        )
+        report.faults.append(f"call {call.number} {report.detail}")
+    elif continuation is Continuation.FORKED and 0 < whole == shared:
+        report.detail += f", yet with all ids of call {call.parent}"
+    return report
+
+
+def _find_number_faults(call: Call) -> list[str]:
+    where, sampled = f"call {call.number}", len(call.sampled_ids)
+    faults = []
+    if call.mode is not Mode.TEXT and not len(call.prompt_ids):
+        faults.append(f"{where} has no prompt ids")
+    if min(call.prompt_ids.min(initial=0), call.sampled_ids.min(initial=0)) < 0:
+        faults.append(f"{where} has an id below 0")
+    if len(call.logprobs) != sampled:
+        faults.append(f"{where} has {sampled} sampled ids but {len(call.logprobs)} logprobs")
+    wrong = ~np.isfinite(call.logprobs) | (call.logprobs > MAX_LOGPROB)
+    if wrong.any():
+        at = int(wrong.argmax())
+        faults.append(f"{where} has the logprob {float(call.logprobs[at]):g} at sampled token {at}")
+    if not versions_cover(call):
+        spans = ", ".join(f"{span.start}-{span.end}" for span in call.versions) or "none"
+        faults.append(f"{where} has versions for {spans} of {sampled} sampled tokens")
+    return faults
+
+
+def _check_text(
+    report: SessionReport, path: Path, recording: Recording, texts: TextVerifier
+) -> Check:
+    try:
+        faults = texts.find_faults(path, recording.header, recording.calls)
+    except ConfigError as error:
+        return Check(Verdict.UNCHECKED, str(error))
+    except CaptureError as error:
+        return Check(Verdict.FAIL, str(error))
+    for turn in report.turns:
+        turn.faults += [faults[turn.call]] if turn.call in faults else []
+    return check_result([*faults.values()])
+
+
+# --------------------------------------------------------------------------- ledger and traces
+def _check_builder(recording: Recording) -> tuple[Check, Check]:
+    """Build the session again; returns the checks of its ledger and of its traces."""
+    header = recording.header
+    try:
+        builder = make_builder(header.task.builder if header else PluginSpec("prefix_merging"))
+        traces, ledger, _ = builder.build(recording.calls)
+    except UsageError as error:
+        unknown = Check(Verdict.UNCHECKED, str(error))
+        return unknown, unknown
+    except CaptureError as error:
+        wrong = Check(Verdict.FAIL, str(error))
+        return wrong, wrong
+    reasons = [*ledger.masked.items(), *ledger.dropped.items()]
+    equation = f"{ledger.sampled} sampled = {ledger.trained} trained"
+    equation += "".join(f" + {count} {reason}" for reason, count in reasons)
+    calls = {call.number: call for call in recording.calls}
+    faults = [
+        f"trace {number} does not hold what call {span.call} sampled at {span.start}-{span.end}"
+        for number, trace in enumerate(traces)
+        for span in (trace.spans if trace.exact else ())
+        if span.call not in calls or not _is_as_sampled(trace, span, calls[span.call])
+    ]
+    trained = sum(int(trace.mask.sum()) for trace in traces)
+    if trained != ledger.trained:
+        faults.append(f"the traces train {trained} tokens, the ledger {ledger.trained}")
+    inexact = sum(not trace.exact for trace in traces)
+    count = f"{len(traces)}" + (f", {inexact} of them inexact" if inexact else "")
+    ledger_check = check_result(_find_ledger_faults(recording, ledger), equation)
+    return ledger_check, check_result(faults, count)
+
+
+def _find_ledger_faults(recording: Recording, ledger: Ledger) -> list[str]:
+    faults = []
+    if not ledger.balanced:
+        faults.append(f"the ledger does not balance: {ledger}")
+    sampled = sum(len(call.sampled_ids) + call.unreported_tokens for call in recording.calls)
+    if ledger.sampled != sampled:
+        faults.append(f"{sampled} tokens were sampled, the ledger has {ledger.sampled}")
+    result = recording.result
+    never_built = result is not None and result.failure is not None and not result.ledger.sampled
+    if result is not None and not never_built and result.ledger != ledger:
+        faults.append(f"the recorded ledger differs: {result.ledger}, not {ledger}")
+    return faults
+
+
+def _is_as_sampled(trace: Trace, span: Span, call: Call) -> bool:
+    size, in_trace = len(call.prompt_ids), slice(span.start, span.end)
+    in_answer = slice(span.start - size, span.end - size)
+    return (
+        span.start >= size
+        and np.array_equal(trace.ids[:size], call.prompt_ids)
+        and np.array_equal(trace.ids[size : span.end], call.sampled_ids[: in_answer.stop])
+        and np.array_equal(trace.logprobs[in_trace], call.logprobs[in_answer])
+        and bool((trace.mask[in_trace] == (span.masked is None)).all())
+    )
+
+
+# --------------------------------------------------------------------------- engine
+async def verify_logprobs(
+    report: SessionReport, recording: Recording, scorer: Scorer, tolerance: float = TOLERANCE
+) -> None:
+    """Add the check ``engine``: recompute every log probability. Raises `EngineError`."""
+    if report.checks["numbers"].verdict is Verdict.FAIL:
+        report.checks["engine"] = Check(Verdict.UNCHECKED, "the recorded numbers are not valid")
+        return
+    recomputed = await recompute_logprobs(scorer, recording.calls)
+    not_comparable: list[str] = []
+    too_far: list[str] = []
+    compared: list[CallReport] = []
+    calls = sorted(recording.calls, key=lambda call: call.number)
+    for turn, call in zip(report.turns, calls, strict=True):
+        if call.number in recomputed:
+            compare_logprobs(turn, call, recomputed[call.number])
+        reason = why_not_comparable(call, scorer)
+        if reason:
+            not_comparable.append(f"call {call.number} was {reason}")
+        elif turn.mean_dlogprob is not None:
+            compared.append(turn)
+            if not turn.mean_dlogprob <= tolerance:
+                apart = f"{turn.mean_dlogprob:.3g} nats apart on average, more than {tolerance:g}"
+                too_far.append(f"call {call.number}: captured and recomputed logprobs are {apart}")
+                turn.faults.append(too_far[-1])
+    if not_comparable:
+        report.notes.append(check_result(not_comparable).detail)
+    versions = sorted({span.version for call in recording.calls for span in call.versions})
+    if scorer.version is None and len(versions) > 1:
+        report.notes.append(
+            f"sampled under versions {versions}; the engine does not report its own"
+        )
+    if not compared:
+        detail = (*not_comparable, "nothing was sampled")[0]
+        report.checks["engine"] = Check(Verdict.UNCHECKED, detail)
+        return
+    sums = summarize([SessionReport(session="", recording="", turns=compared)])
+    report.checks["engine"] = check_result(
+        too_far,
+        f"{sums.scored} tokens: max {sums.max_dlogprob:.2g}, mean {sums.mean_dlogprob:.2g}, "
+        f"KL {sums.kl:.2g} (k3 {sums.kl3:.2g})",
+    )
