@@ -2,7 +2,7 @@
 
     python3 read_recording.py runs/demo/recordings/some-session.0.rec [--json]
 
-A line for each call; with --json one object for each, with ids, logprobs, messages and raw request.
+Prints a line per call; with --json an object per call, with ids, logprobs, messages and request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAD = struct.Struct("<IIII")
 
 
 def records(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Each record, and the bytes behind it; an empty one where a section begins."""
+    """Yield each record and the bytes behind it; an empty one where a section begins."""
     at = 0
     while at + len(MAGIC) <= len(data):
         if data.startswith(MAGIC, at):
@@ -46,15 +46,15 @@ def records(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 
 def calls(data: bytes) -> Iterator[dict[str, Any]]:
-    """Every call, whole: what a record leaves out is put back from those before."""
-    pictures: dict[str, str] = {}
+    """Yield every call with the parts that its record shares with earlier ones."""
+    images: dict[str, str] = {}
     for record, behind in records(data):
         if record["type"] == "section":
             ids, bodies, tools = {}, {}, []
-        elif record["type"] == "picture":
-            pictures[record["digest"]] = record["url"]
+        elif record["type"] == "image":
+            images[record["digest"]] = record["url"]
         elif record["type"] == "call":
-            call, said = record["call"], json.loads(record["said"])
+            call, stored = record["call"], json.loads(record["messages"])
             new = np.frombuffer(record["ids"], "<i4")
             if record["keep"]:
                 new = np.concatenate((ids[record["base"]][: record["keep"]], new))
@@ -65,25 +65,25 @@ def calls(data: bytes) -> Iterator[dict[str, Any]]:
             logprobs[:, :3] = np.frombuffer(behind, np.uint8).reshape(-1, 3)
             body, at = b"", 0
             for place, digest, start in record["cuts"]:
-                body += record["body"][at:place] + pictures[digest][start:].encode()
+                body += record["body"][at:place] + images[digest][start:].encode()
                 at = place
             body += record["body"][at:]
             if record["front"] or record["back"]:
                 like = bodies[record["body_base"]]
                 body = like[: record["front"]] + body + like[len(like) - record["back"] :]
             bodies[call["number"]] = body
-            tools = tools if record["same_tools"] else said.get("tools", [])
-            for message in said.get("messages", []):
+            tools = tools if record["same_tools"] else stored.get("tools", [])
+            for message in stored.get("messages", []):
                 for image in message.get("images", []):
-                    image["url"] = pictures[image["url"].removeprefix("sha256:")]
-            whole = {"messages": said.get("messages", []), "answer": said.get("answer")}
-            whole |= {"tools": tools, "request": body.decode(errors="replace"), "response": ""}
-            whole |= {"prompt_ids": new[:prompt].tolist(), "sampled_ids": new[prompt:].tolist()}
-            yield {**call, **whole, "logprobs": logprobs.view("<f4").ravel().tolist()}
+                    image["url"] = images[image["url"].removeprefix("sha256:")]
+            full = {"messages": stored.get("messages", []), "answer": stored.get("answer")}
+            full |= {"tools": tools, "request": body.decode(errors="replace"), "response": ""}
+            full |= {"prompt_ids": new[:prompt].tolist(), "sampled_ids": new[prompt:].tolist()}
+            yield {**call, **full, "logprobs": logprobs.view("<f4").ravel().tolist()}
 
 
 for one in calls(Path(sys.argv[1]).read_bytes()):
     size = f"{len(one['prompt_ids'])} prompt + {len(one['sampled_ids'])} sampled"
-    said = (one["answer"] or {}).get("content")
-    line = f"call {one['number']}: {size}, {one['finish']}, {said!r}"
+    answer = (one["answer"] or {}).get("content")
+    line = f"call {one['number']}: {size}, {one['finish']}, {answer!r}"
     print(json.dumps(one) if "--json" in sys.argv else line)

@@ -35,11 +35,13 @@ def test_a_session_by_its_id_is_told_turn_by_turn(run: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1:3] for line in lines if line and line[0] in {"1", "3"}] == [
-        ["healed", "arguments"],
+        ["echo_changed", "arguments"],
         ["forked", "history_edited"],
     ]
     assert ["pass", "lineage"] in lines
-    sums = "sessions: 1, 0 failed; turns: 2 exact, 1 healed, 1 forked; checks: 5 pass"
+    sums = (
+        "sessions: 1, 0 failed; turns: 1 first, 1 exact, 1 echo_changed, 1 forked; checks: 5 pass"
+    )
     assert done.stdout.splitlines()[-1] == sums
 
 
@@ -48,10 +50,15 @@ def test_json_has_every_turn_and_the_sum(run: Path) -> None:
     told = json.loads(verify(run, "--json").stdout)
     (session,) = told["sessions"]
     assert session["session"] == "s1"
-    assert [turn["status"] for turn in session["turns"]] == ["exact", "healed", "exact", "forked"]
+    assert [turn["continuation"] for turn in session["turns"]] == [
+        "first",
+        "echo_changed",
+        "exact",
+        "forked",
+    ]
     assert {check["verdict"] for check in session["checks"].values()} == {"pass"}
-    assert told["sum"]["sessions"] == 1
-    assert told["sum"]["failed"] == 0
+    assert told["summary"]["sessions"] == 1
+    assert told["summary"]["failed"] == 0
     assert "max_dlogprob" in session["turns"][0]
 
 
@@ -62,7 +69,7 @@ def test_a_falsehood_is_exit_code_1(tmp_path: Path) -> None:
     rewritten(path, recording, changed(3, branch=None))
     done = verify(path)
     assert done.returncode == 1
-    assert "fail seams: call 3 has only" in done.stdout
+    assert "fail lineage: call 3 has only" in done.stdout
 
 
 def test_damage_is_told_and_salvaged(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_builders_train_the_same_tokens_in_their_exact_contexts(
         booked(calls, traces, builder)
         assert all(trace.exact for trace in traces)
         assert all(len(trace.ids) <= (limit or 999) for trace in traces)
-        assert ledger.trained == made[-1].sum_ledgers()
+        assert ledger.trained == made[-1].total()
         assert (Reason.SIDE_CALL in ledger.masked) <= (not side)
     assert made[0] == made[1] == made[2]
     assert ledgers[0] == ledgers[1] == ledgers[2]

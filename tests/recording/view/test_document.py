@@ -83,6 +83,6 @@ def test_a_large_picture_is_named_and_left_out(tmp_path: Path) -> None:
     assert packed
     block = gzip.decompress(base64.b64decode(packed[1]))
     size = int.from_bytes(block[:4], "little")
-    turn = msgspec.json.decode(block[4 : 4 + size])["story"]["turns"][0]
+    turn = msgspec.json.decode(block[4 : 4 + size])["session"]["turns"][0]
     found = [image["url"] for image in turn["detail"]["messages"][0]["images"]]
     assert found == [urls[0], "left out: data:image/png, 400,022 characters"]

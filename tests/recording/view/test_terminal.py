@@ -51,7 +51,9 @@ def test_all_is_said_in_words(told: ViewedSession) -> None:
     assert re.search(r"3 +main a +forked\(history_edited\) 0 +1,078\+9 +5 ", text)
     assert re.search(r"2 +main a +exact +1,195\+1 +6 .* client_gone +5 ", text)
     assert "~ 5.20 s  engine_fault in call 2  replica \\x1b[2J b died" in text
-    assert "trace 1  branch  1,092 tokens, 5 trained, 1 answer  leaves trace 0, 1,078 ids" in text
+    assert (
+        "trace 1  branch  1,092 tokens, 5 trained, 1 answer  forks from trace 0, 1,078 ids" in text
+    )
     assert "call 2         6 (client_gone) never heard" in text
     assert "sampled 87 = trained 81 + masked(client_gone) 6" in lines["ledger"]
     assert "… 1,054 tokens …" in text
@@ -83,7 +85,7 @@ def test_one_turn_shows_all_that_was_said(told: ViewedSession) -> None:
     """Its messages, its answer, its tokens and what became of them."""
     text = shown(told, turn=1)
     assert visible(HOSTILE) in text.split("tool\n")[1]
-    assert "assistant (told to the harness)" in text
+    assert "assistant (as the harness received it)" in text
     assert "sampled 58 = trained 58" in text
     assert "engine_fault" not in text
     assert "engine_fault" in shown(told, turn=2)
