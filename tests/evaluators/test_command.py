@@ -27,6 +27,11 @@ PYTEST: dict[str, Any] = {
     "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "--junitxml={report}"],
     "format": "junit",
 }
+PYTEST_OUTPUT: dict[str, Any] = {
+    "command": ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-q"],
+    "format": "pytest",
+    "env": {"PYTEST_ADDOPTS": "-p no:faulthandler"},
+}
 SAYS = "printf 'ok 1 - a\\nnot ok 2 - b\\n1..2\\n'"
 
 
@@ -37,7 +42,9 @@ def judge(tmp_path: Path) -> Judge:
     return Judge(tmp_path, task(workspace=Workspace(folder="/srv/shop")), base)
 
 
-@pytest.mark.parametrize("options", [UNITTEST, PYTEST], ids=["unittest", "junit"])
+@pytest.mark.parametrize(
+    "options", [UNITTEST, PYTEST, PYTEST_OUTPUT], ids=["unittest", "junit", "pytest"]
+)
 async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[str, Any]) -> None:
     """What the runner says of each expected test makes the reward, its parts and the report."""
     names = (
@@ -174,7 +181,7 @@ async def test_a_command_that_the_agent_broke_is_a_nought(judge: Judge) -> None:
     judge.base["run.sh"] = SAYS
     verdict = await judge(TestsEvaluator(command="sh run.sh", format="tap"), {"run.sh": "exit 127"})
     assert verdict.reward.value == 0.0
-    assert verdict.report["reason"] == "no test was told of (exit 127)"
+    assert verdict.report["reason"] == "no test was reported (exit 127)"
     judge.base["make.sh"] = "true"
     verdict = await judge(
         TestsEvaluator(command=SAYS, setup="sh make.sh", format="tap"), {"make.sh": "exit 1"}

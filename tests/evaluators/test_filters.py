@@ -5,7 +5,15 @@ from pathlib import PurePosixPath
 import pytest
 
 from tugline.errors import ConfigError
-from tugline.evaluators.filters import PYTHON, TESTS, Rules, check_patterns, laid, matches, sift
+from tugline.evaluators.filters import (
+    PYTHON,
+    TESTS,
+    Rules,
+    apply_patch,
+    check_patterns,
+    filter_patch,
+    find_match,
+)
 from tugline.sandbox.base import Mount
 from tugline.sandbox.patch import FileChange, Patch
 
@@ -23,14 +31,14 @@ REFUSED: dict[str, str] = {
     "tests/test_bill.py/x": "stands in the way",
     ".git/config": "belongs to git",
     "sub/.git": "belongs to git",
-    "src/sitecustomize.py": "loaded unasked",
-    "sitecustomize/__init__.py": "loaded unasked",
-    "usercustomize.cpython-311-x86_64-linux-gnu.so": "loaded unasked",
-    "lib/site-packages/evil.pth": "loaded unasked",
-    "venv/lib/python3.11/site-packages/_pytest/runner.py": "loaded unasked",
-    "evil.egg-info/entry_points.txt": "loaded unasked",
-    "evil-1.dist-info/entry_points.txt": "loaded unasked",
-    "tests/__pycache__/test_bill.cpython-311.pyc": "loaded unasked",
+    "src/sitecustomize.py": "loaded automatically",
+    "sitecustomize/__init__.py": "loaded automatically",
+    "usercustomize.cpython-311-x86_64-linux-gnu.so": "loaded automatically",
+    "lib/site-packages/evil.pth": "loaded automatically",
+    "venv/lib/python3.11/site-packages/_pytest/runner.py": "loaded automatically",
+    "evil.egg-info/entry_points.txt": "loaded automatically",
+    "evil-1.dist-info/entry_points.txt": "loaded automatically",
+    "tests/__pycache__/test_bill.cpython-311.pyc": "loaded automatically",
     "deep/er/conftest.py": "protected (conftest.py)",
     "setup.cfg": "protected (setup.cfg)",
     "data/deep/x.lock": "protected (data/*.lock)",
@@ -52,7 +60,7 @@ KEPT = (
 @pytest.mark.parametrize("change", [TEXT, None], ids=["written", "removed"])
 def test_what_changes_the_judge_is_refused(path: str, change: FileChange | None) -> None:
     """By name, whether it is written or removed, with a reason; the rest is kept."""
-    kept, refused = sift(Patch({path: change, "bill.py": TEXT}, ("a note",)), RULES)
+    kept, refused = filter_patch(Patch({path: change, "bill.py": TEXT}, ("a note",)), RULES)
     assert kept == Patch({"bill.py": TEXT}, ("a note",))
     assert list(refused) == [path]
     assert REFUSED[path] in refused[path]
@@ -61,7 +69,7 @@ def test_what_changes_the_judge_is_refused(path: str, change: FileChange | None)
 def test_work_is_kept() -> None:
     """Names that merely look alike, and modules below the top, are the agent's to choose."""
     patch = Patch(dict.fromkeys(KEPT, TEXT))
-    assert sift(patch, RULES) == (patch, {})
+    assert filter_patch(patch, RULES) == (patch, {})
 
 
 @pytest.mark.parametrize(
@@ -82,14 +90,14 @@ def test_work_is_kept() -> None:
 def test_links_stay_in_the_workdir(path: str, target: str, stays: bool) -> None:  # noqa: FBT001
     """A link is laid on when it cannot lead out, alone or by way of another one."""
     link = FileChange(target.encode(errors="surrogateescape"), link=True)
-    kept, refused = sift(Patch({path: link}), RULES)
+    kept, refused = filter_patch(Patch({path: link}), RULES)
     assert (path in kept.files, path in refused) == (stays, not stays)
 
 
 def test_a_link_may_stand_for_a_module() -> None:
     """A folder of any name, linked to from the top, would be imported as json."""
     patch = Patch({"json": FileChange(b"mine", link=True), "jason": FileChange(b"mine", link=True)})
-    assert sift(patch, RULES).refused == {"json": "would be imported in place of json"}
+    assert filter_patch(patch, RULES).refused == {"json": "would be imported in place of json"}
 
 
 @pytest.mark.parametrize("stands", [TEXT, FileChange(b"mine", link=True)], ids=["file", "link"])
@@ -97,7 +105,7 @@ def test_a_folder_of_what_is_protected_is_not_replaced(stands: FileChange) -> No
     """Else removing tests one by one would be refused, and all at once would not."""
     rules = Rules(protected=["test_*.py"])
     patch = Patch({"a/b/test_x.py": None, "a/b/x.py": None, "a/b": stands, "c": stands})
-    kept, refused = sift(patch, rules)
+    kept, refused = filter_patch(patch, rules)
     assert list(refused) == ["a/b/test_x.py", "a/b"]
     assert list(kept.files) == ["a/b/x.py", "c"]
 
@@ -105,14 +113,14 @@ def test_a_folder_of_what_is_protected_is_not_replaced(stands: FileChange) -> No
 def test_no_link_is_absolute_where_nobody_knows_the_workdir() -> None:
     """Without a workdir, a link to /workspace may lead anywhere."""
     patch = Patch({"a": FileChange(b"/workspace/b", link=True)})
-    assert "leads out" in sift(patch, Rules()).refused["a"]
+    assert "leads out" in filter_patch(patch, Rules()).refused["a"]
 
 
 def test_what_is_editable_is_no_longer_protected() -> None:
     """A task may let its agent change the settings of the project, but never its tests."""
     rules = Rules(protected=PYTHON, editable=["pyproject.toml"], trusted=["a/pyproject.toml"])
     patch = Patch({"pyproject.toml": TEXT, "a/pyproject.toml": TEXT, "tox.ini": TEXT})
-    assert list(sift(patch, rules).refused) == ["a/pyproject.toml", "tox.ini"]
+    assert list(filter_patch(patch, rules).refused) == ["a/pyproject.toml", "tox.ini"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_what_is_editable_is_no_longer_protected() -> None:
 )
 def test_patterns_fit_as_they_are_documented(path: str, pattern: str, fits: bool) -> None:  # noqa: FBT001
     """Names at any depth, folders with all in them, paths from the workdir downwards."""
-    assert (matches(PurePosixPath(path), [pattern]) == pattern) is fits
+    assert (find_match(PurePosixPath(path), [pattern]) == pattern) is fits
 
 
 JUDGING = {
@@ -157,9 +165,9 @@ WORK = {
 def test_every_language_protects_what_judges(language: str) -> None:
     """Tests as their runners find them, what these import, and what says how they are run."""
     judging = [PurePosixPath(path) for path in JUDGING[language].split()]
-    assert [str(path) for path in judging if not matches(path, TESTS[language])] == []
+    assert [str(path) for path in judging if not find_match(path, TESTS[language])] == []
     work = [PurePosixPath(path) for path in WORK[language].split()]
-    assert [str(path) for path in work if matches(path, TESTS[language])] == []
+    assert [str(path) for path in work if find_match(path, TESTS[language])] == []
 
 
 def test_patterns_are_checked() -> None:
@@ -175,7 +183,7 @@ def test_what_is_laid_has_no_two_things_in_one_place() -> None:
         {"bill.py": TEXT, "lib": None, "lib/x.py": TEXT, "gone": None, "of_the_base": None}
         | {"pkg": TEXT, "pkg/a.py": None, "hidden": TEXT}
     )
-    assert laid(before, patch, {"hidden/test.py": "t"}) == {
+    assert apply_patch(before, patch, {"hidden/test.py": "t"}) == {
         "hidden/test.py": "t",
         "bill.py": TEXT,
         "lib/x.py": TEXT,

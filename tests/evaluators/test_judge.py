@@ -18,8 +18,7 @@ from judging import Judge as Place
 from judging import call, task, trace
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import SessionOutcome
-from tugline.evaluators.judge import JudgeEvaluator
-from tugline.evaluators.transcript import Criterion, Shown, cut, prompt
+from tugline.evaluators.judge import Criterion, JudgeEvaluator, make_prompt, shorten
 from tugline.types import Message, Role, ToolCall, Workspace
 
 RUBRIC = [
@@ -195,7 +194,7 @@ async def test_an_answer_may_stand_in_a_fence_or_after_thoughts(
     ("script", "says"),
     [
         ([500, 500], "no verdict in 2 attempts, at last: HTTP 500: busy now"),
-        (["no", "no"], "at last: an answer that cannot be read"),
+        (["no", "no"], "at last: unreadable answer"),
         ([said({"right": 99, "clear": 1})] * 2, "must be 0 to 10 for each of right, clear"),
         ([1.0, 1.0], "at last: no answer in 0.2 s"),
         ([401], "HTTP 401: busy now"),
@@ -307,20 +306,19 @@ async def test_an_agent_cannot_leave_its_quotation(model: Model, outcome: Sessio
 def test_what_is_shown_has_a_bound() -> None:
     """A session of any length is shown by its beginning and its end, and says what is left out."""
     long = [call(n, Message(Role.USER, f"{n} " + "x" * 5000), answer="y" * 5000) for n in range(99)]
-    shown = Shown("Do it.", long, "+z\n" * 100_000)
-    messages = prompt(shown, [Criterion("a", "b", 1.0)], 20_000)
+    messages = make_prompt("Do it.", long, "+z\n" * 100_000, [Criterion("a", "b", 1.0)], 20_000)
     size = sum(len(message["content"]) for message in messages)
     assert size < 25_000
     assert "[user] 0 xxx" in messages[1]["content"]
     assert "characters left out ...]" in messages[1]["content"]
-    assert cut("0123456789", 6) == "01\n[... 4 characters left out ...]\n6789"
+    assert shorten("0123456789", 6) == "01\n[... 4 characters left out ...]\n6789"
 
 
 def test_a_history_is_shown_once() -> None:
     """A call that tells its history again, as after a compaction, adds what is new."""
     old = Message(Role.USER, "Once only.")
-    shown = Shown("", [call(0, old, answer="a"), call(1, old, Message(Role.USER, "New."))], "")
-    text = prompt(shown, [Criterion("a", "b", 1.0)], 9000)[1]["content"]
+    calls = [call(0, old, answer="a"), call(1, old, Message(Role.USER, "New."))]
+    text = make_prompt("", calls, "", [Criterion("a", "b", 1.0)], 9000)[1]["content"]
     assert (text.count("Once only."), text.count("New.")) == (1, 1)
 
 

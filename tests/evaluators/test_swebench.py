@@ -70,7 +70,7 @@ ROW: dict[str, Any] = {
     "log_parser": "parse_log_pytest",
     "fail_to_pass": ["tests/test_calc.py::test_add", "tests/test_calc.py::test_add_again"],
     "pass_to_pass": ["tests/test_calc.py::test_sub"],
-    "judges_files": ["tests/test_calc.py"],
+    "protected_files": ["tests/test_calc.py"],
     "timeout_s": 30,
 }
 
@@ -203,7 +203,7 @@ async def test_a_script_that_hangs_before_the_tests_is_nobodys_fault(judge: Judg
 async def test_a_task_that_never_tells_anything_is_broken(judge: Judge) -> None:
     """Seen by running the script without the agent's work."""
     script = SCRIPT.replace("python3 -B", "no-such-runner")
-    with pytest.raises(EvaluatorError, match="tell nothing, also without the agent's work"):
+    with pytest.raises(EvaluatorError, match="give no result, also without the agent's work"):
         await judge.on(GOOD, eval_script=script)
     assert judge.boxes == 2
 
@@ -218,8 +218,8 @@ async def test_a_parser_that_swebench_does_not_know(judge: Judge) -> None:
 
 async def test_a_log_of_any_length_is_read(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """The middle of a very long log is left out, not its end, and not the memory."""
-    monkeypatch.setattr("tugline.evaluators.swebench._MOST", 40_000)
-    monkeypatch.setattr("tugline.evaluators.swebench._END", 10_000)
+    monkeypatch.setattr(SweBenchEvaluator, "max_log", 40_000)
+    monkeypatch.setattr(SweBenchEvaluator, "log_end", 10_000)
     verdict = await judge.on({"calc.py": GOOD["calc.py"] + "print('x' * 100_000)\n"})
     assert verdict.reward.value == 1.0
 

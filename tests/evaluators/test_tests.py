@@ -8,7 +8,7 @@ import pytest
 import judging
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Verdict
-from tugline.evaluators.pytest_run import expected_tests
+from tugline.evaluators.test_runners import find_tests
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.types import Workspace
 
@@ -184,7 +184,7 @@ def test_expected_names_match_what_pytest_reports() -> None:
         "class Case(unittest.TestCase):\n    def test_b(self): ...\n    def tearDown(self): ...\n"
         "class Other:\n    def test_c(self): ...\n"
     )
-    assert expected_tests("d/test_m.py", source) == {"d.test_m::test_a", "d.test_m.Case::test_b"}
+    assert find_tests("d/test_m.py", source) == {"d.test_m::test_a", "d.test_m.Case::test_b"}
 
 
 async def test_hidden_tests_judge_work_on_a_repository(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_files_that_judge_and_files_that_may_change(tmp_path: Path) -> None:
     """All names of the test patch judge; what the reference patch changes may be changed."""
     options = one(tmp_path, GYM).evaluator.options
     names = ["test_a.py", "old.py", "here.py", "data.json", "there.py"]
-    assert options["judges_files"] == [f"tests/{name}" for name in names]
+    assert options["protected_files"] == [f"tests/{name}" for name in names]
     assert options["editable"] == ["setup.cfg"]
     assert SweBenchEvaluator(**options)
 
@@ -158,7 +158,7 @@ def test_a_row_of_r2e(tmp_path: Path) -> None:
     assert task.workspace.commit == "HEAD"
     assert options["fail_to_pass"] == ["TestA.test_one", "TestA.test_two"]
     assert options["hides"] == ["/r2e_tests"]
-    assert "run_tests.sh" in options["judges_files"]
+    assert "run_tests.sh" in options["protected_files"]
     assert "**Title** it breaks" in task.instruction
     assert "[ISSUE]" not in task.instruction
     assert SweBenchEvaluator(**options).hidden(task) == ("/r2e_tests",)

@@ -163,7 +163,7 @@ class SweTaskSet(TaskSet):
             "eval_type": row.eval_type,
             "fail_to_pass": list(row.fail_to_pass),
             "pass_to_pass": list(row.pass_to_pass),
-            "judges_files": [*touched(row.test_patch).paths, *row.judges_files],
+            "protected_files": [*touched(row.test_patch).paths, *row.protected_files],
             "editable": list(touched(row.solution).paths),
             "hides": list(row.hides),
             **self._judging,

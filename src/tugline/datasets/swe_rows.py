@@ -71,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     image: str | None = None
     own_command: bool = False
     """Whether the command names its tests itself."""
-    judges_files: tuple[str, ...] = ()
+    protected_files: tuple[str, ...] = ()
     """Files of the repository that judge besides those of `test_patch`."""
     hides: tuple[str, ...] = ()
     """Folders of its image that the agent must not see."""
@@ -140,7 +140,7 @@ def _r2e(fields: _Fields) -> Row:
         own_command=True,
         log_parser="parse_log_pytest_v2",
         image=fields.text("docker_image"),
-        judges_files=("run_tests.sh", "r2e_tests"),
+        protected_files=("run_tests.sh", "r2e_tests"),
         hides=(_R2E_TESTS,),
     )
 

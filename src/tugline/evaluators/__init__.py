@@ -1,8 +1,5 @@
-"""How the outcome of a session is judged.
+"""Evaluators score the outcome of a session; a task names one.
 
-Evaluators, each a name that a task can say: `tests` (by `pytest_run` or `command_run`), `swebench`,
-`harbor`, `function`, `judge` (with `transcript` and `judge_model`), `weighted`,
-`session_completed`. What they share: `filters` (which changes are laid over a fresh copy), `fresh`
-and `diff` (what was there before, and what changed), `formats` (what test runners say), `scoring`
-(from that to a reward), `together` (several at once).
+`tests`, `swebench` and `harbor` run a script (`script`) on the filtered patch (`filters`) in a
+fresh sandbox; `function`, `judge`, `weighted` and `session_completed` use what the session left.
 """

@@ -1,14 +1,14 @@
-"""Which of an agent's changes are laid over a fresh copy of its task, and which never are.
+"""Decide which of an agent's changes are applied to a fresh copy of its task.
 
-One place for every evaluator that runs the agent's work. `sift` refuses what would change the judge
-instead of the work, and says why, for the report:
+The one place for every evaluator that runs the agent's work. `filter_patch` refuses what would
+change the evaluation instead of the work, and gives the reason for the report:
 
-- the evaluator's own files, whatever stands in their way, and what lies under its mounts;
-- files by pattern: tests, the settings of test runners, code that interpreters load unasked;
-- names that would be imported in place of the standard library's or the test runner's own;
-- the insides of ``.git``, compiled Python, and links that lead out of the workdir.
+- the evaluator's own files, anything that stands in their way or lies under its mounts;
+- files by pattern: tests, settings of test runners, code that interpreters load by themselves;
+- modules that would be imported in place of the standard library's or the test runner's own;
+- contents of ``.git``, compiled Python, and links that lead out of the workdir.
 
-What is refused is left as the task has it; the rest of the patch is judged as it is.
+Refused paths stay as the task has them; the rest of the patch is evaluated as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tugline.errors import ConfigError
 from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
 
-LOADED_UNASKED = (
+AUTOLOADED = (
     "sitecustomize.*",
     "sitecustomize/",
     "usercustomize.*",
@@ -38,7 +38,7 @@ LOADED_UNASKED = (
     "__pycache__/",
     "*.pyc",
 )
-"""What Python runs, or pytest loads as a plug-in, without any import in the work; never laid on."""
+"""Code that Python runs, or pytest loads as a plug-in, without any import; always refused."""
 
 PYTHON = (
     "conftest.py",
@@ -50,13 +50,13 @@ PYTHON = (
     "setup.cfg",
     "pyproject.toml",
 )
-"""What configures pytest."""
+"""Configuration of pytest."""
 
 FOLDERS = ("tests/", "test/")
-"""Where tests and what they import lie, in most languages."""
+"""Folders of tests in most languages."""
 
 _SCRIPTS = ("test", "spec", "*-test", "*_test", "test-*")
-"""Whole names that ``node --test`` and Jest take for tests."""
+"""Names that ``node --test`` and Jest take for tests."""
 
 TESTS: dict[str, tuple[str, ...]] = {
     "python": (*PYTHON, *FOLDERS, "test*.py", "*_test.py"),
@@ -79,13 +79,13 @@ TESTS: dict[str, tuple[str, ...]] = {
 """Test files and settings of test runners, by language."""
 
 SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
-"""Names of modules that a patch may not bring along."""
+"""Names of modules that a patch may not add."""
 
 _IMPORTABLE = (".py", ".pyc", ".pyd", ".so")
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """What may not be laid on, besides what never is.
+    """Which paths a patch may not change, besides those that are always refused.
 
     A pattern without a slash fits the name of a file or of a folder at any depth (with one at the
     end, of a folder only); with a slash elsewhere it fits from the workdir downwards. What fits a
@@ -93,32 +93,31 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     trusted: Collection[str] = ()
-    """Paths of files that the evaluator lays on itself."""
+    """Paths of the evaluator's own files."""
     protected: Sequence[str] = ()
-    """Patterns."""
+    """Patterns of paths."""
     editable: Sequence[str] = ()
-    """Patterns of what may be changed although it is `protected`."""
+    """Patterns of paths that may be changed although they are `protected`."""
     known: Collection[str] = ()
-    """What is in the workdir anyway, by names at its top or by whole paths: changing those shadows
-    nothing new. See `shadowing`."""
+    """Existing names at the top of the workdir, or whole paths: they shadow no module."""
     workdir: PurePath | None = None
-    """Where it will be laid on, for links and mounts; None: no link may be absolute."""
+    """Where the patch will be applied, for links and mounts; None: no link may be absolute."""
     mounts: Sequence[Mount] = ()
     """The evaluator's own."""
 
 
 class FilteredPatch(NamedTuple):
-    """A patch that may be laid on, and the paths that were refused, each with the reason."""
+    """A patch that may be applied, and the paths that were refused, each with the reason."""
 
     patch: Patch
     refused: dict[str, str]
 
 
-def sift(patch: Patch, rules: Rules) -> FilteredPatch:
-    """Divide a patch. Pure; the reasons are short sentences for people."""
+def filter_patch(patch: Patch, rules: Rules) -> FilteredPatch:
+    """Remove what `rules` forbid from a patch. Pure."""
     refused: dict[str, str] = {}
     for path, change in patch.files.items():
-        reason = next(_reasons(PurePosixPath(path), change, rules), None)
+        reason = next(_find_reasons(PurePosixPath(path), change, rules), None)
         if reason is not None:
             refused[path] = reason
     # A file or link in the place of a folder would take away what must stay in there.
@@ -130,8 +129,8 @@ def sift(patch: Patch, rules: Rules) -> FilteredPatch:
     return FilteredPatch(Patch(kept, patch.notes), refused)
 
 
-def shadowing(patch: Patch) -> list[str]:
-    """Paths of a patch that would be refused for their names if they were new."""
+def find_shadowing(patch: Patch) -> list[str]:
+    """Return paths of a patch that would be refused for their names if they were new."""
     paths = [PurePosixPath(path) for path in patch.files]
     named = (
         (path, {path.parts[0].partition(".")[0], path.name.partition(".")[0]}) for path in paths
@@ -139,8 +138,8 @@ def shadowing(patch: Patch) -> list[str]:
     return [str(path) for path, names in named if names & SHADOWED]
 
 
-def matches(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
-    """The first pattern that fits a path or one of the folders above it; see `Rules`."""
+def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
+    """Return the first pattern that matches a path or a folder above it; see `Rules`."""
     parts = path.parts
     for pattern in patterns:
         bare = pattern.strip("/")
@@ -155,20 +154,20 @@ def matches(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
 
 
 def check_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Patterns as given. Raises `ConfigError` naming the option for what is none."""
+    """Return patterns. Raises `ConfigError` that names the option for invalid ones."""
     if isinstance(patterns, str) or not all(isinstance(p, str) and p.strip("/") for p in patterns):
         msg = f"{option} is {patterns!r}, must be a list of patterns such as 'conftest.py'"
         raise ConfigError(msg)
     return tuple(patterns)
 
 
-def laid(
+def apply_patch(
     before: Mapping[str, str], patch: Patch, trusted: Mapping[str, Content]
 ) -> dict[str, Content]:
-    """What to put into a new box: the task's files, the sifted patch, and `trusted` over all.
+    """Merge the task's files, a filtered patch and, over both, `trusted`.
 
-    None takes away what the workspace has there. A file of the task that cannot stand beside a
-    trusted or a changed one gives way.
+    None removes a file of the workspace. A file of the task that conflicts with a trusted or a
+    changed one is left out.
     """
     result: dict[str, Content] = {**trusted}
     folders = _folders(trusted)
@@ -184,8 +183,8 @@ def laid(
     return result
 
 
-def _reasons(path: PurePosixPath, change: FileChange | None, rules: Rules) -> Iterator[str]:
-    """Why it is refused; the first is told."""
+def _find_reasons(path: PurePosixPath, change: FileChange | None, rules: Rules) -> Iterator[str]:
+    """Yield the reasons to refuse a change."""
     if str(path) in rules.trusted:
         yield "belongs to the tests"
     folders = _folders(rules.trusted)
@@ -193,16 +192,16 @@ def _reasons(path: PurePosixPath, change: FileChange | None, rules: Rules) -> It
         yield "stands in the way of the tests"
     if ".git" in path.parts:
         yield "belongs to git"
-    if unasked := matches(path, LOADED_UNASKED):
-        yield f"would be loaded unasked ({unasked})"
-    pattern = matches(path, rules.protected)
-    if pattern and not matches(path, rules.editable):
+    if unasked := find_match(path, AUTOLOADED):
+        yield f"would be loaded automatically ({unasked})"
+    pattern = find_match(path, rules.protected)
+    if pattern and not find_match(path, rules.editable):
         yield f"is protected ({pattern})"
-    if shadowed := _shadowed(path, change, rules):
+    if shadowed := _find_shadowed(path, change, rules):
         yield f"would be imported in place of {shadowed}"
-    if any(path.is_relative_to(place) for place in _inside(rules)):
+    if any(path.is_relative_to(place) for place in _mounts_inside(rules)):
         yield "lies where the evaluator puts its own files"
-    if change is not None and change.link and not _stays(path, change.data, rules.workdir):
+    if change is not None and change.link and not _stays_inside(path, change.data, rules.workdir):
         yield "is a link that leads out of the workdir"
 
 
@@ -210,8 +209,8 @@ def _folders(paths: Iterable[str]) -> set[str]:
     return {str(up) for path in paths for up in PurePosixPath(path).parents} - {"."}
 
 
-def _shadowed(path: PurePosixPath, change: FileChange | None, rules: Rules) -> str | None:
-    """The module that a new name would hide: at the top, or beside the tests, is where it could."""
+def _find_shadowed(path: PurePosixPath, change: FileChange | None, rules: Rules) -> str | None:
+    """Return the module that a new file at the top, or beside the tests, would hide."""
     if str(path) in rules.known:
         return None
     # A folder without __init__ hides nothing: a module anywhere else on the path comes before it.
@@ -225,16 +224,16 @@ def _shadowed(path: PurePosixPath, change: FileChange | None, rules: Rules) -> s
     return name if place.parent in {PurePosixPath(own).parent for own in rules.trusted} else None
 
 
-def _inside(rules: Rules) -> Iterable[PurePosixPath]:
-    """The evaluator's mounts that lie in the workdir, relative to it."""
+def _mounts_inside(rules: Rules) -> Iterable[PurePosixPath]:
+    """Return the evaluator's mounts that lie in the workdir, relative to it."""
     for mount in rules.mounts:
         target = PurePosixPath(mount.target)
         if rules.workdir is not None and target.is_relative_to(rules.workdir):
             yield target.relative_to(rules.workdir)
 
 
-def _stays(path: PurePosixPath, target: bytes, workdir: PurePath | None) -> bool:
-    """Whether a link leads to a place in the workdir, also by way of other such links."""
+def _stays_inside(path: PurePosixPath, target: bytes, workdir: PurePath | None) -> bool:
+    """Return whether a link leads to a path in the workdir, also through other such links."""
     to = PurePosixPath(target.decode(errors="surrogateescape"))
     if to.is_absolute():
         if workdir is None or not to.is_relative_to(workdir):

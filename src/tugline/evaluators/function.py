@@ -1,8 +1,8 @@
-"""Judge by a Python function of your own: ``module:callable``, called with the `SessionOutcome`.
+"""Evaluate by a Python function of your own: ``module:callable``, called with `SessionOutcome`.
 
-It runs in the node's process, so it sees everything and must be trusted; what the agent left is
-data, which it must not execute (open a box for that). A function that is not ``async`` runs in a
-thread; one that does not come back is given up when the time of the evaluation is over.
+It runs in the node's process and must be trusted; it must not execute what the agent left (open a
+sandbox for that). A function that is not ``async`` runs in a thread, and is abandoned when the time
+of the evaluation is over.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 
-_LAST = 6
-"""Lines of a traceback that are told."""
+_TRACEBACK_LINES = 6
 
 
 class FunctionEvaluator(Evaluator):
     """`target` is called with the outcome and `options` as keyword arguments.
 
     It returns a number, a `Reward`, a `Verdict`, or a dict with ``value`` and further named
-    numbers, the parts. `opens_sandbox` says whether it opens boxes, so that one is made ready.
+    numbers, the parts. `opens_sandbox` says whether a sandbox should be prewarmed for it.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class FunctionEvaluator(Evaluator):
         self.opens_sandbox = opens_sandbox
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """What the function says; what it raises is no verdict, and never the agent's fault."""
+        """Call the function; what it raises is no verdict, and never the agent's fault."""
         limit = asyncio.timeout(outcome.timeout_s)
         try:
             async with limit:
@@ -51,10 +50,14 @@ class FunctionEvaluator(Evaluator):
             if limit.expired():
                 msg = f"evaluator 'function': {self._name} took over {outcome.timeout_s:g} s"
             else:
-                last = "".join(traceback.format_exception(error)).strip().splitlines()[-_LAST:]
+                last = (
+                    "".join(traceback.format_exception(error))
+                    .strip()
+                    .splitlines()[-_TRACEBACK_LINES:]
+                )
                 msg = f"evaluator 'function': {self._name} raised: " + "\n".join(last)
             raise EvaluatorError(msg) from error
-        return _verdict(self._name, made)
+        return _to_verdict(self._name, made)
 
     async def _call(self, outcome: SessionOutcome) -> object:
         if inspect.iscoroutinefunction(self._function):
@@ -64,7 +67,7 @@ class FunctionEvaluator(Evaluator):
 
 
 def _load(target: str) -> Callable[..., Any]:
-    """Raises `ConfigError` where there is no such function."""
+    """Import the function. Raises `ConfigError`."""
     module, colon, name = target.partition(":")
     why = "must be module:callable"
     if module and colon and name:
@@ -82,11 +85,11 @@ def _load(target: str) -> Callable[..., Any]:
 
 
 async def _in_thread(function: Callable[[], object]) -> object:
-    """Its result, from a thread of its own: one that hangs must keep nobody else's."""
+    """Call in a thread of its own, because one that hangs must not occupy a pool's."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[object] = loop.create_future()
 
-    def tell(result: object, error: BaseException | None) -> None:
+    def resolve(result: object, error: BaseException | None) -> None:
         if done.done():
             return
         if error is None:
@@ -98,19 +101,19 @@ async def _in_thread(function: Callable[[], object]) -> object:
         result, failed = None, None
         try:
             result = function()
-        except BaseException as error:  # noqa: BLE001 - told to who waits, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - passed to the caller, SystemExit too
             failed = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(tell, result, failed)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(resolve, result, failed)
 
     threading.Thread(target=work, name="tugline-function", daemon=True).start()
     return await done
 
 
-def _verdict(name: str, made: object) -> Verdict:
-    """Raises `EvaluatorError` for what is no reward."""
+def _to_verdict(name: str, made: object) -> Verdict:
+    """Convert a result. Raises `EvaluatorError` if it is no reward."""
     if isinstance(made, Mapping) and "value" in made:
-        numbers = {str(key): _number(name, value) for key, value in made.items()}
+        numbers = {str(key): _check_number(name, value) for key, value in made.items()}
         made = Reward(numbers.pop("value"), numbers)
     if isinstance(made, bool | int | float):
         made = Reward(float(made))
@@ -123,11 +126,11 @@ def _verdict(name: str, made: object) -> Verdict:
         )
         raise EvaluatorError(msg)
     for number in (made.reward.value, *made.reward.parts.values(), *made.reward.per_trace):
-        _number(name, number)
+        _check_number(name, number)
     return made
 
 
-def _number(name: str, value: object) -> float:
+def _check_number(name: str, value: object) -> float:
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
     msg = f"evaluator 'function': {name} returned {value!r:.80} where a finite number belongs"

@@ -1,15 +1,14 @@
-"""Judge by a Harbor task's own script: ``tests/test.sh`` writes ``/logs/verifier/reward.txt``.
+"""Evaluate by a Harbor task's own script: ``tests/test.sh`` writes ``/logs/verifier/reward.txt``.
 
-The script runs in a clean box: the task's workspace, the agent's sifted patch over it, and the
-task's tests at ``/tests``, read-only. So nothing that the agent planted outside of its work counts,
-and it never saw the tests. With `in_place` it runs where the agent was, for tasks whose outcome is
-not in the workdir; the tests come there after the agent's end, over whatever it had put in their
-place. What it made of the programs and settings of that sandbox then remains: see
-docs/evaluators.md.
+The script runs in a fresh sandbox: the task's workspace, the agent's filtered patch over it, and
+the task's tests at ``/tests``, read-only. Nothing that the agent planted elsewhere counts, and it
+never saw the tests. With `in_place` it runs in the agent's own sandbox, for tasks whose outcome is
+not in the workdir; the tests are put there after the agent's end, over anything it left in their
+place. What it did to the programs and settings of that sandbox remains: see docs/evaluators.md.
 
 A script that leaves no readable reward is the agent's doing only if the same script leaves one in
-a box that the agent never touched; then the reward is 0. Otherwise the task is broken, and that is
-no verdict (I5).
+a sandbox that the agent never touched; then the reward is 0. Otherwise the task is broken, and
+there is no verdict (I5).
 
 Not covered: the agent's code that the script runs is the same user, and can write the reward file
 itself. A script that must rule that out runs it as another one.
@@ -29,10 +28,9 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.filters import Rules, check_patterns, laid, matches, shadowing, sift
-from tugline.evaluators.fresh import tail
-from tugline.evaluators.network import open_doors
-from tugline.sandbox.base import Content, Exit, Mount, Sandbox
+from tugline.evaluators.filters import Rules, check_patterns, find_match
+from tugline.evaluators.script import ScriptRunner, allow_network, open_runner, start_deadline
+from tugline.sandbox.base import Exit, Mount, Sandbox
 from tugline.sandbox.patch import FileChange
 from tugline.sandbox.variables import check_variables, filled
 from tugline.types import Reward, Task
@@ -46,17 +44,17 @@ _PLACE = (
     'cp -R "$0"/. /tests/ && rm -rf "$0"'
 )
 _PLACE_S = 60.0
-_MOST = 1 << 20
-_MOST_TESTS = 64 << 20
+_MAX_REWARD_BYTES = 1 << 20
+_MAX_TESTS_BYTES = 64 << 20
 
 
-class _Ran(NamedTuple):
+class _ScriptRun(NamedTuple):
     """How the script ended, and the rewards that it left; None with the reason why not."""
 
     exit: Exit
     rewards: Mapping[str, float] | None
-    why: str
-    said: str
+    reason: str
+    log: str = ""
 
 
 class HarborEvaluator(Evaluator):
@@ -94,125 +92,125 @@ class HarborEvaluator(Evaluator):
         self._protected = check_patterns("evaluator 'harbor': protected", protected)
         self._editable = check_patterns("evaluator 'harbor': editable", editable)
         self.in_place, self._network = in_place, network
-        self._works = False
+        self._proven = False
+        """Whether the script has left a reward without an agent's work."""
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
-        """The tests, unless the agent could see them there, and a place for the reward."""
+        """The tests, unless the agent could see them there, and a folder for the reward."""
         source = None if self.in_place else str(self._tests)
         return (Mount(str(TESTS), source), Mount(str(LOGS)))
 
     def hidden(self, _task: Task) -> tuple[str, ...]:
-        """Tests that somebody left in the image are none of the agent's business."""
+        """Tests that an image contains are hidden from the agent."""
         return () if self.in_place else (str(TESTS),)
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Run the script on the agent's work, or where it was."""
+        """Run the script on the agent's work, or where the agent was."""
         if not (self._tests / SCRIPT).is_file():
             msg = f"evaluator 'harbor': there is no {SCRIPT} in {self._tests} on this node"
             raise EvaluatorError(msg)
-        refused: dict[str, str] = {}
+        deadline = start_deadline(outcome)
         if self.in_place:
             if outcome.sandbox is None:
-                msg = "evaluator 'harbor': in_place needs the agent's box, which is gone"
+                msg = "evaluator 'harbor': in_place needs the agent's sandbox, which is gone"
                 raise EvaluatorError(msg)
-            ran = await self._run(outcome.sandbox, outcome.timeout_s)
+            runner = ScriptRunner(outcome.sandbox, deadline)
+            run = await self._run(runner)
         else:
-            async with outcome.open_sandbox({}) as box:
-                files, refused = await self._sifted(outcome, box)
-                await box.put(box.workdir, files)
-                ran = await self._run(box, outcome.timeout_s)
-        if ran.rewards is None and not ran.exit.timed_out:
-            await self._check_script(outcome, ran)
-        return self._verdict(ran, outcome, refused)
+            async with open_runner(outcome, self._rules(outcome), deadline) as runner:
+                run = await self._run(runner)
+        if run.rewards is None and not run.exit.timed_out:
+            await self._check_without_work(outcome, run, deadline)
+        return self._score(run, outcome, runner.refused)
 
-    async def _sifted(
-        self, outcome: SessionOutcome, box: Sandbox
-    ) -> tuple[dict[str, Content], dict[str, str]]:
-        """What is laid over the workspace, and what is not, with reasons."""
+    def _rules(self, outcome: SessionOutcome) -> Rules:
         tops = {PurePosixPath(path).parts[0] for path in outcome.patch.files}
-        known = {top for top in tops if matches(PurePosixPath(top), self._editable)}
-        named = shadowing(outcome.patch)
-        known |= {path for path in named if await box.get(box.workdir / path) is not None}
-        rules = Rules(
+        return Rules(
             protected=self._protected,
             editable=self._editable,
-            known=known | {PurePosixPath(path).parts[0] for path in outcome.task.files},
-            workdir=box.workdir,
+            known={top for top in tops if find_match(PurePosixPath(top), self._editable)},
             mounts=self.mounts(outcome.task),
         )
-        patch, refused = sift(outcome.patch, rules)
-        return laid(outcome.task.files, patch, {}), refused
 
-    async def _run(self, box: Sandbox, most_s: float) -> _Ran:
-        """Run the script in a box that has the work, and read what it left."""
+    async def _run(self, runner: ScriptRunner) -> _ScriptRun:
+        """Run the script in a sandbox that has the work, and read the rewards."""
+        sandbox = runner.sandbox
         if self.in_place:
-            placed = await self._put_tests(box)
-            if placed is not None:
-                return placed
+            failed = await self._put_tests(runner)
+            if failed is not None:
+                return failed
         if self._network:
-            await open_doors(box)
-        seconds = min(self._timeout_s, most_s)
-        end = await box.run(
+            await allow_network(sandbox)
+        end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
-            env={"HOME": str(box.home), **filled(self._env, self._pass)},
-            timeout_s=seconds,
+            env={"HOME": str(sandbox.home), **filled(self._env, self._pass)},
+            timeout_s=self._timeout_s,
             log_name="tests",
         )
-        said = await tail(box, "tests")
+        log = await runner.read_tail("tests")
         if end.timed_out:
-            return _Ran(end, None, f"not done within {seconds:g} s", said)
+            return _ScriptRun(end, None, f"not done within {round(end.seconds, 1):g} s", log)
         try:
-            rewards = await _rewards(box)
+            rewards = await _read_rewards(sandbox)
         except ValueError as error:
-            return _Ran(end, None, str(error), said)
+            return _ScriptRun(end, None, str(error), log)
         if rewards is None:
-            return _Ran(end, None, f"no reward was written (exit {end.code})", said)
-        return _Ran(end, rewards, "", said)
+            return _ScriptRun(end, None, f"no reward was written (exit {end.code})", log)
+        return _ScriptRun(end, rewards, "", log)
 
-    async def _put_tests(self, box: Sandbox) -> _Ran | None:
-        """Put the tests where the agent was. None if that worked, and nothing else is there."""
+    async def _put_tests(self, runner: ScriptRunner) -> _ScriptRun | None:
+        """Put the tests into the agent's sandbox; return None if exactly they are there then."""
+        sandbox = runner.sandbox
         files = await asyncio.to_thread(_read_folder, self._tests)
         folder = f".tests-{secrets.token_hex(8)}"
-        await box.put(box.home, {f"{folder}/{path}": change for path, change in files.items()})
-        end = await box.run(
-            ("sh", "-c", _PLACE, str(box.home / folder)),
-            env={"HOME": str(box.home)},
+        await sandbox.put(sandbox.home, {f"{folder}/{path}": file for path, file in files.items()})
+        end = await sandbox.run(
+            ("sh", "-c", _PLACE, str(sandbox.home / folder)),
+            env={"HOME": str(sandbox.home)},
             timeout_s=_PLACE_S,
             log_name="place",
         )
-        for path, change in files.items():
-            if await box.get(TESTS / path, max_bytes=_MOST_TESTS) != change.data:
-                return _Ran(end, None, f"{TESTS / path} could not be put there", "")
-        if await _rewards_there(box):
-            return _Ran(end, None, f"{LOGS} could not be emptied", "")
+        for path, file in files.items():
+            if await sandbox.get(TESTS / path, max_bytes=_MAX_TESTS_BYTES) != file.data:
+                return _ScriptRun(end, None, f"{TESTS / path} could not be put there")
+        for name in ("reward.json", "reward.txt"):
+            if await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES) is not None:
+                return _ScriptRun(end, None, f"{LOGS} could not be emptied")
         return None
 
-    async def _check_script(self, outcome: SessionOutcome, ran: _Ran) -> None:
-        """Does it leave a reward where the agent never was? Raises `EvaluatorError` if not."""
-        if self._works:
+    async def _check_without_work(
+        self, outcome: SessionOutcome, run: _ScriptRun, deadline: float
+    ) -> None:
+        """Raises `EvaluatorError` if there is no reward without the agent's work either."""
+        if self._proven:
             return
-        async with outcome.open_sandbox(outcome.task.files) as box:
-            control = await self._run(box, outcome.timeout_s)
+        async with outcome.open_sandbox(outcome.task.files) as sandbox:
+            control = await self._run(ScriptRunner(sandbox, deadline))
         if control.rewards is None:
-            msg = f"{self._tests / SCRIPT}: {ran.why}, and without the agent's work: {control.why}"
-            raise EvaluatorError(f"{msg}: {control.said[-300:]}" if control.said else msg)
-        self._works = True
+            msg = (
+                f"{self._tests / SCRIPT}: {run.reason}, and without the agent's work: "
+                f"{control.reason}"
+            )
+            raise EvaluatorError(f"{msg}: {control.log[-300:]}" if control.log else msg)
+        self._proven = True
 
-    def _verdict(self, ran: _Ran, outcome: SessionOutcome, refused: Mapping[str, str]) -> Verdict:
-        parts = dict(ran.rewards or {})
+    def _score(
+        self, run: _ScriptRun, outcome: SessionOutcome, refused: Mapping[str, str]
+    ) -> Verdict:
+        parts = dict(run.rewards or {})
         report: dict[str, Any] = {
-            "reason": ran.why or "rewarded by the task's script",
-            "exit_code": ran.exit.code,
-            "timed_out": ran.exit.timed_out,
-            "seconds": ran.exit.seconds,
+            "reason": run.reason or "rewarded by the task's script",
+            "exit_code": run.exit.code,
+            "timed_out": run.exit.timed_out,
+            "seconds": run.exit.seconds,
             "changed": sorted(outcome.patch.files)[:100],
             "notes": list(outcome.patch.notes),
             "refused": dict(refused),
-            "log": ran.said,
+            "log": run.log,
         }
-        return Verdict(Reward(self._counts(parts) if parts else 0.0, parts), report)
+        return Verdict(Reward(self._select_reward(parts) if parts else 0.0, parts), report)
 
-    def _counts(self, parts: Mapping[str, float]) -> float:
+    def _select_reward(self, parts: Mapping[str, float]) -> float:
         name = self._reward or "reward"
         if name in parts:
             return parts[name]
@@ -222,21 +220,21 @@ class HarborEvaluator(Evaluator):
         return sum(parts.values()) / len(parts)
 
 
-async def _rewards(box: Sandbox) -> Mapping[str, float] | None:
-    """What the script left; reward.json comes first. Raises `ValueError` for what is no reward."""
+async def _read_rewards(sandbox: Sandbox) -> Mapping[str, float] | None:
+    """Return what the script wrote, reward.json first. Raises `ValueError` if it is no reward."""
     for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
-        data = await box.get(LOGS / name, max_bytes=_MOST)
+        data = await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES)
         if data is not None:
             return read(data)
     return None
 
 
 def read_json(data: bytes) -> dict[str, float]:
-    """Rewards by name of a reward.json. Raises `ValueError`."""
+    """Return the rewards in a reward.json by name. Raises `ValueError`."""
     try:
         found = msgspec.json.decode(data, type=dict[str, float | bool] | float | bool)
     except (msgspec.DecodeError, RecursionError) as error:
-        msg = f"reward.json is no number and no object of numbers: {error}"
+        msg = f"reward.json is neither a number nor an object of numbers: {error}"
         raise ValueError(msg) from error
     named = found if isinstance(found, dict) else {"reward": found}
     rewards = {name: float(value) for name, value in named.items()}
@@ -247,7 +245,7 @@ def read_json(data: bytes) -> dict[str, float]:
 
 
 def read_text(data: bytes) -> dict[str, float]:
-    """The reward of a reward.txt. Raises `ValueError`."""
+    """Return the reward in a reward.txt. Raises `ValueError`."""
     try:
         value = float(data.strip())
     except ValueError as error:
@@ -259,13 +257,8 @@ def read_text(data: bytes) -> dict[str, float]:
     return {"reward": value}
 
 
-async def _rewards_there(box: Sandbox) -> bool:
-    found = [await box.get(LOGS / name, max_bytes=_MOST) for name in ("reward.json", "reward.txt")]
-    return any(data is not None for data in found)
-
-
 def _read_folder(folder: Path) -> dict[str, FileChange]:
-    """The task's tests as changes. Raises `EvaluatorError` if they are too many to bring along."""
+    """Return the task's tests as changes. Raises `EvaluatorError` if they are too large."""
     files: dict[str, FileChange] = {}
     size = 0
     for path in sorted(folder.rglob("*")):
@@ -273,7 +266,7 @@ def _read_folder(folder: Path) -> dict[str, FileChange]:
             data = path.read_bytes()
             size += len(data)
             files[path.relative_to(folder).as_posix()] = FileChange(data, os.access(path, os.X_OK))
-        if size > _MOST_TESTS:
-            msg = f"{folder}: more than {_MOST_TESTS >> 20} MB of tests, too much for in_place"
+        if size > _MAX_TESTS_BYTES:
+            msg = f"{folder}: more than {_MAX_TESTS_BYTES >> 20} MB of tests, too much for in_place"
             raise EvaluatorError(msg)
     return files

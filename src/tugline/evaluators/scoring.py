@@ -1,6 +1,6 @@
-"""From what a test runner told to a reward: which tests were wanted, and how many came true.
+"""Score a test report: which tests were expected, and how many had the expected outcome.
 
-Nothing counts of a run that did not come to its end, or whose claims contradict themselves.
+Nothing counts of a run that did not end, or whose report contradicts itself.
 """
 
 from __future__ import annotations
@@ -16,49 +16,51 @@ from tugline.evaluators.formats.base import TestOutcome, TestReport
 from tugline.sandbox.base import Exit
 from tugline.types import Reward
 
-_SHOWN = 50
+_MAX_NAMES = 50
 """Names of each kind in a report."""
 
 
 class ExpectedTests(msgspec.Struct, frozen=True):
-    """What each test must become, by name; None: every test that is told of must pass."""
+    """The expected outcome of each test, by name; None: every reported test must pass."""
 
     tests: dict[str, TestOutcome] | None = None
     groups: dict[str, tuple[str, ...]] = {}
-    """Names of lists whose shares are parts of the reward."""
+    """Lists of tests whose share is a part of the reward, by name of the part."""
     partial: bool = False
-    """Whether the reward is the share of tests that came true, and not all or nothing."""
+    """Whether the reward is the share of tests with the expected outcome, or all or nothing."""
 
 
-def wanted(
+def parse_expected(
     expected: Sequence[str] | Mapping[str, str] | None,
     groups: Mapping[str, Sequence[str] | None],
     *,
     partial: bool,
 ) -> ExpectedTests:
-    """From options as they were written. Raises `ConfigError` naming the option."""
+    """Parse the options of a task. Raises `ConfigError` that names the option."""
     lists = {
-        option: tuple(_names(option, names))
+        option: tuple(_check_names(option, names))
         for option, names in groups.items()
         if names is not None
     }
     tests = {name: TestOutcome.PASS for names in lists.values() for name in names}
     if isinstance(expected, Mapping):
-        for name, mark in expected.items():
-            if mark not in set(TestOutcome):
+        for name, outcome in expected.items():
+            if outcome not in set(TestOutcome):
                 known = ", ".join(TestOutcome)
-                msg = f"evaluator 'tests': expected[{name!r}] is {mark!r}, must be one of {known}"
+                msg = (
+                    f"evaluator 'tests': expected[{name!r}] is {outcome!r}, must be one of {known}"
+                )
                 raise ConfigError(msg)
-            tests[name] = TestOutcome(mark)
+            tests[name] = TestOutcome(outcome)
     elif expected is not None:
-        tests |= dict.fromkeys(_names("expected", expected), TestOutcome.PASS)
+        tests |= dict.fromkeys(_check_names("expected", expected), TestOutcome.PASS)
     if not tests and (lists or expected is not None):
         msg = "evaluator 'tests': no test is expected; leave `expected` out to ask for all"
         raise ConfigError(msg)
     return ExpectedTests(tests or None, lists, partial)
 
 
-def _names(option: str, names: object) -> Sequence[str]:
+def _check_names(option: str, names: object) -> Sequence[str]:
     if isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names):
         return names
     msg = f"evaluator 'tests': {option} is {names!r:.80}, must be a list of names of tests"
@@ -66,56 +68,61 @@ def _names(option: str, names: object) -> Sequence[str]:
 
 
 def score(
-    told: TestReport,
-    asked: ExpectedTests,
+    report: TestReport,
+    expected: ExpectedTests,
     end: Exit,
-    name: Callable[[str], str] = lambda given: given,
+    normalize: Callable[[str], str] = lambda name: name,
     *,
     codes: Collection[int] = (),
 ) -> Verdict:
-    """The verdict on a run; `name` makes a wanted test's name one of the format's.
+    """Score a run; `normalize` returns the format's name of an expected test.
 
-    `codes` are the exit codes with which all may be well; none given: any.
+    `codes` are the exit codes of a run in which all tests may have passed; empty: any.
     """
-    tests = asked.tests if asked.tests is not None else dict.fromkeys(told.marks, TestOutcome.PASS)
-    marks = {test: told.look(name(test)) for test in tests}
-    met = {test for test, mark in marks.items() if mark is tests[test]}
-    trouble = _trouble(told, end)
+    tests = expected.tests
+    if tests is None:
+        tests = dict.fromkeys(report.outcomes, TestOutcome.PASS)
+    outcomes = {test: report.find(normalize(test)) for test in tests}
+    met = {test for test, outcome in outcomes.items() if outcome is tests[test]}
+    trouble = _find_trouble(report, end)
     share = len(met) / len(tests) if tests and not trouble else 0.0
     good = share == 1.0 and (not codes or end.code in codes)
-    value = share if asked.partial else float(good)
-    failed = {t: told.reason(name(t)) or m.value for t, m in marks.items() if m and t not in met}
-    report: dict[str, Any] = {
-        "reason": trouble or _reason(len(tests) - len(met), len(tests), end, good=good),
+    failed = {
+        test: report.find_reason(normalize(test)) or outcome.value
+        for test, outcome in outcomes.items()
+        if outcome and test not in met
+    }
+    details: dict[str, Any] = {
+        "reason": trouble or _give_reason(len(tests) - len(met), len(tests), end, good=good),
         "passed": len(met),
         "total": len(tests),
-        "failed": dict(list(failed.items())[:_SHOWN]),
-        "missing": sorted(test for test, mark in marks.items() if mark is None)[:_SHOWN],
+        "failed": dict(list(failed.items())[:_MAX_NAMES]),
+        "missing": sorted(test for test, found in outcomes.items() if found is None)[:_MAX_NAMES],
         "exit": end.code,
         "timed_out": end.timed_out,
         "seconds": round(end.seconds, 3),
     }
     parts = {"passed": float(len(met)), "total": float(len(tests))}
-    for group, names in asked.groups.items():
+    for group, names in expected.groups.items():
         parts[group] = len(met & set(names)) / len(names) if names else 1.0
-    return Verdict(Reward(value, parts), report)
+    return Verdict(Reward(share if expected.partial else float(good), parts), details)
 
 
-def _reason(lacking: int, total: int, end: Exit, *, good: bool) -> str:
+def _give_reason(lacking: int, total: int, end: Exit, *, good: bool) -> str:
     if good:
         return "passed"
-    return (
-        f"{lacking} of {total} not passed" if lacking else f"all passed, but exit code {end.code}"
-    )
+    if lacking:
+        return f"{lacking} of {total} not passed"
+    return f"all passed, but exit code {end.code}"
 
 
-def _trouble(told: TestReport, end: Exit) -> str:
+def _find_trouble(report: TestReport, end: Exit) -> str:
     if end.timed_out:
         return f"out of time after {end.seconds:.1f} s"
     if end.cause is not None:
         return f"ended by {end.cause.value}"
-    if not told.marks:
-        return f"no test was told of (exit {end.code})"
-    if not told.complete:
+    if not report.outcomes:
+        return f"no test was reported (exit {end.code})"
+    if not report.complete:
         return f"the run did not come to its end (exit {end.code})"
-    return told.oddity and f"not believed: {told.oddity}"
+    return report.inconsistency and f"not believed: {report.inconsistency}"

@@ -1,4 +1,4 @@
-"""1 for an agent that came to its own end within its budgets, else 0; the work is not looked at.
+"""Evaluate whether the agent ended by itself within its budgets; its work is not examined.
 
 For smoke tests of a set-up, and as a part beside other evaluators (`weighted`).
 """
@@ -10,13 +10,13 @@ from tugline.types import Reward
 
 
 class SessionCompletedEvaluator(Evaluator):
-    """No options."""
+    """Rewards 1 if it did, else 0. Has no options."""
 
     opens_sandbox = False
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """Never without a verdict."""
-        reason = _reason(outcome)
+        """Check how the session ended."""
+        reason = _find_reason(outcome)
         report = {
             "reason": reason or "completed",
             "calls": len(outcome.calls),
@@ -25,8 +25,8 @@ class SessionCompletedEvaluator(Evaluator):
         return Verdict(Reward(float(not reason)), report)
 
 
-def _reason(outcome: SessionOutcome) -> str:
-    """Why it was not its own end; empty if it was."""
+def _find_reason(outcome: SessionOutcome) -> str:
+    """Return what ended the agent; empty if it ended by itself."""
     end, calls, limits = outcome.exit, outcome.calls, outcome.task.limits
     if not calls:
         return "no model call"

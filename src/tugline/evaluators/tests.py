@@ -1,76 +1,42 @@
-"""Judge by tests: the agent's changes on a fresh copy of the task, in a new box without network.
+"""Evaluate by tests: the agent's changes on a fresh copy of the task, in a new sandbox.
 
-The reward is 1 only if every expected test ran and passed. What the agent could do instead of
-solving the task, and what becomes of it:
+The reward is 1 only if every expected test ran and passed. What an agent could do instead of
+solving the task, and the result:
 
-- edit or delete tests and what configures their runner, or add such files: refused (`filters`);
+- edit or delete tests or the configuration of their runner, or add such files: refused (`filters`);
 - shadow the runner or the standard library with files of their names: refused;
-- end the process early with code 0, skip, or break collection: expected tests are then missing;
-- write results of its own: what the runner contradicts is not believed (`formats`);
+- end the process early with code 0, skip, or break collection: expected tests are missing;
+- print results: those that the runner's count contradicts do not count (`formats`);
 - loop for ever: time runs out, reward 0.
 
 Not covered: its code shares a process with the tests, so a program written to forge a report from
-the inside can. Judge by a program of your own where that must be ruled out.
+the inside can. Evaluate by a program of your own where that must be ruled out.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Any, Protocol
 
 import msgspec
 
 from tugline.errors import ConfigError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.command_run import Command, CommandRun
-from tugline.evaluators.diff import unified
-from tugline.evaluators.filters import (
-    FOLDERS,
-    PYTHON,
-    TESTS,
-    Rules,
-    check_patterns,
-    laid,
-    matches,
-    shadowing,
-    sift,
-)
+from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Rules, check_patterns, find_match
 from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.fresh import has_base, texts
-from tugline.evaluators.pytest_run import PytestRun
-from tugline.evaluators.scoring import wanted
-from tugline.sandbox.base import Content, Sandbox, check_path
+from tugline.evaluators.scoring import parse_expected
+from tugline.evaluators.script import open_runner, start_deadline
+from tugline.evaluators.test_runners import Command, CommandRunner, PytestRunner, TestRunner
+from tugline.sandbox.base import Content, check_path
 from tugline.types import Task
 
-_CACHED = 4096
-
-
-class _Run(Protocol):
-    """How tests are run."""
-
-    def trusted(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
-        """What lies over the agent's work in the end; None removes a file."""
-        ...
-
-    async def prepare(self, outcome: SessionOutcome, box: Sandbox) -> Verdict | None:
-        """What has to be done before that; a verdict if it fails."""
-        ...
-
-    async def run(
-        self, outcome: SessionOutcome, box: Sandbox, trusted: Mapping[str, Content]
-    ) -> Verdict:
-        """What the tests say."""
-        ...
+_MAX_CACHED = 4096
 
 
 class TestsEvaluator(Evaluator):
-    """`files` are tests that the agent never saw; they are laid over last.
+    """`files` are tests that the agent never saw; they are applied last.
 
     Without a `command`, our own pytest runs `paths`, files or folders (default: all of `files` and
     the task's that look like tests). With one, `command` runs in the workdir with `env`, after
@@ -78,13 +44,13 @@ class TestsEvaluator(Evaluator):
 
     `expected` names the tests that must pass (or for each its outcome), `fail_to_pass` and
     `pass_to_pass` do so in two lists; without them all must. With `partial`, the reward is the
-    share that came true. `protected` adds patterns of paths whose changes are refused, `editable`
+    share that did. `protected` adds patterns of paths whose changes are refused, `editable`
     takes some out. `cache` remembers verdicts, for tests whose result depends on nothing else.
     """
 
     __test__ = False  # the name is not meant for pytest's own collection
 
-    def __init__(  # noqa: PLR0913 - what a task can say
+    def __init__(  # noqa: PLR0913 - options
         self,
         *,
         files: Mapping[str, str] | None = None,
@@ -115,14 +81,14 @@ class TestsEvaluator(Evaluator):
         self._editable = check_patterns("evaluator 'tests': editable", editable)
         self._cache: OrderedDict[str, Verdict] | None = OrderedDict() if cache else None
         groups = {"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass}
-        asked = wanted(expected, groups, partial=partial)
-        self._run: _Run
+        expected_tests = parse_expected(expected, groups, partial=partial)
+        self._runner: TestRunner
         if command is None:
-            _only_with("a command", format=format, report=report, env=env, setup=setup)
+            _refuse_unless("a command", format=format, report=report, env=env, setup=setup)
             self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *self._own)
-            self._run = PytestRun(asked, paths, timeout_s)
+            self._runner = PytestRunner(expected_tests, paths, timeout_s)
             return
-        _only_with("no command", paths=paths)
+        _refuse_unless("no command", paths=paths)
         if format not in FORMATS:
             known = ", ".join(FORMATS)
             msg = f"evaluator 'tests': format is {format!r}, must be one of {known}"
@@ -130,8 +96,8 @@ class TestsEvaluator(Evaluator):
         output = FORMATS[format]
         usual = (pattern for language in output.languages for pattern in TESTS[language])
         self._protected = (*usual, *self._own)
-        self._run = CommandRun(
-            asked,
+        self._runner = CommandRunner(
+            expected_tests,
             command=command,
             output=output,
             report=report,
@@ -142,63 +108,40 @@ class TestsEvaluator(Evaluator):
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Run the expected tests on the agent's work."""
-        trusted = self._trusted(outcome.task)
+        trusted = self._trusted_files(outcome.task)
         key = _digest(outcome, trusted) if self._cache is not None else ""
         if self._cache is not None and key in self._cache:
             self._cache.move_to_end(key)
             known = self._cache[key]
             return Verdict(known.reward, {**known.report, "cached": True})
-        verdict = await self._judge(outcome, trusted)
+        verdict = await self._run_tests(outcome, trusted)
         # Running out of time may be the machine's doing; that is not remembered.
         if self._cache is not None and not verdict.report["timed_out"]:
             self._cache[key] = verdict
-            if len(self._cache) > _CACHED:
+            if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return Verdict(verdict.reward, {**verdict.report, "cached": False})
 
-    async def _judge(self, outcome: SessionOutcome, trusted: Mapping[str, Content]) -> Verdict:
-        began, task = time.monotonic(), outcome.task
-        async with outcome.open_sandbox({}) as box:
-            rules = await self._rules(outcome, box, trusted)
-            patch, refused = sift(outcome.patch, rules)
-            before = dict(task.files)
-            if has_base(task.workspace):
-                before = await texts(box, outcome.patch, task.files)
-            diff = await asyncio.to_thread(unified, before, outcome.patch)
-            report: dict[str, Any] = {"diff": diff, "refused": refused}
-            work = laid(task.files, patch, trusted)
-            await box.put(box.workdir, {p: c for p, c in work.items() if p not in trusted})
-            verdict = await self._run.prepare(outcome, box)
+    async def _run_tests(self, outcome: SessionOutcome, trusted: Mapping[str, Content]) -> Verdict:
+        rules = Rules(protected=self._protected, editable=self._editable)
+        async with open_runner(
+            outcome, rules, start_deadline(outcome), trusted=trusted, with_diff=True
+        ) as runner:
+            verdict = await self._runner.prepare(outcome, runner)
             if verdict is None:
-                await box.put(box.workdir, trusted)
-                left = max(1.0, outcome.timeout_s - (time.monotonic() - began))
-                outcome = replace(outcome, timeout_s=left)
-                verdict = await self._run.run(outcome, box, trusted)
+                await runner.sandbox.put(runner.sandbox.workdir, trusted)
+                verdict = await self._runner.run(outcome, runner, trusted)
+            report = {"diff": runner.diff, "refused": runner.refused}
         return Verdict(verdict.reward, {**verdict.report, **report})
 
-    def _trusted(self, task: Task) -> dict[str, Content]:
-        """Files whose text is the task's, whatever the agent did to them."""
+    def _trusted_files(self, task: Task) -> dict[str, Content]:
+        """Return files whose text is the task's, whatever the agent did to them."""
         own = {p: text for p, text in task.files.items() if self._is_protected(p)}
-        return {**own, **self._run.trusted(task, self._files)}
+        return {**own, **self._runner.trusted_files(task, self._files)}
 
     def _is_protected(self, path: str) -> bool:
         place = PurePosixPath(path)
-        return bool(matches(place, self._protected) and not matches(place, self._editable))
-
-    async def _rules(
-        self, outcome: SessionOutcome, box: Sandbox, trusted: Mapping[str, Content]
-    ) -> Rules:
-        known = [PurePosixPath(path).parts[0] for path in outcome.task.files]
-        if has_base(outcome.task.workspace):
-            named = shadowing(outcome.patch)
-            known += [path for path in named if await box.get(box.workdir / path) is not None]
-        return Rules(
-            trusted=tuple(trusted),
-            protected=self._protected,
-            editable=self._editable,
-            known=known,
-            workdir=box.workdir,
-        )
+        return bool(find_match(place, self._protected) and not find_match(place, self._editable))
 
 
 def _check_texts(option: str, value: object) -> None:
@@ -210,7 +153,7 @@ def _check_texts(option: str, value: object) -> None:
         raise ConfigError(msg)
 
 
-def _only_with(what: str, **options: object) -> None:
+def _refuse_unless(what: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None:
             msg = f"evaluator 'tests': {name} is {value!r:.80}, but it is for tests with {what}"

@@ -1,8 +1,8 @@
-"""Several evaluators as one: each judges the same outcome, their rewards are put together.
+"""Combine the rewards of several evaluators of the same session.
 
-They run at once, within the time of the evaluation; those that need the agent's own box run one
-after another there. A part without a verdict leaves the whole without one, unless it is not
-`required`: then the others count, and the report says why.
+They run concurrently, within the time limit of the evaluation; those that are `in_place` run one
+after another. A part without a verdict leaves the whole without one, unless it is not `required`:
+then the others count, and the report has the reason.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.together import all_of
 from tugline.plugins import find, make
 from tugline.sandbox.base import Mount
 from tugline.types import PluginSpec, Reward, Task
 
 _MODES = ("mean", "product", "min")
-_NOTHING = contextlib.nullcontext()
+_NO_LOCK = contextlib.nullcontext()
 _KEYS = {"evaluator", "weight", "required"}
 
 
 class _Part(NamedTuple):
-    """One of them."""
+    """One evaluator."""
 
     evaluator: Evaluator
     weight: float
@@ -51,13 +50,13 @@ class WeightedEvaluator(Evaluator):
             msg = f"evaluator 'weighted': parts is {parts!r}, must be a table of evaluators by name"
             raise ConfigError(msg)
         self._mode = mode
-        self._parts = {name: _part(name, spec) for name, spec in parts.items()}
+        self._parts = {name: _make_part(name, spec) for name, spec in parts.items()}
         own = [part.evaluator for part in self._parts.values()]
         self.in_place = any(each.in_place for each in own)
         self.opens_sandbox = any(each.opens_sandbox for each in own if not each.in_place)
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
-        """Those of all parts. Raises `ConfigError` where they do not go together."""
+        """The mounts of all parts. Raises `ConfigError` if they conflict."""
         found: dict[str, tuple[str, Mount]] = {}
         for name, part in self._parts.items():
             for mount in part.evaluator.mounts(task):
@@ -71,44 +70,49 @@ class WeightedEvaluator(Evaluator):
                 if had != mount or (other != name and self.in_place):
                     msg = (
                         f"evaluator 'weighted': parts {other!r} and {name!r} both have a folder of "
-                        f"their own at {mount.target}; judge by one of them"
+                        f"their own at {mount.target}; use one of them"
                     )
                     raise ConfigError(msg)
         return tuple(mount for _, mount in found.values())
 
     def hidden(self, task: Task) -> tuple[str, ...]:
-        """What any part hides from the agent."""
+        """Folders that any part hides from the agent."""
         parts = (part.evaluator for part in self._parts.values())
         paths = (path for part in parts for path in part.hidden(task))
         return tuple(dict.fromkeys(paths))
 
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
-        """All verdicts, put together."""
+        """Combine the verdicts of all parts."""
         alone = asyncio.Lock()
-        verdicts = await all_of(
-            self._judge(name, part, outcome, alone) for name, part in self._parts.items()
-        )
-        return self._together(dict(zip(self._parts, verdicts, strict=True)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    name: group.create_task(self._evaluate_part(name, part, outcome, alone))
+                    for name, part in self._parts.items()
+                }
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return self._combine({name: task.result() for name, task in tasks.items()})
 
-    async def _judge(
+    async def _evaluate_part(
         self, name: str, part: _Part, outcome: SessionOutcome, alone: asyncio.Lock
     ) -> Verdict | str:
-        """Its verdict, or why there is none of one that is not required."""
+        """Return its verdict, or the reason if there is none and it is not required."""
         in_place = part.evaluator.in_place
         try:
-            async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NOTHING:
+            async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NO_LOCK:
                 sandbox = outcome.sandbox if in_place else None
                 return await part.evaluator.evaluate(replace(outcome, sandbox=sandbox))
         except (EvaluatorError, SandboxError, TimeoutError) as error:
-            why = str(error) or f"out of time after {outcome.timeout_s:g} s"
+            reason = str(error) or f"out of time after {outcome.timeout_s:g} s"
             if not part.required:
-                return why
+                return reason
             if not isinstance(error, EvaluatorError):
                 raise
-            msg = f"part {name!r}: {why}"
+            msg = f"part {name!r}: {reason}"
             raise EvaluatorError(msg) from error
 
-    def _together(self, verdicts: Mapping[str, Verdict | str]) -> Verdict:
+    def _combine(self, verdicts: Mapping[str, Verdict | str]) -> Verdict:
         report: dict[str, Any] = {}
         parts: dict[str, float] = {}
         counted: dict[str, Reward] = {}
@@ -126,13 +130,13 @@ class WeightedEvaluator(Evaluator):
         return Verdict(Reward(value, parts, self._per_trace(counted)), report)
 
     def _per_trace(self, counted: Mapping[str, Reward]) -> tuple[float, ...]:
-        """Of the parts that judged traces one by one; none if no part did."""
-        judged = {name: reward.per_trace for name, reward in counted.items() if reward.per_trace}
-        if len({len(each) for each in judged.values()}) > 1:
-            msg = f"parts differ in the number of traces: {judged}"
+        """Combine the rewards per trace of the parts that have them."""
+        per_part = {name: reward.per_trace for name, reward in counted.items() if reward.per_trace}
+        if len({len(each) for each in per_part.values()}) > 1:
+            msg = f"parts differ in the number of traces: {per_part}"
             raise EvaluatorError(msg)
-        columns = zip(*judged.values(), strict=True)
-        return tuple(self._value(dict(zip(judged, column, strict=True))) for column in columns)
+        columns = zip(*per_part.values(), strict=True)
+        return tuple(self._value(dict(zip(per_part, column, strict=True))) for column in columns)
 
     def _value(self, by_name: Mapping[str, float]) -> float:
         values, weights = list(by_name.values()), [self._parts[name].weight for name in by_name]
@@ -143,8 +147,8 @@ class WeightedEvaluator(Evaluator):
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _part(name: str, spec: object) -> _Part:
-    """From what a task says of it. Raises `ConfigError` naming what is wrong."""
+def _make_part(name: str, spec: object) -> _Part:
+    """Make a part from its options. Raises `ConfigError`."""
     where = f"evaluator 'weighted': parts[{name!r}]"
     if not isinstance(spec, Mapping) or "evaluator" not in spec or set(spec) - _KEYS:
         msg = f"{where} is {spec!r:.120}, must have evaluator and may have weight and required"
@@ -166,8 +170,8 @@ def _part(name: str, spec: object) -> _Part:
         msg = f"{where}.evaluator: {part.name!r} must be a subclass of Evaluator"
         raise ConfigError(msg)
     try:
-        judge = make("evaluator", part.name, made, part.options)
+        evaluator = make("evaluator", part.name, made, part.options)
     except ConfigError as error:
         msg = f"{where}: {error}"
         raise ConfigError(msg) from error
-    return _Part(judge, float(weight), required)
+    return _Part(evaluator, float(weight), required)

@@ -1,30 +1,37 @@
-"""Output of test runners, by the name of its format."""
+"""Formats of test results, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from tugline.evaluators.formats import cargo, go, jest, junit, pytest, tap, unittest
-from tugline.evaluators.formats.base import TestReport, as_given
+from tugline.evaluators.formats import cargo, go, jest, junit, tap, unittest
+from tugline.evaluators.formats.base import TestReport
 
 
 class Format(NamedTuple):
-    """How to read one."""
+    """How to read the results of a test program."""
 
     read: Callable[[bytes], TestReport]
-    name: Callable[[str], str]
-    """A test's name, from the ways that people write it."""
     languages: tuple[str, ...]
-    """Whose tests it tells of: keys of `filters.TESTS`."""
+    """Whose tests they are: keys of `filters.TESTS`."""
+    normalize: Callable[[str], str] = lambda name: name
+    """Return a test's name as the format has it, from other ways to write it."""
+    env: Mapping[str, str] = {}
+    """Variables that make the test program write a JUnit report to ``{report}``."""
 
 
 FORMATS = {
-    "junit": Format(junit.read, junit.name, ("python", "java")),
-    "pytest": Format(pytest.read, as_given, ("python",)),
-    "unittest": Format(unittest.read, unittest.name, ("python",)),
-    "go": Format(go.read, as_given, ("go",)),
-    "cargo": Format(cargo.read, as_given, ("rust",)),
-    "jest": Format(jest.read, as_given, ("node",)),
-    "tap": Format(tap.read, as_given, ("node", "tap")),
+    "junit": Format(junit.read, ("python", "java"), junit.normalize),
+    "pytest": Format(
+        junit.read,
+        ("python",),
+        junit.normalize,
+        {"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"},
+    ),
+    "unittest": Format(unittest.read, ("python",), unittest.normalize),
+    "go": Format(go.read, ("go",)),
+    "cargo": Format(cargo.read, ("rust",)),
+    "jest": Format(jest.read, ("node",)),
+    "tap": Format(tap.read, ("node", "tap")),
 }

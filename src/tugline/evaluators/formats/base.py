@@ -1,9 +1,9 @@
-"""What a test runner said about each test, and how its output is read without trust.
+"""What a test program reported about each test.
 
 A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garbage is no test,
-never an exception. Output may have been written by the code under test, so a reader believes
-as little as its format allows: of two results for one test the worse counts, captured output is
-passed over, and claims that the runner's own closing count contradicts are an `oddity`.
+never an exception. Output may have been written by the code under test, so a reader trusts as
+little as its format allows: of two results of one test the worse counts, captured output is
+skipped, and results that the program's own count contradicts are an `inconsistency`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import re
 from collections.abc import Iterator
 from enum import StrEnum
 
-_LONGEST = 8192
+_MAX_LINE = 8192
 """Characters of a line that are read."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_WHY = 300
-_MOST = 100_000
-"""Tests of one run that are kept."""
+_MAX_REASON = 300
+_MAX_TESTS = 100_000
 
 
 class TestOutcome(StrEnum):
@@ -29,11 +28,11 @@ class TestOutcome(StrEnum):
     FAIL = "fail"
     SKIP = "skip"
     XFAIL = "xfail"
-    """It failed, and said before that it would."""
+    """An expected failure."""
     PASS = "pass"  # noqa: S105 - no secret
 
 
-_WORSE = list(TestOutcome)
+_WORST_FIRST = list(TestOutcome)
 
 
 class TestReport:
@@ -42,53 +41,51 @@ class TestReport:
     __test__ = False  # not a class of tests for pytest
 
     def __init__(self) -> None:
-        self.marks: dict[str, TestOutcome] = {}
+        self.outcomes: dict[str, TestOutcome] = {}
         self.complete = False
-        """Whether the runner came to its end and said so."""
-        self.oddity = ""
-        """How what is claimed contradicts itself; nothing of it counts then."""
+        """Whether the test program ran to its end and said so."""
+        self.inconsistency = ""
+        """How the report contradicts itself; then nothing of it counts."""
         self._cases: dict[str, TestOutcome] = {}
-        """Marks of parametrized tests by the name that all their cases share."""
-        self._why: dict[str, str] = {}
+        """Worst outcomes of parametrized tests, by the name that the cases share."""
+        self._reasons: dict[str, str] = {}
 
-    def add(self, name: str, mark: TestOutcome, why: str = "") -> None:
-        """Once more told of a test."""
-        if len(self.marks) >= _MOST and name not in self.marks:
-            self.oddity = f"more than {_MOST} tests are told of"
+    def add(self, name: str, outcome: TestOutcome, reason: str = "") -> None:
+        """Add a result; of several of one test the worst counts."""
+        if len(self.outcomes) >= _MAX_TESTS and name not in self.outcomes:
+            self.inconsistency = f"more than {_MAX_TESTS} tests are reported"
             return
-        self.marks[name] = _worse(self.marks.get(name, mark), mark)
+        self.outcomes[name] = _worse(self.outcomes.get(name, outcome), outcome)
         shared = name.partition("[")[0] if name.endswith("]") else name
         if shared != name:
-            self._cases[shared] = _worse(self._cases.get(shared, mark), mark)
-        if why.strip() and mark is not TestOutcome.PASS:
-            said = why.strip().partition("\n")[0][:_WHY]
-            self._why.setdefault(name, said)
-            self._why.setdefault(shared, said)
+            self._cases[shared] = _worse(self._cases.get(shared, outcome), outcome)
+        if reason.strip() and outcome is not TestOutcome.PASS:
+            first_line = reason.strip().partition("\n")[0][:_MAX_REASON]
+            self._reasons.setdefault(name, first_line)
+            self._reasons.setdefault(shared, first_line)
 
-    def look(self, name: str) -> TestOutcome | None:
-        """Its mark; for a name that only cases of a parametrized test have, their worst."""
-        return self.marks.get(name) or self._cases.get(name)
+    def find(self, name: str) -> TestOutcome | None:
+        """Return a test's outcome; for the name of a parametrized test, that of its worst case."""
+        return self.outcomes.get(name) or self._cases.get(name)
 
-    def reason(self, name: str) -> str:
-        """Why it did not pass, in one line, as far as that was said."""
-        return self._why.get(name, "")
+    def find_reason(self, name: str) -> str:
+        """Return one line on why a test did not pass, if it was reported."""
+        return self._reasons.get(name, "")
 
-    def count(self, mark: TestOutcome) -> int:
-        """How many tests have this mark."""
-        return sum(each is mark for each in self.marks.values())
+    def check_passed(self, passed: int, counted: int, program: str) -> None:
+        """Note an inconsistency if more tests are reported as passed than the program counted."""
+        if passed > counted:
+            self.inconsistency = (
+                f"{passed} tests are reported as passed, {program} counted {counted}"
+            )
 
 
-def lines(data: bytes) -> Iterator[str]:
-    """Lines as people would see them: no colours, no control of the terminal, no end of line."""
+def read_lines(data: bytes) -> Iterator[str]:
+    """Yield lines without colours, control sequences and line ends."""
     for raw in io.BytesIO(data):
-        text = raw[:_LONGEST].decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+        text = raw[:_MAX_LINE].decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
         yield _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
-def as_given(name: str) -> str:
-    """A format whose names have one spelling."""
-    return name
-
-
 def _worse(one: TestOutcome, other: TestOutcome) -> TestOutcome:
-    return min(one, other, key=_WORSE.index)
+    return min(one, other, key=_WORST_FIRST.index)

@@ -1,6 +1,6 @@
-"""What Jest says: its ``--json`` report (Vitest's too), or the tree that ``--verbose`` draws.
+"""Jest's ``--json`` report (Vitest's too), or the tree that ``--verbose`` prints.
 
-Names are full: the titles of the groups and of the test with one space between them.
+Names are the titles of the groups and of the test, separated by one space.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import re
 
 import msgspec
 
-from tugline.evaluators.formats.base import TestOutcome, TestReport, lines
+from tugline.evaluators.formats.base import TestOutcome, TestReport, read_lines
 
-_MARKS = {
+_OUTCOMES = {
     "passed": TestOutcome.PASS,
     "failed": TestOutcome.FAIL,
     "pending": TestOutcome.SKIP,
@@ -42,53 +42,48 @@ class _Report(msgspec.Struct):
 
 
 def read(data: bytes) -> TestReport:
-    """The report where it is one, else the tree."""
+    """Read a JSON report, or else a tree."""
     if data.lstrip()[:1] != b"{":
-        return _tree(data)
-    told = TestReport()
+        return _read_tree(data)
+    report = TestReport()
     try:
-        report = msgspec.json.decode(data, type=_Report)
+        decoded = msgspec.json.decode(data, type=_Report)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return told
-    for case in (case for file in report.files for case in file.cases):
-        mark = _MARKS.get(case.status, TestOutcome.FAIL)
-        told.add(case.full_name, mark, case.messages[0] if case.messages else "")
-    told.complete = True
-    return told
+        return report
+    for case in (case for file in decoded.files for case in file.cases):
+        outcome = _OUTCOMES.get(case.status, TestOutcome.FAIL)
+        report.add(case.full_name, outcome, case.messages[0] if case.messages else "")
+    report.complete = True
+    return report
 
 
-def _tree(data: bytes) -> TestReport:
-    told = TestReport()
+def _read_tree(data: bytes) -> TestReport:
+    report = TestReport()
     titles: list[str] = []
     inside, passed = False, set[str]()
-    for line in lines(data):
+    for line in read_lines(data):
         text = line.strip()
         if _FILE.match(line):
             inside, titles = True, []
         elif not text:
             inside = False
         elif count := _COUNT.match(line):
-            claimed, inside, told.complete = int(count[1] or 0), False, True
-            if len(passed) > claimed:
-                told.oddity = _contradicted(len(passed), claimed)
+            claimed, inside, report.complete = int(count[1] or 0), False, True
+            report.check_passed(len(passed), claimed, "Jest")
             passed = set()
         elif inside:
             depth = (len(line) - len(line.lstrip())) // 2 - 1
             del titles[max(depth, 0) :]
-            mark = _SIGNS.get(text[0])
-            if mark is None:
+            outcome = _SIGNS.get(text[0])
+            if outcome is None:
                 titles.append(text)
             else:
                 title = _TOOK.sub("", text[1:].strip())
-                if mark is TestOutcome.SKIP:
+                if outcome is TestOutcome.SKIP:
                     title = title.removeprefix("skipped ").removeprefix("todo ")
                 name = " ".join([*titles, title])
-                told.add(name, mark)
-                passed |= {name} if mark is TestOutcome.PASS else frozenset()
-    if passed and told.complete:
-        told.oddity = _contradicted(len(passed), 0)
-    return told
-
-
-def _contradicted(passed: int, claimed: int) -> str:
-    return f"{passed} tests are said to have passed, Jest counted {claimed}"
+                report.add(name, outcome)
+                passed |= {name} if outcome is TestOutcome.PASS else frozenset()
+    if report.complete:
+        report.check_passed(len(passed), 0, "Jest")
+    return report

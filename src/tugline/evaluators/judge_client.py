@@ -1,7 +1,7 @@
-"""Ask a model for a verdict: any endpoint that speaks Chat Completions, with retries and a memory.
+"""Request scores from a model: any Chat Completions endpoint, with retries and a cache.
 
-What the model says is checked before it is believed; what cannot be read is asked for again, a
-bounded number of times. In the end there are scores or an `EvaluatorError`, never a silent 0.
+Answers are validated; an invalid one is requested again, a bounded number of times. The result is
+scores or an `EvaluatorError`, never a silent 0.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ import msgspec
 from tugline import log
 from tugline.errors import EvaluatorError
 
-BEST = 10
+MAX_SCORE = 10
 """The highest score."""
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_WAIT_S = 0.3
 _LONGEST_WAIT_S = 20.0
-_MOST = 1 << 20
-"""Bytes of an answer."""
-_REMEMBERED = 4096
+_MAX_ANSWER_BYTES = 1 << 20
+_MAX_CACHED = 4096
 _log = log.get("evaluators.judge")
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """What a judge said: whole numbers from 0 to `BEST` by criterion."""
+    """A judge's answer: whole numbers from 0 to `MAX_SCORE` by criterion."""
 
     scores: dict[str, int]
     reasoning: str = ""
@@ -52,38 +51,38 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Again(Exception):
-    """It may go better next time."""
+class _RetryableError(Exception):
+    """A failure that a retry may resolve."""
 
-    def __init__(self, why: str, wait_s: float = 0.0) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
         self.wait_s = wait_s
 
 
-class Memory:
-    """Scores by a digest of what was asked: in a folder that stays, or in this process."""
+class ScoreCache:
+    """Scores by digest of the request, in a folder or in memory."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._known: OrderedDict[str, Scores] = OrderedDict()
 
     async def get(self, key: str) -> Scores | None:
-        """What was said before; None for what is not known, or damaged."""
+        """Return earlier scores; None if there are none, or the file is damaged."""
         if self._folder is None:
             return self._known.get(key)
         return await asyncio.to_thread(self._read, self._path(self._folder, key))
 
     async def put(self, key: str, scores: Scores) -> None:
-        """Remember it; a full disk costs a line in the log."""
+        """Keep scores; a full disk is logged, not raised."""
         if self._folder is None:
             self._known[key] = scores
-            if len(self._known) > _REMEMBERED:
+            if len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
             return
         try:
             await asyncio.to_thread(self._write, self._path(self._folder, key), scores)
         except OSError as error:
-            _log.warning("not remembered", folder=str(self._folder), error=error.strerror)
+            _log.warning("scores not cached", folder=str(self._folder), error=error.strerror)
 
     @staticmethod
     def _path(folder: Path, key: str) -> Path:
@@ -104,8 +103,8 @@ class Memory:
         part.replace(path)
 
 
-class JudgeModel:
-    """One model at one address; at most `concurrency` requests are under way at once."""
+class JudgeClient:
+    """Client of one model, with at most `concurrency` requests at once."""
 
     def __init__(  # noqa: PLR0913 - the options of a judge
         self,
@@ -117,63 +116,63 @@ class JudgeModel:
         timeout_s: float,
         attempts: int,
         concurrency: int,
-        memory: Memory,
+        cache: ScoreCache,
     ) -> None:
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._key_env, self._timeout_s, self._attempts = api_key_env, timeout_s, attempts
         settings = {"model": model, "temperature": 0, **body}
         self._settings = {name: value for name, value in settings.items() if value is not None}
-        self._room = asyncio.Semaphore(concurrency)
-        self._memory = memory
+        self._slots = asyncio.Semaphore(concurrency)
+        self._cache = cache
 
-    async def ask(
+    async def score(
         self, messages: list[dict[str, str]], names: Sequence[str], schema: Mapping[str, Any]
     ) -> tuple[Scores, bool]:
-        """Its scores, and whether they were known. Raises `EvaluatorError`."""
+        """Return its scores, and whether they were cached. Raises `EvaluatorError`."""
         body = {"response_format": schema, **self._settings, "messages": messages}
         data = msgspec.json.encode({k: v for k, v in body.items() if v != {}}, order="sorted")
         key = hashlib.sha256(data).hexdigest()
-        known = await self._memory.get(key)
+        known = await self._cache.get(key)
         if known is not None:
             return known, True
-        async with self._room:
-            scores = await self._asked(data, names)
-        await self._memory.put(key, scores)
+        async with self._slots:
+            scores = await self._request(data, names)
+        await self._cache.put(key, scores)
         return scores, False
 
-    async def _asked(self, data: bytes, names: Sequence[str]) -> Scores:
+    async def _request(self, data: bytes, names: Sequence[str]) -> Scores:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             for attempt in range(self._attempts):
                 try:
-                    return scores_of(await self._post(http, data), names)
-                except _Again as error:
-                    why, wait_s = str(error), error.wait_s
+                    return parse_scores(await self._post(http, data), names)
+                except _RetryableError as error:
+                    reason, wait_s = str(error), error.wait_s
                 if attempt + 1 < self._attempts:
-                    _log.info("judge asked again", url=self._url, why=why)
+                    _log.info("judge request retried", url=self._url, reason=reason)
                     back_off = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
                     await asyncio.sleep(min(max(wait_s, back_off), _LONGEST_WAIT_S))
-        msg = f"judge {self._url}: no verdict in {self._attempts} attempts, at last: {why}"
+        msg = f"judge {self._url}: no verdict in {self._attempts} attempts, at last: {reason}"
         raise EvaluatorError(msg)
 
     async def _post(self, http: aiohttp.ClientSession, data: bytes) -> bytes:
         try:
             async with http.post(self._url, data=data, headers=self._headers()) as reply:
-                answer = await reply.content.read(_MOST) if reply.status != 200 else b""
-                while reply.status == 200 and (more := await reply.content.read(_MOST)):
+                answer = await reply.content.read(_MAX_ANSWER_BYTES) if reply.status != 200 else b""
+                while reply.status == 200 and (more := await reply.content.read(_MAX_ANSWER_BYTES)):
                     answer += more
-                    if len(answer) > _MOST:
-                        msg = f"an answer of more than {_MOST} bytes"
-                        raise _Again(msg)
+                    if len(answer) > _MAX_ANSWER_BYTES:
+                        msg = f"an answer of more than {_MAX_ANSWER_BYTES} bytes"
+                        raise _RetryableError(msg)
                 status, after = reply.status, reply.headers.get("Retry-After", "")
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise _Again(str(error) or f"no answer in {self._timeout_s:g} s") from error
+            raise _RetryableError(str(error) or f"no answer in {self._timeout_s:g} s") from error
         if status == 200:
             return answer
-        why = f"HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
+        reason = f"HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
         if status in _RETRIED:
-            raise _Again(why, float(after) if after.isdecimal() else 0.0)
-        msg = f"judge {self._url}: {why}"
+            raise _RetryableError(reason, float(after) if after.isdecimal() else 0.0)
+        msg = f"judge {self._url}: {reason}"
         raise EvaluatorError(msg)
 
     def _headers(self) -> dict[str, str]:
@@ -187,17 +186,19 @@ class JudgeModel:
         return headers
 
 
-def scores_of(answer: bytes, names: Sequence[str]) -> Scores:
-    """The scores in a completion. Raises `_Again` when they are not what was asked for."""
+def parse_scores(answer: bytes, names: Sequence[str]) -> Scores:
+    """Return the scores in a completion. Raises `_RetryableError` if they are not as requested."""
     try:
         choice = msgspec.json.decode(answer, type=_Completion).choices[0]
         text = (choice.message.content or "").rpartition("</think>")[2].strip()
         fenced = text.removeprefix("```json").removeprefix("```").removesuffix("```")
-        said = msgspec.json.decode(fenced.encode(errors="replace"), type=Scores)
+        scores = msgspec.json.decode(fenced.encode(errors="replace"), type=Scores)
     except (msgspec.DecodeError, IndexError, RecursionError) as error:
-        why = f"an answer that cannot be read ({error}): {answer[:300].decode(errors='replace')}"
-        raise _Again(why) from error
-    if set(said.scores) != set(names) or not all(0 <= s <= BEST for s in said.scores.values()):
-        why = f"scores {said.scores}, must be 0 to {BEST} for each of {', '.join(names)}"
-        raise _Again(why)
-    return said
+        reason = f"unreadable answer ({error}): {answer[:300].decode(errors='replace')}"
+        raise _RetryableError(reason) from error
+    if set(scores.scores) != set(names) or not all(
+        0 <= score <= MAX_SCORE for score in scores.scores.values()
+    ):
+        reason = f"scores {scores.scores}, must be 0 to {MAX_SCORE} for each of {', '.join(names)}"
+        raise _RetryableError(reason)
+    return scores

@@ -1,0 +1,331 @@
+"""The two ways to run tests: our own pytest, or a command of the task's."""
+
+from __future__ import annotations
+
+import ast
+import math
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath, PurePosixPath
+from typing import TypeGuard
+
+import msgspec
+
+from tugline.errors import ConfigError, EvaluatorError
+from tugline.evaluators.base import SessionOutcome, Verdict
+from tugline.evaluators.diff import has_base
+from tugline.evaluators.formats import FORMATS, Format
+from tugline.evaluators.formats.base import TestOutcome, TestReport
+from tugline.evaluators.scoring import ExpectedTests, score
+from tugline.evaluators.script import ScriptRunner
+from tugline.sandbox.base import Content, Exit, check_path
+from tugline.types import Task
+
+MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
+"""Bytes that are read."""
+_REPORT = "{report}"
+_CANNOT_RUN = (126, 127)
+_PYTEST_TIMEOUT_S = 30.0
+_CONTROL_TIMEOUT_S = 60.0
+
+Command = str | Sequence[str]
+
+
+class TestRunner(ABC):
+    """Runs tests in a sandbox that has the agent's work."""
+
+    __test__ = False  # not a class of tests for pytest
+
+    @abstractmethod
+    def trusted_files(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
+        """Return what is put over the agent's work last; None removes a file."""
+
+    async def prepare(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
+        """Prepare the agent's work before that; return a verdict if it fails."""
+        return None
+
+    @abstractmethod
+    async def run(
+        self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
+    ) -> Verdict:
+        """Run the tests in a sandbox that has all files."""
+
+
+# --------------------------------------------------------------------------- a command
+class CommandRunner(TestRunner):
+    """Runs `command` where the work is, and reads its report or its output.
+
+    A report goes to a path with a random name (``{report}`` in the command), which no file that
+    was there before can have.
+    """
+
+    def __init__(  # noqa: PLR0913 - the options of a task
+        self,
+        expected: ExpectedTests,
+        *,
+        command: Command,
+        output: Format,
+        report: str | None = None,
+        env: Mapping[str, str],
+        setup: Command | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._expected, self._format = expected, output
+        self._env = _add_env(env, output.env)
+        self._argv = _parse_command("command", command)
+        self._setup = _parse_command("setup", setup) if setup is not None else None
+        self._report = check_path(report) if report is not None else None
+        self._random = any(_REPORT in word for word in (*self._argv, *self._env.values()))
+        self._timeout_s = timeout_s or math.inf
+        if output is FORMATS["junit"] and not self._random and report is None:
+            msg = f"evaluator 'tests': format 'junit' needs {_REPORT} in the command, or `report`"
+            raise ConfigError(msg)
+        self._proven: set[str] = set()
+        """Options that are known to work without an agent's changes."""
+
+    def trusted_files(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
+        """Hidden `files`; a report that exists before the tests is removed."""
+        return {**files, **({self._report: None} if self._report else {})}
+
+    async def prepare(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
+        """Run `setup` on the agent's work; return a verdict if it fails."""
+        if self._setup is None:
+            return None
+        end = await self._start(runner, self._setup, "setup")
+        if end.code == 0 and not end.timed_out:
+            return None
+        await self._check_without_work(outcome, runner, self._setup, end)
+        verdict = score(TestReport(), self._expected, end)
+        how = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
+        verdict.report.update(reason=f"setup {how}", output=await runner.read_tail("setup"))
+        return verdict
+
+    async def run(
+        self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
+    ) -> Verdict:
+        """Run the command in a sandbox that has all files."""
+        sandbox = runner.sandbox
+        path = sandbox.workdir / self._report if self._report else None
+        if self._random:
+            path = sandbox.home / f"{secrets.token_hex(16)}.report"
+        end = await self._start(runner, self._argv, "tests", path)
+        if path is not None:
+            data = await sandbox.get(path, max_bytes=MAX_REPORT) or b""
+        else:
+            data = await runner.read_log("tests", head=MAX_OUTPUT, tail=0)
+        report = self._format.read(data)
+        if end.code in _CANNOT_RUN and not report.outcomes:
+            await self._check_without_work(outcome, runner, self._argv, end)
+        codes = (0,) if self._expected.tests is None else ()
+        verdict = score(report, self._expected, end, self._format.normalize, codes=codes)
+        verdict.report["output"] = await runner.read_tail("tests")
+        return verdict
+
+    async def _start(
+        self, runner: ScriptRunner, argv: Sequence[str], name: str, report: PurePath | None = None
+    ) -> Exit:
+        path = str(report or "")
+        return await runner.run(
+            [word.replace(_REPORT, path) for word in argv],
+            env={key: value.replace(_REPORT, path) for key, value in self._env.items()},
+            timeout_s=self._timeout_s,
+            log_name=name,
+        )
+
+    async def _check_without_work(
+        self, outcome: SessionOutcome, runner: ScriptRunner, argv: Sequence[str], end: Exit
+    ) -> None:
+        """Raises `EvaluatorError` if the same fails without the agent's changes as well."""
+        option = "command" if argv is self._argv else "setup"
+        if end.timed_out or option in self._proven:
+            return
+        async with outcome.open_sandbox(outcome.task.files) as sandbox:
+            control = ScriptRunner(sandbox, runner.deadline)
+            end = await self._start(control, argv, "control")
+            works = end.code == 0 if option == "setup" else end.code not in _CANNOT_RUN
+            if not works and not end.timed_out:
+                output = await control.read_tail("control", 300)
+                msg = (
+                    f"evaluator 'tests': {option} ends with exit code {end.code} also without "
+                    f"the agent's changes: {output.strip()}"
+                )
+                raise EvaluatorError(msg)
+        self._proven.add(option)
+
+
+def _add_env(env: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """Append `added` to variables of the same name."""
+    return {**env, **{k: f"{env[k]} {v}" if env.get(k) else v for k, v in added.items()}}
+
+
+def _parse_command(option: str, command: object) -> tuple[str, ...]:
+    """Return the arguments of a list, or a shell that runs a string."""
+    if isinstance(command, str) and command.strip():
+        return ("sh", "-c", command)
+    words = isinstance(command, list | tuple) and all(isinstance(word, str) for word in command)
+    if words and command:
+        return tuple(command)  # type: ignore[arg-type] # mypy does not see through `words`
+    msg = f"evaluator 'tests': {option} is {command!r}, must be a command or a list of its words"
+    raise ConfigError(msg)
+
+
+# --------------------------------------------------------------------------- pytest
+_CONFIGS = {
+    "pytest.ini": "",
+    ".pytest.ini": "",
+    "pytest.toml": "",
+    ".pytest.toml": "",
+    "tox.ini": "[pytest]",
+    "setup.cfg": "[tool:pytest]",
+    "pyproject.toml": "[tool.pytest",
+}
+"""Files at the top of a task, and the section that makes each a configuration of pytest."""
+# `-I` and the late path entry: pytest is imported before anything of the agent's can be.
+_START = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(sys.argv[1:]))"
+_OPTIONS = ("-p", "no:cacheprovider", "-q", "-o", "junit_family=xunit1")
+
+
+class PytestRunner(TestRunner):
+    """Runs our own pytest on `paths` (None: every test file that can be trusted).
+
+    Expected tests are read from trusted source text, so that tests that vanish, are skipped or
+    never finish are missing, not fewer.
+    """
+
+    def __init__(
+        self, expected: ExpectedTests, paths: Sequence[str] | None, timeout_s: float | None
+    ) -> None:
+        self._expected, self._paths = expected, paths
+        self._timeout_s = timeout_s or _PYTEST_TIMEOUT_S
+        self._proven = False
+
+    def trusted_files(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
+        """The task's own tests and settings, and hidden `files` over them."""
+        trusted = {path: task.files[path] for path in find_test_files(task.files)} | dict(files)
+        given = {**task.files, **trusted}
+        configured = any(p in given and section in given[p] for p, section in _CONFIGS.items())
+        if not configured and not has_base(task.workspace):
+            # Without a file of its own pytest would look for one in the folders above.
+            trusted["pytest.ini"] = "[pytest]\n"
+        return dict(trusted)
+
+    async def run(
+        self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
+    ) -> Verdict:
+        """Run them in a sandbox that has all files."""
+        sandbox = runner.sandbox
+        sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
+        paths = _select_paths(self._paths, find_test_files(sources))
+        expected = self._expected
+        codes: tuple[int, ...] = (0, 1)  # 1: some test failed, perhaps one that is not expected
+        if expected.tests is None:
+            names = dict.fromkeys(_find_expected(sources, paths), TestOutcome.PASS)
+            expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
+        path = sandbox.home / f"{secrets.token_hex(16)}.xml"
+        end = await runner.run(
+            ("python3", "-I", "-B", "-c", _START, *_OPTIONS, f"--junitxml={path}", *paths),
+            env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HOME": str(sandbox.home)},
+            timeout_s=self._timeout_s,
+            log_name="tests",
+        )
+        junit = FORMATS["junit"]
+        report = junit.read(await sandbox.get(path, max_bytes=MAX_REPORT) or b"")
+        if not report.complete and not end.timed_out:
+            await self._check_pytest(outcome, runner)
+        codes = () if expected.partial else codes
+        verdict = score(report, expected, end, junit.normalize, codes=codes)
+        verdict.report["output"] = await runner.read_tail("tests")
+        return verdict
+
+    async def _check_pytest(self, outcome: SessionOutcome, runner: ScriptRunner) -> None:
+        """Raises `EvaluatorError` if pytest cannot be imported without the agent's files either."""
+        if self._proven:
+            return
+        async with outcome.open_sandbox({}) as sandbox:
+            control = ScriptRunner(sandbox, runner.deadline)
+            end = await control.run(
+                ("python3", "-I", "-c", "import pytest"),
+                env={},
+                timeout_s=_CONTROL_TIMEOUT_S,
+                log_name="control",
+            )
+            if end.code != 0:
+                output = (await control.read_tail("control", 300)).strip()
+                msg = f"pytest cannot be run by python3 in this runtime: {output or end}"
+                raise EvaluatorError(msg)
+        self._proven = True
+
+
+def find_test_files(files: Mapping[str, str]) -> list[str]:
+    """Return the paths that pytest's default rules take for test files."""
+    names = ((path, PurePosixPath(path).name) for path in files)
+    return sorted(
+        path
+        for path, name in names
+        if name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+    )
+
+
+def find_tests(path: str, source: str) -> frozenset[str]:
+    """Return the tests that pytest's default rules find in a file. Raises `SyntaxError`."""
+    module = ".".join(PurePosixPath(path).with_suffix("").parts)
+    found = set()
+    for node in ast.parse(source, filename=path).body:
+        if _is_test(node):
+            found.add(f"{module}::{node.name}")
+        elif isinstance(node, ast.ClassDef) and _is_suite(node):
+            found |= {f"{module}.{node.name}::{n.name}" for n in node.body if _is_test(n)}
+    return frozenset(found)
+
+
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    fixture = any(_last_name(each) == "fixture" for each in node.decorator_list)
+    return node.name.startswith("test") and not fixture
+
+
+def _is_suite(node: ast.ClassDef) -> bool:
+    if any(ast.unparse(each) == "__test__ = False" for each in node.body):
+        return False
+    if any(_last_name(base).endswith("TestCase") for base in node.bases):
+        return True
+    init = any(isinstance(each, ast.FunctionDef) and each.name == "__init__" for each in node.body)
+    return node.name.startswith("Test") and not init
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return ``fixture`` for ``@pytest.fixture(scope="module")``."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def _select_paths(paths: Sequence[str] | None, tests: list[str]) -> list[str]:
+    """Return those of `tests` that are at or below `paths`; all of them for None."""
+    if paths is None:
+        return tests
+    found = []
+    for path in paths:
+        inside = [test for test in tests if PurePosixPath(test).is_relative_to(path)]
+        if not inside:
+            known = ", ".join(tests) or "none"
+            msg = f"evaluator 'tests': no test file at {path!r} (known: {known})"
+            raise EvaluatorError(msg)
+        found += inside
+    return found
+
+
+def _find_expected(sources: Mapping[str, str], paths: Sequence[str]) -> list[str]:
+    """Return the names of the tests in `paths`. Raises `EvaluatorError` if there are none."""
+    found: set[str] = set()
+    for path in paths:
+        try:
+            found |= find_tests(path, sources[path])
+        except (SyntaxError, ValueError) as error:
+            msg = f"evaluator 'tests': {path} is not valid Python: {error}"
+            raise EvaluatorError(msg) from error
+    if not found:
+        msg = f"evaluator 'tests': no test functions in {list(paths)}; give files with tests"
+        raise EvaluatorError(msg)
+    return sorted(found)
