@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is for the rest
     from tugline.client.api import Client
-    from tugline.client.results import GroupResults, Result
+    from tugline.client.streams import GroupResults, Result
     from tugline.client.sync import SyncClient
     from tugline.errors import Conflict, Invalid, Missing, ServerError, TuglineError, UsageError
     from tugline.task_files import load_tasks
@@ -39,7 +39,7 @@ __all__ = [
     "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
     "UsageError", "load_tasks",
 ]  # fmt: skip
-_HOMES = ("types", "errors", "client.api", "client.results", "client.sync", "task_files")
+_HOMES = ("types", "errors", "client.api", "client.streams", "client.sync", "task_files")
 
 
 def __getattr__(name: str) -> Any:

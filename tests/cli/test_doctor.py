@@ -17,10 +17,10 @@ async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
     """No node, paused weights, a node that is there: what is wrong has exit code 1."""
     await shell.house.control.submit([task("a", samples=3)])
     alone = await shell.run("doctor", "--json")
-    found = {one["what"]: one for one in json.loads(alone.out)}
+    found = {one["component"]: one for one in json.loads(alone.out)}
     assert alone.code == 1
-    assert found["server"]["sound"]
-    assert found["nodes"]["detail"].startswith("3 sessions wait and no node is live")
+    assert found["server"]["healthy"]
+    assert found["nodes"]["detail"].startswith("3 sessions are queued and no node is live")
     async with NodeClient(shell.house.url, TOKENS.join) as node:
         await node.register(NodeRegistration(name="n", slots=2, capacity=2))
     sound = await shell.run("doctor")
@@ -28,7 +28,7 @@ async def test_it_says_what_keeps_sessions_from_running(shell: Shell) -> None:
     assert "n is live, 0 sessions, 2 slots" in sound.out
     await shell.house.control.pause(Pause(within_s=0.1))
     paused = await shell.run("doctor")
-    assert (paused.code, "paused until somebody resumes" in paused.out) == (1, True)
+    assert (paused.code, "model calls are paused" in paused.out) == (1, True)
 
 
 async def test_a_server_that_does_not_answer_is_one_line(shell: Shell) -> None:
@@ -37,7 +37,7 @@ async def test_a_server_that_does_not_answer_is_one_line(shell: Shell) -> None:
     gone = await shell.run("doctor", "--json")
     (found,) = json.loads(gone.out)
     assert gone.code == 1
-    assert found["what"] == "server"
+    assert found["component"] == "server"
     assert shell.house.url in found["detail"]
 
 

@@ -1,16 +1,15 @@
-"""``tugline doctor``: what a running inference engine can do, and what to change before training.
+"""``tugline doctor``: check an engine, this machine's runtimes or a server.
 
-With ``--runtimes`` it looks at this machine: which runtimes it has, and what they do not contain.
-
-Without an engine it looks at the server that runs here, its nodes and their engines. Exit code 0 if
-all is sound (with ``--engine``: the wanted mode), 1 if it is not or nothing answers.
+With ``--engine`` it finds the modes that the engine supports and the flags to change, with
+``--runtimes`` the usable runtimes and their weaknesses; without either it checks the server, its
+nodes and their engines. Exit code 0 if all is healthy (with ``--engine``: the wanted mode), else 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tugline.cli.options import Folder, Server, Token, connect
-from tugline.client.health import Finding, examine
+from tugline.client.health import HealthCheck, examine
 from tugline.errors import UsageError
 from tugline.gateway.probe.diagnosis import Outcome, Report
 from tugline.gateway.probe.probe import probe
@@ -31,24 +30,17 @@ from tugline.types import Mode
 _COLOUR = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNKNOWN: "yellow"}
 
 
-class Found(NamedTuple):
-    """What a runtime is worth on this machine."""
-
-    unavailable: str | None
-    weaknesses: tuple[str, ...]
-
-
 def doctor(  # noqa: PLR0913 - each is a flag
     *,
     engine: Annotated[
         str | None, typer.Option(help="Address, such as http://127.0.0.1:8000.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Served name; the first if not given.")] = None,
+    model: Annotated[str | None, typer.Option(help="Served name (default: the first).")] = None,
     mode: Annotated[
-        Mode | None, typer.Option(help="What you want to run; the best for training if not given.")
+        Mode | None, typer.Option(help="Wanted mode (default: the best for training).")
     ] = None,
     runtimes: Annotated[
-        bool, typer.Option(help="What this machine can run agents in, and how well it contains.")
+        bool, typer.Option(help="List the runtimes of this machine and their weaknesses.")
     ] = False,
     server: Server = None,
     token: Token = None,
@@ -64,7 +56,7 @@ def doctor(  # noqa: PLR0913 - each is a flag
     if engine is None:
         _examine(server, token, folder, as_json=as_json)
         return
-    report = asyncio.run(probe(engine_at(engine), model))
+    report = asyncio.run(probe(check_address(engine), model))
     refusal = ""
     try:
         report.wire(mode)
@@ -78,8 +70,8 @@ def doctor(  # noqa: PLR0913 - each is a flag
         raise typer.Exit(1)
 
 
-def engine_at(url: str) -> str:
-    """What ``--engine`` is, if it can be an address. Raises `UsageError`."""
+def check_address(url: str) -> str:
+    """Check that ``--engine`` is a URL. Raises `UsageError`."""
     try:
         parts = urlsplit(url)
         sound = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
@@ -92,36 +84,37 @@ def engine_at(url: str) -> str:
 
 
 def _list_runtimes(*, as_json: bool) -> None:
-    seen: dict[str, Found] = {}
+    states: dict[str, dict[str, Any]] = {}
     for name in list_names("runtime"):
         runtime: Runtime = find("runtime", name)()
-        why = runtime.check_available()
-        seen[name] = Found(why, () if why else tuple(runtime.list_weaknesses()))
+        reason = runtime.check_available()
+        weaknesses = [] if reason else list(runtime.list_weaknesses())
+        states[name] = {"unavailable": reason, "weaknesses": weaknesses}
     if as_json:
-        typer.echo(msgspec.json.encode({name: one._asdict() for name, one in seen.items()}))
+        typer.echo(msgspec.json.encode(states))
         return
     table = Table("runtime", "", "does not contain", box=None)
-    for name, one in seen.items():
-        sign = "[red]not here[/]" if one.unavailable else "[green]usable[/]"
-        table.add_row(name, sign, escape(one.unavailable or "\n".join(one.weaknesses)))
+    for name, state in states.items():
+        sign = "[red]unavailable[/]" if state["unavailable"] else "[green]usable[/]"
+        table.add_row(name, sign, escape(state["unavailable"] or "\n".join(state["weaknesses"])))
     Console(highlight=False).print(table)
 
 
 def _examine(server: str | None, token: str | None, folder: Path | None, *, as_json: bool) -> None:
-    async def main() -> list[Finding]:
+    async def main() -> list[HealthCheck]:
         async with connect(server, token, folder) as client:
             return await examine(client)
 
-    found = asyncio.run(main())
+    checks = asyncio.run(main())
     if as_json:
-        typer.echo(msgspec.json.encode([one._asdict() for one in found]))
+        typer.echo(msgspec.json.encode([check._asdict() for check in checks]))
     else:
-        table = Table("part", "", "what was seen", box=None)
-        for one in found:
-            sign = "[green]sound[/]" if one.sound else "[red]wrong[/]"
-            table.add_row(one.what, sign, escape(one.detail))
+        table = Table("component", "", "detail", box=None)
+        for check in checks:
+            sign = "[green]healthy[/]" if check.healthy else "[red]unhealthy[/]"
+            table.add_row(check.component, sign, escape(check.detail))
         Console(highlight=False).print(table)
-    if not all(one.sound for one in found):
+    if not all(check.healthy for check in checks):
         raise typer.Exit(1)
 
 
@@ -129,14 +122,14 @@ def _show(report: Report, refusal: str) -> None:
     console = Console(highlight=False)
     engine = escape(f"{report.engine} {report.version}")
     console.print(f"[bold]{engine}[/] at {report.url}: {escape(str(report.model))}")
-    table = Table("check", "", "what was seen")
+    table = Table("check", "", "detail")
     for check in report.checks:
         colour = _COLOUR[check.outcome]
         table.add_row(check.name, f"[{colour}]{check.outcome}[/]", escape(check.detail))
     console.print(table)
     for advice in report.advice:
         console.print(f"[yellow]change[/] {escape(advice)}")
-    for name, found in report.routes.items():
-        console.print(f"[green]sound[/]  {found} mode, by {name}")
+    for name, route_mode in report.routes.items():
+        console.print(f"[green]sound[/]  {route_mode} mode, by {name}")
     if refusal:
         console.print(f"[red]refused[/] {escape(refusal)}")

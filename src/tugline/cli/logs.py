@@ -12,7 +12,7 @@ from tugline.cli.options import Folder, Server, Token, connect
 
 
 def logs(
-    session: Annotated[str, typer.Argument(help="Id of the session, such as mend-add-0.")],
+    session: Annotated[str, typer.Argument(help="Id of the session, such as fix-add-0.")],
     *,
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Go on until the session is over.")

@@ -1,15 +1,15 @@
-"""Which server: what is told, then the environment, then the files of ``tugline up``.
+"""Resolve the server's URL and token: arguments, then environment, then files of ``tugline up``.
 
-``tugline up`` leaves ``server.json`` (its URL) and ``tokens.json`` (0600) in its folder, so on the
-same machine nothing needs to be told. A token from that folder is only ever sent to the server of
-that folder (I6).
+``tugline up`` writes ``server.json`` (its URL) and ``tokens.json`` (0600) in its folder, so clients
+on the same machine need no options. A token from that folder is only sent to the server of that
+folder (I6).
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -19,13 +19,6 @@ T = TypeVar("T")
 
 SERVER, TOKEN = "TUGLINE_SERVER", "TUGLINE_TOKEN"
 FOLDER = Path("tugline-data")
-
-
-class Found(NamedTuple):
-    """A server and what opens it."""
-
-    url: str
-    token: str
 
 
 class _Address(msgspec.Struct):
@@ -38,28 +31,28 @@ class _Tokens(msgspec.Struct):
 
 def find_server(
     server: str | None = None, token: str | None = None, folder: Path | str | None = None
-) -> Found:
-    """The server to talk to. Raises `UsageError` that says what to do when there is none."""
-    where = Path(folder) if folder is not None else FOLDER
+) -> tuple[str, str]:
+    """Find the URL and token of the server to use. Raises `UsageError` if there is none."""
+    base = Path(folder) if folder is not None else FOLDER
     if folder is None:
         server = server or os.environ.get(SERVER)
     token = token or os.environ.get(TOKEN)
-    here = _read(where / "server.json", _Address)
+    local = _read(base / "server.json", _Address)
     if server is None:
-        if here is None:
+        if local is None:
             msg = (
-                f"no server: {where / 'server.json'} is not there; start one with `tugline up`,"
+                f"no server: {base / 'server.json'} does not exist; start one with `tugline up`,"
                 f" or name it with --server or {SERVER}"
             )
             raise UsageError(msg)
-        server = here.url
-    if token is None and here is not None and here.url.rstrip("/") == server.rstrip("/"):
-        kept = _read(where / "tokens.json", _Tokens)
-        token = kept.client if kept else None
+        server = local.url
+    if token is None and local is not None and local.url.rstrip("/") == server.rstrip("/"):
+        tokens = _read(base / "tokens.json", _Tokens)
+        token = tokens.client if tokens else None
     if token is None:
         msg = f"no token for {server}: give --token or {TOKEN}; the server's tokens.json has it"
         raise UsageError(msg)
-    return Found(server, token)
+    return server, token
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

@@ -1,8 +1,7 @@
-"""The server as a node sees it over HTTP: the same `protocol.Dispatcher` as in one process.
+"""The server as seen by a node over HTTP; implements `protocol.Dispatcher`.
 
-The join token opens nothing but `register`, whose answer brings the node's own token. A node that
-was given up has none any more: whatever it says then is answered 401, which is told as the lost
-lease that it is.
+The join token only permits `register`, which returns the node's own token. The token of a node that
+was declared dead is revoked: its requests are answered 401, which is raised as a lost lease.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from tugline.protocol import (
 )
 
 DEADLINE_S = 10.0
-"""Shorter than a lease. A node asks again by itself then, and says what it has by that time."""
+"""Shorter than a lease; the node itself repeats failed calls with its newest state."""
 
 
-class _Length(msgspec.Struct):
+class _LogLength(msgspec.Struct):
     length: int
 
 
 class NodeClient:
-    """A `Dispatcher` at a URL, for one node; an async context manager.
+    """Dispatcher client of one node; an async context manager.
 
-    The node's own token is kept in the file `kept`, so that the next process of this node can
-    still commit what the last one had finished.
+    The node's own token is stored in `token_file`, so that the next process of this node can commit
+    what the last one had finished.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class NodeClient:
         url: str,
         join_token: str,
         *,
-        kept: Path | None = None,
+        token_file: Path | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self._http = Transport(url, join_token, deadline_s=deadline_s)
-        self._kept = kept
+        self._token_file = token_file
         self._token: str | None = None
 
     async def __aenter__(self) -> Self:
-        if self._kept is not None and self._kept.exists():
-            self._token = self._kept.read_text("ascii")
+        if self._token_file is not None and self._token_file.exists():
+            self._token = self._token_file.read_text("ascii")
         await self._http.__aenter__()
         return self
 
@@ -71,16 +70,16 @@ class NodeClient:
         await self._http.__aexit__(kind, error, trace)
 
     async def register(self, hello: NodeRegistration) -> NodeRegistered:
-        """Join. What a node of the same name still held is given to others."""
+        """Join. Sessions leased to a previous node of this name are requeued."""
         welcome = await self._http.ask("POST", "/v1/nodes", NodeRegistered, body=hello)
         self._token = welcome.token
-        if self._kept is not None:
-            await asyncio.to_thread(_write, self._kept, welcome.token)
+        if self._token_file is not None:
+            await asyncio.to_thread(_write_token, self._token_file, welcome.token)
         return welcome
 
     async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
-        """Wait for work, for orders or for `ask.wait_s`. Raises `FencedError` for a lost node."""
-        with _lost():
+        """Wait up to `ask.wait_s` for leases or orders. Raises `FencedError` for a lost node."""
+        with _fencing():
             return await self._http.ask(
                 "POST",
                 f"/v1/nodes/{node}/lease",
@@ -91,16 +90,16 @@ class NodeClient:
             )
 
     async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
-        """Keep the lease. Raises `FencedError` for a lost node, which must register again."""
+        """Renew all leases. Raises `FencedError` for a lost node, which must register again."""
         path = f"/v1/nodes/{node}/renew"
-        with _lost():
+        with _fencing():
             return await self._http.ask(
                 "POST", path, LeaseResponse, body=renewal, token=self._token
             )
 
     async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
-        """Keep a result. Raises `FencedError` for a lost lease."""
-        with _lost():
+        """Commit a result. Raises `FencedError` for a lost lease."""
+        with _fencing():
             return await self._http.ask(
                 "POST",
                 f"/v1/sessions/{session}/result",
@@ -111,32 +110,33 @@ class NodeClient:
             )
 
     async def release(self, session: str, back: Release) -> None:
-        """Give a session back to the queue. Raises `FencedError` for a lost lease."""
+        """Return a session to the queue. Raises `FencedError` for a lost lease."""
         path = f"/v1/sessions/{session}/release"
-        with _lost():
+        with _fencing():
             await self._http.ask("POST", path, type(None), body=back, token=self._token)
 
     async def drain(self, node: str) -> None:
-        """Give this node nothing more."""
-        with _lost():
+        """Stop leasing sessions to this node."""
+        with _fencing():
             await self._http.ask("POST", f"/v1/nodes/{node}/drain", type(None), token=self._token)
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
-        """Add to the log of a session; returns its length, from which to go on."""
-        with _lost():
-            told = await self._http.ask(
+        """Append to the log of a session; returns its length, the next offset."""
+        with _fencing():
+            log = await self._http.ask(
                 "POST",
                 f"/v1/sessions/{session}/log",
-                _Length,
+                _LogLength,
                 query={"epoch": epoch, "offset": offset},
                 body=chunk,
                 token=self._token,
             )
-        return told.length
+        return log.length
 
 
 @contextlib.contextmanager
-def _lost() -> Iterator[None]:
+def _fencing() -> Iterator[None]:
+    """Raise 401, the answer to a revoked token, as a lost lease."""
     try:
         yield
     except ServerError as error:
@@ -145,7 +145,7 @@ def _lost() -> Iterator[None]:
         raise FencedError(str(error)) from error
 
 
-def _write(path: Path, token: str) -> None:
+def _write_token(path: Path, token: str) -> None:
     draft = path.with_suffix(".part")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,32 +1,79 @@
-"""Events and logs as they come, from where they broke off: no break loses or repeats anything."""
+"""Streams of results, groups, events and log output, resumed after every break.
+
+Each stream asks again from its last position when a connection breaks or the server restarts;
+within one iteration nothing is lost and nothing comes twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import cached_property
+from types import TracebackType
+from typing import NamedTuple, Self
 
+import aiohttp
 import msgspec
+import zstandard
 
-from tugline.client.transport import Attempts, Transport, quoted
-from tugline.protocol import Counts, Event, SessionView
-from tugline.types import TERMINAL
+from tugline.client.transport import BROKEN, Transport, is_transient, quote_id
+from tugline.errors import ServerError
+from tugline.protocol import Consumer, Counts, Event, Results, ResultView, SessionView, TaskView
+from tugline.types import TERMINAL, Trajectory, decode
+
+_FRAMES = "application/x-msgpack"
+_GROUP_LIMIT = 100
+"""Most results in a page of groups: all results of a group are in memory at once."""
 
 
-async def events(
+class Attempts:
+    """Attempts at one stream, each of which resumes where the last one broke off.
+
+    ``while not attempts.done: async with attempts: ...``, where the body sets `done` at the end of
+    the stream. Raises a `ServerError` that no retry can resolve, or the last one at the deadline.
+    """
+
+    def __init__(self, http: Transport, name: str) -> None:
+        self.done = False
+        self._http, self._name = http, name
+        self._budget = http.start_budget()
+        self.renew = self._budget.renew
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> bool:
+        if error is None and self.done:
+            return True
+        if error is None:
+            error = ServerError(f"{self._http.url} ended {self._name}; it is shutting down")
+        elif isinstance(error, BROKEN):
+            error = self._http.make_unreachable_error(error)
+        elif not (isinstance(error, ServerError) and is_transient(error)):
+            return False
+        await self._budget.wait(error)
+        return True
+
+
+# --------------------------------------------------------------------------- events and logs
+async def stream_events(
     http: Transport, after: int | None, task: str | None
 ) -> AsyncGenerator[Event, None]:
-    """What happens after a position, or from now on. Raises `ServerError` when there is no way."""
+    """Events after a position, or from now on. Raises `ServerError` at the deadline."""
     if after is None:
         after = (await http.ask("GET", "/v1/status", Counts)).position
     attempts = Attempts(http, "the stream of events")
-    while not attempts.over:
+    while not attempts.done:
+        headers = {"Last-Event-ID": str(after)}
+        query = {"task": task}
         async with (
             attempts,
-            http.stream(
-                "/v1/events",
-                "text/event-stream",
-                query={"task": task},
-                headers={"Last-Event-ID": str(after)},
-            ) as answer,
+            http.stream("/v1/events", "text/event-stream", query=query, headers=headers) as answer,
         ):
             async for line in answer.content:
                 attempts.renew()
@@ -37,33 +84,164 @@ async def events(
                     attempts.renew()
 
 
-async def log(
+async def stream_log(
     http: Transport, session: str, *, tail: int | None, follow: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The log of a session, from its beginning or the last `tail` bytes; to its end if followed.
+    """The log of a session, from its beginning or its last `tail` bytes; to its end if followed.
 
-    A stream also ends when its server goes down. So the end is where nothing more comes of a log
-    that was known to be complete before it was asked for.
+    A stream also ends when its server stops. So the log is complete when a request that began after
+    the end of the session brings nothing more.
     """
-    path, attempts = f"/v1/sessions/{quoted(session)}/log", Attempts(http, "the log")
+    path, attempts = f"/v1/sessions/{quote_id(session)}/log", Attempts(http, "the log")
     offset: int | None = None if tail else 0
     complete = not follow
-    while not attempts.over:
-        more = False
+    while not attempts.done:
+        progress = False
         query = {"offset": offset, "tail": tail if offset is None else None, "follow": not complete}
         async with attempts:
             async with http.stream(path, "text/plain", query=query) as answer:
                 offset = int(answer.headers.get("tugline-offset", offset or 0))
-                async for piece in answer.content.iter_any():
-                    yield piece
-                    offset, more = offset + len(piece), True
+                async for chunk in answer.content.iter_any():
+                    yield chunk
+                    offset += len(chunk)
+                    progress = True
                     attempts.renew()
-            attempts.over = complete and not more
-            complete = complete or await _is_over(http, session)
+            attempts.done = complete and not progress
+            complete = complete or await _is_final(http, session)
             attempts.renew()
 
 
-async def _is_over(http: Transport, session: str) -> bool:
-    return (
-        await http.ask("GET", f"/v1/sessions/{quoted(session)}", SessionView)
-    ).status in TERMINAL
+async def _is_final(http: Transport, session: str) -> bool:
+    view = await http.ask("GET", f"/v1/sessions/{quote_id(session)}", SessionView)
+    return view.status in TERMINAL
+
+
+# --------------------------------------------------------------------------- results and groups
+class Result:
+    """The result of one session; its trajectory is decoded on first access."""
+
+    def __init__(self, view: ResultView, packed: bytes) -> None:
+        self.view = view
+        self.packed = packed
+        """`types.encode`, zstd-compressed; empty for a session that never ran."""
+
+    @property
+    def cursor(self) -> int:
+        """Position to acknowledge once this result, and all before it, are stored."""
+        return self.view.position
+
+    @cached_property
+    def trajectory(self) -> Trajectory | None:
+        """The session's trajectory; None for a session that never ran."""
+        return unpack(self.packed) if self.packed else None
+
+    def __repr__(self) -> str:
+        view = self.view
+        return f"<Result {view.session} {view.status} reward={view.reward} at {view.position}>"
+
+
+class GroupResults(NamedTuple):
+    """All results of a released task."""
+
+    view: TaskView
+    """Its `missing` names the samples without a usable result."""
+    results: tuple[Result, ...]
+    """By sample."""
+
+    @property
+    def cursor(self) -> int:
+        """Position to acknowledge once this group, and all before it, are stored."""
+        return self.view.released or 0
+
+
+class ResultQuery(NamedTuple):
+    """Which results to read."""
+
+    consumer: str | None
+    after: int | None
+    tasks: tuple[str, ...]
+    groups: bool
+    follow: bool
+    """Whether to wait for further results at the end."""
+
+
+def unpack(packed: bytes) -> Trajectory:
+    """Decode a compressed trajectory."""
+    return decode(zstandard.ZstdDecompressor().decompress(packed), Trajectory)
+
+
+async def stream_results(
+    http: Transport, query: ResultQuery
+) -> AsyncGenerator[Result | GroupResults | None, None]:
+    """Results, or groups, from `query.after` on; None at the end of each page.
+
+    The server sends frames: a page (`Results`), then the trajectory of each of its items. After a
+    break the last page is requested again, and items already yielded are skipped. Raises
+    `ServerError` at the deadline.
+    """
+    after, yielded = await _find_start(http, query), 0
+    attempts = Attempts(http, "the stream of results")
+    while not attempts.done:
+        async with attempts:
+            async with aclosing(_stream_pages(http, query, after)) as pages:
+                async for page, item in pages:
+                    attempts.renew()
+                    if item is None:
+                        after = page.cursor
+                        yield None
+                    elif item.cursor > yielded:
+                        yield item
+                        yielded = item.cursor
+                        attempts.renew()
+            attempts.done = not query.follow and not await _has_more(http, query, after)
+
+
+async def _find_start(http: Transport, query: ResultQuery) -> int:
+    """The consumer's position; requested once, so that a break cannot return to it."""
+    if query.after is not None:
+        return query.after
+    if query.consumer is None:
+        return 0
+    consumers = await http.ask("GET", "/v1/consumers", list[Consumer])
+    return next((each.acked for each in consumers if each.name == query.consumer), 0)
+
+
+async def _has_more(http: Transport, query: ResultQuery, after: int) -> bool:
+    """Whether a stream ended too early, because its server stopped."""
+    parameters = _parameters(query, after) | {"limit": 1}
+    page = await http.ask("GET", "/v1/results", Results, query=parameters)
+    return bool(page.items or page.groups)
+
+
+async def _stream_pages(
+    http: Transport, query: ResultQuery, after: int
+) -> AsyncGenerator[tuple[Results, Result | GroupResults | None], None]:
+    """Each item with its page, and None after the last one of a page."""
+    parameters = _parameters(query, after) | {"follow": query.follow}
+    async with http.stream("/v1/results", _FRAMES, query=parameters) as answer:
+        while (head := await _read_frame(answer, may_end=True)) is not None:
+            page = msgspec.msgpack.decode(head, type=Results)
+            groups = {group.id: group for group in page.groups}
+            gathered: dict[str, list[Result]] = {name: [] for name in groups}
+            for view in page.items:
+                result = Result(view, await _read_frame(answer) or b"")
+                if not query.groups:
+                    yield page, result
+                else:
+                    gathered[view.task].append(result)
+            for name, group in groups.items():
+                yield page, GroupResults(group, tuple(gathered.pop(name)))
+            yield page, None
+
+
+def _parameters(query: ResultQuery, after: int) -> dict[str, int | bool | Sequence[str]]:
+    return {"after": after, "task": query.tasks, "groups": query.groups, "limit": _GROUP_LIMIT}
+
+
+async def _read_frame(answer: aiohttp.ClientResponse, *, may_end: bool = False) -> bytes | None:
+    """The next frame; None at the end of the stream, if it `may_end` here."""
+    if may_end and (answer.content.at_eof() or not (first := await answer.content.read(1))):
+        return None
+    start = first if may_end else b""
+    length = int.from_bytes(start + await answer.content.readexactly(4 - len(start)), "big")
+    return await answer.content.readexactly(length)

@@ -1,7 +1,7 @@
-"""`Client` without await: the same client, on the event loop of a thread of its own.
+"""Blocking client: `Client` on the event loop of a background thread.
 
-For scripts, notebooks and trainers that have no event loop. One `SyncClient` may be used from
-several threads. Its methods are made of those of `Client`, with their types and their words.
+For scripts, notebooks and trainers without an event loop. One `SyncClient` may be used from several
+threads. Every method is derived from the one of `Client`, with its signature and docstring.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _waited(
+def _block(
     method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[SyncClient, P], T]:
     @functools.wraps(method)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._do(method(self._client, *args, **kwargs))
+        return self._run(method(self._client, *args, **kwargs))
 
     return call
 
 
-def _each(
+def _iterate(
     method: Callable[Concatenate[Client, P], AsyncIterator[T]],
 ) -> Callable[Concatenate[SyncClient, P], Iterator[T]]:
     @functools.wraps(method)
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         items = method(self._client, *args, **kwargs)
         try:
-            while (item := self._do(_next(items))) is not None:
+            while (item := self._run(_next(items))) is not None:
                 yield item
         finally:
-            self._leave(items)
+            self._close(items)
 
     return call
 
 
-def _entered(
+def _enter(
     method: Callable[Concatenate[Client, P], AbstractAsyncContextManager[T]],
 ) -> Callable[Concatenate[SyncClient, P], AbstractContextManager[T]]:
     @functools.wraps(method)
     @contextlib.contextmanager
     def call(self: SyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         block = method(self._client, *args, **kwargs)
-        value = self._do(block.__aenter__())
+        value = self._run(block.__aenter__())
         try:
             yield value
         finally:
-            self._do(block.__aexit__(None, None, None))
+            self._run(block.__aexit__(None, None, None))
 
     return call
 
 
 class SyncClient:
-    """A rollout server; a context manager. Each method is that of `Client`, and waits for it."""
+    """Blocking client of one rollout server; a context manager. See `Client`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class SyncClient:
         run = self._loop.run_forever
         self._thread = threading.Thread(target=run, name="tugline-client", daemon=True)
         self._thread.start()
-        self._do(self._client.__aenter__())
+        self._run(self._client.__aenter__())
         return self
 
     def __exit__(
@@ -97,8 +97,8 @@ class SyncClient:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        self._do(loop.shutdown_asyncgens())
-        self._do(self._client.__aexit__(kind, error, trace))
+        self._run(loop.shutdown_asyncgens())
+        self._run(self._client.__aexit__(kind, error, trace))
         self._loop = self._thread = None
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -106,47 +106,47 @@ class SyncClient:
 
     @property
     def url(self) -> str:
-        """Of the server."""
+        """URL of the server."""
         return self._client.url
 
-    submit = _waited(Client.submit)
-    task = _waited(Client.task)
-    task_body = _waited(Client.task_body)
-    tasks = _each(Client.tasks)
-    session = _waited(Client.session)
-    sessions = _each(Client.sessions)
-    cancel = _waited(Client.cancel)
-    released = _each(Client.released)
+    submit = _block(Client.submit)
+    task = _block(Client.task)
+    task_body = _block(Client.task_body)
+    tasks = _iterate(Client.tasks)
+    session = _block(Client.session)
+    sessions = _iterate(Client.sessions)
+    cancel = _block(Client.cancel)
+    released = _iterate(Client.released)
 
-    results = _each(Client.results)
-    groups = _each(Client.groups)
-    ack = _waited(Client.ack)
-    consumers = _waited(Client.consumers)
-    result = _waited(Client.result)
-    trajectory = _waited(Client.trajectory)
+    results = _iterate(Client.results)
+    groups = _iterate(Client.groups)
+    ack = _block(Client.ack)
+    consumers = _block(Client.consumers)
+    result = _block(Client.result)
+    trajectory = _block(Client.trajectory)
 
-    events = _each(Client.events)
-    log = _each(Client.log)
-    status = _waited(Client.status)
-    list_events = _waited(Client.list_events)
-    metrics = _waited(Client.metrics)
-    nodes = _waited(Client.nodes)
-    drain = _waited(Client.drain)
-    deliveries = _waited(Client.deliveries)
-    redeliver = _waited(Client.redeliver)
+    events = _iterate(Client.events)
+    log = _iterate(Client.log)
+    status = _block(Client.status)
+    list_events = _block(Client.list_events)
+    metrics = _block(Client.metrics)
+    nodes = _block(Client.nodes)
+    drain = _block(Client.drain)
+    deliveries = _block(Client.deliveries)
+    redeliver = _block(Client.redeliver)
 
-    weights = _waited(Client.weights)
-    announce = _waited(Client.announce)
-    pause = _waited(Client.pause)
-    resume = _waited(Client.resume)
-    paused = _entered(Client.paused)
+    weights = _block(Client.weights)
+    announce = _block(Client.announce)
+    pause = _block(Client.pause)
+    resume = _block(Client.resume)
+    paused = _enter(Client.paused)
 
     def wait(self, tasks: str | Iterable[str], *, within_s: float | None = None) -> list[TaskView]:
-        """Until all of these tasks are released. Raises `TimeoutError` after `within_s`."""
-        return self._do(asyncio.wait_for(self._client.wait(tasks), within_s))
+        """Wait until all of these tasks are released. Raises `TimeoutError` after `within_s`."""
+        return self._run(asyncio.wait_for(self._client.wait(tasks), within_s))
 
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the client's loop. An interrupt here ends the work there, too."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the client's loop. An interrupt here cancels the work there."""
         if self._loop is None:
             work.close()
             msg = "this client is not open: use `with SyncClient(...) as client`"
@@ -158,15 +158,15 @@ class SyncClient:
             future.cancel()
             raise
 
-    def _leave(self, items: AsyncIterator[Any]) -> None:
-        """Close a stream; without waiting where the garbage collector does so in our thread."""
+    def _close(self, items: AsyncIterator[Any]) -> None:
+        """Close a stream; without waiting if the garbage collector does so in the loop's thread."""
         if self._loop is None or not isinstance(items, AsyncGenerator):
             return
         if threading.current_thread() is self._thread:
             asyncio.run_coroutine_threadsafe(items.aclose(), self._loop)
             return
-        with contextlib.suppress(RuntimeError):  # a step that was interrupted is closing it
-            self._do(items.aclose())
+        with contextlib.suppress(RuntimeError):  # an interrupted step is closing it already
+            self._run(items.aclose())
 
 
 async def _next(items: AsyncIterator[T]) -> T | None:

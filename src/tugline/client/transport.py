@@ -1,9 +1,9 @@
-"""HTTP to one server: every call has a deadline, and rides out what passes by itself.
+"""HTTP to one server, with a deadline for every call and retries of transient failures.
 
-A server that restarts, a full store (503) and a lost connection are tried again, with back-off and
-jitter, until the call's deadline; an answer that says no is an error at once, of the class that the
-server raised. All calls of the API may come twice without harm: tasks and sessions have ids that
-the caller knows, results are told apart by their digest, questions name what the asker has (I3).
+A restarting server, a full store (503) and a lost connection are retried with back-off and jitter
+until the call's deadline; a refusal is an error at once, of the class that the server raised. Every
+call of the API is idempotent: tasks and sessions have ids chosen by the caller, results have a
+digest, and reads name a position (I3).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -25,18 +25,19 @@ from tugline.errors import Conflict, FencedError, Invalid, Missing, ServerError,
 from tugline.protocol import Problem
 
 T = TypeVar("T")
+Sleep = Callable[[float], Awaitable[None]]
 Query = Mapping[str, str | int | float | bool | Sequence[str] | None]
 """None leaves a parameter out, a sequence gives it several times."""
 
 CONNECT_S = 5.0
 TRY_S = 30.0
-"""How long a server may be silent in one try, apart from what it was asked to wait."""
+"""Longest silence of a server in one attempt, not counting a requested wait."""
 SLOWEST = 1 << 20
-"""Bytes a second that a line has: a large body has more time."""
+"""Bytes per second that a connection is assumed to have at least; large bodies get more time."""
 SILENCE_S = 45.0
-"""Three signs of life of a stream that were missed."""
-SHORTEST_S, LONGEST_S = 0.05, 2.0
-"""Of the pause between two tries."""
+"""Longest silence of a stream: three missed keep-alives."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+"""Bounds of the pause between two attempts."""
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 _CLASSES: dict[str, type[ServerError]] = {
@@ -47,15 +48,16 @@ _CLASSES: dict[str, type[ServerError]] = {
     "fenced": FencedError,
 }
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, asyncio.IncompleteReadError)
-"""What a connection that is lost, or does not come about, raises."""
+"""Raised when a connection is lost or cannot be made."""
 _log = log.get("client")
 
 
 class RetryBudget:
-    """Time that is left for something, and the pauses between its tries."""
+    """Remaining time of an operation, and the pauses between its attempts."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, sleep: Sleep = asyncio.sleep) -> None:
         self.seconds = seconds
+        self._sleep = sleep
         self.renew()
 
     @property
@@ -64,63 +66,34 @@ class RetryBudget:
         return self._end - asyncio.get_running_loop().time()
 
     def renew(self) -> None:
-        """Something came of it: all the time again."""
+        """Restart the budget after progress."""
         self._end = asyncio.get_running_loop().time() + self.seconds
-        self._pause = SHORTEST_S
+        self._pause = MIN_PAUSE_S
 
-    def at_most(self, seconds: float) -> None:
-        """No more than so many seconds from now on."""
+    def limit(self, seconds: float) -> None:
+        """Leave at most `seconds` from now on."""
         self._end = min(self._end, asyncio.get_running_loop().time() + seconds)
 
     async def wait(self, error: ServerError, at_least: float = 0.0) -> None:
-        """Pause before the next try. Raises `error` if the deadline would pass meanwhile."""
+        """Pause before the next attempt. Raises `error` if the deadline would pass first."""
         pause = max(at_least, self._pause * random.uniform(0.5, 1.0))
         if pause >= self.left:
             raise error
-        _log.debug("tried again", error=str(error), pause_s=round(pause, 3))
-        self._pause = min(LONGEST_S, self._pause * 2)
-        await asyncio.sleep(pause)
-
-
-class Attempts:
-    """Attempts at one stream, each of which goes on where the last one broke off.
-
-    ``while not attempts.over: async with attempts: ...``, in which `over` is set at its end. Raises
-    the `ServerError` that no attempt will mend, or the last one when the time is over.
-    """
-
-    def __init__(self, http: Transport, what: str) -> None:
-        self.over = False
-        self._http, self._what = http, what
-        self._patience = RetryBudget(http.deadline_s)
-        self.renew = self._patience.renew
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> bool:
-        if error is None and self.over:
-            return True
-        if error is None:
-            error = ServerError(f"{self._http.url} ended {self._what}; it is going down")
-        elif isinstance(error, BROKEN):
-            error = self._http.unreachable(error)
-        elif not (isinstance(error, ServerError) and is_passing(error)):
-            return False
-        await self._patience.wait(error)
-        return True
+        _log.debug("retrying", error=str(error), pause_s=round(pause, 3))
+        self._pause = min(MAX_PAUSE_S, self._pause * 2)
+        await self._sleep(pause)
 
 
 class Transport:
-    """One connection pool to one server; an async context manager."""
+    """A connection pool to one server; an async context manager."""
 
-    def __init__(self, url: str, token: str, *, deadline_s: float) -> None:
-        self.url, self._token, self.deadline_s = url.rstrip("/"), token, deadline_s
+    def __init__(
+        self, url: str, token: str, *, deadline_s: float, sleep: Sleep = asyncio.sleep
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.deadline_s = deadline_s
+        self._token = token
+        self._sleep = sleep
         if not self.url.startswith(("http://", "https://")):
             msg = f"server {url!r} must be a URL such as http://127.0.0.1:7700"
             raise UsageError(msg)
@@ -154,21 +127,21 @@ class Transport:
         wait_s: float = 0.0,
         token: str | None = None,
     ) -> T:
-        """The answer as `kind`; as it is for `bytes`, and None for ``type(None)``.
+        """Send a request; return the response decoded as `kind`, undecoded for `bytes`.
 
-        `wait_s` is how long the server was asked to wait, which is not on the deadline. Raises
+        `wait_s` is how long the server was asked to wait, on top of the deadline. Raises
         `ServerError`, of the class that fits.
         """
-        packed, headers = body, self._headers(token)
+        content, headers = body, self._headers(token)
         headers["Accept"] = "application/zstd, */*" if kind is bytes else "application/json"
         if body is not None and not isinstance(body, bytes):
-            packed = msgspec.json.encode(body)
+            content = msgspec.json.encode(body)
             headers["Content-Type"] = "application/json"
-        sending_s = len(packed) / SLOWEST if isinstance(packed, bytes) else 0.0
-        patience = RetryBudget(self.deadline_s + wait_s + sending_s)
+        sending_s = len(content) / SLOWEST if isinstance(content, bytes) else 0.0
+        budget = RetryBudget(self.deadline_s + wait_s + sending_s, self._sleep)
         while True:
-            late = aiohttp.ClientTimeout(
-                total=max(0.01, patience.left),
+            timeout = aiohttp.ClientTimeout(
+                total=max(0.01, budget.left),
                 sock_connect=CONNECT_S,
                 sock_read=min(TRY_S, self.deadline_s) + wait_s + sending_s,
             )
@@ -177,20 +150,24 @@ class Transport:
                     method,
                     self.url + path,
                     params=_params(query),
-                    data=packed,
+                    data=content,
                     headers=headers,
-                    timeout=late,
-                ) as answer:
-                    data = await answer.read()
-                    if answer.ok:
-                        return self._told(data, kind)
-                    error, after = refusal(answer, data), retry_after(answer)
+                    timeout=timeout,
+                ) as response:
+                    data = await response.read()
+                    if response.ok:
+                        return self._decode(data, kind)
+                    error, pause_s = _parse_problem(response, data), _parse_retry_after(response)
             except BROKEN as broken:
-                error, after = self.unreachable(broken), 0.0
+                error, pause_s = self.make_unreachable_error(broken), 0.0
             if error.status is not None and error.status not in _RETRIED:
                 raise error
-            patience.at_most(self.deadline_s + sending_s)  # there is nothing to wait for any more
-            await patience.wait(error, after)
+            budget.limit(self.deadline_s + sending_s)  # the requested wait is over
+            await budget.wait(error, pause_s)
+
+    def start_budget(self) -> RetryBudget:
+        """Start the retry budget of a stream, to be renewed by progress."""
+        return RetryBudget(self.deadline_s, self._sleep)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -201,26 +178,26 @@ class Transport:
         query: Query | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A long answer, one try. Raises `ServerError`, and `BROKEN` when it breaks off."""
+        """Open a streamed response, without retries. Raises `ServerError` or one of `BROKEN`."""
         sent = self._headers() | {"Accept": accept} | dict(headers or {})
-        late = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         async with self._open.get(
-            self.url + path, params=_params(query), headers=sent, timeout=late
-        ) as answer:
-            if not answer.ok:
-                raise refusal(answer, await answer.read())
-            yield answer
+            self.url + path, params=_params(query), headers=sent, timeout=timeout
+        ) as response:
+            if not response.ok:
+                raise _parse_problem(response, await response.read())
+            yield response
 
-    def unreachable(self, error: BaseException) -> ServerError:
-        """What a lost connection is called."""
-        number = getattr(error, "errno", None) or 0
-        why = os.strerror(number) if number > 0 else str(error) or type(error).__name__
-        return ServerError(f"the server at {self.url} cannot be reached: {why}")
+    def make_unreachable_error(self, error: BaseException) -> ServerError:
+        """Describe a lost connection."""
+        number = error.errno if isinstance(error, OSError) and error.errno else 0
+        reason = os.strerror(number) if number > 0 else str(error) or type(error).__name__
+        return ServerError(f"the server at {self.url} cannot be reached: {reason}")
 
     def _headers(self, token: str | None = None) -> dict[str, str]:
         return {"Authorization": f"Bearer {token or self._token}"}
 
-    def _told(self, data: bytes, kind: type[T]) -> T:
+    def _decode(self, data: bytes, kind: type[T]) -> T:
         if kind is bytes:
             return data  # type: ignore[return-value]
         if kind is type(None):
@@ -228,7 +205,7 @@ class Transport:
         try:
             return msgspec.json.decode(data, type=kind)
         except msgspec.DecodeError as error:
-            msg = f"{self.url} answered what is no {kind}: {error}; is it a Tugline server?"
+            msg = f"{self.url} sent no valid {kind}: {error}; is it a Tugline server?"
             raise ServerError(msg, status=200) from error
 
     @property
@@ -239,40 +216,41 @@ class Transport:
         return self._http
 
 
-def quoted(name: str) -> str:
-    """An id as a part of a path, whatever somebody has typed for one."""
+def quote_id(name: str) -> str:
+    """Quote an id as one segment of a path."""
     return quote(name, safe="")
 
 
-def is_passing(error: ServerError) -> bool:
-    """Whether trying again may help."""
+def is_transient(error: ServerError) -> bool:
+    """Whether a retry may help."""
     return error.status is None or error.status in _RETRIED
 
 
-def retry_after(answer: aiohttp.ClientResponse) -> float:
-    """Seconds that the server asks for before the next try."""
-    told = answer.headers.get("Retry-After", "")
-    return float(told) if told.isdigit() else 0.0
+def _parse_retry_after(response: aiohttp.ClientResponse) -> float:
+    """Seconds that the server asks to wait before the next attempt."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdigit() else 0.0
 
 
-def refusal(answer: aiohttp.ClientResponse, data: bytes) -> ServerError:
-    """The error that a problem body tells of; any other body is quoted."""
+def _parse_problem(response: aiohttp.ClientResponse, data: bytes) -> ServerError:
+    """The error that a problem body describes; any other body is quoted."""
     try:
         problem = msgspec.json.decode(data, type=Problem)
     except msgspec.DecodeError:
         text = " ".join(data[:200].decode(errors="replace").split())
-        return ServerError(f"{answer.status} {answer.reason}: {text}", status=answer.status)
+        message = f"{response.status} {response.reason}: {text}"
+        return ServerError(message, status=response.status)
     kind = _CLASSES.get(problem.type.rpartition(":")[2], ServerError)
-    return kind(problem.detail, status=answer.status, field=problem.field)
+    return kind(problem.detail, status=response.status, field=problem.field)
 
 
 def _params(query: Query | None) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for name, value in (query or {}).items():
         many: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-        pairs += [(name, _text(one)) for one in many if one is not None]
+        pairs += [(name, _to_text(item)) for item in many if item is not None]
     return pairs
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

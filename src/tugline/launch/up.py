@@ -50,7 +50,7 @@ async def work(told: Settings, folder: Path, url: str, token: str, say: Say) -> 
             await one.node.run()
 
     kept = folder / NODES / name_of(told) / "token"
-    async with NodeClient(url, token, kept=kept) as server:
+    async with NodeClient(url, token, token_file=kept) as server:
         await _work(told, folder, server, say, run)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tugline.client.discovery import Found, find_server
+from tugline.client.discovery import find_server
 from tugline.errors import UsageError
 
 
@@ -29,8 +29,8 @@ def up(folder: Path, url: str = "http://127.0.0.1:7700") -> None:
 def test_the_folder_here_is_enough(here: Path) -> None:
     """Nothing needs to be told on the machine of the server."""
     up(here / "tugline-data")
-    assert find_server() == Found("http://127.0.0.1:7700", "c")
-    assert find_server("http://127.0.0.1:7700/") == Found("http://127.0.0.1:7700/", "c")
+    assert find_server() == ("http://127.0.0.1:7700", "c")
+    assert find_server("http://127.0.0.1:7700/") == ("http://127.0.0.1:7700/", "c")
 
 
 def test_what_is_told_goes_first(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,10 +39,10 @@ def test_what_is_told_goes_first(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     up(here / "other", "http://other:1")
     monkeypatch.setenv("TUGLINE_SERVER", "http://env:1")
     monkeypatch.setenv("TUGLINE_TOKEN", "e")
-    assert find_server() == Found("http://env:1", "e")
-    assert find_server("http://flag:1", "f") == Found("http://flag:1", "f")
+    assert find_server() == ("http://env:1", "e")
+    assert find_server("http://flag:1", "f") == ("http://flag:1", "f")
     monkeypatch.delenv("TUGLINE_TOKEN")
-    assert find_server(folder="other") == Found("http://other:1", "c")
+    assert find_server(folder="other") == ("http://other:1", "c")
 
 
 def test_a_token_goes_to_its_own_server_only(here: Path) -> None:
