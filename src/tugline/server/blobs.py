@@ -1,8 +1,8 @@
-"""Where encoded trajectories lie: a local directory or an object store, by name (I7).
+"""Encoded trajectories by name, in a local directory or an object store (I7).
 
-A blob is written before the row that points to it and is on the disk when `put` returns, so a
-result that is listed can be read (I3). A crash in between leaves a blob that no row points to:
-`sweep` removes those. A blob is whole or not there, also when the disk is full.
+A blob is written before the row that refers to it and is on disk when `put` returns, so a listed
+result can be read (I3). A crash in between leaves a blob without a row: `sweep` removes those. A
+blob is whole or absent, even when the disk is full.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,16 +23,16 @@ from tugline.server.store import results
 from tugline.server.store.database import Database
 
 ORPHAN_S = 3600.0
-"""A blob may be that long without a row; it takes seconds."""
+"""Age at which a blob without a row is removed; writing the row takes seconds."""
 _TEMPORARY = ".tmp-"
 _CHUNK = 1000
 
 
 class Blobs(Protocol):
-    """Bytes by name. All raise `StoreError` when the place cannot be used."""
+    """Bytes by name. All raise `StoreError` if the storage cannot be used."""
 
     async def put(self, name: str, data: bytes) -> None:
-        """Keep it durably. The same name again replaces it."""
+        """Store it durably, in place of a blob of the same name."""
         ...
 
     async def get(self, name: str) -> bytes:
@@ -41,16 +40,16 @@ class Blobs(Protocol):
         ...
 
     async def delete(self, name: str) -> None:
-        """Remove it, if it is there."""
+        """Remove it, if it exists."""
         ...
 
-    def older(self, than: float) -> AsyncIterator[list[str]]:
-        """Names, some at a time, of what was put before that time."""
+    def list_older(self, than: float) -> AsyncIterator[list[str]]:
+        """Names of blobs from before that time, some at a time."""
         ...
 
 
 def open_blobs(where: str) -> Blobs:
-    """The place that `where` names: a directory, or a URL such as ``s3://bucket/prefix``."""
+    """Open a directory, or a URL such as ``s3://bucket/prefix``."""
     if "://" in where and not where.startswith("file://"):
         objects = importlib.import_module("tugline.server.objects")  # needs an extra
         opened: Blobs = objects.ObjectBlobs(where)
@@ -59,15 +58,15 @@ def open_blobs(where: str) -> Blobs:
 
 
 async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) -> int:
-    """Delete the blobs that no result points to; returns how many."""
-    gone = 0
-    async for names in blobs.older(time.time() - older_s):
+    """Delete the blobs that no result refers to; returns how many."""
+    deleted = 0
+    async for names in blobs.list_older(time.time() - older_s):
         for start in range(0, len(names), _CHUNK):
             some = names[start : start + _CHUNK]
-            for name in set(some) - await database.read(partial(results.known, blobs=some)):
+            for name in set(some) - await database.read(results.list_blobs, some):
                 await blobs.delete(name)
-                gone += 1
-    return gone
+                deleted += 1
+    return deleted
 
 
 class LocalBlobs:
@@ -77,15 +76,15 @@ class LocalBlobs:
         self._folder = folder
 
     async def put(self, name: str, data: bytes) -> None:
-        """Write beside, flush, rename, flush the directory."""
+        """Write a temporary file, flush, rename, flush the directory."""
         path = self._path(name)
-        with _explained("write", path):
+        with _explain("write", path):
             await asyncio.to_thread(self._put, path, data)
 
     async def get(self, name: str) -> bytes:
         """Read the file."""
         path = self._path(name)
-        with _explained("read", path):
+        with _explain("read", path):
             try:
                 return await asyncio.to_thread(path.read_bytes)
             except FileNotFoundError:
@@ -94,14 +93,14 @@ class LocalBlobs:
     async def delete(self, name: str) -> None:
         """Remove the file."""
         path = self._path(name)
-        with _explained("remove", path):
+        with _explain("remove", path):
             await asyncio.to_thread(path.unlink, missing_ok=True)
 
-    async def older(self, than: float) -> AsyncIterator[list[str]]:
-        """Names, one directory at a time; what a crash left half-written is removed on the way."""
-        with _explained("list", self._folder):
+    async def list_older(self, than: float) -> AsyncIterator[list[str]]:
+        """Names, one directory at a time; removes temporary files that a crash left."""
+        with _explain("list", self._folder):
             for shard in await asyncio.to_thread(lambda: sorted(self._folder.glob("??"))):
-                yield await asyncio.to_thread(_older, shard, than)
+                yield await asyncio.to_thread(_list_older, shard, than)
 
     def _path(self, name: str) -> Path:
         if Path(name).name != name:
@@ -126,7 +125,7 @@ class LocalBlobs:
             raise
 
 
-def _older(shard: Path, than: float) -> list[str]:
+def _list_older(shard: Path, than: float) -> list[str]:
     names = []
     with os.scandir(shard) as entries:
         for entry in entries:
@@ -152,7 +151,7 @@ def _missing(name: str) -> Missing:
 
 
 @contextlib.contextmanager
-def _explained(verb: str, path: Path) -> Iterator[None]:
+def _explain(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,51 +1,63 @@
-"""From the queue to the nodes: who asks for work waits here until there is some (I3).
+"""The server's `Dispatcher`: sessions from the queue to the nodes, results and logs back (I3).
 
-Every node keeps one question outstanding. All that wait are served together, in one transaction, at
-the moment when work comes in: nothing is polled, and the dispatch delay is that of one commit. A
-question is also answered at once when its node has something else to do: to stop a session, to
-pause, to go. What a node was told once it is not told at once again, so a node that takes its time
-does not go round in circles; renewals repeat everything.
+Every node keeps one lease request open. All waiting requests are served together, in one
+transaction, when work comes in: nothing is polled, and the dispatch delay is that of one commit. A
+request is also answered at once when its node has other orders: stop a session, pause, drain. What
+a node was told once does not answer its next request at once again, so a slow node does not spin;
+renewals repeat everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from tugline import log
-from tugline.errors import StoreError
-from tugline.protocol import HeldSession, LeaseRequest, LeaseResponse, Renewal, Stop, Work
+from tugline.errors import FencedError, Missing, StoreError
+from tugline.protocol import (
+    Commit,
+    CommitOutcome,
+    HeldSession,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistered,
+    NodeRegistration,
+    Release,
+    Renewal,
+    Stop,
+    Work,
+)
+from tugline.server.blobs import Blobs
 from tugline.server.hub import Subscription
-from tugline.server.store import leases, nodes, tasks
-from tugline.server.store.base import Tx
+from tugline.server.logs import Logs
+from tugline.server.store import leases, nodes, sessions, tasks
 from tugline.server.store.database import Database
-from tugline.server.store.leases import Heard
+from tugline.server.store.leases import Orders
+from tugline.server.validation import check_registration, read_end
 from tugline.types import Session, Task
 
-LONGEST_S = 60.0
-"""No question waits longer, whatever it asks for."""
-_BODIES = 64
+MAX_WAIT_S = 60.0
+"""No request waits longer, whatever it asks for."""
+_CACHED_TASKS = 64
 _PAUSE_S = 0.2
 _log = log.get("server")
 
 
 @dataclass(eq=False)
-class _Asker:
+class _Waiter:
     """A node that waits for work."""
 
     node: str
     capacity: int
-    bell: Subscription
-    given: list[Session] = field(default_factory=list)
+    subscription: Subscription
+    granted: list[Session] = field(default_factory=list)
 
 
-class _Told(NamedTuple):
+class _Known(NamedTuple):
     """What a node knows from its last answer."""
 
     stop: frozenset[Stop] = frozenset()
@@ -54,145 +66,173 @@ class _Told(NamedTuple):
     follow: frozenset[str] = frozenset()
 
 
-class Dispatch:
-    """Answers nodes; `followed` says whose logs are read now. Rounds go on while it is open."""
+class ServerDispatcher:
+    """Implements `protocol.Dispatcher` on the store; an async context manager."""
 
-    def __init__(
-        self, database: Database, *, lease_s: float, followed: Callable[[], Collection[str]]
-    ) -> None:
-        self._database, self._lease_s, self._followed = database, lease_s, followed
-        self._waiting: dict[str, _Asker] = {}
-        self._told: dict[str, _Told] = {}
-        self._bodies: OrderedDict[str, Task] = OrderedDict()
-        self._asked = Subscription()
+    def __init__(self, database: Database, blobs: Blobs, logs: Logs, *, lease_s: float) -> None:
+        self._database, self._blobs, self._logs, self._lease_s = database, blobs, logs, lease_s
+        self._waiting: dict[str, _Waiter] = {}
+        self._known: dict[str, _Known] = {}
+        self._task_cache: OrderedDict[str, Task] = OrderedDict()
+        self._work = Subscription()
 
     async def __aenter__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._moved = self._stack.enter_context(self._database.hub.listen("nodes"))
-        self._rounds = asyncio.create_task(self._serve())
+        self._nodes_changed = self._stack.enter_context(self._database.hub.subscribe("nodes"))
+        self._work = self._stack.enter_context(self._database.hub.subscribe("work"))
+        self._granting = asyncio.create_task(self._grant_all())
 
     async def __aexit__(self, *_exc: object) -> None:
-        self._rounds.cancel()
-        await asyncio.wait({self._rounds})
+        self._granting.cancel()
+        await asyncio.wait({self._granting})
         self._stack.close()
 
-    async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
-        """Work, or anything else that this node must know, or nothing when its time is over."""
-        until = asyncio.get_running_loop().time() + min(ask.wait_s, LONGEST_S)
-        with self._database.hub.listen(f"node:{node}", "control") as bell:
-            heard = await self._hear(node, ask.held, ask.applied)
-            asker = _Asker(node, ask.capacity - len(heard.again), bell)
-            with self._parked(asker):
-                while not (heard.again or self._news(node, heard, ask)):
-                    rung = await bell.heard(until)
-                    if asker.given or not rung:
+    # ------------------------------------------------------------------ the dispatcher
+    async def register(self, registration: NodeRegistration) -> NodeRegistered:
+        """Add a node; one of the same name loses its sessions. Raises `Invalid`."""
+        check_registration(registration)
+        return await self._database.write(leases.register, registration, self._lease_s)
+
+    async def lease(self, node: str, request: LeaseRequest) -> LeaseResponse:
+        """Return work or orders as soon as there are some, nothing when `wait_s` is over."""
+        until = asyncio.get_running_loop().time() + min(request.wait_s, MAX_WAIT_S)
+        with self._database.hub.subscribe(f"node:{node}", "control") as subscription:
+            orders = await self._renew(node, request)
+            waiter = _Waiter(node, request.capacity - len(orders.again), subscription)
+            with self._enqueue(waiter):
+                while not (orders.again or self._has_news(node, orders, request)):
+                    notified = await subscription.wait(until)
+                    if waiter.granted or not notified:
                         break
-                    # What it holds may have changed since it asked, so this renews nothing.
-                    hear = partial(leases.hear, node=node, held=ask.held)
-                    heard = await self._database.read(hear)
-        return await self._orders(node, heard, ask.held, (*heard.again, *asker.given))
+                    # What it holds may have changed since it asked, so this does not renew.
+                    orders = await self._database.read(leases.reconcile, node, request.held)
+        return await self._respond(node, orders, request.held, (*orders.again, *waiter.granted))
 
     async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
-        """Everything this node must know, but no work."""
-        heard = await self._hear(node, renewal.held, renewal.applied)
-        return await self._orders(node, heard, renewal.held, ())
+        """Extend the lease; returns all orders, but no work."""
+        return await self._respond(node, await self._renew(node, renewal), renewal.held, ())
 
-    # ------------------------------------------------------------------ one question
-    async def _hear(self, node: str, held: Sequence[HeldSession], applied: int) -> Heard:
-        now = time.time()
+    async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
+        """Store a result. Raises `FencedError` for a lost lease, `Invalid` for a bad result."""
+        end = await read_end(session, epoch, trajectory)
+        await self._blobs.put(end.blob, trajectory)
+        try:
+            outcome = await self._database.write(leases.commit, session, epoch, end)
+        except (FencedError, Missing):
+            await self._delete_blob(end.blob)
+            raise
+        if outcome is CommitOutcome.REQUEUED:
+            await self._delete_blob(end.blob)
+        self._logs.notify(session)
+        return Commit(outcome)
 
-        def op(tx: Tx) -> Heard:
-            nodes.renew(tx, node, applied, now=now, lease_s=self._lease_s)
-            return leases.hear(tx, node, held, advance_at=now)
+    async def release(self, session: str, release: Release) -> None:
+        """Return a session to the queue. Raises `FencedError` for a lost lease."""
+        await self._database.write(leases.release, session, release)
 
-        return await self._database.write(op, durable=False)
+    async def drain(self, node: str) -> None:
+        """Give this node no more work. Raises `FencedError` for one that is gone."""
+        await self._database.write(nodes.drain, node)
+
+    async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
+        """Append to the log of a session; returns its length. Raises `FencedError`."""
+        entry = await self._database.read(sessions.get, session)
+        if entry.epoch != epoch:
+            msg = f"session {session} is at epoch {entry.epoch}; that of epoch {epoch} is over"
+            raise FencedError(msg)
+        return await self._logs.append(session, epoch, offset, chunk)
+
+    # ------------------------------------------------------------------ one request
+    async def _renew(self, node: str, request: LeaseRequest | Renewal) -> Orders:
+        return await self._database.write_relaxed(
+            leases.renew, node, request.held, request.applied, lease_s=self._lease_s
+        )
 
     @contextlib.contextmanager
-    def _parked(self, asker: _Asker) -> Iterator[None]:
-        """Let it take part in the rounds. A newer question of the same node takes its place."""
-        if asker.capacity > 0:
-            self._waiting[asker.node] = asker
-            self._asked.ring()
+    def _enqueue(self, waiter: _Waiter) -> Iterator[None]:
+        """Let it wait for work. A newer request of the same node takes its place."""
+        if waiter.capacity > 0:
+            self._waiting[waiter.node] = waiter
+            self._work.notify()
         try:
             yield
         finally:
-            if self._waiting.get(asker.node) is asker:
-                del self._waiting[asker.node]
+            if self._waiting.get(waiter.node) is waiter:
+                del self._waiting[waiter.node]
 
-    def _news(self, node: str, heard: Heard, ask: LeaseRequest) -> bool:
-        if self._moved.take():  # nodes come and go: tell once more rather than keep all for ever
-            self._told.clear()
-        told, now = self._told.get(node, _Told()), self._telling(heard, ask.held)
+    def _has_news(self, node: str, orders: Orders, request: LeaseRequest) -> bool:
+        if self._nodes_changed.poll():  # repeat orders once rather than keep all nodes for ever
+            self._known.clear()
+        known, new = self._known.get(node, _Known()), self._summarize(orders, request.held)
         return bool(
-            now.stop - told.stop
-            or now.generation > max(ask.applied, told.generation)
-            or now.draining > told.draining
-            or now.follow - told.follow
+            new.stop - known.stop
+            or new.generation > max(request.applied, known.generation)
+            or new.draining > known.draining
+            or new.follow - known.follow
         )
 
-    def _telling(self, heard: Heard, held: Sequence[HeldSession]) -> _Told:
-        follow = {one.session for one in held}.intersection(self._followed())
-        return _Told(
-            frozenset(heard.stop), heard.control.generation, heard.draining, frozenset(follow)
+    def _summarize(self, orders: Orders, held: Sequence[HeldSession]) -> _Known:
+        follow = {each.session for each in held}.intersection(self._logs.followed())
+        return _Known(
+            frozenset(orders.stop), orders.control.generation, orders.draining, frozenset(follow)
         )
 
-    async def _orders(
-        self, node: str, heard: Heard, held: Sequence[HeldSession], given: Sequence[Session]
+    async def _respond(
+        self, node: str, orders: Orders, held: Sequence[HeldSession], granted: Sequence[Session]
     ) -> LeaseResponse:
-        bodies = await self._tasks({session.task for session in given})
-        told = self._told[node] = self._telling(heard, held)
+        bodies = await self._read_tasks({session.task for session in granted})
+        known = self._known[node] = self._summarize(orders, held)
+        unique = {session.id: session for session in granted}
         return LeaseResponse(
-            work=tuple(
-                Work(session, bodies[session.task])
-                for session in {session.id: session for session in given}.values()
-            ),
-            stop=heard.stop,
-            control=heard.control,
-            draining=heard.draining,
-            follow=tuple(sorted(told.follow)),
+            work=tuple(Work(session, bodies[session.task]) for session in unique.values()),
+            stop=orders.stop,
+            control=orders.control,
+            draining=orders.draining,
+            follow=tuple(sorted(known.follow)),
         )
 
-    async def _tasks(self, ids: set[str]) -> dict[str, Task]:
-        found = {task: self._bodies[task] for task in ids if task in self._bodies}
-        absent = ids - found.keys()
-        if absent:
+    async def _read_tasks(self, ids: set[str]) -> dict[str, Task]:
+        found = {task: self._task_cache[task] for task in ids if task in self._task_cache}
+        if absent := ids - found.keys():
             found |= await self._database.read(
                 lambda tx: {task: tasks.body(tx, task) for task in absent}
             )
         for task in ids:
-            self._bodies[task] = found[task]
-            self._bodies.move_to_end(task)
-        while len(self._bodies) > _BODIES:
-            self._bodies.popitem(last=False)
+            self._task_cache[task] = found[task]
+            self._task_cache.move_to_end(task)
+        while len(self._task_cache) > _CACHED_TASKS:
+            self._task_cache.popitem(last=False)
         return found
 
-    # ------------------------------------------------------------------ the rounds
-    async def _serve(self) -> None:
-        with self._database.hub.listen("work") as work:
-            self._asked = work
-            while True:
-                await work.heard()
-                try:
-                    await self._round()
-                except Exception as error:  # noqa: BLE001 - without rounds nobody ever gets work
-                    known = isinstance(error, StoreError)
-                    _log.error("nothing is given out", error=str(error), exc_info=not known)
-                    await asyncio.sleep(_PAUSE_S)
-                    work.ring()
+    async def _delete_blob(self, blob: str) -> None:
+        try:
+            await self._blobs.delete(blob)
+        except StoreError as error:  # retention removes it later
+            _log.warning("blob left behind", blob=blob, error=str(error))
 
-    async def _round(self) -> None:
-        askers = dict(self._waiting)
-        if not askers:
+    # ------------------------------------------------------------------ granting
+    async def _grant_all(self) -> None:
+        while True:
+            await self._work.wait()
+            try:
+                await self._grant()
+            except Exception as error:  # noqa: BLE001 - without this task no node ever gets work
+                known = isinstance(error, StoreError)
+                _log.error("no work is given out", error=str(error), exc_info=not known)
+                await asyncio.sleep(_PAUSE_S)
+                self._work.notify()
+
+    async def _grant(self) -> None:
+        waiters = dict(self._waiting)
+        if not waiters:
             return
-        capacities = {node: asker.capacity for node, asker in askers.items()}
-        given = await self._database.write(
-            partial(leases.give, capacities=capacities, now=time.time())
-        )
-        for node, sessions in given.items():
-            asker = askers[node]
-            if self._waiting.get(node) is asker:
+        capacities = {node: waiter.capacity for node, waiter in waiters.items()}
+        granted = await self._database.write(leases.grant, capacities)
+        for node, work in granted.items():
+            waiter = waiters[node]
+            if self._waiting.get(node) is waiter:
                 del self._waiting[node]
-                asker.given = sessions
-                asker.bell.ring()
-            else:  # it gave up meanwhile; its next question says that it has not got them
-                self._database.hub.wake([f"node:{node}"])
+                waiter.granted = work
+                waiter.subscription.notify()
+            else:  # it left meanwhile; its next request shows that it has not got them
+                self._database.hub.notify([f"node:{node}"])

@@ -1,8 +1,8 @@
-"""Wake-ups by topic: who waits for work, orders, results, events or a log sleeps until it is there.
+"""Notifications by topic, for waiting without polling.
 
-No polling: a waiter costs one future while nothing happens. It listens *before* it looks, so what
-happens between its look and its wait is not lost. The database rings after each commit, with
-PostgreSQL also for what other servers committed.
+A waiter costs one future while nothing happens. It subscribes *before* it reads, so a change
+between its read and its wait is not lost. The database notifies after each commit, with PostgreSQL
+also for commits of other servers.
 """
 
 from __future__ import annotations
@@ -13,64 +13,64 @@ from contextlib import contextmanager
 
 
 class Subscription:
-    """What one waiter listens to; a ring that came while it was busy is kept."""
+    """One subscriber's pending notification; one that comes while it is busy is kept."""
 
     def __init__(self) -> None:
-        self._rung = asyncio.Event()
+        self._notified = asyncio.Event()
 
-    def ring(self) -> None:
-        """Wake its waiter."""
-        self._rung.set()
+    def notify(self) -> None:
+        """Wake the subscriber."""
+        self._notified.set()
 
-    def take(self) -> bool:
-        """Whether it rang since the last look; does not wait."""
-        rung = self._rung.is_set()
-        self._rung.clear()
-        return rung
+    def poll(self) -> bool:
+        """Whether it was notified since the last look; does not wait."""
+        notified = self._notified.is_set()
+        self._notified.clear()
+        return notified
 
-    async def heard(self, until: float | None = None) -> bool:
-        """Wait for a ring until `until`, a time of the loop; False if none came."""
+    async def wait(self, until: float | None = None) -> bool:
+        """Wait for a notification until `until`, a time of the loop; False if none came."""
         try:
             async with asyncio.timeout_at(until):
-                await self._rung.wait()
+                await self._notified.wait()
         except TimeoutError:
             return False
-        self._rung.clear()
+        self._notified.clear()
         return True
 
 
 class Hub:
-    """Topics and who listens to them. Belongs to one event loop."""
+    """Topics and their subscribers. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._bells: dict[str, set[Subscription]] = {}
+        self._topics: dict[str, set[Subscription]] = {}
 
     @contextmanager
-    def listen(self, *topics: str) -> Iterator[Subscription]:
-        """A bell that rings for any of `topics`."""
-        bell = Subscription()
+    def subscribe(self, *topics: str) -> Iterator[Subscription]:
+        """Subscribe to all of `topics` while the block lasts."""
+        subscription = Subscription()
         for topic in topics:
-            self._bells.setdefault(topic, set()).add(bell)
+            self._topics.setdefault(topic, set()).add(subscription)
         try:
-            yield bell
+            yield subscription
         finally:
             for topic in topics:
-                bells = self._bells[topic]
-                bells.discard(bell)
-                if not bells:
-                    del self._bells[topic]
+                subscribers = self._topics[topic]
+                subscribers.discard(subscription)
+                if not subscribers:
+                    del self._topics[topic]
 
-    def wake(self, topics: Iterable[str]) -> None:
-        """Ring for all who listen to one of `topics`."""
+    def notify(self, topics: Iterable[str]) -> None:
+        """Wake all subscribers of `topics`."""
         for topic in topics:
-            for bell in self._bells.get(topic, ()):
-                bell.ring()
+            for subscription in self._topics.get(topic, ()):
+                subscription.notify()
 
-    def wake_all(self) -> None:
-        """Ring for everybody: something may have been missed."""
-        self.wake(tuple(self._bells))
+    def notify_all(self) -> None:
+        """Wake everybody: something may have been missed."""
+        self.notify(tuple(self._topics))
 
     @property
-    def listeners(self) -> int:
-        """How many wait, counted once for each topic."""
-        return sum(len(bells) for bells in self._bells.values())
+    def subscriptions(self) -> int:
+        """How many there are, counted once for each topic."""
+        return sum(map(len, self._topics.values()))

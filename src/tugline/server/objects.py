@@ -1,8 +1,8 @@
-"""Blobs in an object store: S3 and what speaks like it, Google Cloud Storage, Azure.
+"""Blobs in an object store: S3 and compatible ones, Google Cloud Storage, Azure.
 
 obstore comes with the extra ``s3``. It takes credentials, region and endpoint from the environment
 (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...) as the tools of each provider do. An object is
-there when the upload is answered, whole or not at all.
+stored when the upload is answered, whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ except ImportError as _error:
     raise UsageError(_MISSING) from _error
 
 TIMEOUT = timedelta(seconds=30)
-"""For one request; a failed one is tried again for `PATIENCE`."""
-PATIENCE = timedelta(seconds=60)
+"""For one request; a failed one is retried for `RETRY_TIMEOUT`."""
+RETRY_TIMEOUT = timedelta(seconds=60)
 _CHUNK = 1000
 
 
@@ -40,35 +40,35 @@ class ObjectBlobs:
                     "connect_timeout": timedelta(seconds=10),
                     "allow_http": True,  # for an endpoint that says so; the default is HTTPS
                 },
-                retry_config={"max_retries": 8, "retry_timeout": PATIENCE},
+                retry_config={"max_retries": 8, "retry_timeout": RETRY_TIMEOUT},
             )
         except (BaseError, ValueError) as error:
-            msg = f"blobs: {where!r} cannot be used, expected s3://BUCKET/PREFIX: {_first(error)}"
+            msg = f"blobs: {where!r} cannot be used, expected s3://BUCKET/PREFIX: {_first_line(error)}"
             raise UsageError(msg) from error
 
     async def put(self, name: str, data: bytes) -> None:
         """Upload it."""
-        with self._explained("write", name):
+        with self._explain("write", name):
             await obstore.put_async(self._store, name, data)
 
     async def get(self, name: str) -> bytes:
         """Download it."""
-        with self._explained("read", name):
+        with self._explain("read", name):
             try:
-                found = await obstore.get_async(self._store, name)
+                answer = await obstore.get_async(self._store, name)
             except FileNotFoundError:
                 msg = f"no blob {name!r}"
                 raise Missing(msg) from None
-            return bytes(await found.bytes_async())
+            return bytes(await answer.bytes_async())
 
     async def delete(self, name: str) -> None:
         """Delete the object."""
-        with self._explained("remove", name), contextlib.suppress(FileNotFoundError):
+        with self._explain("remove", name), contextlib.suppress(FileNotFoundError):
             await obstore.delete_async(self._store, name)
 
-    async def older(self, than: float) -> AsyncIterator[list[str]]:
+    async def list_older(self, than: float) -> AsyncIterator[list[str]]:
         """Names, a thousand at a time."""
-        with self._explained("list", ""):
+        with self._explain("list", ""):
             async for objects in obstore.list(self._store, chunk_size=_CHUNK):
                 yield [
                     one["path"].rpartition("/")[2]
@@ -77,14 +77,14 @@ class ObjectBlobs:
                 ]
 
     @contextlib.contextmanager
-    def _explained(self, verb: str, name: str) -> Iterator[None]:
+    def _explain(self, verb: str, name: str) -> Iterator[None]:
         try:
             yield
         except (BaseError, OSError) as error:
-            msg = f"cannot {verb} {self._where}/{name}: {_first(error)}"
+            msg = f"cannot {verb} {self._where}/{name}: {_first_line(error)}"
             raise StoreError(msg) from error
 
 
-def _first(error: Exception) -> str:
-    """The first line: what follows are the attempts."""
+def _first_line(error: Exception) -> str:
+    """The first line; the attempts follow it."""
     return str(error).strip().partition("\n")[0]

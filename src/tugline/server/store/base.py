@@ -1,123 +1,123 @@
-"""What the tables' modules see of a database: named parameters, rows, and one transaction.
+"""Database contract: transactions with named parameters, connections, and database drivers.
 
-The SQL is written once, for SQLite and PostgreSQL: parameters are ``:name``, rows are tuples,
-``RETURNING`` and ``ON CONFLICT`` are there. Where the two differ, `Tx.dialect` has the word.
+The SQL is written once, for SQLite and PostgreSQL: parameters are ``:name``, rows are tuples, and
+both have ``RETURNING`` and ``ON CONFLICT``. Where the two differ, the driver fills in the word.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from tugline.errors import StoreError
 
 Row = tuple[Any, ...]
 
 
-class Dialect(NamedTuple):
-    """The words that differ."""
+class Tx(ABC):
+    """An open transaction; all of it takes effect or nothing."""
 
-    name: str
-    blob: str
-    """Column type of bytes."""
-    skip_locked: str
-    """Ends a SELECT whose rows other servers must not take too; empty where there is one server."""
+    now: float = 0.0
+    """When it began, Unix seconds; the only clock of the operations in it."""
 
+    def __init__(self) -> None:
+        self.topics: set[str] = set()
+        """Topics that its commit notifies."""
 
-class Tx(Protocol):
-    """An open transaction; everything in it happens or nothing."""
+    @abstractmethod
+    def execute(self, sql: str, values: Mapping[str, object]) -> Any:
+        """Run a statement; returns the driver's cursor."""
 
-    dialect: Dialect
+    @abstractmethod
+    def many(self, sql: str, rows: Iterable[Mapping[str, object]]) -> None:
+        """Run the same statement for each of `rows`."""
 
     def all(self, sql: str, **values: object) -> list[Row]:
         """All rows."""
-        ...
+        found: list[Row] = self.execute(sql, values).fetchall()
+        return found
 
     def one(self, sql: str, **values: object) -> Row | None:
         """The first row, or None."""
-        ...
+        rows = self.all(sql, **values)
+        return rows[0] if rows else None
 
     def run(self, sql: str, **values: object) -> int:
-        """How many rows it changed."""
-        ...
+        """Run a statement; returns the number of changed rows."""
+        changed: int = self.execute(sql, values).rowcount
+        return changed
 
-    def many(self, sql: str, rows: Iterable[Mapping[str, object]]) -> None:
-        """The same statement for each of `rows`."""
-        ...
-
-    def wake(self, *topics: str) -> None:
-        """Wake who waits for these topics, on every server, once this transaction is committed."""
-        ...
+    def notify(self, *topics: str) -> None:
+        """Wake subscribers of these topics, on every server, once this transaction is committed."""
+        self.topics.update(topics)
 
 
-class Connection(Protocol):
-    """An open connection. Its errors are those that `Store.explain` knows."""
+class Connection(Tx):
+    """An open connection and its transaction in one. Raises what `Driver.explain` knows."""
 
-    @property
-    def topics(self) -> set[str]:
-        """What the last transaction wakes."""
-        ...
+    @abstractmethod
+    def begin(self, *, durable: bool) -> None:
+        """Start a transaction that may write, alone among all servers."""
 
-    def begin(self, *, durable: bool) -> Tx:
-        """Open a transaction that may write, alone among all servers."""
-        ...
+    @abstractmethod
+    def begin_reading(self) -> None:
+        """Start a transaction that sees a single state."""
 
-    def begin_reading(self) -> Tx:
-        """Open one that sees a single state."""
-        ...
-
+    @abstractmethod
     def commit(self) -> None:
-        """On the disk when this returns, if it was begun as durable."""
-        ...
+        """Commit; flushed to disk when this returns, if begun as durable."""
 
+    @abstractmethod
     def rollback(self) -> None:
-        """Forget the transaction, or end one that only read."""
-        ...
+        """Undo the transaction, or end one that only read."""
 
+    @abstractmethod
     def savepoint(self) -> AbstractContextManager[None]:
-        """What is done within it is undone if an error leaves it."""
-        ...
+        """Undo what is done within if an error leaves it."""
 
     @property
+    @abstractmethod
     def usable(self) -> bool:
-        """Whether the transaction goes on after an error that a savepoint has undone."""
-        ...
+        """Whether the transaction continues after an error that a savepoint has undone."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Let go. Never raises."""
-        ...
+        """Close it. Never raises."""
 
 
-class Store(Protocol):
+class Driver(ABC):
     """A kind of database."""
 
     name: str
     errors: tuple[type[Exception], ...]
-    """What its driver raises."""
+    """Base classes of the driver's errors."""
     mistakes: tuple[type[Exception], ...]
-    """Those among them that are an operation's own fault, so that waiting mends nothing."""
+    """Those that are an operation's own fault, so that a retry cannot help."""
 
+    @abstractmethod
     def prepare(self) -> None:
         """Take possession and bring the tables up to date."""
-        ...
 
+    @abstractmethod
     def connect(self, *, reading: bool = False) -> Connection:
-        """A new connection."""
-        ...
+        """Open a connection."""
 
+    @abstractmethod
     def explain(self, error: Exception) -> StoreError:
-        """The same in words that say what to do."""
-        ...
+        """Wrap an error, with advice."""
 
-    def lost(self, error: Exception) -> bool:
-        """Whether a new connection may mend it."""
-        ...
+    def is_lost(self, error: Exception) -> bool:
+        """Whether a new connection may help."""
+        return False
 
-    def listen(self, hear: Callable[[Iterable[str] | None], None]) -> AbstractContextManager[None]:
-        """Pass on what other servers wake; None for "anything may have happened"."""
-        ...
+    def listen(
+        self, receive: Callable[[Iterable[str] | None], None]
+    ) -> AbstractContextManager[None]:
+        """Pass on notifications of other servers; None for "anything may have happened"."""
+        return nullcontext()
 
     def release(self) -> None:
         """Give up possession."""
-        ...
+        return

@@ -1,12 +1,12 @@
-"""The database as the control plane uses it: operations in, durable results out (I3).
+"""Run operations against the store: durable writes with group commit, concurrent reads (I3).
 
-An operation is a plain function over a transaction. One thread owns the writing connection and
-takes whatever has queued up as one transaction with one flush to disk (group commit); within it
-each operation has a savepoint, so that one's error is its caller's alone. A caller gets its answer
-after the commit, never before. Reads have connections of their own and never wait for a write.
+An operation is a plain function of a transaction. One thread owns the writing connection and
+commits whatever is queued as one transaction with one flush to disk (group commit); within it each
+operation has a savepoint, so its error reaches its own caller only. A caller gets the result after
+the commit, never before. Reads have connections of their own and never wait for a write.
 
-Operations may be run again after a lost connection and must stand that: each looks at what is
-there before it changes it.
+Operations may run again after a lost connection, so each looks at the present state before it
+changes it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from tugline import log
 from tugline.errors import StoreError, UsageError
 from tugline.server.hub import Hub
-from tugline.server.store.base import Connection, Store, Tx
+from tugline.server.store.base import Connection, Driver, Tx
 from tugline.server.store.sqlite import Sqlite
 
-READERS = 2
-_BATCH = 256
-_WAITING = 20_000
-RETRY_S = 15.0
-"""How long a write tries to get a lost connection back before it fails."""
-READ_RETRY_S = 5.0
+_READERS = 2
+_MAX_BATCH = 256
+_MAX_QUEUED = 20_000
 _PAUSE_S = 0.05
 T = TypeVar("T")
+P = ParamSpec("P")
 _log = log.get("store")
 
 
@@ -49,16 +48,23 @@ class _Outcome(NamedTuple):
 
 
 class Database:
-    """One store with its threads; an async context manager. `hub` rings after each commit."""
+    """A store and its threads; an async context manager. `hub` is notified after each commit.
 
-    def __init__(self, store: Store) -> None:
+    A write that finds the connection lost is retried for `retry_s` before it fails, a read for a
+    third of that. `clock` gives `Tx.now`.
+    """
+
+    def __init__(
+        self, driver: Driver, *, retry_s: float = 15.0, clock: Callable[[], float] = time.time
+    ) -> None:
         self.hub = Hub()
-        self.on_batch: Callable[[int, float], None] = lambda _ops, _seconds: None
-        """Told of each commit, in the writer's thread: operations and seconds."""
-        self._store = store
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(_WAITING)
+        self.clock = clock
+        self.on_commit: Callable[[int, float], None] = lambda _ops, _seconds: None
+        """Called in the writer's thread after each commit: operations and seconds."""
+        self._driver, self._retry_s = driver, retry_s
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(_MAX_QUEUED)
         self._readers: queue.LifoQueue[Connection | None] = queue.LifoQueue()
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="tugline-read")
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="tugline-read")
         self._writer = threading.Thread(target=self._write_all, name="tugline-write", daemon=True)
         self._connection: Connection | None = None
         self._open = False
@@ -66,14 +72,14 @@ class Database:
     @property
     def name(self) -> str:
         """``sqlite`` or ``postgresql``."""
-        return self._store.name
+        return self._driver.name
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._store.prepare)
-        for _ in range(READERS):
+        await asyncio.to_thread(self._driver.prepare)
+        for _ in range(_READERS):
             self._readers.put(None)
-        self._listening = self._store.listen(self._overheard)
+        self._listening = self._driver.listen(self._receive)
         self._listening.__enter__()
         self._writer.start()
         self._open = True
@@ -83,24 +89,60 @@ class Database:
         self._open = False
         await asyncio.to_thread(self._end)
 
-    async def write(self, op: Callable[[Tx], T], *, durable: bool = True) -> T:
-        """Run `op`; on the disk when this returns, unless `durable` is False.
+    async def write(
+        self, op: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run ``op(tx, ...)``; its changes are on disk when this returns.
 
-        Raises what `op` raises, and `StoreError` when the database cannot be used.
+        Raises what `op` raises, and `StoreError` if the database cannot be used.
         """
+        return await self._submit(partial(_call, op, args, kwargs), durable=True)
+
+    async def write_relaxed(
+        self, op: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Like `write`, but a power cut may undo it."""
+        return await self._submit(partial(_call, op, args, kwargs), durable=False)
+
+    async def read(
+        self, op: Callable[Concatenate[Tx, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run ``op(tx, ...)``, which sees a single state and changes nothing.
+
+        Raises as `write` does.
+        """
+        self._check_open()
+        return await self._loop.run_in_executor(
+            self._pool, self._read, partial(_call, op, args, kwargs)
+        )
+
+    async def poll(
+        self,
+        op: Callable[[Tx], T],
+        topics: Sequence[str],
+        wait_s: float,
+        is_ready: Callable[[T], bool],
+    ) -> T:
+        """Read until the value is ready or `wait_s` is over; read again when a topic is notified.
+
+        Returns the last value.
+        """
+        until = asyncio.get_running_loop().time() + wait_s
+        with self.hub.subscribe(*topics) as subscription:
+            while True:
+                value = await self.read(op)
+                if is_ready(value) or wait_s <= 0 or not await subscription.wait(until):
+                    return value
+
+    async def _submit(self, op: Callable[[Tx], T], *, durable: bool) -> T:
         self._check_open()
         future: asyncio.Future[T] = self._loop.create_future()
         try:
             self._jobs.put_nowait(_Job(op, durable, future))
         except queue.Full:
-            msg = f"store: {_WAITING} operations are waiting for the disk already; try again later"
+            msg = f"store: {_MAX_QUEUED} operations are waiting for the disk; try again later"
             raise StoreError(msg) from None
         return await future
-
-    async def read(self, op: Callable[[Tx], T]) -> T:
-        """Run `op`, which sees a single state and changes nothing. Raises as `write` does."""
-        self._check_open()
-        return await self._loop.run_in_executor(self._pool, self._read, op)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -110,19 +152,24 @@ class Database:
     # ------------------------------------------------------------------ in the readers' threads
     def _read(self, op: Callable[[Tx], T]) -> T:
         connection = self._readers.get()
-        until = time.monotonic() + READ_RETRY_S
+        until = time.monotonic() + self._retry_s / 3
         try:
             while True:
                 try:
-                    connection = connection or self._store.connect(reading=True)
-                    return _seen(connection, op)
-                except self._store.mistakes:
+                    connection = connection or self._driver.connect(reading=True)
+                    connection.begin_reading()
+                    connection.now = self.clock()
+                    try:
+                        return op(connection)
+                    finally:
+                        connection.rollback()
+                except self._driver.mistakes:
                     raise
-                except self._store.errors as error:
+                except self._driver.errors as error:
                     _close(connection)
                     connection = None
-                    if not self._store.lost(error) or time.monotonic() > until:
-                        raise self._store.explain(error) from error
+                    if not self._driver.is_lost(error) or time.monotonic() > until:
+                        raise self._driver.explain(error) from error
                     time.sleep(_PAUSE_S)
         finally:
             self._readers.put(connection)
@@ -132,59 +179,62 @@ class Database:
         running = True
         while running:
             batch = [self._jobs.get()]
-            while len(batch) < _BATCH and not self._jobs.empty():
+            while len(batch) < _MAX_BATCH and not self._jobs.empty():
                 batch.append(self._jobs.get_nowait())
             running = None not in batch
             jobs = [job for job in batch if job is not None]
             if jobs:
-                self._settle(jobs)
+                self._commit(jobs)
 
-    def _settle(self, jobs: list[_Job]) -> None:
+    def _commit(self, jobs: list[_Job]) -> None:
         began = time.monotonic()
         topics: set[str] = set()
         try:
-            outcomes, topics = self._persist(jobs, began + RETRY_S)
+            outcomes, topics = self._commit_with_retries(jobs, began + self._retry_s)
         except Exception as error:  # noqa: BLE001 - this thread must go on, whatever it was
             _close(self._connection)
             self._connection = None
             outcomes = [_Outcome(error=error)] * len(jobs)
-        self.on_batch(len(jobs), time.monotonic() - began)
+        self.on_commit(len(jobs), time.monotonic() - began)
         self._loop.call_soon_threadsafe(self._answer, jobs, outcomes, topics)
 
-    def _persist(self, jobs: list[_Job], until: float) -> tuple[list[_Outcome], set[str]]:
-        """One transaction, again on a new connection if the old one is lost."""
+    def _commit_with_retries(
+        self, jobs: list[_Job], until: float
+    ) -> tuple[list[_Outcome], set[str]]:
+        """Commit one transaction, on a new connection if the old one is lost."""
         pause = _PAUSE_S
         while True:
             try:
-                return self._once(jobs)
-            except self._store.errors as error:
+                return self._commit_once(jobs)
+            except self._driver.errors as error:
                 _close(self._connection)
                 self._connection = None
-                if not self._store.lost(error) or time.monotonic() > until:
-                    raise self._store.explain(error) from error
+                if not self._driver.is_lost(error) or time.monotonic() > until:
+                    raise self._driver.explain(error) from error
                 _log.warning("connection lost, trying again", error=str(error).strip())
                 time.sleep(pause)
                 pause = min(2 * pause, 1.0)
 
-    def _once(self, jobs: list[_Job]) -> tuple[list[_Outcome], set[str]]:
-        connection = self._connection = self._connection or self._store.connect()
-        tx = connection.begin(durable=any(job.durable for job in jobs))
-        outcomes = [self._one(connection, tx, job) for job in jobs]
+    def _commit_once(self, jobs: list[_Job]) -> tuple[list[_Outcome], set[str]]:
+        connection = self._connection = self._connection or self._driver.connect()
+        connection.begin(durable=any(job.durable for job in jobs))
+        connection.now = self.clock()
+        outcomes = [self._run_job(connection, job) for job in jobs]
         connection.commit()
         return outcomes, connection.topics
 
-    def _one(self, connection: Connection, tx: Tx, job: _Job) -> _Outcome:
+    def _run_job(self, connection: Connection, job: _Job) -> _Outcome:
         if job.future.cancelled():
             return _Outcome()
         try:
             with connection.savepoint():
-                return _Outcome(job.op(tx))
-        except self._store.mistakes as error:
+                return _Outcome(job.op(connection))
+        except self._driver.mistakes as error:
             return _Outcome(error=error)
-        except self._store.errors as error:
+        except self._driver.errors as error:
             if not connection.usable:
                 raise
-            return _Outcome(error=self._store.explain(error))
+            return _Outcome(error=self._driver.explain(error))
         except Exception as error:  # noqa: BLE001 - an operation's error is its caller's alone
             return _Outcome(error=error)
 
@@ -196,11 +246,11 @@ class Database:
         _close(self._connection)
         while not self._readers.empty():
             _close(self._readers.get())
-        self._store.release()
+        self._driver.release()
 
     # ------------------------------------------------------------------ back in the loop
     def _answer(self, jobs: list[_Job], outcomes: list[_Outcome], topics: set[str]) -> None:
-        self.hub.wake(topics)
+        self.hub.notify(topics)
         for job, outcome in zip(jobs, outcomes, strict=True):
             if job.future.done():
                 continue
@@ -209,19 +259,15 @@ class Database:
             else:
                 job.future.set_exception(outcome.error)
 
-    def _overheard(self, topics: Iterable[str] | None) -> None:
+    def _receive(self, topics: Iterable[str] | None) -> None:
         if topics is None:
-            self._loop.call_soon_threadsafe(self.hub.wake_all)
+            self._loop.call_soon_threadsafe(self.hub.notify_all)
         else:
-            self._loop.call_soon_threadsafe(self.hub.wake, topics)
+            self._loop.call_soon_threadsafe(self.hub.notify, topics)
 
 
-def _seen(connection: Connection, op: Callable[[Tx], T]) -> T:
-    tx = connection.begin_reading()
-    try:
-        return op(tx)
-    finally:
-        connection.rollback()
+def _call(op: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], tx: Tx) -> T:
+    return op(tx, *args, **kwargs)
 
 
 def _close(connection: Connection | None) -> None:
@@ -229,17 +275,17 @@ def _close(connection: Connection | None) -> None:
         connection.close()
 
 
-def open_database(url: str) -> Database:
-    """The database at ``sqlite:PATH`` or ``postgresql://...``; opened by entering it."""
+def open_database(url: str, **settings: Any) -> Database:
+    """The database at ``sqlite:PATH`` or ``postgresql://...``; entering it opens it."""
     scheme, _, rest = url.partition(":")
     if scheme == "sqlite" and rest:
-        return Database(Sqlite(Path(rest)))
+        return Database(Sqlite(Path(rest)), **settings)
     if scheme in {"postgresql", "postgres"}:
         try:
             from tugline.server.store.postgres import Postgres  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
             msg = f"store {url.partition('@')[2] or url!r} needs: pip install 'tugline[postgres]'"
             raise UsageError(msg) from error
-        return Database(Postgres(url))
+        return Database(Postgres(url), **settings)
     msg = f"store {url!r} must be sqlite:PATH or postgresql://USER:PASSWORD@HOST/NAME"
     raise UsageError(msg)

@@ -1,13 +1,12 @@
-"""What happened, in the one order of all commits.
+"""Events, numbered in commit order.
 
-Taking a position locks its row until the transaction ends, so whoever has read up to position N
-will never find anything new at or before N (I3).
+Taking a position locks its row until the transaction ends, so a reader that has seen position N
+never finds a new event at or before N (I3).
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,11 +15,11 @@ from tugline.protocol import Event, EventKind
 from tugline.server.store.base import Tx
 
 _TRIM = 1000
-"""Events that go in one step: a long list must not hold up what waits for the writer."""
+"""Events deleted at once, so that other writes need not wait long."""
 
 
 class Note(NamedTuple):
-    """What an event is about."""
+    """Subject and details of an event."""
 
     task: str | None = None
     session: str | None = None
@@ -37,16 +36,15 @@ def add(
     node: str | None = None,
     detail: Mapping[str, str | int | float] = {},
 ) -> int:
-    """Note what happened; wakes ``events`` and ``task:ID``. Returns its position."""
+    """Record an event; notifies ``events`` and ``task:ID``. Returns its position."""
     return add_all(tx, kind, [Note(task, session, node, detail)])
 
 
 def add_all(tx: Tx, kind: EventKind, notes: Sequence[Note]) -> int:
-    """Note that this happened to several, one after the other; returns the last position."""
+    """Record an event for each of `notes`; returns the last position."""
     [(last,)] = tx.all(
         "UPDATE positions SET at = at + :n WHERE name = 'events' RETURNING at", n=len(notes)
     )
-    now = time.time()
     tx.many(
         "INSERT INTO events (position, kind, task, session, node, detail, created)"
         " VALUES (:position, :kind, :task, :session, :node, :detail, :created)",
@@ -58,30 +56,30 @@ def add_all(tx: Tx, kind: EventKind, notes: Sequence[Note]) -> int:
                 "session": note.session,
                 "node": note.node,
                 "detail": json.dumps(dict(note.detail)),
-                "created": now,
+                "created": tx.now,
             }
             for position, note in enumerate(notes, last - len(notes) + 1)
         ],
     )
-    tx.wake("events", *(f"task:{note.task}" for note in notes if note.task is not None))
+    tx.notify("events", *(f"task:{note.task}" for note in notes if note.task is not None))
     return int(last)
 
 
 def latest(tx: Tx) -> int:
-    """The position of the last event, 0 before the first."""
+    """Position of the last event, 0 before the first."""
     [(position,)] = tx.all("SELECT at FROM positions WHERE name = 'events'")
     return int(position)
 
 
 def page(tx: Tx, after: int, limit: int, task: str | None = None) -> list[Event]:
     """Up to `limit` events after a position, of one task or of all."""
-    where = "" if task is None else "AND task = :task"
+    where, values = ("", {}) if task is None else ("AND task = :task", {"task": task})
     rows = tx.all(
         "SELECT position, kind, created, task, session, node, detail FROM events"  # noqa: S608 - constants
         f" WHERE position > :after {where} ORDER BY position LIMIT :limit",
         after=after,
         limit=limit,
-        **({} if task is None else {"task": task}),
+        **values,
     )
     return [
         Event(
@@ -98,7 +96,7 @@ def page(tx: Tx, after: int, limit: int, task: str | None = None) -> list[Event]
 
 
 def trim(tx: Tx, before: float) -> int:
-    """Forget the oldest events if they are from before that time; how many, 0 when it is done."""
+    """Delete some of the oldest events from before that time; how many, 0 when done."""
     return tx.run(
         "DELETE FROM events WHERE created < :before"
         " AND position IN (SELECT position FROM events ORDER BY position LIMIT :limit)",

@@ -1,8 +1,8 @@
-"""How sessions end, and with them their task: enough samples, a deadline, a cancellation, the last.
+"""Ends of sessions and of their groups: last result, enough usable ones, deadline, cancellation.
 
-Every session that was accepted ends here, exactly once, with a result; a task is released when all
-of its sessions have. What nobody waits for any more is stopped, but what it has done until then is
-kept (I3, I5).
+Every accepted session ends here, exactly once, with a result; a task is released when all of its
+sessions have ended. Running sessions of a closed group are stopped, but their partial result is
+stored (I3, I5).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from tugline.protocol import Cancelled, EventKind, ResultView, StopKind
 from tugline.server.store import events, outbox, results, sessions, tasks
 from tugline.server.store.base import Tx
-from tugline.server.store.sessions import Entry
+from tugline.server.store.sessions import SessionRow
 from tugline.types import Failure, Status
 
 
 class End(NamedTuple):
-    """How a session ended. The defaults are those of one that never ran."""
+    """Outcome of a session. The defaults are those of one that never ran."""
 
     status: Status
     failure: Failure | None = None
@@ -36,8 +36,8 @@ class End(NamedTuple):
 CANCELLED = End(Status.CANCELLED)
 
 
-def finish(tx: Tx, entry: Entry, end: End, now: float) -> None:
-    """Keep the result of a session, and release its task if it was the last."""
+def finish(tx: Tx, entry: SessionRow, end: End) -> None:
+    """Store the result of a session, and release its task if it was the last."""
     view = ResultView(
         position=0,
         session=entry.id,
@@ -52,37 +52,36 @@ def finish(tx: Tx, entry: Entry, end: End, now: float) -> None:
         trained=end.trained,
         bytes=end.bytes,
         seconds=dict(end.seconds),
-        created=now,
+        created=tx.now,
     )
     usable = int(end.reward is not None)
-    position = results.put(tx, view, end.digest, end.blob)
+    position = results.insert(tx, view, end.digest, end.blob)
     tx.run(
         "UPDATE sessions SET status = :status, usable = :usable, node = NULL, stop = NULL,"
         " stop_by = '', stop_at = NULL, updated = :now WHERE id = :id",
         id=entry.id,
         status=end.status.value,
         usable=usable,
-        now=now,
+        now=tx.now,
     )
     tx.run("UPDATE positions SET at = at + 1 WHERE name = :status", status=end.status.value)
-    [(samples, ended, have, enough, reason, callback)] = tx.all(
+    [(samples, ended, have, min_usable, reason, callback)] = tx.all(
         "UPDATE tasks SET ended = ended + 1, usable = usable + :usable WHERE id = :task"
-        " RETURNING samples, ended, usable, enough, reason, callback",
+        " RETURNING samples, ended, usable, min_usable, reason, callback",
         task=entry.task,
         usable=usable,
     )
     if callback:
-        outbox.add(tx, id=position, task=entry.task, kind=EventKind.RESULT, url=callback, now=now)
-        tx.wake("outbox")
-    tx.wake("results")
+        outbox.add(tx, position, entry.task, EventKind.RESULT, callback)
+    tx.notify("results")
     if ended == samples:
-        _release(tx, entry.task, have, callback, now)
-    elif enough is not None and have >= enough and not reason:
-        close(tx, entry.task, "enough", now)
+        _release(tx, entry.task, have, callback)
+    elif min_usable is not None and have >= min_usable and not reason:
+        close(tx, entry.task, "min_usable")
 
 
-def close(tx: Tx, task: str, reason: str, now: float) -> Cancelled:
-    """End what is left of a task early; the first reason given is stored."""
+def close(tx: Tx, task: str, reason: str) -> Cancelled:
+    """End the rest of a task early; the first reason given is stored."""
     tx.run(
         "UPDATE tasks SET reason = :reason WHERE id = :task AND reason = ''",
         task=task,
@@ -94,42 +93,42 @@ def close(tx: Tx, task: str, reason: str, now: float) -> Cancelled:
         " ORDER BY sample",
         task=task,
     )
-    return _cancel(tx, left, reason, now)
+    return _cancel(tx, left, reason)
 
 
-def cancel_task(tx: Tx, task: str, by: str, now: float) -> Cancelled:
-    """Cancel all of a task that is not over. Raises `Missing`."""
+def cancel_task(tx: Tx, task: str, by: str) -> Cancelled:
+    """Cancel the unfinished sessions of a task. Raises `Missing`."""
     before = tasks.view(tx, task)
-    cancelled = close(tx, task, f"cancelled by {by}", now)
+    cancelled = close(tx, task, f"cancelled by {by}")
     over = before.samples - len(cancelled.ended) - len(cancelled.stopping)
     return Cancelled(ended=cancelled.ended, stopping=cancelled.stopping, final=over)
 
 
-def cancel_session(tx: Tx, session: str, by: str, now: float) -> Cancelled:
+def cancel_session(tx: Tx, session: str, by: str) -> Cancelled:
     """Cancel one session. Raises `Missing`."""
     entry = sessions.get(tx, session)
     if entry.leased or entry.status == Status.QUEUED:
-        return _cancel(tx, [entry], f"cancelled by {by}", now)
+        return _cancel(tx, [entry], f"cancelled by {by}")
     return Cancelled(ended=(), stopping=(), final=1)
 
 
-def due(tx: Tx, now: float) -> list[str]:
-    """Tasks whose deadline is over."""
+def list_due(tx: Tx) -> list[str]:
+    """Tasks past their deadline."""
     rows = tx.all(
         "SELECT id FROM tasks WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''"
         " AND deadline <= :now ORDER BY deadline LIMIT 100",
-        now=now,
+        now=tx.now,
     )
     return [task for (task,) in rows]
 
 
-def _cancel(tx: Tx, entries: list[Entry], by: str, now: float) -> Cancelled:
+def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
     queued = [entry for entry in entries if not entry.leased]
     running = [entry for entry in entries if entry.leased]
-    untold = [entry for entry in running if entry.stop != StopKind.CANCELLED]
-    sessions.stop(tx, untold, StopKind.CANCELLED, by, now)
+    unasked = [entry for entry in running if entry.stop != StopKind.CANCELLED]
+    sessions.stop(tx, unasked, StopKind.CANCELLED, by)
     for entry in queued:
-        finish(tx, entry, CANCELLED, now)
+        finish(tx, entry, CANCELLED)
     return Cancelled(
         ended=tuple(entry.id for entry in queued),
         stopping=tuple(entry.id for entry in running),
@@ -137,10 +136,10 @@ def _cancel(tx: Tx, entries: list[Entry], by: str, now: float) -> Cancelled:
     )
 
 
-def _release(tx: Tx, task: str, usable: int, callback: str | None, now: float) -> None:
+def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
     position = events.add(tx, EventKind.RELEASED, task=task, detail={"usable": usable})
     tx.run("UPDATE tasks SET released = :position WHERE id = :task", task=task, position=position)
     tx.run("UPDATE positions SET at = at + 1 WHERE name = 'released'")
-    tx.wake("releases")
+    tx.notify("releases")
     if callback:
-        outbox.add(tx, id=position, task=task, kind=EventKind.RELEASED, url=callback, now=now)
+        outbox.add(tx, position, task, EventKind.RELEASED, callback)

@@ -1,8 +1,8 @@
-"""Sessions on their way to nodes and back: given out fairly, fenced by epoch, never lost (I3).
+"""Leases: sessions given to nodes fairly, fenced by epoch, never lost (I3).
 
-A node that answers has told what it holds, so what the table says it has and it does not know of
-was in an answer that got lost: it is given again. What it holds and the table does not say is
-somebody else's by now: it is told to drop it.
+Every request of a node lists what it holds. A session that the table says it holds but the node
+does not list was in an answer that got lost: it is sent again. A session that it lists but no
+longer holds belongs to another node: it is told to drop it.
 """
 
 from __future__ import annotations
@@ -26,64 +26,76 @@ from tugline.protocol import (
 from tugline.server.store import events, nodes, results, sessions, tenants
 from tugline.server.store.base import Tx
 from tugline.server.store.groups import CANCELLED, End, finish
-from tugline.server.store.sessions import Entry
+from tugline.server.store.sessions import SessionRow
 from tugline.types import HANDLING, RETRIES, Cause, Failure, Session, Status
 
 
-class Heard(NamedTuple):
-    """What a node is to be told, whatever else there is."""
+class Orders(NamedTuple):
+    """Orders for a node, besides new work."""
 
     again: tuple[Session, ...]
-    """Given to it before, in an answer that it did not get."""
+    """Leased to it before, in an answer that it did not receive."""
     stop: tuple[Stop, ...]
     control: Control
     draining: bool
 
 
 # --------------------------------------------------------------------------- to a node
-def join(tx: Tx, hello: NodeRegistration, now: float, lease_s: float) -> NodeRegistered:
-    """Take a node in. Another of its name is given up, with what it holds."""
-    node, token = f"{hello.name}.{secrets.token_hex(4)}", secrets.token_urlsafe(24)
-    for before in nodes.named(tx, hello.name):
-        lose(tx, before, "another of its name came", now)
-    nodes.add(tx, node, hello, token, now=now, lease_s=lease_s)
+def register(tx: Tx, registration: NodeRegistration, lease_s: float) -> NodeRegistered:
+    """Add a node. A node of the same name expires, with its leases."""
+    node, token = f"{registration.name}.{secrets.token_hex(4)}", secrets.token_urlsafe(24)
+    for before in nodes.list_named(tx, registration.name):
+        expire_node(tx, before, "replaced by a node of the same name")
+    nodes.add(tx, node, registration, token, lease_s=lease_s)
     return NodeRegistered(node=node, token=token, lease_s=lease_s, control=nodes.control(tx))
 
 
-def hear(tx: Tx, node: str, held: Sequence[HeldSession], advance_at: float | None = None) -> Heard:
-    """Compare what a node holds with what the table says. Raises `FencedError` for a lost node.
+def renew(
+    tx: Tx, node: str, held: Sequence[HeldSession], applied: int, *, lease_s: float
+) -> Orders:
+    """Extend a node's lease, record the stages it reports, and reconcile.
 
-    With `advance_at`, the time, the stages it tells of are noted; without, nothing is written.
+    Raises `FencedError` for a lost node.
+    """
+    nodes.renew(tx, node, applied, lease_s=lease_s)
+    return reconcile(tx, node, held, advance=True)
+
+
+def reconcile(tx: Tx, node: str, held: Sequence[HeldSession], *, advance: bool = False) -> Orders:
+    """Compare what a node holds with the table. Raises `FencedError` for a lost node.
+
+    With `advance`, the reported stages are recorded; without, nothing is written.
     """
     draining = nodes.state(tx, node) is NodeState.DRAINING
     entries = {entry.id: entry for entry in sessions.select(tx, "node = :node", node=node)}
     stop = []
-    for said in held:
-        entry = entries.pop(said.session, None)
-        if entry is None or entry.epoch != said.epoch:
-            stop.append(Stop(said.session, said.epoch, StopKind.FENCED))
+    for reported in held:
+        session, epoch = reported.session, reported.epoch
+        entry = entries.pop(session, None)
+        if entry is None or entry.epoch != epoch:
+            stop.append(Stop(session, epoch, StopKind.FENCED))
             continue
-        if advance_at is not None:
-            sessions.advance(tx, entry, said, advance_at)
+        if advance:
+            sessions.advance(tx, entry, reported)
         if entry.stop is not None:
-            stop.append(Stop(said.session, said.epoch, StopKind(entry.stop), entry.stop_by))
+            stop.append(Stop(session, epoch, StopKind(entry.stop), entry.stop_by))
     again = tuple(_session(entry) for entry in entries.values())
-    return Heard(again, tuple(stop), nodes.control(tx), draining)
+    return Orders(again, tuple(stop), nodes.control(tx), draining)
 
 
-def give(tx: Tx, capacities: Mapping[str, int], now: float) -> dict[str, list[Session]]:
-    """Give queued sessions to nodes that wait for some, at most as many as each has capacity for.
+def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
+    """Lease queued sessions to waiting nodes, up to the capacity of each.
 
-    Samples of a task go where its first one went as long as there is capacity, and an attempt that
-    follows a failure goes elsewhere if anybody else has capacity.
+    Samples of a task go to the node of its first one while that has capacity; an attempt after a
+    failure goes to another node if one has capacity.
     """
-    if not tenants.waiting(tx):
+    if not tenants.list_waiting(tx):
         return {}
-    live = nodes.live(tx)
+    live = nodes.list_live(tx)
     left = {
         node: capacity for node, capacity in capacities.items() if node in live and capacity > 0
     }
-    given: dict[str, list[Session]] = {node: [] for node in left}
+    granted: dict[str, list[Session]] = {node: [] for node in left}
     homes: dict[str, str] = {}
     leased, notes = [], []
     version = nodes.control(tx).version
@@ -94,7 +106,7 @@ def give(tx: Tx, capacities: Mapping[str, int], now: float) -> dict[str, list[Se
         left[node] -= 1
         if home not in live:
             homes[task] = node
-        given[node].append(
+        granted[node].append(
             Session(
                 id=session,
                 task=task,
@@ -104,13 +116,13 @@ def give(tx: Tx, capacities: Mapping[str, int], now: float) -> dict[str, list[Se
                 status=Status.INIT,
             )
         )
-        leased.append({"id": session, "node": node, "version": version, "now": now})
-        detail = {"attempt": attempt, "epoch": epoch + 1, "waited": max(0.0, now - since)}
+        leased.append({"id": session, "node": node, "version": version, "now": tx.now})
+        detail = {"attempt": attempt, "epoch": epoch + 1, "waited": max(0.0, tx.now - since)}
         notes.append(events.Note(task, session, node, detail))
     if leased:
         _lease(tx, leased, homes)
         events.add_all(tx, EventKind.LEASED, notes)
-    return {node: mine for node, mine in given.items() if mine}
+    return {node: mine for node, mine in granted.items() if mine}
 
 
 def _place(left: Mapping[str, int], home: str | None, avoid: str | None) -> str:
@@ -131,7 +143,7 @@ def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) ->
     )
 
 
-def _session(entry: Entry) -> Session:
+def _session(entry: SessionRow) -> Session:
     return Session(
         id=entry.id,
         task=entry.task,
@@ -142,93 +154,93 @@ def _session(entry: Entry) -> Session:
     )
 
 
-# --------------------------------------------------------------------------- and back
-def commit(tx: Tx, session: str, epoch: int, end: End, now: float) -> CommitOutcome:
-    """Keep a result, once; the same result again is fine, whatever its epoch.
+# --------------------------------------------------------------------------- and back to the queue
+def commit(tx: Tx, session: str, epoch: int, end: End) -> CommitOutcome:
+    """Store a result, once; the same result again is fine, whatever its epoch.
 
     Raises `FencedError` for a lost lease.
     """
     if results.digest_of(tx, session) == end.digest:
         return CommitOutcome.ALREADY
-    entry = sessions.held(tx, session, epoch)
-    if end.failure is not None and retry(tx, entry, end.failure, now):
+    entry = sessions.get_leased(tx, session, epoch)
+    if end.failure is not None and retry(tx, entry, end.failure):
         return CommitOutcome.REQUEUED
-    finish(tx, entry, end, now)
+    finish(tx, entry, end)
     return CommitOutcome.COMMITTED
 
 
-def release(tx: Tx, session: str, back: Release, now: float) -> None:
-    """Give a session back to the line. Raises `FencedError` for a lost lease."""
-    entry = sessions.held(tx, session, back.epoch)
+def release(tx: Tx, session: str, release: Release) -> None:
+    """Return a session to the queue. Raises `FencedError` for a lost lease."""
+    entry = sessions.get_leased(tx, session, release.epoch)
     if entry.stop == StopKind.CANCELLED:
-        finish(tx, entry, CANCELLED, now)
+        finish(tx, entry, CANCELLED)
     elif entry.stop == StopKind.STALE:
-        sessions.requeue(tx, entry, f"stale: {entry.stop_by}", now)
-    elif back.boundary is None:
-        sessions.requeue(tx, entry, back.reason, now, tries=0)
+        sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
+    elif release.boundary is None:
+        sessions.requeue(tx, entry, release.reason, tries=0)
     else:
-        give_up(tx, entry, Failure(back.boundary, back.reason), now)
+        give_up(tx, entry, Failure(release.boundary, release.reason))
 
 
-def give_up(tx: Tx, entry: Entry, failure: Failure, now: float) -> None:
-    """A leased session failed without a result: once more, or that was it."""
+def give_up(tx: Tx, entry: SessionRow, failure: Failure) -> None:
+    """Retry a leased session that failed without a result, or end it."""
     if entry.stop == StopKind.CANCELLED:
-        finish(tx, entry, CANCELLED, now)
-    elif not retry(tx, entry, failure, now):
-        said = f"{failure.message} (attempt {entry.attempt + 1}, the last)"
-        finish(tx, entry, End(Status.FAILED, Failure(failure.boundary, said, failure.cause)), now)
+        finish(tx, entry, CANCELLED)
+    elif not retry(tx, entry, failure):
+        message = f"{failure.message} (attempt {entry.attempt + 1}, the last)"
+        final = Failure(failure.boundary, message, failure.cause)
+        finish(tx, entry, End(Status.FAILED, final))
 
 
-def retry(tx: Tx, entry: Entry, failure: Failure, now: float) -> bool:
-    """Requeue after a failure that is tried again; False if it is not (`HANDLING`)."""
+def retry(tx: Tx, entry: SessionRow, failure: Failure) -> bool:
+    """Requeue after a failure that is retried; False if it is not (`HANDLING`)."""
     if entry.stop == StopKind.CANCELLED:
         return False
     handling = HANDLING[failure.cause] if failure.cause else None
     allowed = handling.retries if handling else RETRIES[failure.boundary]
-    if not (more(tx, entry) if allowed is None else entry.faults < allowed):
+    if not (has_attempts_left(tx, entry) if allowed is None else entry.faults < allowed):
         return False
     sessions.requeue(
         tx,
         entry,
         f"{failure.boundary}: {failure.message}",
-        now,
         faults=0 if allowed is None else 1,
         elsewhere=handling is None or handling.elsewhere,
     )
     return True
 
 
-def more(tx: Tx, entry: Entry) -> bool:
-    """Whether its task allows it another attempt; those that a harness lost are not counted."""
+def has_attempts_left(tx: Tx, entry: SessionRow) -> bool:
+    """Whether its task allows another attempt; failures of the harness are not counted."""
     [(attempts,)] = tx.all("SELECT attempts FROM tasks WHERE id = :task", task=entry.task)
     return bool(entry.attempt - entry.faults + 1 < attempts)
 
 
-def lose(tx: Tx, node: str, reason: str, now: float) -> None:
-    """A node is gone: what it held is given up, and nothing it says from now on counts."""
-    nodes.bury(tx, node, reason)
-    said = f"node {node} was lost: {reason}"
-    failure = Failure(HANDLING[Cause.NODE].boundary, said, Cause.NODE)
+def expire_node(tx: Tx, node: str, reason: str) -> None:
+    """End the lease of a lost node: its sessions are retried, its messages are refused."""
+    nodes.mark_dead(tx, node, reason)
+    message = f"node {node} was lost: {reason}"
+    failure = Failure(HANDLING[Cause.NODE].boundary, message, Cause.NODE)
     for entry in sessions.select(tx, "node = :node ORDER BY place", node=node):
-        give_up(tx, entry, failure, now)
+        give_up(tx, entry, failure)
 
 
-def overdue(tx: Tx, before: float, now: float) -> None:
-    """End sessions that were asked to stop before that time, and did not."""
+def end_unstopped(tx: Tx, before: float) -> None:
+    """End sessions that were asked to stop before that time and did not."""
     for entry in sessions.select(tx, "stop IS NOT NULL AND stop_at < :before", before=before):
         if entry.stop == StopKind.CANCELLED:
-            finish(tx, entry, CANCELLED, now)
+            finish(tx, entry, CANCELLED)
         else:
-            sessions.requeue(tx, entry, f"stale: {entry.stop_by}", now)
+            sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
 
 
-def abort_stale(tx: Tx, version: int, now: float) -> None:
-    """Ask sessions that are too many versions behind to start again, if they have attempts left."""
+def abort_stale(tx: Tx, version: int) -> None:
+    """Restart sessions that are too many versions behind, if they have attempts left."""
     behind = sessions.select(
         tx,
         "node IS NOT NULL AND stop IS NULL AND task IN (SELECT id FROM tasks WHERE released IS NULL"
         " AND on_stale = 'abort' AND max_staleness < :version - sessions.version)",
         version=version,
     )
-    stale = [entry for entry in behind if more(tx, entry)]
-    sessions.stop(tx, stale, StopKind.STALE, f"weights {version}", now)
+    stale = [entry for entry in behind if has_attempts_left(tx, entry)]
+    sessions.stop(tx, stale, StopKind.STALE, f"weights {version}")

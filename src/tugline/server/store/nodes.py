@@ -1,7 +1,7 @@
-"""Rows of nodes: who may be given work, until when each is believed to live, and what all share.
+"""Nodes: their leases, and the state that all of them share.
 
-The lease is the node's, not the session's: one that does not renew in time is gone, and everything
-it held is somebody else's (see `leases.lose`).
+The lease is the node's, not the session's: a node that does not renew in time is gone, and its
+sessions are given to others (see `leases.expire_node`).
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from tugline.protocol import Control, EventKind, NodeRegistration, NodeState, No
 from tugline.server.store import events
 from tugline.server.store.base import Row, Tx
 
-_COLUMNS = "id, name, state, hello, registered, deadline, applied"
-_hello = msgspec.msgpack.Decoder(NodeRegistration)
+_COLUMNS = "id, name, state, registration, registered, deadline, applied"
+_registration = msgspec.msgpack.Decoder(NodeRegistration)
 
 
 def digest(token: str) -> str:
-    """What is kept of a node's token."""
+    """The stored form of a node's token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def add(
-    tx: Tx, node: str, hello: NodeRegistration, token: str, *, now: float, lease_s: float
-) -> None:
-    """Take a node in."""
+def add(tx: Tx, node: str, registration: NodeRegistration, token: str, *, lease_s: float) -> None:
+    """Add a node."""
     tx.run(
-        "INSERT INTO nodes (id, name, token, hello, state, registered, deadline)"
-        " VALUES (:node, :name, :token, :hello, 'live', :now, :deadline)",
+        "INSERT INTO nodes (id, name, token, registration, state, registered, deadline)"
+        " VALUES (:node, :name, :token, :registration, 'live', :now, :deadline)",
         node=node,
-        name=hello.name,
+        name=registration.name,
         token=digest(token),
-        hello=msgspec.msgpack.encode(hello),
-        now=now,
-        deadline=now + lease_s,
+        registration=msgspec.msgpack.encode(registration),
+        now=tx.now,
+        deadline=tx.now + lease_s,
     )
-    events.add(tx, EventKind.JOINED, node=node, detail={"name": hello.name, "slots": hello.slots})
-    tx.wake("timers", "nodes")
+    detail = {"name": registration.name, "slots": registration.slots}
+    events.add(tx, EventKind.JOINED, node=node, detail=detail)
+    tx.notify("timers", "nodes")
 
 
-def named(tx: Tx, name: str) -> list[str]:
+def list_named(tx: Tx, name: str) -> list[str]:
     """Nodes of this name that are not gone."""
     rows = tx.all("SELECT id FROM nodes WHERE name = :name AND state <> 'gone'", name=name)
     return [node for (node,) in rows]
@@ -57,55 +56,54 @@ def state(tx: Tx, node: str) -> NodeState:
     return NodeState(row[0])
 
 
-def renew(tx: Tx, node: str, applied: int, *, now: float, lease_s: float) -> None:
-    """Believe it to live until `lease_s` from now."""
-    tx.run(
-        "UPDATE nodes SET deadline = :deadline WHERE id = :node", node=node, deadline=now + lease_s
-    )
+def renew(tx: Tx, node: str, applied: int, *, lease_s: float) -> None:
+    """Extend its lease to `lease_s` from now, and record the applied generation."""
+    deadline = tx.now + lease_s
+    tx.run("UPDATE nodes SET deadline = :deadline WHERE id = :node", node=node, deadline=deadline)
     if tx.run(
         "UPDATE nodes SET applied = :applied WHERE id = :node AND applied < :applied",
         node=node,
         applied=applied,
     ):
-        tx.wake("applied")
+        tx.notify("applied")
 
 
 def drain(tx: Tx, node: str) -> None:
-    """Give it nothing more."""
+    """Give it no more work. Raises `FencedError`."""
     if state(tx, node) is NodeState.LIVE:
         tx.run("UPDATE nodes SET state = 'draining' WHERE id = :node", node=node)
         events.add(tx, EventKind.DRAINING, node=node)
-        tx.wake(f"node:{node}")
+        tx.notify(f"node:{node}")
 
 
-def bury(tx: Tx, node: str, reason: str) -> None:
-    """It is gone."""
+def mark_dead(tx: Tx, node: str, reason: str) -> None:
+    """Mark it as gone."""
     tx.run("UPDATE nodes SET state = 'gone' WHERE id = :node", node=node)
     events.add(tx, EventKind.LOST, node=node, detail={"reason": reason})
-    tx.wake(f"node:{node}", "applied", "nodes")
+    tx.notify(f"node:{node}", "applied", "nodes")
 
 
-def spare(tx: Tx, now: float, lease_s: float) -> None:
-    """Start all clocks anew: it was the server that was away, not the nodes."""
+def extend_all(tx: Tx, lease_s: float) -> None:
+    """Restart all deadlines: the server was away, not the nodes."""
     tx.run(
         "UPDATE nodes SET deadline = :until WHERE state <> 'gone' AND deadline < :until",
-        until=now + lease_s,
+        until=tx.now + lease_s,
     )
-    tx.run("UPDATE sessions SET stop_at = :now WHERE stop IS NOT NULL", now=now)
+    tx.run("UPDATE sessions SET stop_at = :now WHERE stop IS NOT NULL", now=tx.now)
 
 
-def late(tx: Tx, now: float) -> list[str]:
+def list_expired(tx: Tx) -> list[str]:
     """Nodes whose lease has run out."""
-    rows = tx.all("SELECT id FROM nodes WHERE state <> 'gone' AND deadline < :now", now=now)
+    rows = tx.all("SELECT id FROM nodes WHERE state <> 'gone' AND deadline < :now", now=tx.now)
     return [node for (node,) in rows]
 
 
-def live(tx: Tx) -> set[str]:
+def list_live(tx: Tx) -> set[str]:
     """Nodes that may be given work."""
     return {node for (node,) in tx.all("SELECT id FROM nodes WHERE state = 'live'")}
 
 
-def of_token(tx: Tx, token: str) -> str | None:
+def find_by_token(tx: Tx, token: str) -> str | None:
     """The node behind a token, unless it is gone."""
     row = tx.one(
         "SELECT id FROM nodes WHERE state <> 'gone' AND token = :token", token=digest(token)
@@ -113,7 +111,7 @@ def of_token(tx: Tx, token: str) -> str | None:
     return row[0] if row else None
 
 
-def all(tx: Tx) -> list[NodeView]:  # noqa: A001 - reads as nodes.all
+def list_views(tx: Tx) -> list[NodeView]:
     """Nodes that are not gone, and those that went within the last day, by name."""
     running: dict[str, int] = dict(
         tx.all("SELECT node, COUNT(*) FROM sessions WHERE node IS NOT NULL GROUP BY node")
@@ -123,21 +121,19 @@ def all(tx: Tx) -> list[NodeView]:  # noqa: A001 - reads as nodes.all
 
 
 def trim(tx: Tx, before: float) -> None:
-    """Forget nodes that were lost before that time."""
+    """Delete nodes that were lost before that time."""
     tx.run("DELETE FROM nodes WHERE state = 'gone' AND deadline < :before", before=before)
 
 
-def capacity(tx: Tx) -> tuple[int, int]:
-    """How many live nodes there are, and their slots together."""
-    hellos = [
-        _hello.decode(row[0]) for row in tx.all("SELECT hello FROM nodes WHERE state = 'live'")
-    ]
-    return len(hellos), sum(hello.slots for hello in hellos)
+def live_slots(tx: Tx) -> tuple[int, int]:
+    """How many live nodes there are, and the sum of their slots."""
+    rows = tx.all("SELECT registration FROM nodes WHERE state = 'live'")
+    return len(rows), sum(_registration.decode(row[0]).slots for row in rows)
 
 
-# --------------------------------------------------------------------------- what all share
+# --------------------------------------------------------------------------- shared state
 def control(tx: Tx) -> Control:
-    """What all nodes are to put in place."""
+    """The state that all nodes apply."""
     [(generation, paused, version)] = tx.all("SELECT generation, paused, version FROM control")
     return Control(
         generation=generation,
@@ -146,19 +142,19 @@ def control(tx: Tx) -> Control:
     )
 
 
-def put_control(tx: Tx, new: Control) -> None:
-    """Tell all nodes."""
+def set_control(tx: Tx, new: Control) -> None:
+    """Replace the shared state; all nodes are notified."""
     tx.run(
         "UPDATE control SET generation = :generation, paused = :paused, version = :version",
         generation=new.generation,
         paused=new.paused.value if new.paused else None,
         version=new.version,
     )
-    tx.wake("control")
+    tx.notify("control")
 
 
-def applied(tx: Tx, generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the nodes that have put this generation in place, and of those that have not."""
+def list_applied(tx: Tx, generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the nodes that have applied this generation, and of those that have not."""
     rows = tx.all("SELECT name, applied FROM nodes WHERE state <> 'gone' ORDER BY name")
     return (
         tuple(name for name, at in rows if at >= generation),
@@ -167,19 +163,19 @@ def applied(tx: Tx, generation: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _view(row: Row, running: int) -> NodeView:
-    node, name, state_, hello, registered, deadline, applied_ = row
-    said = _hello.decode(hello)
+    node, name, state_, packed, registered, deadline, applied = row
+    registration = _registration.decode(packed)
     return NodeView(
         id=node,
         name=name,
         state=NodeState(state_),
-        slots=said.slots,
-        capacity=said.capacity,
+        slots=registration.slots,
+        capacity=registration.capacity,
         running=running,
-        gateway=said.gateway,
-        labels=said.labels,
-        versions=said.versions,
+        gateway=registration.gateway,
+        labels=registration.labels,
+        versions=registration.versions,
         registered=registered,
         deadline=deadline,
-        applied=applied_,
+        applied=applied,
     )

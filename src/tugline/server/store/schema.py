@@ -1,22 +1,20 @@
-"""The tables, as a list of steps from an empty database to the current layout.
+"""Tables, as a list of steps from an empty database to the current layout.
 
-A step is never changed once it was released; a new layout is a new step. Token arrays never stand
-in rows: `results.blob` names where the encoded trajectory is (I7).
+A released step never changes; a new layout is a new step. Token arrays are not stored in rows:
+`results.blob` names the encoded trajectory (I7).
 
-`positions` hands out the one order of all that happened. Its row is locked until the transaction
-ends, so positions become visible in their order, from however many servers (I3).
+`positions` numbers all events. Its row is locked until the transaction ends, so positions become
+visible in order, whichever server commits (I3).
 """
 
 from __future__ import annotations
-
-from tugline.server.store.base import Dialect
 
 _FIRST = """
 CREATE TABLE positions (name TEXT PRIMARY KEY, at BIGINT NOT NULL);
 INSERT INTO positions VALUES
     ('events', 0), ('places', 0),
-    ('tasks', 0), ('released', 0), ('sessions', 0),                       -- how many ever
-    ('completed', 0), ('failed', 0), ('timed_out', 0), ('cancelled', 0);  -- sessions that ended so
+    ('tasks', 0), ('released', 0), ('sessions', 0),                       -- how many ever existed
+    ('completed', 0), ('failed', 0), ('timed_out', 0), ('cancelled', 0);  -- sessions by final status
 CREATE TABLE control (
     id INTEGER PRIMARY KEY, generation BIGINT NOT NULL, paused TEXT, version BIGINT NOT NULL
 );
@@ -34,7 +32,7 @@ CREATE TABLE tasks (
     body {blob} NOT NULL,                     -- the Task, packed
     digest TEXT NOT NULL,
     samples INTEGER NOT NULL,
-    enough INTEGER,
+    min_usable INTEGER,
     deadline DOUBLE PRECISION,                -- Unix seconds
     attempts INTEGER NOT NULL,
     max_staleness INTEGER,
@@ -44,7 +42,7 @@ CREATE TABLE tasks (
     ended INTEGER NOT NULL DEFAULT 0,
     reason TEXT NOT NULL DEFAULT '',
     released BIGINT,                          -- position
-    home TEXT,                                -- the node that its samples go to
+    home TEXT,                                -- preferred node of its samples
     tags TEXT NOT NULL,                       -- JSON
     created DOUBLE PRECISION NOT NULL
 );
@@ -63,18 +61,18 @@ CREATE TABLE sessions (
     faults INTEGER NOT NULL DEFAULT 0,        -- failures of the harness so far
     epoch INTEGER NOT NULL DEFAULT 0,
     status TEXT NOT NULL,
-    turn DOUBLE PRECISION NOT NULL,           -- where it stands in its tenant's line, Unix seconds
-    node TEXT,                                -- who holds the lease
-    version BIGINT NOT NULL DEFAULT 0,        -- newest weights when it was leased
+    turn DOUBLE PRECISION NOT NULL,           -- place in its tenant's queue, Unix seconds
+    node TEXT,                                -- holder of the lease
+    version BIGINT NOT NULL DEFAULT 0,        -- weights when it was leased
     stop TEXT,                                -- reason it is asked to stop, while it runs
     stop_by TEXT NOT NULL DEFAULT '',
     stop_at DOUBLE PRECISION,                 -- when it was asked to
     usable INTEGER NOT NULL DEFAULT 0,        -- 1 once it has a reward
-    avoid TEXT,                               -- the node where the last attempt went wrong
+    avoid TEXT,                               -- node where the last attempt failed
     created DOUBLE PRECISION NOT NULL,
     updated DOUBLE PRECISION NOT NULL
 );
-CREATE INDEX sessions_in_line ON sessions (tenant, turn, place) WHERE status = 'queued';
+CREATE INDEX sessions_queued ON sessions (tenant, turn, place) WHERE status = 'queued';
 CREATE INDEX sessions_of_task ON sessions (task, sample);
 CREATE INDEX sessions_of_node ON sessions (node) WHERE node IS NOT NULL;
 CREATE INDEX sessions_stopping ON sessions (stop_at) WHERE stop IS NOT NULL;
@@ -83,7 +81,7 @@ CREATE TABLE nodes (
     id TEXT PRIMARY KEY,
     name TEXT NOT NULL,
     token TEXT NOT NULL,                      -- SHA-256 of it, hex
-    hello {blob} NOT NULL,
+    registration {blob} NOT NULL,
     state TEXT NOT NULL,
     registered DOUBLE PRECISION NOT NULL,
     deadline DOUBLE PRECISION NOT NULL,       -- when its lease ends
@@ -95,7 +93,7 @@ CREATE TABLE results (
     session TEXT NOT NULL UNIQUE REFERENCES sessions (id),
     task TEXT NOT NULL,
     digest TEXT NOT NULL,
-    blob TEXT NOT NULL,                       -- its name among the blobs; empty: it never ran
+    blob TEXT NOT NULL,                       -- name of the blob; empty: it never ran
     view {blob} NOT NULL                      -- the ResultView, packed
 );
 CREATE INDEX results_of_task ON results (task, position);
@@ -113,7 +111,7 @@ CREATE TABLE consumers (
     name TEXT PRIMARY KEY, acked BIGINT NOT NULL, updated DOUBLE PRECISION NOT NULL
 );
 CREATE TABLE outbox (
-    id BIGINT PRIMARY KEY,                    -- the position that it tells of
+    id BIGINT PRIMARY KEY,                    -- position of its event
     task TEXT NOT NULL,
     kind TEXT NOT NULL,
     url TEXT NOT NULL,
@@ -131,8 +129,8 @@ STEPS = (_FIRST,)
 """Step n leads from layout n to layout n + 1."""
 
 
-def statements(step: int, dialect: Dialect) -> list[str]:
-    """The statements that lead from layout `step` to the next one."""
+def statements(step: int, *, blob: str) -> list[str]:
+    """The statements from layout `step` to the next; `blob` is the column type of bytes."""
     lines = (line.partition("--")[0].rstrip() for line in STEPS[step].splitlines())
-    text = "\n".join(line for line in lines if line).replace("{blob}", dialect.blob)
+    text = "\n".join(line for line in lines if line).replace("{blob}", blob)
     return [one.strip() for one in text.split(";\n") if one.strip(" ;\n")]

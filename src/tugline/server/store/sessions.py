@@ -1,7 +1,7 @@
-"""Rows of sessions: how they are found, and how one goes back into the line.
+"""Sessions: reading, stages, and the return to the queue.
 
-`held` is the fence: whatever a node says about a session counts only with the epoch of a lease that
-still holds (I3).
+`get_leased` is the fence: a message of a node about a session counts only with the epoch of its
+present lease (I3).
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tugline.errors import FencedError, Invalid, Missing
+from tugline.errors import FencedError, Missing
 from tugline.protocol import EventKind, HeldSession, Page, SessionView, StopKind
 from tugline.server.store import events, tenants
 from tugline.server.store.base import Tx
+from tugline.server.store.tasks import parse_cursor
 from tugline.types import TERMINAL, Status
 
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
-"""Where a leased session may be, in order."""
+"""Stages of a leased session, in order."""
 _COLUMNS = (
     "id, place, task, tenant, sample, attempt, faults, epoch, status, node, version, stop, stop_by,"
     " created, updated"
 )
 
 
-class Entry(NamedTuple):
-    """A session as it stands in its row."""
+class SessionRow(NamedTuple):
+    """A session's row."""
 
     id: str
     place: int
@@ -45,11 +46,11 @@ class Entry(NamedTuple):
 
     @property
     def leased(self) -> bool:
-        """Whether a node has it."""
+        """Whether a node holds it."""
         return self.status in STAGES
 
     def view(self) -> SessionView:
-        """As the API shows it."""
+        """Its state as the API shows it."""
         return SessionView(
             id=self.id,
             task=self.task,
@@ -65,7 +66,7 @@ class Entry(NamedTuple):
         )
 
 
-def get(tx: Tx, session: str) -> Entry:
+def get(tx: Tx, session: str) -> SessionRow:
     """One session. Raises `Missing`."""
     found = select(tx, "id = :session", session=session)
     if not found:
@@ -74,8 +75,13 @@ def get(tx: Tx, session: str) -> Entry:
     return found[0]
 
 
-def held(tx: Tx, session: str, epoch: int) -> Entry:
-    """One session, if `epoch` is that of a lease which still holds. Raises `FencedError`."""
+def get_view(tx: Tx, session: str) -> SessionView:
+    """Current state of a session. Raises `Missing`."""
+    return get(tx, session).view()
+
+
+def get_leased(tx: Tx, session: str, epoch: int) -> SessionRow:
+    """One session, if `epoch` is that of its present lease. Raises `FencedError`."""
     entry = get(tx, session)
     if entry.epoch != epoch or not entry.leased:
         msg = (
@@ -86,10 +92,10 @@ def held(tx: Tx, session: str, epoch: int) -> Entry:
     return entry
 
 
-def select(tx: Tx, where: str, **values: object) -> list[Entry]:
-    """Sessions for which `where` holds, which is SQL of ours."""
+def select(tx: Tx, where: str, **values: object) -> list[SessionRow]:
+    """Sessions that match `where`, which is trusted SQL."""
     return [
-        Entry(*row)
+        SessionRow(*row)
         for row in tx.all(f"SELECT {_COLUMNS} FROM sessions WHERE {where}", **values)  # noqa: S608 - constants
     ]
 
@@ -97,14 +103,14 @@ def select(tx: Tx, where: str, **values: object) -> list[Entry]:
 def page(
     tx: Tx,
     *,
-    task: str | None,
-    status: Status | None,
-    node: str | None,
-    after: str | None,
-    limit: int,
+    task: str | None = None,
+    status: Status | None = None,
+    node: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
 ) -> Page:
     """Sessions in order of submission."""
-    values: dict[str, object] = {"after": cursor(after), "limit": limit + 1}
+    values: dict[str, object] = {"after": parse_cursor(after), "limit": limit + 1}
     where = "place > :after"
     for column, wanted in (("task", task), ("status", status), ("node", node)):
         if wanted is not None:
@@ -115,21 +121,10 @@ def page(
     return Page(sessions=tuple(entry.view() for entry in found[:limit]), next=more)
 
 
-def cursor(after: str | None) -> int:
-    """The place that a list goes on after. Raises `Invalid`."""
-    if after is None:
-        return -1
-    if not (after.isascii() and after.isdigit() and len(after) < 19):
-        msg = f"after is {after!r}, must be the `next` of an earlier page"
-        raise Invalid(msg, field="after")
-    return int(after)
-
-
-def requeue(  # noqa: PLR0913 - what is known of it
+def requeue(
     tx: Tx,
-    entry: Entry,
+    entry: SessionRow,
     reason: str,
-    now: float,
     *,
     tries: int = 1,
     faults: int = 0,
@@ -137,7 +132,7 @@ def requeue(  # noqa: PLR0913 - what is known of it
 ) -> None:
     """Put a leased session back at its place in the line; it has had `tries` more attempts.
 
-    With `elsewhere` another node gets it, if there is one with room.
+    With `elsewhere` another node gets it, if one has capacity.
     """
     tenants.activate(tx, entry.tenant)
     tx.run(
@@ -148,41 +143,43 @@ def requeue(  # noqa: PLR0913 - what is known of it
         tries=tries,
         faults=faults,
         avoid=entry.node if elsewhere else None,
-        now=now,
+        now=tx.now,
     )
     detail: dict[str, str | int | float] = {"reason": reason, "attempt": entry.attempt + tries}
     events.add(
         tx, EventKind.REQUEUED, task=entry.task, session=entry.id, node=entry.node, detail=detail
     )
-    tx.wake("work")
+    tx.notify("work")
 
 
-def stop(tx: Tx, entries: Sequence[Entry], reason: StopKind, by: str, now: float) -> None:
+def stop(tx: Tx, entries: Sequence[SessionRow], reason: StopKind, by: str) -> None:
     """Ask the nodes of these leased sessions to stop them."""
     tx.many(
         "UPDATE sessions SET stop = :reason, stop_by = :by, stop_at = :now WHERE id = :id",
-        [{"id": entry.id, "reason": reason.value, "by": by, "now": now} for entry in entries],
+        [{"id": entry.id, "reason": reason.value, "by": by, "now": tx.now} for entry in entries],
     )
     detail = {"reason": reason.value, "by": by}
     stopping = [events.Note(entry.task, entry.id, entry.node, detail) for entry in entries]
     if stopping:
         events.add_all(tx, EventKind.STOPPING, stopping)
-    tx.wake("timers", *(f"node:{entry.node}" for entry in entries))
+    tx.notify("timers", *(f"node:{entry.node}" for entry in entries))
 
 
-def advance(tx: Tx, entry: Entry, said: HeldSession, now: float) -> None:
-    """Note the stage that a node says its session is in. Stages are never gone back."""
-    if said.status in STAGES and STAGES.index(said.status) > STAGES.index(Status(entry.status)):
+def advance(tx: Tx, entry: SessionRow, reported: HeldSession) -> None:
+    """Record the stage that a node reports; an earlier stage than the recorded one is ignored."""
+    if reported.status in STAGES and STAGES.index(reported.status) > STAGES.index(
+        Status(entry.status)
+    ):
         tx.run(
             "UPDATE sessions SET status = :status, updated = :now WHERE id = :id",
             id=entry.id,
-            status=said.status.value,
-            now=now,
+            status=reported.status.value,
+            now=tx.now,
         )
 
 
-def tally(tx: Tx) -> dict[str, int]:
-    """Sessions by status. Counted as they come and end, so that nothing is looked through."""
+def count_by_status(tx: Tx) -> dict[str, int]:
+    """Sessions by status, from counters: finished sessions are not scanned."""
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
     counts: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
     counts |= Counter(

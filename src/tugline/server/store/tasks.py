@@ -1,6 +1,6 @@
-"""Rows of tasks: taken in once, however often they are sent; shown; looked through.
+"""Tasks: idempotent submission, views, pages, retention.
 
-A body is packed once and never changed. What is asked of many tasks at a time stands in columns.
+A body is packed once and never changes. What is queried for many tasks at once stands in columns.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from tugline.errors import Conflict, Invalid, Missing
 from tugline.protocol import Accepted, EventKind, Page, TaskState, TaskView
 from tugline.server.store import events, tenants
 from tugline.server.store.base import Row, Tx
-from tugline.server.store.sessions import cursor
 from tugline.types import Task, decode, encode
 
 _AHEAD_S = 60.0
-"""What one step of priority is worth: a place that much further ahead in the line."""
-_SHARE = 64
-"""Samples of one task that stand together; the next as many stand a minute behind."""
+"""What one step of priority is worth: a place that much further ahead in the queue."""
+_BURST = 64
+"""Samples of one task that are queued together; the next ones stand a minute behind."""
+_DELETE = 100
+"""Tasks deleted at once."""
 _CHUNK = 500
 _COLUMNS = "id, place, tenant, priority, samples, created, usable, reason, released, tags"
 
 
 class Packed(NamedTuple):
-    """A task as it is kept."""
+    """A task in its stored form."""
 
     task: Task
     body: bytes
@@ -36,37 +37,37 @@ class Packed(NamedTuple):
 
 
 def pack(task: Task) -> Packed:
-    """Encode and compress."""
+    """Encode and compress a task."""
     data = encode(task)
     body = zstandard.ZstdCompressor(level=3).compress(data)
     return Packed(task, body, hashlib.sha256(data).hexdigest())
 
 
 def unpack(body: bytes) -> Task:
-    """The task of a row."""
+    """Decode the task of a row."""
     return decode(zstandard.ZstdDecompressor().decompress(body), Task)
 
 
-# --------------------------------------------------------------------------- in
-def submit(tx: Tx, batch: Sequence[Packed], now: float) -> list[Accepted]:
-    """Keep these tasks with their sessions; those that are there already are left as they are.
+# --------------------------------------------------------------------------- submission
+def submit(tx: Tx, batch: Sequence[Packed]) -> list[Accepted]:
+    """Insert tasks with their sessions; tasks that exist already are left as they are.
 
-    Raises `Conflict` when another task has the id of one of them.
+    Raises `Conflict` if a different task has the id of one of them.
     """
-    known = _digests(tx, [packed.task.id for packed in batch])
+    known = _read_digests(tx, [packed.task.id for packed in batch])
     fresh: dict[str, Packed] = {}
     for n, packed in enumerate(batch):
-        there = known.get(packed.task.id)
-        if there is None:
+        digest = known.get(packed.task.id)
+        if digest is None:
             known[packed.task.id] = packed.digest
             fresh[packed.task.id] = packed
-        elif there != packed.digest and _differs(tx, packed, fresh):
+        elif digest != packed.digest and _differs(tx, packed, fresh):
             msg = f"task {packed.task.id!r} was submitted before with other content; use another id"
             raise Conflict(msg, field=f"{n}.id")
     for tenant in sorted({packed.task.tenant for packed in fresh.values()}):
         tenants.activate(tx, tenant)
     if fresh:
-        _insert(tx, list(fresh.values()), now)
+        _insert(tx, list(fresh.values()))
     return [
         Accepted(
             task=packed.task.id,
@@ -78,26 +79,26 @@ def submit(tx: Tx, batch: Sequence[Packed], now: float) -> list[Accepted]:
 
 
 def session_ids(task: Task) -> Iterator[str]:
-    """By sample."""
+    """Ids of its sessions, by sample."""
     return (f"{task.id}-{n}" for n in range(task.samples))
 
 
-def _digests(tx: Tx, ids: Sequence[str]) -> dict[str, str]:
+def _read_digests(tx: Tx, ids: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for start in range(0, len(ids), _CHUNK):
-        named, values = among(ids[start : start + _CHUNK])
-        found |= dict(tx.all(f"SELECT id, digest FROM tasks WHERE id IN ({named})", **values))  # noqa: S608 - constants
+        names, values = bind_names(ids[start : start + _CHUNK])
+        found |= dict(tx.all(f"SELECT id, digest FROM tasks WHERE id IN ({names})", **values))  # noqa: S608 - constants
     return found
 
 
 def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:
-    """Whether it is another task, and not the same one written by another version."""
+    """Whether it is a different task, not the same one encoded by another version."""
     if packed.task.id in fresh:
         return True
     return body(tx, packed.task.id) != decode(encode(packed.task), Task)
 
 
-def _insert(tx: Tx, batch: Sequence[Packed], now: float) -> None:
+def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     sessions = sum(packed.task.samples for packed in batch)
     for name, n in (("tasks", len(batch)), ("sessions", sessions)):
         tx.run("UPDATE positions SET at = at + :n WHERE name = :name", name=name, n=n)
@@ -107,11 +108,11 @@ def _insert(tx: Tx, batch: Sequence[Packed], now: float) -> None:
     )
     places = iter(range(last - len(batch) - sessions + 1, last + 1))
     tx.many(
-        "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples, enough, deadline,"
-        " attempts, max_staleness, on_stale, callback, tags, created) VALUES (:id, :place, :tenant,"
-        " :priority, :body, :digest, :samples, :enough, :deadline, :attempts, :max_staleness,"
+        "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples, min_usable,"
+        " deadline, attempts, max_staleness, on_stale, callback, tags, created) VALUES (:id, :place, :tenant,"
+        " :priority, :body, :digest, :samples, :min_usable, :deadline, :attempts, :max_staleness,"
         " :on_stale, :callback, :tags, :now)",
-        [_row(packed, next(places), now) for packed in batch],
+        [_row(packed, next(places), tx.now) for packed in batch],
     )
     tx.many(
         "INSERT INTO sessions (id, place, task, tenant, sample, status, turn, created, updated)"
@@ -123,8 +124,8 @@ def _insert(tx: Tx, batch: Sequence[Packed], now: float) -> None:
                 "task": task.id,
                 "tenant": task.tenant,
                 "sample": n,
-                "turn": now + _AHEAD_S * (n // _SHARE - task.priority),
-                "now": now,
+                "turn": tx.now + _AHEAD_S * (n // _BURST - task.priority),
+                "now": tx.now,
             }
             for task, _, _ in batch
             for n, session in enumerate(session_ids(task))
@@ -132,7 +133,7 @@ def _insert(tx: Tx, batch: Sequence[Packed], now: float) -> None:
     )
     accepted = [events.Note(task.id, detail={"samples": task.samples}) for task, _, _ in batch]
     events.add_all(tx, EventKind.ACCEPTED, accepted)
-    tx.wake("work", "timers")
+    tx.notify("work", "timers")
 
 
 def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
@@ -146,18 +147,18 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
         "body": packed.body,
         "digest": packed.digest,
         "samples": task.samples,
-        "enough": group.min_usable,
+        "min_usable": group.min_usable,
         "deadline": None if group.deadline_s is None else now + group.deadline_s,
         "attempts": group.attempts,
         "max_staleness": group.max_staleness,
         "on_stale": group.on_stale.value,
         "callback": task.callback.url if task.callback else None,
-        "tags": _tags(task.tags),
+        "tags": _encode_tags(task.tags),
         "now": now,
     }
 
 
-# --------------------------------------------------------------------------- out
+# --------------------------------------------------------------------------- reading
 def body(tx: Tx, task: str) -> Task:
     """The task as it was submitted. Raises `Missing`."""
     row = tx.one("SELECT body FROM tasks WHERE id = :task", task=task)
@@ -167,7 +168,7 @@ def body(tx: Tx, task: str) -> Task:
 
 
 def view(tx: Tx, task: str) -> TaskView:
-    """The task as it stands. Raises `Missing`."""
+    """Current state of a task. Raises `Missing`."""
     rows = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id = :task", task=task)  # noqa: S608 - constants
     if not rows:
         raise _missing(task)
@@ -175,9 +176,9 @@ def view(tx: Tx, task: str) -> TaskView:
 
 
 def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
-    """These tasks, all of which there are, as they stand and in this order."""
-    named, values = among(ids)
-    found = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id IN ({named})", **values)  # noqa: S608 - constants
+    """Current states of these tasks, which all exist, in this order."""
+    names, values = bind_names(ids)
+    found = tx.all(f"SELECT {_COLUMNS} FROM tasks WHERE id IN ({names})", **values)  # noqa: S608 - constants
     rows = {row[0]: row for row in found}
     return _views(tx, [rows[task] for task in ids])
 
@@ -185,14 +186,14 @@ def views(tx: Tx, ids: Sequence[str]) -> list[TaskView]:
 def page(
     tx: Tx,
     *,
-    state: TaskState | None,
-    tenant: str | None,
-    tag: str | None,
-    after: str | None,
-    limit: int,
+    state: TaskState | None = None,
+    tenant: str | None = None,
+    tag: str | None = None,
+    after: str | None = None,
+    limit: int = 100,
 ) -> Page:
     """Tasks in order of submission."""
-    values: dict[str, object] = {"after": cursor(after), "limit": limit + 1}
+    values: dict[str, object] = {"after": parse_cursor(after), "limit": limit + 1}
     where = "place > :after"
     if state is not None:
         where += f" AND released IS {'NULL' if state is TaskState.OPEN else 'NOT NULL'}"
@@ -200,8 +201,8 @@ def page(
         values["tenant"] = tenant
         where += " AND tenant = :tenant"
     if tag is not None:
-        values["tag"] = _tag(tag)
-        # contains it: LIKE would ignore the case on one of the two stores
+        values["tag"] = _parse_tag(tag)
+        # "contains": LIKE would ignore the case on one of the two databases
         where += " AND replace(tags, :tag, '') <> tags"
     rows = tx.all(
         f"SELECT {_COLUMNS} FROM tasks WHERE {where} ORDER BY place LIMIT :limit",  # noqa: S608 - constants
@@ -211,13 +212,17 @@ def page(
     return Page(tasks=tuple(_views(tx, rows[:limit])), next=more)
 
 
-def open_count(tx: Tx) -> int:
-    """How many tasks have sessions that are not over."""
-    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
-    return at["tasks"] - at["released"]
+def parse_cursor(after: str | None) -> int:
+    """The place that a list continues after. Raises `Invalid`."""
+    if after is None:
+        return -1
+    if not (after.isascii() and after.isdigit() and len(after) < 19):
+        msg = f"after is {after!r}, must be the `next` of an earlier page"
+        raise Invalid(msg, field="after")
+    return int(after)
 
 
-def among(names: Iterable[str]) -> tuple[str, dict[str, str]]:
+def bind_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
     """Names of parameters for ``IN (...)``, and their values."""
     values = {f"n{n}": name for n, name in enumerate(names)}
     return ", ".join(f":{name}" for name in values), values
@@ -228,17 +233,17 @@ def _views(tx: Tx, rows: Sequence[Row]) -> list[TaskView]:
     over = [row[0] for row in rows if row[8] is not None]
     missing: dict[str, list[int]] = {task: [] for task in over}
     for start in range(0, len(rows), _CHUNK):
-        named, values = among(row[0] for row in rows[start : start + _CHUNK])
+        names, values = bind_names(row[0] for row in rows[start : start + _CHUNK])
         for task, status, n in tx.all(
-            f"SELECT task, status, COUNT(*) FROM sessions WHERE task IN ({named})"  # noqa: S608 - constants
+            f"SELECT task, status, COUNT(*) FROM sessions WHERE task IN ({names})"  # noqa: S608 - constants
             " GROUP BY task, status",
             **values,
         ):
             counts[task][status] = n
     for start in range(0, len(over), _CHUNK):
-        named, values = among(over[start : start + _CHUNK])
+        names, values = bind_names(over[start : start + _CHUNK])
         for task, sample in tx.all(
-            f"SELECT task, sample FROM sessions WHERE task IN ({named}) AND usable = 0"  # noqa: S608 - constants
+            f"SELECT task, sample FROM sessions WHERE task IN ({names}) AND usable = 0"  # noqa: S608 - constants
             " ORDER BY task, sample",
             **values,
         ):
@@ -264,18 +269,43 @@ def _view(row: Row, counts: dict[str, int], missing: tuple[int, ...]) -> TaskVie
     )
 
 
-def _tags(tags: dict[str, str]) -> str:
+def _encode_tags(tags: dict[str, str]) -> str:
     return json.dumps(tags, sort_keys=True, separators=(",", ":"))
 
 
-def _tag(tag: str) -> str:
+def _parse_tag(tag: str) -> str:
     key, equals, value = tag.partition("=")
     if not equals:
         msg = f"tag is {tag!r}, must be KEY=VALUE"
         raise Invalid(msg, field="tag")
-    return _tags({key: value})[1:-1]
+    return _encode_tags({key: value})[1:-1]
 
 
 def _missing(task: str) -> Missing:
     msg = f"no task {task!r}"
     return Missing(msg)
+
+
+# --------------------------------------------------------------------------- retention
+def delete_finished(tx: Tx, before: float) -> int:
+    """Delete some tasks that ended before that time; how many, 0 when done.
+
+    Tasks that a consumer has not acknowledged, or with callbacks still to send, stay (I3). Counters
+    keep counting deleted tasks, and their ids may be used again.
+    """
+    [(acked,)] = tx.all("SELECT MIN(acked) FROM consumers")
+    rows = tx.all(
+        "SELECT id FROM tasks WHERE released <= :acked"
+        " AND id NOT IN (SELECT task FROM outbox WHERE state <> 'delivered')"
+        " AND NOT EXISTS (SELECT 1 FROM sessions WHERE task = tasks.id AND updated >= :before)"
+        " ORDER BY released LIMIT :limit",
+        acked=events.latest(tx) if acked is None else acked,
+        before=before,
+        limit=_DELETE,
+    )
+    if not rows:
+        return 0
+    names, values = bind_names(task for (task,) in rows)
+    for table, column in (("results", "task"), ("sessions", "task"), ("tasks", "id")):
+        tx.run(f"DELETE FROM {table} WHERE {column} IN ({names})", **values)  # noqa: S608 - constants
+    return len(rows)

@@ -1,8 +1,8 @@
-"""Who is next: stride scheduling over tenants, one line of sessions within each.
+"""Fair queue: stride scheduling over tenants, one queue of sessions within each.
 
-A tenant's `pass` grows by ``1 / weight`` with each session it is given, and the lowest pass is
-served first, so tenants with work share the nodes by their weights at any load. One that comes back
-starts level with the others: time without work earns nothing.
+A tenant's `pass` grows by ``1 / weight`` with each session leased, and the lowest pass is served
+first, so tenants with work share the nodes by their weights at any load. A tenant that gets work
+again starts level with the others: time without work earns nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from tugline.server.store.base import Row, Tx
 
 
-def weigh(tx: Tx, weights: Mapping[str, float]) -> None:
-    """Give these tenants their weights and all others 1."""
+def set_weights(tx: Tx, weights: Mapping[str, float]) -> None:
+    """Set the weights of these tenants, and 1 for all others."""
     tx.run("UPDATE tenants SET weight = 1")
     tx.many(
         "INSERT INTO tenants (name, weight, pass) VALUES (:name, :weight, 0)"
@@ -23,8 +23,8 @@ def weigh(tx: Tx, weights: Mapping[str, float]) -> None:
     )
 
 
-def waiting(tx: Tx) -> list[Row]:
-    """Tenants that have sessions in line: ``(name, weight, pass)``."""
+def list_waiting(tx: Tx) -> list[Row]:
+    """Tenants with queued sessions: ``(name, weight, pass)``."""
     # With EXISTS, PostgreSQL would join, and look through all that is queued.
     return tx.all(
         "SELECT name, weight, pass FROM tenants WHERE (SELECT 1 FROM sessions"
@@ -33,12 +33,12 @@ def waiting(tx: Tx) -> list[Row]:
 
 
 def activate(tx: Tx, tenant: str) -> None:
-    """Work comes in for this tenant: if it had none, it starts level with those that have."""
+    """Prepare a tenant for new work: if it had none, it starts level with those that have."""
     tx.run(
         "INSERT INTO tenants (name, weight, pass) VALUES (:name, 1, 0) ON CONFLICT DO NOTHING",
         name=tenant,
     )
-    passes = {name: at for name, _, at in waiting(tx)}
+    passes = {name: at for name, _, at in list_waiting(tx)}
     if tenant in passes:
         return
     # Where nobody has work, level with whoever was given most.
@@ -53,16 +53,16 @@ def activate(tx: Tx, tenant: str) -> None:
 
 def take(tx: Tx, n: int) -> list[Row]:
     """The next `n` queued sessions, fairly: ``id task sample attempt epoch avoid home updated``."""
-    weights, lines, heap = {}, {}, []
-    for name, weight, at in waiting(tx):
-        weights[name], lines[name] = weight, iter(_line(tx, name, n))
+    weights, queues, heap = {}, {}, []
+    for name, weight, at in list_waiting(tx):
+        weights[name], queues[name] = weight, iter(_read_queue(tx, name, n))
         heap.append((at, name))
     heapq.heapify(heap)
     taken: list[Row] = []
     passes: dict[str, float] = {}
     while heap and len(taken) < n:
         at, name = heapq.heappop(heap)
-        first = next(lines[name], None)
+        first = next(queues[name], None)
         if first is not None:
             taken.append(first)
             passes[name] = at + 1 / weights[name]
@@ -74,7 +74,7 @@ def take(tx: Tx, n: int) -> list[Row]:
     return taken
 
 
-def _line(tx: Tx, tenant: str, n: int) -> list[Row]:
+def _read_queue(tx: Tx, tenant: str, n: int) -> list[Row]:
     return tx.all(
         "SELECT s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home, s.updated"
         " FROM sessions s JOIN tasks t ON t.id = s.task"

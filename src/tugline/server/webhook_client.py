@@ -1,7 +1,7 @@
-"""One try to send a callback over HTTP.
+"""HTTP client for webhook deliveries.
 
-It is a file of its own because its library takes a fifth of a second to import, which a server that
-was killed has no time for.
+In a module of its own because its library takes a fifth of a second to import, which would delay
+the restart of a server.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 
 class Answer(NamedTuple):
-    """What a receiver said, or why it could not."""
+    """A receiver's answer, or why there is none."""
 
     status: int = 0
     retry_after: str = ""
     error: str = ""
 
 
-class Poster:
-    """A client that follows nothing and keeps nothing; each try is over in `timeout_s`."""
+class WebhookClient:
+    """Posts without redirects or cookies; each try ends within `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -37,7 +37,7 @@ class Poster:
         )
 
     async def post(self, url: str, body: bytes, headers: dict[str, str]) -> Answer:
-        """Send; no answer is read beyond its headers."""
+        """Send a delivery; no answer is read beyond its headers."""
         try:
             async with self._client.post(
                 url, data=body, headers=headers, allow_redirects=False
@@ -45,16 +45,16 @@ class Poster:
                 return Answer(answer.status, answer.headers.get("Retry-After", ""))
         except TimeoutError:
             return Answer(error=f"no answer within {self._timeout_s:g} s")
-        except (aiohttp.ClientError, ValueError) as error:  # the latter for what is no URL
+        except (aiohttp.ClientError, ValueError) as error:  # the latter for an invalid URL
             return Answer(error=str(error) or type(error).__name__)
 
     async def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         await self._client.close()
 
 
 class _Resolver(AbstractResolver):
-    """Looks names up in threads of its own, so a slow name server blocks nothing else."""
+    """Resolves names in threads of its own, so a slow name server blocks nothing else."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
@@ -62,9 +62,9 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Its addresses. Raises `OSError`."""
-        find = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, find)
+        """Addresses of `host`. Raises `OSError`."""
+        resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [
             ResolveResult(
@@ -79,5 +79,5 @@ class _Resolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Let the threads go."""
+        """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,107 @@
+"""Counts for the status and the metrics page; each costs what it counts.
+
+Lists that only grow are not counted: of webhook deliveries those that are pending or dead, of
+unread results at most `MAX_SCAN`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tugline.protocol import Control, Counts
+from tugline.server.store import events, nodes, sessions
+from tugline.server.store.base import Tx
+
+MAX_SCAN = 100_000
+"""Rows that are looked through at once."""
+
+
+class QueueStats(NamedTuple):
+    """A snapshot of the store."""
+
+    sessions: dict[str, int]
+    """By status."""
+    queued: dict[str, int]
+    """By tenant."""
+    tasks_open: int
+    nodes: dict[str, int]
+    """By state."""
+    slots: int
+    """Of live nodes."""
+    unread: dict[str, int]
+    """Unacknowledged results, by consumer."""
+    outbox: dict[str, int]
+    """Pending and dead deliveries."""
+    position: int
+    control: Control
+
+
+def queue_stats(tx: Tx) -> QueueStats:
+    """All counts, at one moment."""
+    acked = tx.all("SELECT name, acked FROM consumers")
+    return QueueStats(
+        sessions=sessions.count_by_status(tx),
+        queued=_count(
+            tx, "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
+        ),
+        tasks_open=_count_open_tasks(tx),
+        nodes=_count(tx, "SELECT state, COUNT(*) FROM nodes GROUP BY state"),
+        slots=nodes.live_slots(tx)[1],
+        unread={name: _count_results_after(tx, position) for name, position in acked},
+        outbox={
+            state: _count_deliveries(tx, state)  # one index each
+            for state in ("pending", "dead")
+        },
+        position=events.latest(tx),
+        control=nodes.control(tx),
+    )
+
+
+def counts(tx: Tx) -> Counts:
+    """Summary for clients, in a time that does not grow with finished sessions."""
+    control = nodes.control(tx)
+    live, slots = nodes.live_slots(tx)
+    return Counts(
+        sessions=sessions.count_by_status(tx),
+        tasks_open=_count_open_tasks(tx),
+        nodes=live,
+        slots=slots,
+        position=events.latest(tx),
+        version=control.version,
+        paused=control.paused is not None,
+        dead_deliveries=_count_deliveries(tx, "dead"),
+    )
+
+
+def position_before(tx: Tx, moment: float) -> int:
+    """The position after which all events since `moment` stand, or the last `MAX_SCAN` of them."""
+    [(first,)] = tx.all(
+        "SELECT MIN(position) FROM (SELECT position, created FROM events"
+        " ORDER BY position DESC LIMIT :most) AS recent WHERE created >= :moment",
+        most=MAX_SCAN,
+        moment=moment,
+    )
+    return int(first) - 1 if first is not None else events.latest(tx)
+
+
+def _count_open_tasks(tx: Tx) -> int:
+    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
+    return at["tasks"] - at["released"]
+
+
+def _count_deliveries(tx: Tx, state: str) -> int:
+    [(count,)] = tx.all(f"SELECT COUNT(*) FROM outbox WHERE state = '{state}'")  # noqa: S608 - constants
+    return int(count)
+
+
+def _count_results_after(tx: Tx, position: int) -> int:
+    [(count,)] = tx.all(
+        "SELECT COUNT(*) FROM (SELECT 1 FROM results WHERE position > :after LIMIT :most) AS later",
+        after=position,
+        most=MAX_SCAN,
+    )
+    return int(count)
+
+
+def _count(tx: Tx, sql: str) -> dict[str, int]:
+    return {str(name): int(count) for name, count in tx.all(sql)}
