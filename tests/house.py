@@ -9,11 +9,11 @@ from served import TOKENS, result
 from tugline.client.api import Client
 from tugline.client.nodes import NodeClient
 from tugline.protocol import HeldSession, LeaseRequest, NodeRegistration, Work
-from tugline.server.app import Api, create_app, serve_api
 from tugline.server.blobs import open_blobs
-from tugline.server.checks import check_task
 from tugline.server.control import ControlPlane
+from tugline.server.http.app import Api, serve_api
 from tugline.server.store.database import open_database
+from tugline.server.validation import check_task
 from tugline.types import PluginSpec, Status, Task
 
 
@@ -37,7 +37,7 @@ class House:
                 check=check_task,
             )
         )
-        self.app = create_app(self.control, TOKENS)
+        self.app = Api(self.control, TOKENS)
         self.url = await self._stack.enter_async_context(serve_api(self.app, port=self.port))
         self.port = int(self.url.rpartition(":")[2])
 

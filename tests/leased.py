@@ -72,27 +72,31 @@ class Idler:
     @classmethod
     async def join(cls, control: ControlPlane, name: str = "node", *, room: int = 8) -> Idler:
         """A new node."""
-        welcome = await control.register(NodeRegistration(name=name, slots=room, capacity=room))
+        welcome = await control.dispatcher.register(
+            NodeRegistration(name=name, slots=room, capacity=room)
+        )
         return cls(control, welcome.node, room)
 
     async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> LeaseResponse:
         """One question; the work of its answer is held from then on."""
         left = self.room - len(self.held) if room is None else room
         ask = LeaseRequest(capacity=left, held=self._holding(), applied=self.applied, wait_s=wait_s)
-        orders = await self.control.lease(self.node, ask)
+        orders = await self.control.dispatcher.lease(self.node, ask)
         self.held |= {work.session.id: work.session for work in orders.work}
         return orders
 
     async def renew(self) -> LeaseResponse:
         """Tell what is held."""
-        return await self.control.renew(
+        return await self.control.dispatcher.renew(
             self.node, Renewal(held=self._holding(), applied=self.applied)
         )
 
     async def commit(self, session: str, **outcome: Any) -> Commit:
         """A result of something that is held."""
         leased = self.held.pop(session)
-        return await self.control.commit(session, leased.epoch, result(leased, **outcome))
+        return await self.control.dispatcher.commit(
+            session, leased.epoch, result(leased, **outcome)
+        )
 
     def _holding(self) -> tuple[HeldSession, ...]:
         return tuple(HeldSession(one.id, one.epoch, Status.RUN) for one in self.held.values())

@@ -118,7 +118,7 @@ async def observed(
         watch = Telemetry(node="here", model="scripted", calls=gateway.read_calls, tracer=tracer)
         stack.push_async_callback(watch.close)
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)
-        node = Node(control, gateway, Parts(), folder / "node", settings, observer=watch)
+        node = Node(control.dispatcher, gateway, Parts(), folder / "node", settings, observer=watch)
         engines = Engines([url])
         await enter(engines.looking())
         metrics = NodeMetrics(node, watch, gateway.traffic, engines)

@@ -13,12 +13,13 @@ import msgspec
 import zstandard
 
 from tugline.protocol import LeaseResponse, NodeRegistered, NodeRegistration, Problem
-from tugline.server.app import Api, Tokens, create_app, serve_api
 from tugline.server.blobs import open_blobs
-from tugline.server.checks import check_task
 from tugline.server.control import ControlPlane
+from tugline.server.http.app import Api, serve_api
+from tugline.server.http.auth import Tokens
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
+from tugline.server.validation import check_task
 from tugline.types import Ledger, Reward, Status, Trajectory, encode
 
 TOKENS = Tokens(client="client-token", join="join-token", read="read-token")
@@ -138,6 +139,6 @@ async def serve(store: str, folder: Path, **settings: Any) -> AsyncIterator[Serv
         ) as control,
         aiohttp.ClientSession() as http,
     ):
-        app = create_app(control, TOKENS, ServerMetrics(control.database))
+        app = Api(control, TOKENS, ServerMetrics(control.database))
         async with serve_api(app) as url:
             yield Served(url, app, control, http)

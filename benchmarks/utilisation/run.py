@@ -37,6 +37,7 @@ from tugline.protocol import TaskState
 from tugline.rollout.rollout import roll_out
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
+from tugline.server.store import tasks
 from tugline.server.store.database import open_database
 from tugline.types import Group, Limits, PluginSpec, Session, Task
 from tugline.web.serve import run
@@ -110,7 +111,7 @@ async def working(case: Case, engine: Engine, rollouts: Rollouts) -> AsyncIterat
         folder = Path(name)
         database = open_database(f"sqlite:{folder / 'server.db'}")
         async with ControlPlane(database, open_blobs(str(folder)), folder=folder) as control:
-            node = Node(control, Gateway(), Parts(rollouts), folder / "node", settings)
+            node = Node(control.dispatcher, Gateway(), Parts(rollouts), folder / "node", settings)
             if case.admission:
                 node.stages.admission = Admission(
                     engine.pressure, waiting=ENGINE // 2, every_s=LOOK_S * SCALE
@@ -146,7 +147,7 @@ async def in_steps(case: Case) -> Seen:
             count = case.sessions // case.steps // (2 * SAMPLES)
             groups = [a_task(f"s{step}-{n}", case, 2 * SAMPLES) for n in range(count)]
             await control.submit(groups)
-            while (await control.tasks(state=TaskState.OPEN)).tasks:  # noqa: ASYNC110 - the same
+            while (await control.database.read(tasks.page, state=TaskState.OPEN)).tasks:  # noqa: ASYNC110 - the same
                 await asyncio.sleep(0.02)
         end = time.monotonic()
     return Seen(engine.busy(began, end), end - began, sessions=len(rollouts.marks.judged))

@@ -7,6 +7,7 @@ import json
 import signal
 
 from cli.conftest import Shell, end
+from tugline.server.store import groups, stats, tasks
 
 TASK = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\nsamples: 2\n"
 
@@ -37,9 +38,9 @@ async def test_samples_that_miss_are_exit_code_1(shell: Shell) -> None:
     """A script that waits need not read the table."""
     shell.file("a.yaml", TASK.format(id="a"))
     submitting = await shell.start("submit", "a.yaml", "--wait", "--json")
-    while not (await shell.house.control.tasks()).tasks:  # noqa: ASYNC110 - the command does it
+    while not (await shell.house.control.database.read(tasks.page)).tasks:  # noqa: ASYNC110 - the command does it
         await asyncio.sleep(0.05)
-    await shell.house.control.cancel(task="a", session=None, by="somebody")
+    await shell.house.control.database.write(groups.cancel_task, "a", by="somebody")
     done = await end(submitting)
     assert done.code == 1
     [task] = json.loads(done.out)["released"]
@@ -53,7 +54,7 @@ async def test_nothing_is_sent_if_something_is_wrong(shell: Shell) -> None:
     done = await shell.run("submit", "a.yaml", "b.yaml")
     assert done.code == 2
     assert "task 'b': priority is 11, must be from -10 to 10" in done.err
-    assert (await shell.house.control.tasks()).tasks == ()
+    assert (await shell.house.control.database.read(tasks.page)).tasks == ()
 
 
 async def test_what_the_server_refuses_is_exit_code_2(shell: Shell) -> None:
@@ -70,11 +71,11 @@ async def test_an_interrupt_leaves_the_tasks_running(shell: Shell) -> None:
     """And says so."""
     shell.file("a.yaml", TASK.format(id="a"))
     submitting = await shell.start("submit", "a.yaml", "--wait")
-    while not (await shell.house.control.tasks()).tasks:  # noqa: ASYNC110 - the command does it
+    while not (await shell.house.control.database.read(tasks.page)).tasks:  # noqa: ASYNC110 - the command does it
         await asyncio.sleep(0.05)
     await asyncio.sleep(0.3)
     submitting.send_signal(signal.SIGINT)
     done = await end(submitting)
     assert done.code == 130
     assert "what was accepted goes on" in done.err
-    assert (await shell.house.control.counts()).sessions == {"queued": 2}
+    assert (await shell.house.control.database.read(stats.counts)).sessions == {"queued": 2}

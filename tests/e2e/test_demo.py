@@ -22,6 +22,7 @@ from tugline.launch.settings import ServerSettings
 from tugline.protocol import ResultView
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
+from tugline.server.store import stats
 from tugline.trainers.grpo import checkpoint
 from tugline.types import Reason, Status
 
@@ -151,7 +152,7 @@ async def committed(folder: Path) -> tuple[dict[str, int], list[ResultView]]:
     """Sessions by status, and the results of those that were trained on."""
     async with control_plane(ServerSettings(), folder) as control:
         results = (await control.results(after=0, limit=1000)).items
-        counts = (await control.counts()).sessions
+        counts = (await control.database.read(stats.counts)).sessions
     return counts, [one for one in results if one.task.startswith("step")]
 
 

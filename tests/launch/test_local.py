@@ -21,6 +21,7 @@ from tugline.launch.local import Local
 from tugline.launch.local import local as local_cluster
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
+from tugline.server.store import stats
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Boundary, Ids, Limits, PluginSpec, Status, Task
 from tugline.web.serve import serve
@@ -72,7 +73,7 @@ async def local(folder: Path) -> AsyncIterator[Local]:
 
 async def status(cluster: Local) -> dict[str, int]:
     """Sessions by status."""
-    return (await cluster.control.counts()).sessions
+    return (await cluster.control.database.read(stats.counts)).sessions
 
 
 async def test_an_agent_solves_its_task_and_every_token_is_trained(tmp_path: Path) -> None:

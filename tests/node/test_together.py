@@ -12,9 +12,10 @@ import pytest
 from pretend_node import Bench, Given, task
 from tugline.errors import ServerError
 from tugline.node.app import Node
-from tugline.protocol import Pause, PauseMode
+from tugline.protocol import Dispatcher, Pause, PauseMode
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
+from tugline.server.store import nodes, results
 from tugline.server.store.database import open_database
 from tugline.types import Group, Status
 
@@ -33,14 +34,14 @@ class Away:
     """A dispatcher that can be out of reach."""
 
     def __init__(self, control: ControlPlane) -> None:
-        self.control: ControlPlane | None = control
+        self.dispatcher: Dispatcher | None = control.dispatcher
 
     def __getattr__(self, name: str) -> Any:
         async def ask(*args: Any) -> Any:
-            if self.control is None:
+            if self.dispatcher is None:
                 msg = "connection refused"
                 raise ServerError(msg)
-            return await getattr(self.control, name)(*args)
+            return await getattr(self.dispatcher, name)(*args)
 
         return ask
 
@@ -57,7 +58,8 @@ class Pair:
     def another(self) -> Node:
         """A node in the same folder, as after a restart."""
         parts = Given(self.script)
-        return Node(self.control, self.gateway, parts, self.folder, self.bench.settings)
+        dispatcher = self.control.dispatcher
+        return Node(dispatcher, self.gateway, parts, self.folder, self.bench.settings)
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -99,7 +101,7 @@ async def test_enough_of_a_group_ends_the_rest(tmp_path: Path) -> None:
         found = await ended(control)
         assert found["t-0"] is found["t-1"] is Status.COMPLETED
         assert found["t-2"] is found["t-3"] is Status.CANCELLED
-        assert (await control.result("t-2")).trained == 2
+        assert (await control.database.read(results.get, "t-2")).trained == 2
 
 
 async def test_a_barrier_holds_on_every_node(tmp_path: Path) -> None:
@@ -107,11 +109,11 @@ async def test_a_barrier_holds_on_every_node(tmp_path: Path) -> None:
     async with plane(tmp_path) as control:
         pair = Pair(tmp_path, control)
         async with pair.working():
-            await until(control.nodes)
-            paused = await control.pause(Pause(mode=PauseMode.ABORT, within_s=5))
+            await until(lambda: control.database.read(nodes.list_views))
+            paused = await control.weights.pause(Pause(mode=PauseMode.ABORT, within_s=5))
             assert (paused.applied, paused.missing) == (("n",), ())
-            await control.announce(3)
-            after = await control.resume()
+            await control.weights.announce(3)
+            after = await control.weights.resume()
             assert (after.applied, after.version, after.paused) == (("n",), 3, None)
         assert pair.gateway.did == [("pause", "abort"), 3, ("pause", "abort"), "resume"]
 
@@ -129,7 +131,7 @@ async def test_what_a_node_leaves_is_done_by_the_next(tmp_path: Path, gently: bo
 
             await until(some)
             if gently:
-                await control.drain(first.node.id)
+                await control.dispatcher.drain(first.node.id)
                 await asyncio.wait_for(asyncio.shield(running), 10)
         second = Pair(tmp_path, control, slots=2)
         async with second.working():
@@ -156,9 +158,9 @@ async def test_a_hundred_sessions_and_a_server_that_restarts(tmp_path: Path) -> 
                 return len(await ended(control)) > 20
 
             await until(some)
-            away.control = None
+            away.dispatcher = None
             await asyncio.sleep(0.3)
-            away.control = control
+            away.dispatcher = control.dispatcher
 
             async def over() -> bool:
                 return len(await ended(control)) == 100

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from observed import observed, task, until
+from tugline.server.store import stats
 from tugline.tracing.spans import Rollout
 from tugline.types import Status
 
@@ -64,6 +65,6 @@ async def test_traces_that_break_cost_no_session(tmp_path: Path) -> None:
         await rig.run(task("good"))
         await until(lambda: rig.watch.untold > 0)
         page = await rig.metrics.page()
-        assert (await rig.control.counts()).sessions == {"completed": 1}
+        assert (await rig.control.database.read(stats.counts)).sessions == {"completed": 1}
     assert re.search(rb"^tugline_node_untraced_total 1\.0$", page, re.MULTILINE)
     assert tracer.closed

@@ -11,7 +11,7 @@ import pytest
 from tugline.errors import ConfigError, Invalid
 from tugline.harnesses.shell import Shell
 from tugline.rollout.parts import Parts
-from tugline.server.checks import check_task
+from tugline.server.validation import check_task
 from tugline.types import PluginSpec, Task
 
 

@@ -56,7 +56,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 async def _names(blobs: Blobs, than: float) -> set[str]:
-    found: AsyncIterator[list[str]] = blobs.older(than)
+    found: AsyncIterator[list[str]] = blobs.list_older(than)
     return {name async for names in found for name in names}
 
 

@@ -9,6 +9,7 @@ from leased import Idler, Open, a_task, result
 from tugline.errors import Conflict, FencedError, Invalid, Missing, UsageError
 from tugline.protocol import CommitOutcome, EventKind, NodeRegistration, TaskState
 from tugline.server.control import ControlPlane
+from tugline.server.store import groups, nodes, results, sessions, stats, tasks
 from tugline.types import Boundary, Session, Status, Task
 
 
@@ -21,8 +22,8 @@ async def test_a_task_is_taken_in_once(control: ControlPlane) -> None:
     with pytest.raises(Conflict, match="'t' was submitted before with other content"):
         await control.submit([a_task("u"), a_task("t", 3)])
     with pytest.raises(Missing):
-        await control.task("u")
-    assert await control.task_body("t") == a_task("t", 2)
+        await control.database.read(tasks.view, "u")
+    assert await control.database.read(tasks.body, "t") == a_task("t", 2)
 
 
 async def test_a_batch_is_taken_in_whole(control: ControlPlane) -> None:
@@ -31,7 +32,7 @@ async def test_a_batch_is_taken_in_whole(control: ControlPlane) -> None:
     accepted = await control.submit([*batch, batch[0]])
     assert [one.new for one in accepted[:3]] == [True] * 3
     assert len(accepted) == 1001
-    counts = await control.counts()
+    counts = await control.database.read(stats.counts)
     assert (counts.sessions, counts.tasks_open) == ({"queued": 1000}, 1000)
 
 
@@ -54,7 +55,7 @@ async def test_what_cannot_be_run_is_refused_with_its_number(open_control: Open)
         with pytest.raises(Invalid, match="samples is 0") as caught:
             await control.submit([a_task("t", 0)])
         assert caught.value.field == "0.samples"
-        assert (await control.counts()).tasks_open == 0
+        assert (await control.database.read(stats.counts)).tasks_open == 0
 
 
 async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
@@ -64,13 +65,13 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     for n, name in enumerate(names):
         fields = {"tags": tags} if n % 2 else {"tags": {"kind": "A"}, "tenant": "x"}
         await control.submit([a_task(name, 2, **fields)])
-    await control.cancel(task="t3", by="me")
+    await control.database.write(groups.cancel_task, "t3", by="me")
 
     async def read(**chosen: object) -> list[str]:
         seen: list[str] = []
         after = None
         while True:
-            page = await control.tasks(**chosen, after=after, limit=4)  # type: ignore[arg-type]
+            page = await control.database.read(tasks.page, **chosen, after=after, limit=4)  # type: ignore[arg-type]
             seen += [task.id for task in page.tasks]
             after = page.next
             if after is None:
@@ -85,7 +86,7 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     assert len(await read(state=TaskState.OPEN, tag="odd=yes")) == 11
     for wrong, field in (({"after": "x"}, "after"), ({"tag": "x"}, "tag")):
         with pytest.raises(Invalid) as caught:
-            await control.tasks(**wrong)  # type: ignore[arg-type]
+            await control.database.read(tasks.page, **wrong)  # type: ignore[arg-type]
         assert caught.value.field == field
 
 
@@ -94,16 +95,18 @@ async def test_sessions_are_found(control: ControlPlane) -> None:
     node = await Idler.join(control, room=3)
     await control.submit([a_task("t", 4), a_task("u", 4)])
     await node.ask()
-    of_node = await control.sessions(node=node.node)
+    of_node = await control.database.read(sessions.page, node=node.node)
     assert [one.id for one in of_node.sessions] == ["t-0", "t-1", "t-2"]
-    queued = await control.sessions(status=Status.QUEUED, limit=3)
+    queued = await control.database.read(sessions.page, status=Status.QUEUED, limit=3)
     assert [one.id for one in queued.sessions] == ["t-3", "u-0", "u-1"]
-    rest = await control.sessions(status=Status.QUEUED, limit=3, after=queued.next)
+    rest = await control.database.read(
+        sessions.page, status=Status.QUEUED, limit=3, after=queued.next
+    )
     assert ([one.id for one in rest.sessions], rest.next) == (["u-2", "u-3"], None)
-    assert len((await control.sessions(task="u")).sessions) == 4
-    assert (await control.session("t-1")).node == node.node
+    assert len((await control.database.read(sessions.page, task="u")).sessions) == 4
+    assert (await control.database.read(sessions.get_view, "t-1")).node == node.node
     with pytest.raises(Missing, match="no session 'x'"):
-        await control.session("x")
+        await control.database.read(sessions.get_view, "x")
 
 
 async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> None:
@@ -116,7 +119,7 @@ async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> N
             await node.commit(f"t-{n}")
         first = await control.results(consumer="me", limit=2)
         assert [item.session for item in first.items] == ["t-2", "t-0"]
-        await control.ack("me", first.cursor)
+        await control.database.write(results.ack, "me", first.cursor)
     async with open_control() as control:
         node.control = control
         rest = await control.results(consumer="me")
@@ -128,7 +131,7 @@ async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> N
         await node.commit("t-1")
         found = await asyncio.wait_for(waiting, 2)
         assert [item.session for item in found.items] == ["t-1"]
-        assert (await control.consumers())[0].acked == first.cursor
+        assert (await control.database.read(results.list_consumers))[0].acked == first.cursor
 
 
 async def test_a_question_without_news_ends_in_time(control: ControlPlane) -> None:
@@ -155,18 +158,18 @@ async def test_what_is_no_result_is_refused(control: ControlPlane, data: bytes, 
     await control.submit([a_task("t")])
     await node.ask()
     with pytest.raises(Invalid, match=match):
-        await control.commit("t-0", 1, data)
+        await control.dispatcher.commit("t-0", 1, data)
     assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
 
 
 async def test_a_token_opens_its_node_until_it_is_gone(control: ControlPlane) -> None:
     """Also where it was looked up before."""
-    first = await control.register(NodeRegistration(name="a", slots=1, capacity=1))
-    assert await control.node_of(first.token) == first.node
-    second = await control.register(NodeRegistration(name="a", slots=1, capacity=1))
-    assert await control.node_of(first.token) is None
-    assert await control.node_of(second.token) == second.node
-    assert await control.node_of("x") is None
+    first = await control.dispatcher.register(NodeRegistration(name="a", slots=1, capacity=1))
+    assert await control.dispatcher.find_node(first.token) == first.node
+    second = await control.dispatcher.register(NodeRegistration(name="a", slots=1, capacity=1))
+    assert await control.dispatcher.find_node(first.token) is None
+    assert await control.dispatcher.find_node(second.token) == second.node
+    assert await control.dispatcher.find_node("x") is None
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ async def test_a_node_must_make_sense(
 ) -> None:
     """The field is named."""
     with pytest.raises(Invalid) as caught:
-        await control.register(hello)
+        await control.dispatcher.register(hello)
     assert caught.value.field == field
 
 
@@ -193,9 +196,12 @@ async def test_nodes_are_listed_with_what_they_do(control: ControlPlane) -> None
     await Idler.join(control, "a")
     await control.submit([a_task("t", 4)])
     await node.ask()
-    shown = {view.name: (view.running, view.state.value) for view in await control.nodes()}
+    shown = {
+        view.name: (view.running, view.state.value)
+        for view in await control.database.read(nodes.list_views)
+    }
     assert shown == {"a": (0, "live"), "b": (2, "live")}
-    counts = await control.counts()
+    counts = await control.database.read(stats.counts)
     assert (counts.nodes, counts.slots, counts.sessions) == (2, 10, {"init": 2, "queued": 2})
 
 
@@ -208,11 +214,11 @@ async def test_logs_come_from_who_holds_the_session(control: ControlPlane) -> No
     await asyncio.sleep(0.05)
     reading = asyncio.ensure_future(control.read_log("t-0", wait_s=10))
     assert (await asyncio.wait_for(asking, 2)).follow == ("t-0",)
-    assert await control.log("t-0", 1, 0, b"hello") == 5
+    assert await control.dispatcher.log("t-0", 1, 0, b"hello") == 5
     part = await asyncio.wait_for(reading, 2)
     assert (part.data, part.offset, part.ended) == (b"hello", 5, False)
     with pytest.raises(FencedError):
-        await control.log("t-0", 2, 5, b"!")
+        await control.dispatcher.log("t-0", 2, 5, b"!")
     await node.commit("t-0")
     assert (await control.read_log("t-0", offset=5)).ended
     with pytest.raises(Missing):
@@ -225,9 +231,9 @@ async def test_a_requeued_result_leaves_nothing_behind(control: ControlPlane) ->
     await control.submit([a_task("t")])
     await node.ask()
     await node.commit("t-0", failure=Boundary.RUNTIME)
-    for ask in (control.result, control.trajectory):
+    for op in (results.get, results.get_blob):
         with pytest.raises(Missing, match="has no result"):
-            await ask("t-0")
+            await control.database.read(op, "t-0")
     kinds = [event.kind for event in await control.events(after=0, task="t")]
     assert kinds == [EventKind.ACCEPTED, EventKind.LEASED, EventKind.REQUEUED]
 
@@ -239,7 +245,7 @@ async def test_everything_is_there_right_after_the_start(open_control: Open) -> 
             await control.submit([a_task(f"t{n}-{k}", 2) for k in range(1000)])
     began = time.monotonic()
     async with open_control() as control:
-        assert (await control.counts()).sessions == {"queued": 10_000}
+        assert (await control.database.read(stats.counts)).sessions == {"queued": 10_000}
         node = await Idler.join(control, room=16)
         assert len((await node.ask()).work) == 16
         assert time.monotonic() - began < 2

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
-from functools import partial
 
 import pytest
 
@@ -18,19 +16,19 @@ NOW = 1_000_000.0
 
 
 async def _submit(database: Database, *batch: Task, at: float = NOW) -> None:
-    packed = [tasks.pack(task) for task in batch]
-    await database.write(partial(tasks.submit, batch=packed, now=at))
+    database.clock = lambda: at
+    await database.write(tasks.submit, [tasks.pack(task) for task in batch])
 
 
 async def _lease(database: Database, n: int) -> list[str]:
     """Tasks of the next `n` sessions, as one node gets them."""
 
     def op(tx: Tx) -> list[str]:
-        if not nodes.live(tx):
-            hello = NodeRegistration(name="n", slots=1, capacity=1)
-            nodes.add(tx, "n", hello, "token", now=time.time(), lease_s=1e6)
-        given = leases.give(tx, {"n": n}, NOW)
-        return [session.task for session in given.get("n", [])]
+        if not nodes.list_live(tx):
+            node = NodeRegistration(name="n", slots=1, capacity=1)
+            nodes.add(tx, "n", node, "token", lease_s=1e6)
+        granted = leases.grant(tx, {"n": n})
+        return [session.task for session in granted.get("n", [])]
 
     return await database.write(op)
 
@@ -38,7 +36,7 @@ async def _lease(database: Database, n: int) -> list[str]:
 @pytest.mark.parametrize("at_once", [1, 7, 40])
 async def test_tenants_share_by_their_weights(database: Database, at_once: int) -> None:
     """3 to 1 at every moment, within one, however many are leased at a time."""
-    await database.write(partial(tenants.weigh, weights={"big": 3.0}))
+    await database.write(tenants.set_weights, {"big": 3.0})
     await _submit(database, a_task("b", 60, tenant="big"), a_task("s", 60, tenant="small"))
     got = Counter[str]()
     while sum(got.values()) + at_once <= 60:
@@ -60,7 +58,7 @@ async def test_who_comes_back_starts_level(database: Database) -> None:
 
 async def test_a_tenant_alone_has_everything(database: Database) -> None:
     """Shares are of what is wanted: nothing is kept free for those who want nothing."""
-    await database.write(partial(tenants.weigh, weights={"idle": 100.0}))
+    await database.write(tenants.set_weights, {"idle": 100.0})
     await _submit(database, a_task("t", 30, tenant="alone"))
     assert len(await _lease(database, 30)) == 30
 
@@ -95,6 +93,6 @@ async def test_requeued_sessions_keep_their_place(database: Database) -> None:
     """What failed for no fault of its own does not stand in line again from the end."""
     await _submit(database, a_task("first"), a_task("second", 3))
     assert await _lease(database, 1) == ["first"]
-    await database.write(lambda tx: leases.lose(tx, "n", "gone", NOW))
+    await database.write(leases.expire_node, "n", "gone")
     await database.write(lambda tx: tx.run("DELETE FROM nodes"))
     assert await _lease(database, 2) == ["first", "second"]

@@ -9,6 +9,7 @@ from leased import Idler, Open, a_task, names
 from tugline.errors import Missing
 from tugline.protocol import Cancelled, CommitOutcome, EventKind, Release, StopKind, TaskState
 from tugline.server.control import ControlPlane
+from tugline.server.store import groups, outbox, results, sessions, tasks
 from tugline.types import Boundary, Callback, Group, Status
 
 
@@ -19,7 +20,7 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
     await node.ask()
     await node.commit("t-1")
     await node.commit("t-0", failure=Boundary.AGENT)
-    view = await control.task("t")
+    view = await control.database.read(tasks.view, "t")
     assert (view.state, view.counts, view.usable) == (
         TaskState.OPEN,
         {"completed": 1, "failed": 1, "init": 1},
@@ -27,7 +28,7 @@ async def test_a_task_is_released_with_its_last_session(control: ControlPlane) -
     )
     await node.commit("u-0")
     await node.commit("t-2", reward=None)
-    view = await control.task("t")
+    view = await control.database.read(tasks.view, "t")
     assert (view.state, view.usable, view.missing, view.reason) == (
         TaskState.RELEASED,
         1,
@@ -45,15 +46,15 @@ async def test_enough_usable_samples_end_a_group(control: ControlPlane) -> None:
     await control.submit([a_task("t", 5, group=Group(min_usable=1))])
     assert names((await node.ask()).work) == ["t-0", "t-1", "t-2"]
     await node.commit("t-0", failure=Boundary.AGENT)
-    assert (await control.task("t")).reason == ""
+    assert (await control.database.read(tasks.view, "t")).reason == ""
     await node.commit("t-1")
-    view = await control.task("t")
-    assert (view.reason, view.state) == ("enough", TaskState.OPEN)
+    view = await control.database.read(tasks.view, "t")
+    assert (view.reason, view.state) == ("min_usable", TaskState.OPEN)
     assert view.counts == {"failed": 1, "completed": 1, "cancelled": 2, "init": 1}
     [stop] = (await node.renew()).stop
-    assert (stop.session, stop.reason, stop.by) == ("t-2", StopKind.CANCELLED, "enough")
+    assert (stop.session, stop.reason, stop.by) == ("t-2", StopKind.CANCELLED, "min_usable")
     await node.commit("t-2", status=Status.CANCELLED, reward=None)
-    view = await control.task("t")
+    view = await control.database.read(tasks.view, "t")
     assert (view.state, view.missing) == (TaskState.RELEASED, (0, 2, 3, 4))
 
 
@@ -79,17 +80,17 @@ async def test_cancelling_a_task(control: ControlPlane) -> None:
     await node.ask()
     await node.commit("t-0")
     expected = Cancelled(ended=("t-2", "t-3"), stopping=("t-1",), final=1)
-    assert await control.cancel(task="t", by="me") == expected
-    again = await control.cancel(task="t", by="you")
+    assert await control.database.write(groups.cancel_task, "t", by="me") == expected
+    again = await control.database.write(groups.cancel_task, "t", by="you")
     assert again == Cancelled(ended=(), stopping=("t-1",), final=3)
-    assert (await control.session("t-1")).stopping == "cancelled by me"
+    assert (await control.database.read(sessions.get_view, "t-1")).stopping == "cancelled by me"
     await node.commit("t-1", status=Status.CANCELLED, reward=None)
-    view = await control.task("t")
+    view = await control.database.read(tasks.view, "t")
     assert (view.state, view.reason) == (TaskState.RELEASED, "cancelled by me")
     assert view.counts == {"completed": 1, "cancelled": 3}
-    for wrong in ({"task": "nothing"}, {"session": "nothing-0"}):
+    for cancel in (groups.cancel_task, groups.cancel_session):
         with pytest.raises(Missing, match="nothing"):
-            await control.cancel(**wrong, by="me")
+            await control.database.write(cancel, "nothing", by="me")
 
 
 async def test_cancelling_a_session(control: ControlPlane) -> None:
@@ -97,11 +98,13 @@ async def test_cancelling_a_session(control: ControlPlane) -> None:
     node = await Idler.join(control, room=1)
     await control.submit([a_task("t", 3)])
     await node.ask()
-    assert (await control.cancel(session="t-2", by="me")).ended == ("t-2",)
-    assert (await control.cancel(session="t-0", by="me")).stopping == ("t-0",)
-    assert (await control.cancel(session="t-2", by="me")).final == 1
-    assert (await control.result("t-2")).status is Status.CANCELLED
-    assert (await control.task("t")).reason == ""
+    assert (await control.database.write(groups.cancel_session, "t-2", by="me")).ended == ("t-2",)
+    assert (await control.database.write(groups.cancel_session, "t-0", by="me")).stopping == (
+        "t-0",
+    )
+    assert (await control.database.write(groups.cancel_session, "t-2", by="me")).final == 1
+    assert (await control.database.read(results.get, "t-2")).status is Status.CANCELLED
+    assert (await control.database.read(tasks.view, "t")).reason == ""
     await node.commit("t-0", status=Status.CANCELLED, reward=None)
     assert names((await node.ask()).work) == ["t-1"]
 
@@ -112,20 +115,20 @@ async def test_what_is_cancelled_does_not_start_again(control: ControlPlane, how
     node = await Idler.join(control, "a")
     await control.submit([a_task("t")])
     await node.ask()
-    await control.cancel(task="t", by="me")
+    await control.database.write(groups.cancel_task, "t", by="me")
     if how == "lost":
         await Idler.join(control, "a")
     elif how == "handed back":
-        await control.release("t-0", Release(epoch=1, reason="draining"))
+        await control.dispatcher.release("t-0", Release(epoch=1, reason="draining"))
     elif how == "failed":
         kept = await node.commit("t-0", failure=Boundary.INFRASTRUCTURE)
         assert kept.outcome is CommitOutcome.COMMITTED
     else:
         await node.commit("t-0")
-    found = await control.result("t-0")
+    found = await control.database.read(results.get, "t-0")
     expected = {"failed": Status.FAILED, "completed": Status.COMPLETED}
     assert found.status is expected.get(how, Status.CANCELLED)
-    assert (await control.task("t")).state is TaskState.RELEASED
+    assert (await control.database.read(tasks.view, "t")).state is TaskState.RELEASED
 
 
 async def test_results_and_release_have_a_callback_each(control: ControlPlane) -> None:
@@ -136,7 +139,7 @@ async def test_results_and_release_have_a_callback_each(control: ControlPlane) -
     await node.ask()
     for session in ("t-0", "t-1", "quiet-0"):
         await node.commit(session)
-    kinds = [delivery.kind for delivery in await control.deliveries()]
+    kinds = [delivery.kind for delivery in await control.database.read(outbox.page)]
     assert kinds == [EventKind.RESULT, EventKind.RESULT, EventKind.RELEASED]
 
 

@@ -19,6 +19,7 @@ from tugline.protocol import (
 )
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
+from tugline.server.store import groups, results, sessions, stats
 from tugline.server.store.database import open_database
 from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
@@ -94,10 +95,10 @@ async def test_a_result_is_kept_once(control: ControlPlane) -> None:
     await control.submit([a_task("t")])
     [work] = (await node.ask()).work
     data = result(work.session)
-    assert (await control.commit("t-0", 1, data)).outcome is CommitOutcome.COMMITTED
-    assert (await control.commit("t-0", 1, data)).outcome is CommitOutcome.ALREADY
+    assert (await control.dispatcher.commit("t-0", 1, data)).outcome is CommitOutcome.COMMITTED
+    assert (await control.dispatcher.commit("t-0", 1, data)).outcome is CommitOutcome.ALREADY
     with pytest.raises(FencedError):
-        await control.commit("t-0", 1, result(work.session, reward=0.5))
+        await control.dispatcher.commit("t-0", 1, result(work.session, reward=0.5))
     found = await control.results()
     assert [item.reward for item in found.items] == [1.0]
     assert await control.trajectory("t-0") == data
@@ -116,7 +117,7 @@ async def test_a_lost_nodes_sessions_go_to_others_in_time(open_control: Open) ->
         assert alive.held["t-0"].epoch == 2
         assert alive.held["t-0"].attempt == 1
         with pytest.raises(FencedError):
-            await control.commit("t-0", 1, result(work.session))
+            await control.dispatcher.commit("t-0", 1, result(work.session))
         for says in (dead.ask, dead.renew):
             with pytest.raises(FencedError, match="register again"):
                 await says()
@@ -161,7 +162,7 @@ async def test_leases_outlive_a_restart_of_the_server(open_control: Open) -> Non
         await asyncio.sleep(0.5)
         assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
         assert (await node.renew()).stop == ()
-        assert (await control.counts()).sessions == {"completed": 1, "run": 1}
+        assert (await control.database.read(stats.counts)).sessions == {"completed": 1, "run": 1}
 
 
 async def test_what_is_held_and_belongs_to_others_is_dropped(control: ControlPlane) -> None:
@@ -170,12 +171,12 @@ async def test_what_is_held_and_belongs_to_others_is_dropped(control: ControlPla
     await control.submit([a_task("t", 2)])
     await node.ask()
     handed = Release(epoch=1, reason="no room")
-    await control.release("t-1", handed)
+    await control.dispatcher.release("t-1", handed)
     assert [(stop.session, stop.reason) for stop in (await node.renew()).stop] == [
         ("t-1", StopKind.FENCED)
     ]
     with pytest.raises(FencedError):
-        await control.release("t-1", handed)
+        await control.dispatcher.release("t-1", handed)
 
 
 async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> None:
@@ -185,7 +186,7 @@ async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> No
     await node.ask()
     asking = asyncio.ensure_future(node.ask(wait_s=20))
     await asyncio.sleep(0.1)
-    await control.cancel(session="t-0", by="me")
+    await control.database.write(groups.cancel_session, "t-0", by="me")
     [stop] = (await asyncio.wait_for(asking, 2)).stop
     assert (stop.session, stop.reason, stop.by) == ("t-0", StopKind.CANCELLED, "cancelled by me")
     began = time.monotonic()
@@ -201,11 +202,11 @@ async def test_a_node_that_drains_gets_nothing_more(control: ControlPlane) -> No
     await node.ask()
     asking = asyncio.ensure_future(node.ask(wait_s=20))
     await asyncio.sleep(0.1)
-    await control.drain(node.node)
+    await control.dispatcher.drain(node.node)
     assert (await asyncio.wait_for(asking, 2)).draining
     await control.submit([a_task("u")])
     assert (await node.ask(wait_s=0.2)).work == ()
-    await control.release("t-0", Release(epoch=1, reason="going"))
+    await control.dispatcher.release("t-0", Release(epoch=1, reason="going"))
     other = await Idler.join(control, "b")
     await other.ask()
     assert (other.held["t-0"].attempt, other.held["t-0"].epoch) == (0, 2)
@@ -234,7 +235,7 @@ async def test_whose_failure_it_is_decides_who_tries_again(
         assert work.session.attempt == attempt
         kept = (await node.commit("t-0", failure=boundary)).outcome
         assert kept is (CommitOutcome.REQUEUED if attempt < tries - 1 else CommitOutcome.COMMITTED)
-    found = await control.result("t-0")
+    found = await control.database.read(results.get, "t-0")
     assert (found.status, found.attempt) == (Status.FAILED, tries - 1)
     assert found.failure == Failure(boundary, "it broke")
     assert found.reward is None
@@ -285,7 +286,7 @@ async def test_the_last_attempt_of_a_lost_node_is_a_result(open_control: Open) -
             node = await Idler.join(control, "a")
             await node.ask()
         await Idler.join(control, "a")
-        found = await control.result("t-0")
+        found = await control.database.read(results.get, "t-0")
         assert found.failure is not None
         assert found.failure.boundary is Boundary.INFRASTRUCTURE
         assert "attempt 2, the last" in found.failure.message
@@ -301,19 +302,19 @@ async def test_stale_sessions_start_again(control: ControlPlane) -> None:
     node.applied = 2
     asking = asyncio.ensure_future(node.ask(wait_s=20))
     await asyncio.sleep(0.05)
-    announcing = asyncio.gather(control.announce(1), return_exceptions=True)
+    announcing = asyncio.gather(control.weights.announce(1), return_exceptions=True)
     await asyncio.sleep(0.05)
     await node.renew()
     await announcing
-    announcing = asyncio.gather(control.announce(2), return_exceptions=True)
+    announcing = asyncio.gather(control.weights.announce(2), return_exceptions=True)
     [stop] = (await asyncio.wait_for(asking, 5)).stop
     assert (stop.session, stop.reason) == ("strict-0", StopKind.STALE)
     await announcing
-    await control.release("strict-0", Release(epoch=1, reason="stale"))
+    await control.dispatcher.release("strict-0", Release(epoch=1, reason="stale"))
     del node.held["strict-0"]
     [work] = (await node.ask()).work
     assert (work.session.id, work.session.attempt, work.session.epoch) == ("strict-0", 1, 2)
-    assert (await control.session("strict-0")).version == 2
+    assert (await control.database.read(sessions.get_view, "strict-0")).version == 2
 
 
 async def test_who_does_not_stop_is_stopped(open_control: Open) -> None:
@@ -322,12 +323,12 @@ async def test_who_does_not_stop_is_stopped(open_control: Open) -> None:
         node = await Idler.join(control)
         await control.submit([a_task("t")])
         await node.ask()
-        await control.cancel(task="t", by="me")
+        await control.database.write(groups.cancel_task, "t", by="me")
         until = time.monotonic() + 5
         while not (await control.results()).items and time.monotonic() < until:
             await asyncio.sleep(0.1)
             await node.renew()
-        assert (await control.result("t-0")).status is Status.CANCELLED
+        assert (await control.database.read(results.get, "t-0")).status is Status.CANCELLED
         [stop] = (await node.renew()).stop
         assert stop.reason is StopKind.FENCED
 
@@ -337,7 +338,7 @@ async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
     node, late = await Idler.join(control, "a"), await Idler.join(control, "b")
     asking = asyncio.ensure_future(node.ask(wait_s=20))
     await asyncio.sleep(0.05)
-    pausing = asyncio.ensure_future(control.pause(Pause(PauseMode.WAIT, within_s=10)))
+    pausing = asyncio.ensure_future(control.weights.pause(Pause(PauseMode.WAIT, within_s=10)))
     orders = await asyncio.wait_for(asking, 2)
     assert orders.control.paused is PauseMode.WAIT
     for one in (node, late):
@@ -352,10 +353,10 @@ async def test_a_barrier_waits_for_every_node(control: ControlPlane) -> None:
 async def test_a_barrier_names_who_is_missing(control: ControlPlane) -> None:
     """It waits no longer than it was told to; the same pause again is no new one."""
     await Idler.join(control, "slow")
-    barrier = await control.pause(Pause(within_s=0.2))
+    barrier = await control.weights.pause(Pause(within_s=0.2))
     assert (barrier.missing, barrier.generation) == (("slow",), 1)
-    assert (await control.pause(Pause(within_s=0.05))).generation == 1
-    assert (await control.counts()).paused
+    assert (await control.weights.pause(Pause(within_s=0.05))).generation == 1
+    assert (await control.database.read(stats.counts)).paused
 
 
 async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -> None:
@@ -374,7 +375,7 @@ async def test_work_is_given_across_servers(postgres_url: str, tmp_path: Path) -
         assert len((await asking).work) == 2
         assert time.monotonic() - began < 1
         assert (await node.commit("t-0")).outcome is CommitOutcome.COMMITTED
-        assert await one.node_of("nonsense") is None
+        assert await one.dispatcher.find_node("nonsense") is None
         waiting = asyncio.ensure_future(one.results(after=(await one.results()).cursor, wait_s=10))
         await node.commit("t-1")
         assert [item.session for item in (await asyncio.wait_for(waiting, 2)).items] == ["t-1"]
@@ -385,7 +386,7 @@ async def test_idle_questions_end_in_time(control: ControlPlane) -> None:
     asks = []
     for n in range(100):
         node = await Idler.join(control, f"n{n}")
-        asks.append(control.lease(node.node, LeaseRequest(capacity=1, wait_s=0.5)))
+        asks.append(control.dispatcher.lease(node.node, LeaseRequest(capacity=1, wait_s=0.5)))
     began = time.monotonic()
     orders = await asyncio.gather(*asks)
     assert all(one.work == () for one in orders)

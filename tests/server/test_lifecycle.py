@@ -7,19 +7,25 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import psycopg
 
 from tugline.errors import FencedError
-from tugline.protocol import CommitOutcome, NodeRegistration, Release, StopKind, TaskState
-from tugline.protocol import HeldSession as Holding
+from tugline.protocol import (
+    CommitOutcome,
+    HeldSession,
+    NodeRegistration,
+    Release,
+    StopKind,
+    TaskState,
+)
+from tugline.server.background import expire
 from tugline.server.store import groups, leases, nodes, results, sessions, tasks
-from tugline.server.store.base import Connection, Store, Tx
+from tugline.server.store.base import Connection, Driver, Tx
 from tugline.server.store.groups import End
 from tugline.server.store.postgres import Postgres
 from tugline.server.store.sqlite import Sqlite
-from tugline.server.timers import expire
 from tugline.types import (
     TERMINAL,
     TRANSITIONS,
@@ -57,7 +63,7 @@ class Lifecycle:
         """By node: what it believes to hold."""
         self.leases: list[Lease] = []
         """All that were ever given."""
-        self.kept: dict[str, End] = {}
+        self.committed: dict[str, End] = {}
         self.statuses: dict[str, tuple[Status, int]] = {}
 
     def live(self, steps: int) -> None:
@@ -68,19 +74,19 @@ class Lifecycle:
         self._wait(2 * LEASE_S + 100)
         self._wait(LEASE_S + 1)
         node = self._join("last")
-        give = partial(leases.give, rooms={node: 50}, now=self.now)
+        give = partial(leases.grant, capacities={node: 50})
         while work := self._do(give).get(node):
             for session in work:
                 end = End(Status.COMPLETED, reward=1.0, digest=f"end {next(self.numbers)}")
                 self._keep(Lease(node, session.id, session.epoch), end)
         self.check()
-        found = self._do(lambda tx: tasks.page(tx, **_ALL, state=None)).tasks
+        found = self._do(lambda tx: tasks.page(tx, limit=1000)).tasks
         assert all(task.state is TaskState.RELEASED for task in found)
 
     # ------------------------------------------------------------------ what happens
     def step(self) -> None:
         """Something happens."""
-        names = ["give"] * 5 + ["hear"] * 5 + ["commit"] * 6 + ["submit"] * 3 + ["wait"] * 2
+        names = ["grant"] * 5 + ["renew"] * 5 + ["commit"] * 6 + ["submit"] * 3 + ["wait"] * 2
         names += ["join", "again", "release", "cancel", "announce"]
         name = self.random.choice(names)
         self.history.append(name)
@@ -106,7 +112,7 @@ class Lifecycle:
                 on_stale=Stale.ABORT,
             ),
         )
-        self._do(partial(tasks.submit, batch=[tasks.pack(task)], now=self.now))
+        self._do(partial(tasks.submit, batch=[tasks.pack(task)]))
 
     def _join(self, name: str = "") -> str:
         """A node starts, or starts again without having said goodbye."""
@@ -114,46 +120,41 @@ class Lifecycle:
         node = f"{name}.{next(self.numbers)}"
 
         def op(tx: Tx) -> None:
-            for before in nodes.named(tx, name):
-                leases.lose(tx, before, "another came", self.now)
-            hello = NodeRegistration(name=name, slots=2, capacity=4)
-            nodes.add(tx, node, hello, node, now=self.now, lease_s=LEASE_S)
+            for before in nodes.list_named(tx, name):
+                leases.expire_node(tx, before, "another came")
+            registration = NodeRegistration(name=name, slots=2, capacity=4)
+            nodes.add(tx, node, registration, node, lease_s=LEASE_S)
 
         self._do(op)
         self.known[node] = set()
         return node
 
-    def _give(self) -> None:
+    def _grant(self) -> None:
         """Nodes get work; now and then the answer gets lost on its way."""
         asked = {node: self.random.randint(0, 4) for node in self.known}
-        given = self._do(partial(leases.give, rooms=asked, now=self.now))
+        given = self._do(partial(leases.grant, capacities=asked))
         for node, work in given.items():
             assert len(work) <= asked[node]
             self._hold(node, work, lost=self.random.random() < 0.3)
 
-    def _hear(self) -> None:
+    def _renew(self) -> None:
         """A node renews, and does as it is told."""
         if not self.known:
             self._join()
         node = self.random.choice(sorted(self.known))
         stage = self.random.choice(sessions.STAGES)
-        held = [Holding(lease.session, lease.epoch, stage) for lease in self.known[node]]
-
-        def op(tx: Tx) -> leases.Heard:
-            heard = leases.hear(tx, node, held, advance_at=self.now)
-            nodes.renew(tx, node, 0, now=self.now, lease_s=LEASE_S)
-            return heard
+        held = [HeldSession(lease.session, lease.epoch, stage) for lease in self.known[node]]
 
         try:
-            heard = self._do(op)
+            orders = self._do(lambda tx: leases.renew(tx, node, held, 0, lease_s=LEASE_S))
         except FencedError:
             del self.known[node]
             return
-        self._hold(node, heard.again, lost=False)
+        self._hold(node, orders.again, lost=False)
         has = self._do(lambda tx: sessions.select(tx, "node = :node", node=node))
         mine = {lease[1:] for lease in self.known[node]}
         assert {(entry.id, entry.epoch) for entry in has} <= mine
-        for stop in heard.stop:
+        for stop in orders.stop:
             lease = Lease(node, stop.session, stop.epoch)
             if stop.reason is StopKind.FENCED:
                 self.known[node].discard(lease)
@@ -176,11 +177,11 @@ class Lifecycle:
 
     def _again(self) -> None:
         """An answer to a commit was lost, and it is sent once more, by whoever."""
-        if not self.kept:
+        if not self.committed:
             return
-        session = self.random.choice(sorted(self.kept))
-        again = partial(leases.commit, session=session, epoch=0, end=self.kept[session])
-        assert self._do(partial(again, now=self.now)) is CommitOutcome.ALREADY
+        session = self.random.choice(sorted(self.committed))
+        again = partial(leases.commit, session=session, epoch=0, end=self.committed[session])
+        assert self._do(again) is CommitOutcome.ALREADY
 
     def _release(self) -> None:
         """A node gives something back that it has, or had."""
@@ -195,9 +196,9 @@ class Lifecycle:
             return
         entry = self.random.choice(found)
         if self.random.random() < 0.3:
-            self._do(partial(groups.cancel_task, task=entry.task, by="me", now=self.now))
+            self._do(partial(groups.cancel_task, task=entry.task, by="me"))
         else:
-            self._do(partial(groups.cancel_session, session=entry.id, by="me", now=self.now))
+            self._do(partial(groups.cancel_session, session=entry.id, by="me"))
 
     def _announce(self) -> None:
         """New weights."""
@@ -205,14 +206,14 @@ class Lifecycle:
 
         def op(tx: Tx) -> None:
             tx.run("UPDATE control SET version = :version", version=version)
-            leases.abort_stale(tx, version, self.now)
+            leases.abort_stale(tx, version)
 
         self._do(op)
 
     def _wait(self, seconds: float = 0) -> None:
         """Time passes, and what is due happens."""
         self.now += seconds or self.random.choice([0.5, 2.0, 6.0])
-        self._do(partial(expire, now=self.now, lease_s=LEASE_S))
+        self._do(partial(expire, lease_s=LEASE_S))
 
     # ------------------------------------------------------------------ what must hold
     def check(self) -> None:
@@ -232,9 +233,9 @@ class Lifecycle:
             assert (status in TERMINAL) == (entry.id in over)
             assert (entry.node in alive) if entry.leased else entry.node is None
             self._follows(entry.id, status, entry.epoch)
-        for session, end in self.kept.items():
+        for session, end in self.committed.items():
             assert results.digest_of(tx, session) == end.digest
-        for task in tasks.page(tx, **_ALL, state=None).tasks:
+        for task in tasks.page(tx, limit=1000).tasks:
             own = [entry for entry in entries.values() if entry.task == task.id]
             ended = all(Status(entry.status) in TERMINAL for entry in own)
             assert (task.state is TaskState.RELEASED) == ended
@@ -243,9 +244,9 @@ class Lifecycle:
             }
             assert task.usable == len(judged)
             assert not ended or set(task.missing) == set(range(task.samples)) - judged
-        tally = sessions.tally(tx)
+        counts = sessions.count_by_status(tx)
         for status in Status:
-            assert tally.get(status, 0) == sum(e.status == status for e in entries.values())
+            assert counts.get(status, 0) == sum(e.status == status for e in entries.values())
 
     def _follows(self, session: str, status: Status, epoch: int) -> None:
         before, old = self.statuses.get(session, (Status.QUEUED, 0))
@@ -258,9 +259,10 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ below
     def _do(self, op: Callable[[Tx], T]) -> T:
-        tx = self.connection.begin(durable=False)
+        self.connection.begin(durable=False)
+        self.connection.now = self.now
         try:
-            value = op(tx)
+            value = op(self.connection)
         except BaseException:
             self.connection.rollback()
             raise
@@ -279,22 +281,22 @@ class Lifecycle:
         holds = current.leased and current.epoch == lease.epoch
         commit = partial(leases.commit, session=lease.session, epoch=lease.epoch, end=end)
         try:
-            kept = self._do(partial(commit, now=self.now))
+            outcome = self._do(commit)
         except FencedError:
             assert not holds
         else:
             assert holds
-            assert kept is CommitOutcome.COMMITTED or current.stop != StopKind.CANCELLED
-            if kept is CommitOutcome.COMMITTED:
-                assert lease.session not in self.kept
-                self.kept[lease.session] = end
+            assert outcome is CommitOutcome.COMMITTED or current.stop != StopKind.CANCELLED
+            if outcome is CommitOutcome.COMMITTED:
+                assert lease.session not in self.committed
+                self.committed[lease.session] = end
         self.known.get(lease.node, set()).discard(lease)
 
     def _give_back(self, lease: Lease, boundary: Boundary | None) -> None:
-        back = Release(epoch=lease.epoch, reason="no more", boundary=boundary)
+        release = Release(epoch=lease.epoch, reason="no more", boundary=boundary)
         before = self._do(partial(sessions.get, session=lease.session))
         try:
-            self._do(partial(leases.release, session=lease.session, back=back, now=self.now))
+            self._do(partial(leases.release, session=lease.session, release=release))
         except FencedError:
             assert not (before.leased and before.epoch == lease.epoch)
         else:
@@ -302,9 +304,6 @@ class Lifecycle:
             if boundary is None and before.stop is None:
                 assert (after.status, after.attempt) == (Status.QUEUED, before.attempt)
         self.known.get(lease.node, set()).discard(lease)
-
-
-_ALL: dict[str, Any] = {"tenant": None, "tag": None, "after": None, "limit": 1000}
 
 
 def _after(status: Status) -> set[Status]:
@@ -318,7 +317,7 @@ def _after(status: Status) -> set[Status]:
     return reached
 
 
-def _run(store: Store, seed: int, steps: int) -> None:
+def _run(store: Driver, seed: int, steps: int) -> None:
     store.prepare()
     connection = store.connect()
     life = Lifecycle(connection, seed)

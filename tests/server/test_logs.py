@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import Missing
-from tugline.server.logs import PIECES, LogPart, Logs
+from tugline.server.logs import LogPart, Logs
 
 
 def _files(folder: Path) -> list[Path]:
@@ -47,7 +47,7 @@ async def test_a_log_keeps_its_head_and_its_tail(tmp_path: Path, chunk: int) -> 
     head, line, tail = (await _all(logs, "t-0", limit=50)).split(b"\n")
     assert text.startswith(head)
     assert text.endswith(tail)
-    assert len(head) == limit // PIECES
+    assert len(head) == limit // 8
     assert len(tail) >= limit // 2
     assert line == b"[%d bytes left out]" % (len(text) - len(head) - len(tail))
 
@@ -97,7 +97,7 @@ async def test_following_waits_for_what_comes(tmp_path: Path) -> None:
         assert await reader == LogPart(b"at last", 7, ended=False)
         reader = asyncio.create_task(logs.read("t-0", offset=7, wait_s=10))
         await asyncio.sleep(0.05)
-        logs.wake("t-0")
+        logs.notify("t-0")
         assert await reader == LogPart(b"", 7, ended=False)
         assert await logs.read("t-0", offset=7, wait_s=0.05) == LogPart(b"", 7, ended=False)
 

@@ -14,10 +14,10 @@ from observed import observed, read, task, until
 from served import TOKENS
 from tugline.protocol import LeaseRequest, LeaseResponse, NodeRegistration, Release
 from tugline.recording.trajectories import pack
-from tugline.server.app import create_app, serve_api
 from tugline.server.control import ControlPlane
+from tugline.server.http.app import Api, serve_api
 from tugline.server.metrics import ServerMetrics
-from tugline.server.store import events
+from tugline.server.store import events, results
 from tugline.types import Boundary, Callback, Failure, Ledger, Reward, Status, Trajectory
 
 Served = Callable[[], AbstractAsyncContextManager[tuple[ControlPlane, ServerMetrics]]]
@@ -39,9 +39,9 @@ def server(
 
 async def leased(control: ControlPlane, room: int) -> tuple[str, LeaseResponse]:
     """A node that has taken so much work."""
-    welcome = await control.register(NodeRegistration(name="n", slots=3, capacity=9))
+    welcome = await control.dispatcher.register(NodeRegistration(name="n", slots=3, capacity=9))
     ask = LeaseRequest(capacity=room, wait_s=5, applied=welcome.control.generation)
-    return welcome.node, await control.lease(welcome.node, ask)
+    return welcome.node, await control.dispatcher.lease(welcome.node, ask)
 
 
 def result(session: str, sample: int, failure: Failure | None = None) -> bytes:
@@ -62,14 +62,16 @@ def result(session: str, sample: int, failure: Failure | None = None) -> bytes:
 async def test_what_there_is_now(server: Served) -> None:
     """Queue by tenant, sessions by status, nodes, unread results, callbacks, weights."""
     async with server() as (control, metrics):
-        await control.announce(4)
+        await control.weights.announce(4)
         callback = Callback("http://127.0.0.1:9/")
         await control.submit([replace(task("a", samples=3), callback=callback)])
         await control.submit([task("b", samples=2, tenant="other")])
         _, orders = await leased(control, 2)
         session = orders.work[0].session
-        await control.commit(session.id, session.epoch, result(session.id, session.sample))
-        await control.ack("trainer", 0)
+        await control.dispatcher.commit(
+            session.id, session.epoch, result(session.id, session.sample)
+        )
+        await control.database.write(results.ack, "trainer", 0)
         found = read(await metrics.page())
     assert found["tugline_queue"] == {("default",): 2, ("other",): 1}
     assert found["tugline_sessions"]["queued",] == 3
@@ -92,18 +94,18 @@ async def test_what_has_happened(server: Served) -> None:
         _, orders = await leased(control, 4)
         one, two, three, four = (work.session for work in orders.work)
         back = Release(epoch=one.epoch, reason="drained")
-        await control.release(one.id, back)
+        await control.dispatcher.release(one.id, back)
         broken = Release(epoch=two.epoch, reason="no disk", boundary=Boundary.INFRASTRUCTURE)
-        await control.release(two.id, broken)
-        await control.commit(three.id, three.epoch, result(three.id, three.sample))
+        await control.dispatcher.release(two.id, broken)
+        await control.dispatcher.commit(three.id, three.epoch, result(three.id, three.sample))
         failure = Failure(Boundary.ENGINE, "it overflowed: twice")
-        await control.commit(four.id, four.epoch, result(four.id, four.sample, failure))
+        await control.dispatcher.commit(four.id, four.epoch, result(four.id, four.sample, failure))
         found = read(await metrics.page())
     kinds = found["tugline_events_total"]
     assert kinds["session.leased",] == 4
     assert kinds["node.joined",] == 1
     assert kinds["node.lost",] == 0
-    assert found["tugline_requeued_total"] == {("handed back",): 1, ("infrastructure",): 1}
+    assert found["tugline_requeued_total"] == {("released",): 1, ("infrastructure",): 1}
     assert found["tugline_results_total"] == {("completed",): 1, ("failed",): 1}
     assert found["tugline_failures_total"] == {("engine",): 1}
     assert found["tugline_tokens_total"] == {("sampled",): 20, ("trained",): 7}
@@ -136,8 +138,8 @@ async def test_a_server_counts_from_its_start(server: Served) -> None:
 async def test_requests_are_told_by_route(server: Served) -> None:
     """Route and class of the status are labels; ids are not."""
     async with server() as (_, metrics):
-        metrics.served("GET /v1/tasks/{id}", 200, 0.003)
-        metrics.served("GET /v1/tasks/{id}", 404, 0.02)
+        metrics.count_request("GET /v1/tasks/{id}", 200, 0.003)
+        metrics.count_request("GET /v1/tasks/{id}", 404, 0.02)
         found = read(await metrics.page())
     assert found["tugline_http_seconds_count"] == {
         ("GET /v1/tasks/{id}", "2xx"): 1,
@@ -159,14 +161,14 @@ async def test_one_page_has_the_server_and_its_node(tmp_path: Path) -> None:
 async def test_open_long_answers_are_counted(tmp_path: Path) -> None:
     """One that waits over HTTP is on the page, and gone from it with its client."""
     async with observed(tmp_path) as rig:
-        app = create_app(rig.control, TOKENS, rig.pages)
-        rig.pages.waiting = lambda: app.waiting
+        app = Api(rig.control, TOKENS, rig.pages)
+        rig.pages.waiting = lambda: app.state.waits.open
         headers = {"authorization": f"Bearer {TOKENS.read}"}
         async with serve_api(app) as url, aiohttp.ClientSession(headers=headers) as http:
             asking = asyncio.ensure_future(http.get(f"{url}/v1/results?wait_s=20"))
-            await until(lambda: app.waiting == 1)
+            await until(lambda: app.state.waits.open == 1)
             async with http.get(f"{url}/metrics") as answer:
                 found = read(await answer.read())
             asking.cancel()
-            await until(lambda: app.waiting == 0)
+            await until(lambda: app.state.waits.open == 0)
     assert found["tugline_waiting"][()] == 1

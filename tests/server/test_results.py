@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tugline.errors import Invalid
+from tugline.errors import Invalid, Missing
 from tugline.protocol import Event, EventKind, Results
 from tugline.server.blobs import LocalBlobs, sweep
 from tugline.server.control import ControlPlane
-from tugline.server.store import consumers, events, groups, results, sessions, tasks
+from tugline.server.store import events, groups, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
 from tugline.server.store.groups import End
@@ -25,22 +24,22 @@ def a_task(name: str, samples: int = 2) -> Task:
 
 
 def _submit(tx: Tx, batch: list[Task]) -> None:
-    tasks.submit(tx, [tasks.pack(task) for task in batch], time.time())
+    tasks.submit(tx, [tasks.pack(task) for task in batch])
 
 
 def _finish(tx: Tx, session: str, reward: float | None, blob: str = "") -> None:
     failure = None if reward is not None else Failure(Boundary.RUNTIME, "no disk")
     status = Status.COMPLETED if failure is None else Status.FAILED
     end = End(status, failure=failure, reward=reward, sampled=7, digest=session, blob=blob)
-    groups.finish(tx, sessions.get(tx, session), end, time.time())
+    groups.finish(tx, sessions.get(tx, session), end)
 
 
 async def _done(database: Database, *batch: Task) -> None:
     """Submit these and finish all their samples, the last ones first."""
-    await database.write(partial(_submit, batch=list(batch)))
+    await database.write(_submit, list(batch))
     for task in batch:
         for n in reversed(range(task.samples)):
-            await database.write(partial(_finish, session=f"{task.id}-{n}", reward=n / 4))
+            await database.write(_finish, f"{task.id}-{n}", n / 4)
 
 
 def _ids(found: Results) -> list[str]:
@@ -74,30 +73,30 @@ async def test_results_of_some_tasks(database: Database) -> None:
 
 async def test_one_result(database: Database) -> None:
     """What is listed of a result is what was kept; where there is none, that is said."""
-    await database.write(partial(_submit, batch=[a_task("a")]))
-    await database.write(partial(_finish, session="a-0", reward=0.5, blob="a-0.1.x"))
-    view = await database.read(partial(results.one, session="a-0"))
-    assert view is not None
+    await database.write(_submit, [a_task("a")])
+    await database.write(_finish, "a-0", 0.5, "a-0.1.x")
+    view = await database.read(results.get, "a-0")
     assert (view.session, view.reward, view.sampled) == ("a-0", 0.5, 7)
-    assert await database.read(partial(results.at, position=view.position)) == view
-    assert await database.read(partial(results.digest_of, session="a-0")) == "a-0"
-    assert await database.read(partial(results.blob_of, session="a-0")) == "a-0.1.x"
-    for op in (results.one, results.digest_of, results.blob_of):
-        assert await database.read(partial(op, session="a-1")) is None
-    assert await database.read(partial(results.at, position=0)) is None
+    assert await database.read(results.get_at, view.position) == view
+    assert await database.read(results.digest_of, "a-0") == "a-0"
+    assert await database.read(results.get_blob, "a-0") == "a-0.1.x"
+    assert await database.read(results.digest_of, "a-1") is None
+    for op, key in ((results.get, "a-1"), (results.get_blob, "a-1"), (results.get_at, 0)):
+        with pytest.raises(Missing):
+            await database.read(op, key)
 
 
 async def test_groups_are_whole_and_in_order_of_release(database: Database) -> None:
     """A group comes when all its samples are over; those without use are named."""
-    await database.write(partial(_submit, batch=[a_task("a"), a_task("b"), a_task("c")]))
+    await database.write(_submit, [a_task("a"), a_task("b"), a_task("c")])
     rewards = {"a-1": 1.0, "b-0": None, "c-1": 0.5, "b-1": 0.0, "a-0": 0.0}
     for session, reward in rewards.items():
-        await database.write(partial(_finish, session=session, reward=reward))
+        await database.write(_finish, session, reward)
     found = await database.read(lambda tx: results.groups(tx, 0, 100))
     assert _ids(found) == ["b-0", "b-1", "a-0", "a-1"]
     assert [(group.id, group.missing) for group in found.groups] == [("b", (0,)), ("a", ())]
     assert found.cursor == found.groups[-1].released
-    await database.write(partial(_finish, session="c-0", reward=0.0))
+    await database.write(_finish, "c-0", 0.0)
     rest = await database.read(lambda tx: results.groups(tx, found.cursor, 100))
     assert _ids(rest) == ["c-0", "c-1"]
     nothing = await database.read(lambda tx: results.groups(tx, rest.cursor, 100))
@@ -119,7 +118,7 @@ async def test_a_page_of_groups_is_bounded_by_its_results(database: Database) ->
 async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
     """Results, groups and events of a task wake who waits for them, and those of another do not."""
     await control.submit([a_task("a", 1), a_task("b", 1)])
-    position = (await control.counts()).position
+    position = (await control.database.read(stats.counts)).position
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         waiting = [
             group.create_task(control.results(tasks=["a"], wait_s=9.0)),
@@ -127,10 +126,10 @@ async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
             group.create_task(control.events(after=position, task="a", wait_s=9.0)),
         ]
         await asyncio.sleep(0.1)
-        await control.database.write(partial(_finish, session="b-0", reward=1.0))
+        await control.database.write(_finish, "b-0", 1.0)
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in waiting)
-        await control.database.write(partial(_finish, session="a-0", reward=1.0))
+        await control.database.write(_finish, "a-0", 1.0)
         async with asyncio.timeout(3):
             found, whole, told = await asyncio.gather(*waiting)
     assert _ids(found) == _ids(whole) == ["a-0"]
@@ -141,16 +140,15 @@ async def test_a_consumer_goes_on_where_it_acknowledged(database: Database) -> N
     """An older cursor changes nothing, one from the future is refused."""
     await _done(database, a_task("a", 3))
     latest = await database.read(events.latest)
-    assert await database.read(partial(consumers.acked, name="grpo")) == 0
+    assert await database.read(results.read_acked, "grpo") == 0
     for cursor, kept in ((2, 2), (4, 4), (3, 4), (latest, latest), (0, latest)):
-        ack = partial(consumers.ack, name="grpo", cursor=cursor, now=time.time())
-        assert (await database.write(ack)).acked == kept
-        assert await database.read(partial(consumers.acked, name="grpo")) == kept
+        assert (await database.write(results.ack, "grpo", cursor)).acked == kept
+        assert await database.read(results.read_acked, "grpo") == kept
     for wrong in (-1, latest + 1):
         with pytest.raises(Invalid, match=f"cursor is {wrong}, the latest position is {latest}"):
-            await database.write(partial(consumers.ack, name="grpo", cursor=wrong, now=0.0))
-    await database.write(partial(consumers.ack, name="eval", cursor=1, now=time.time()))
-    known = await database.read(consumers.all)
+            await database.write(results.ack, "grpo", wrong)
+    await database.write(results.ack, "eval", 1)
+    known = await database.read(results.list_consumers)
     assert [(one.name, one.acked) for one in known] == [("eval", 1), ("grpo", latest)]
 
 
@@ -178,8 +176,8 @@ async def test_old_events_are_forgotten_and_results_stay(database: Database) -> 
     """Trimming takes only what is old; positions go on from where they were."""
     await _done(database, a_task("a", 2))
     latest = await database.read(events.latest)
-    assert await database.write(partial(events.trim, before=time.time() - 60)) == 0
-    assert await database.write(partial(events.trim, before=time.time() + 60)) == latest
+    assert await database.write(events.trim, time.time() - 60) == 0
+    assert await database.write(events.trim, time.time() + 60) == latest
     assert await database.read(lambda tx: events.page(tx, 0, 100)) == []
     assert len((await database.read(lambda tx: results.page(tx, 0, 100))).items) == 2
     joined = await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
@@ -188,14 +186,14 @@ async def test_old_events_are_forgotten_and_results_stay(database: Database) -> 
 
 async def test_blobs_without_a_result_are_swept(database: Database, tmp_path: Path) -> None:
     """What a crash left behind goes, also what a lost lease had put for the same session."""
-    await database.write(partial(_submit, batch=[a_task("a.b")]))
-    await database.write(partial(_finish, session="a.b-0", reward=1.0, blob="a.b-0.2.new"))
+    await database.write(_submit, [a_task("a.b")])
+    await database.write(_finish, "a.b-0", 1.0, "a.b-0.2.new")
     blobs = LocalBlobs(tmp_path / "blobs")
     for name in ("a.b-0.2.new", "a.b-0.1.old", "a.b-1.1.never", "gone-0.1.x"):
         await blobs.put(name, b"x")
     assert await sweep(blobs, database) == 0, "they may be about to get their row"
     assert await sweep(blobs, database, older_s=-60.0) == 3
-    assert {name async for names in blobs.older(time.time() + 60) for name in names} == {
+    assert {name async for names in blobs.list_older(time.time() + 60) for name in names} == {
         "a.b-0.2.new"
     }
 

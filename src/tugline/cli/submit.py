@@ -81,7 +81,7 @@ def submit(
         typer.echo(msgspec.json.encode(Submitted(accepted, released)))
     elif released is not None:
         _show(released)
-    if any(task.missing and task.reason != "enough" for task in released or ()):
+    if any(task.missing and task.reason != "min_usable" for task in released or ()):
         raise typer.Exit(1)
 
 

@@ -11,7 +11,7 @@ import typer
 from tugline.datasets.files import load
 from tugline.errors import Invalid, UsageError
 from tugline.rollout.parts import Parts
-from tugline.server.checks import check_task
+from tugline.server.validation import check_task
 from tugline.task_schema import make_json_schema, make_template
 from tugline.types import Task
 

@@ -23,6 +23,7 @@ from tugline.launch.settings import Settings
 from tugline.protocol import ResultView, SessionView
 from tugline.recording.trajectories import unpack
 from tugline.server.control import ControlPlane
+from tugline.server.store import sessions
 from tugline.types import TERMINAL, Session, Task, Trajectory
 
 STOP_S = 30.0
@@ -92,7 +93,9 @@ class Local:
         for task in tasks:
             after, rest = None, True
             while rest:
-                page = await self.control.sessions(task=task, after=after, limit=_BATCH)
+                page = await self.control.database.read(
+                    sessions.page, task=task, after=after, limit=_BATCH
+                )
                 found += page.sessions
                 after, rest = page.next, page.next is not None
         return found
@@ -126,7 +129,7 @@ async def local(told: Settings, folder: Path, reached: EngineConnection) -> Asyn
     """Everything up, in `folder`, in front of an engine."""
     async with (
         control_plane(told.server, folder) as control,
-        worker(told, folder, control, reached, keep=True) as one,
+        worker(told, folder, control.dispatcher, reached, keep=True) as one,
     ):
         working = asyncio.create_task(one.node.run(), name="node")
         try:

@@ -17,12 +17,12 @@ from tugline.launch.folder import announce, callback_secret, only_one, tokens
 from tugline.launch.settings import ServerSettings, Settings
 from tugline.launch.stopping import stopping
 from tugline.rollout.parts import Parts
-from tugline.server.app import create_app, serve_api
 from tugline.server.blobs import open_blobs
-from tugline.server.checks import check_task
 from tugline.server.control import ControlPlane
+from tugline.server.http.app import Api, serve_api
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
+from tugline.server.validation import check_task
 from tugline.types import Task
 from tugline.web.serve import freeze_gc
 
@@ -60,8 +60,8 @@ async def api(
 ) -> AsyncIterator[tuple[str, ServerMetrics]]:
     """The control plane under an address, which clients on this machine find in `folder`."""
     metrics = ServerMetrics(control.database)
-    app = create_app(control, tokens(folder), metrics)
-    metrics.waiting = lambda: app.waiting
+    app = Api(control, tokens(folder), metrics)
+    metrics.waiting = lambda: app.state.waits.open
     async with serve_api(app, settings.host, settings.port) as url:
         announce(folder, reachable(url))
         yield reachable(url), metrics

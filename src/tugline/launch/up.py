@@ -35,7 +35,7 @@ async def serve_and_work(told: Settings, folder: Path, say: Say) -> None:
                 metrics.others.append(one.metrics.page)
                 await one.node.run()
 
-            await _work(told, folder, control, say, run)
+            await _work(told, folder, control.dispatcher, say, run)
 
 
 async def work(told: Settings, folder: Path, url: str, token: str, say: Say) -> None:

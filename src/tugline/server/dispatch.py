@@ -75,11 +75,14 @@ class ServerDispatcher:
         self._known: dict[str, _Known] = {}
         self._task_cache: OrderedDict[str, Task] = OrderedDict()
         self._work = Subscription()
+        self._tokens: dict[str, str] = {}
 
     async def __aenter__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._nodes_changed = self._stack.enter_context(self._database.hub.subscribe("nodes"))
-        self._work = self._stack.enter_context(self._database.hub.subscribe("work"))
+        subscribe = self._database.hub.subscribe
+        self._nodes_changed = self._stack.enter_context(subscribe("nodes"))
+        self._tokens_changed = self._stack.enter_context(subscribe("nodes"))
+        self._work = self._stack.enter_context(subscribe("work"))
         self._granting = asyncio.create_task(self._grant_all())
 
     async def __aexit__(self, *_exc: object) -> None:
@@ -141,6 +144,17 @@ class ServerDispatcher:
             msg = f"session {session} is at epoch {entry.epoch}; that of epoch {epoch} is over"
             raise FencedError(msg)
         return await self._logs.append(session, epoch, offset, chunk)
+
+    async def find_node(self, token: str) -> str | None:
+        """The node that a token was given to; None for an unknown one or a node that is gone."""
+        if self._tokens_changed.poll():
+            self._tokens.clear()
+        if token not in self._tokens:
+            node = await self._database.read(nodes.find_by_token, token)
+            if node is None:
+                return None
+            self._tokens[token] = node
+        return self._tokens[token]
 
     # ------------------------------------------------------------------ one request
     async def _renew(self, node: str, request: LeaseRequest | Renewal) -> Orders:

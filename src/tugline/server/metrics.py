@@ -80,7 +80,7 @@ class _EventCounts:
 
 
 class ServerMetrics:
-    """Metrics page of one server, with the pages of `others`, such as a node in the same process."""
+    """Metrics page of a server and of `others`, such as a node in the same process."""
 
     def __init__(self, database: Database, others: Sequence[Page] = ()) -> None:
         self._database, self.others = database, list(others)

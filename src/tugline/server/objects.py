@@ -43,7 +43,8 @@ class ObjectBlobs:
                 retry_config={"max_retries": 8, "retry_timeout": RETRY_TIMEOUT},
             )
         except (BaseError, ValueError) as error:
-            msg = f"blobs: {where!r} cannot be used, expected s3://BUCKET/PREFIX: {_first_line(error)}"
+            reason = _first_line(error)
+            msg = f"blobs: {where!r} cannot be used, expected s3://BUCKET/PREFIX: {reason}"
             raise UsageError(msg) from error
 
     async def put(self, name: str, data: bytes) -> None:

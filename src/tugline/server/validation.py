@@ -20,7 +20,7 @@ import msgspec
 import zstandard
 
 from tugline.errors import ConfigError, Invalid, UsageError
-from tugline.plugins import packed
+from tugline.plugins import pack_options
 from tugline.protocol import NodeRegistration
 from tugline.protocol.nodes import BIG
 from tugline.server.store.groups import End
@@ -128,7 +128,7 @@ def check_task(task: Task) -> None:
 def _check_plugin(field: str, part: PluginSpec) -> None:
     _check_length(f"{field}.name", part.name, 1, 256)
     try:
-        size = len(packed(f"{field}.options", part.options))
+        size = len(pack_options(f"{field}.options", part.options))
     except ConfigError as error:
         raise Invalid(str(error), field=f"{field}.options") from error
     if size > MAX_TEXT:

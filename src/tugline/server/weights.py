@@ -39,12 +39,14 @@ class Weights:
 
     async def pause(self, pause: Pause) -> Barrier:
         """Hold model calls on all nodes; waits for them, at most `within_s`."""
-        control = await self._database.write(_change, EventKind.PAUSED, paused=pause.mode)
+        control = await self._database.write(
+            lambda tx: _change(tx, EventKind.PAUSED, paused=pause.mode)
+        )
         return await self._barrier(control, pause.within_s)
 
     async def resume(self) -> Barrier:
         """Let model calls through again."""
-        control = await self._database.write(_change, EventKind.RESUMED, paused=None)
+        control = await self._database.write(lambda tx: _change(tx, EventKind.RESUMED, paused=None))
         return await self._barrier(control, WITHIN_S)
 
     async def _barrier(self, control: Control, within_s: float) -> Barrier:

@@ -6,7 +6,6 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -16,8 +15,10 @@ import zstandard
 from served import TASK, TOKENS, Served, result
 from tugline.errors import StoreError
 from tugline.protocol import Problem, Results
+from tugline.server.http.app import ROUTES
 from tugline.server.http.problems import PROBLEMS
-from tugline.server.http.table import ROUTES
+from tugline.server.store import nodes, stats
+from tugline.server.store.base import Tx
 from tugline.types import Task, Trajectory, decode
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "api.md"
@@ -248,16 +249,16 @@ async def test_a_store_that_cannot_be_used_is_503_and_a_fault_names_its_id(
 ) -> None:
     """Both are problems; the one says when to come again, the other what to look for in the log."""
 
-    async def full(*_: Any, **__: Any) -> None:
+    def full(_tx: Tx) -> None:
         msg = "the disk is full"
         raise StoreError(msg)
 
-    async def broken(*_: Any, **__: Any) -> None:
+    def broken(_tx: Tx) -> None:
         msg = "secret detail"
         raise ZeroDivisionError(msg)
 
-    monkeypatch.setattr(type(server.control), "counts", full)
-    monkeypatch.setattr(type(server.control), "nodes", broken)
+    monkeypatch.setattr(stats, "counts", full)
+    monkeypatch.setattr(nodes, "list_views", broken)
     told = await server.ask("GET", "/v1/status")
     assert (told.status, told.problem.type[20:]) == (503, "unavailable")
     assert told.headers["retry-after"] == "1"

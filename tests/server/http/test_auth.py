@@ -8,9 +8,9 @@ import pytest
 
 from served import TOKENS, Served, result
 from tugline.errors import UsageError
+from tugline.server.http.app import ROUTES
 from tugline.server.http.auth import Role, Tokens
 from tugline.server.http.route import Route
-from tugline.server.http.table import ROUTES
 
 GUARDED = [route for route in ROUTES if route.roles]
 NAMES = [f"{route.method} {route.path}" for route in GUARDED]

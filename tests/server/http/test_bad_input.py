@@ -11,8 +11,8 @@ import pytest
 
 from served import TASK, Served
 from tugline.errors import Invalid
-from tugline.server.app import IN_THREAD
-from tugline.server.checks import BOUNDS, check_task
+from tugline.server.http.app import THREAD_BYTES
+from tugline.server.validation import BOUNDS, check_task
 from tugline.types import Callback, Group, Limits, PluginSpec, Sampling, Task, Workspace
 
 JSON = {"content-type": "application/json"}
@@ -26,7 +26,14 @@ def _task(**changes: Any) -> dict[str, Any]:
 TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     # request, how, status, problem, field, part of the detail
     (POST, {"json": _task(limits={"agent_s": -1})}, 422, "invalid", "0.limits.agent_s", "-1"),
-    (POST, {"json": _task(limits={"agent_s": "9"})}, 422, "invalid", "0.limits.agent_s", "float"),
+    (
+        POST,
+        {"json": _task(limits={"agent_s": "9"})},
+        422,
+        "invalid",
+        "0.limits.agent_s",
+        "a number",
+    ),
     (
         POST,
         {"json": _task(limits={"agents_s": 1})},
@@ -54,7 +61,7 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     (POST, {"json": _task(sampling_policy="x")}, 422, "invalid", "0.sampling_policy", "enforce"),
     (POST, {"json": _task(instruction="")}, 422, "invalid", "0.instruction", "is '', must be"),
     (POST, {"json": _task(instruction=" \n")}, 422, "invalid", "0.instruction", "what to do"),
-    (POST, {"json": _task(tags={"a": 1})}, 422, "invalid", "0.tags", "str"),
+    (POST, {"json": _task(tags={"a": 1})}, 422, "invalid", "0.tags", "a string"),
     (POST, {"json": _task(files={"../x": ""})}, 422, "invalid", "0.files", "'../x'"),
     (POST, {"json": _task(files={"/etc/x": ""})}, 422, "invalid", "0.files", "relative"),
     (POST, {"json": _task(files={"a": "", "a/b": ""})}, 422, "invalid", "0.files", "file"),
@@ -78,13 +85,13 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     (POST, {"json": {"id": "t"}}, 422, "invalid", "0.instruction", "missing"),
     (POST, {"json": []}, 422, "invalid", "", "1 to 1000"),
     (POST, {"json": [_task()] * 1001}, 422, "invalid", "", "1001"),
-    (POST, {"json": "text"}, 422, "invalid", "", "array"),
-    (POST, {"data": b"null", "headers": JSON}, 422, "invalid", "", "array"),
+    (POST, {"json": "text"}, 422, "invalid", "", "a list"),
+    (POST, {"data": b"null", "headers": JSON}, 422, "invalid", "", "a list"),
     (POST, {"data": b'[{"id": ', "headers": JSON}, 400, "malformed", "", "byte 8"),
     (POST, {"data": b"[nan]", "headers": JSON}, 400, "malformed", "", "byte 5"),
     (POST, {"data": b"[" * 9999, "headers": JSON}, 400, "malformed", "", "deep"),
     (POST, {"data": b'"\xff"', "headers": JSON}, 400, "malformed", "", "JSON"),
-    (POST, {"data": b" " * (IN_THREAD + 1), "headers": JSON}, 400, "malformed", "", "byte"),
+    (POST, {"data": b" " * (THREAD_BYTES + 1), "headers": JSON}, 400, "malformed", "", "byte"),
     (POST, {"data": {"id": "t"}}, 415, "media-type", "", "application/json"),
     (
         POST,
@@ -97,7 +104,7 @@ TABLE: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("PUT /v1/tasks", {}, 405, "method", "", "POST"),
     ("DELETE /v1/tasks/t", {}, 405, "method", "", "GET"),
     ("GET /v2/tasks", {}, 404, "no-route", "", "/v2/tasks"),
-    ("GET /v1/tasks/{id}", {}, 404, "no-route", "", "nothing"),
+    ("GET /v1/tasks/{id}", {}, 404, "missing", "", "nothing"),
     ("GET /v1/tasks/", {}, 404, "no-route", "", "nothing"),
     ("GET /v1/tasks/nope", {}, 404, "missing", "", "nope"),
     ("GET /v1/tasks/a%00b", {}, 404, "missing", "", "a"),

@@ -11,9 +11,9 @@ import pytest
 
 from served import TOKENS, Served
 from tugline.protocol import NodeRegistration
-from tugline.server.app import Api, create_app, serve_api
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
+from tugline.server.http.app import Api, serve_api
 from tugline.server.store.database import open_database
 
 NDJSON = {"accept": "application/x-ndjson"}
@@ -22,7 +22,7 @@ SSE = {"accept": "text/event-stream"}
 
 async def _until(app: Api, waiting: int) -> None:
     async with asyncio.timeout(10):
-        while app.waiting != waiting:  # noqa: ASYNC110 - there is no event to wait for
+        while app.state.waits.open != waiting:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
 
 
@@ -35,7 +35,7 @@ async def test_a_long_poll_is_answered_when_there_is_something(server: Served) -
     told = await asking
     assert [one["session"] for one in told.json["items"]] == ["t-0"]
     assert time.monotonic() - began < 5
-    assert server.app.waiting == 0
+    assert server.app.state.waits.open == 0
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
@@ -94,8 +94,8 @@ async def test_a_server_that_goes_down_waits_for_nobody(tmp_path: Path) -> None:
         ControlPlane(database, open_blobs(str(tmp_path / "blobs")), folder=tmp_path) as control,
         aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKENS.client}"}) as http,
     ):
-        app = create_app(control, TOKENS)
-        node = await control.register(NodeRegistration(name="n", slots=1, capacity=1))
+        app = Api(control, TOKENS)
+        node = await control.dispatcher.register(NodeRegistration(name="n", slots=1, capacity=1))
 
         async def ask(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
             async with http.get(url, headers=headers) as got:

@@ -22,7 +22,7 @@ from schemathesis.core.parameters import ParameterLocation
 from served import TASK, TOKENS, Served, result, serve
 from tugline.protocol import LeaseRequest, NodeRegistered
 from tugline.server.http import openapi
-from tugline.server.http.table import ROUTES
+from tugline.server.http.app import ROUTES
 
 DOCUMENT = json.loads(openapi.document(ROUTES))
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
@@ -60,7 +60,7 @@ async def _live(server: Served, node: NodeRegistered) -> None:
     """Keep the node's lease, and put in place at once what all nodes are to put in place."""
     applied = 0
     while True:
-        orders = await server.control.lease(
+        orders = await server.control.dispatcher.lease(
             node.node, LeaseRequest(capacity=0, applied=applied, wait_s=0.3)
         )
         applied = orders.control.generation

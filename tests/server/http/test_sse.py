@@ -6,11 +6,9 @@ import asyncio
 
 import aiohttp
 import msgspec
-import pytest
 
 from served import Served
 from tugline.protocol import Event
-from tugline.server.http import events
 
 SSE = {"accept": "text/event-stream"}
 
@@ -60,11 +58,9 @@ async def test_events_of_one_task(server: Served) -> None:
         assert (await _event(got))[1].task == "b"
 
 
-async def test_a_silent_stream_says_that_it_lives(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_stream_says_that_it_lives(server: Served) -> None:
     """A comment, now and then, for proxies and for readers that want to know."""
-    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.05)
+    server.app.state.waits.keep_alive_s = 0.05
     async with server.request("GET", "/v1/events", headers=SSE) as got:
-        text = await asyncio.wait_for(got.content.readuntil(b"still here\n\n"), 5)
+        text = await asyncio.wait_for(got.content.readuntil(b"keep-alive\n\n"), 5)
     assert all(line.startswith(b":") for line in text.split(b"\n") if line)

@@ -1,1 +1,1 @@
-"""The control plane over HTTP: one table of routes, and what reads, guards and describes it."""
+"""HTTP API of the control plane: routes, authorization, problem answers, OpenAPI document."""

@@ -1,8 +1,8 @@
-"""Who is asking: bearer tokens, each with one role, compared in constant time (I6).
+"""Bearer tokens, each with one role, compared in constant time (I6).
 
-The three tokens of the server are made when it is set up. A node gets one of its own when it
-joins, which opens what that node may do and nothing else. The secret of a session is none of
-these: a sandboxed agent that finds the server's address finds every door closed.
+The server's three tokens are made when it is set up. A node gets its own when it joins, which
+allows what that node may do and nothing else. The secret of a session is none of these: a
+sandboxed agent that finds the server's address cannot use it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from tugline.server.http.problems import Refusal
 
 
 class Role(StrEnum):
-    """What a token is good for."""
+    """What a token allows."""
 
     CLIENT = "client"
-    """Everything but what nodes do."""
+    """Everything except what nodes do."""
     READ = "read"
-    """Looking."""
+    """Reading."""
     JOIN = "join"
-    """Becoming a node."""
+    """Joining as a node."""
     NODE = "node"
-    """Being one."""
+    """Acting as the node that it was given to."""
 
 
 class Caller(NamedTuple):
-    """Who asks; `node` is the id of a node."""
+    """Who sends a request; `node` is the id of a node."""
 
     role: Role | None = None
     node: str = ""
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """The server's own tokens, all different. Raises `UsageError` for one that is no token."""
+    """The server's own tokens, all different. Raises `UsageError` for a malformed one."""
 
     client: str
     join: str
@@ -59,32 +59,36 @@ class Tokens(msgspec.Struct, frozen=True):
         return "Tokens(...)"
 
 
-NodeOf = Callable[[str], Awaitable[str | None]]
+FindNode = Callable[[str], Awaitable[str | None]]
 
 
-async def identify(header: str | None, tokens: Tokens, node_of: NodeOf) -> Caller:
-    """Who sends this ``Authorization`` header. Raises `Refusal`."""
+async def identify(header: str | None, tokens: Tokens, find_node: FindNode) -> Caller:
+    """The caller that sends this ``Authorization`` header. Raises `Refusal`."""
     scheme, _, token = (header or "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
-        msg = "send the header 'Authorization: Bearer TOKEN'"
-        raise Refusal(msg, "unauthorized", headers={"www-authenticate": 'Bearer realm="tugline"'})
+        message = "send the header 'Authorization: Bearer TOKEN'"
+        raise _refuse(message)
     own = {Role.CLIENT: tokens.client, Role.READ: tokens.read, Role.JOIN: tokens.join}
     sent = token.encode()
-    same = [role for role, one in own.items() if hmac.compare_digest(one.encode(), sent)]
-    if same:
-        return Caller(same[0])
-    node = await node_of(token)
+    matches = [role for role, each in own.items() if hmac.compare_digest(each.encode(), sent)]
+    if matches:
+        return Caller(matches[0])
+    node = await find_node(token)
     if node is None:
-        msg = "this token is unknown, or of a node that is gone"
-        challenge = 'Bearer realm="tugline", error="invalid_token"'
-        raise Refusal(msg, "unauthorized", headers={"www-authenticate": challenge})
+        message = "this token is unknown, or of a node that is gone"
+        raise _refuse(message, ', error="invalid_token"')
     return Caller(Role.NODE, node)
 
 
-def authorise(caller: Caller, roles: frozenset[Role], what: str) -> None:
+def authorize(caller: Caller, roles: frozenset[Role], route: str) -> None:
     """Raises `Refusal` unless the caller has one of `roles`."""
     if caller.role not in roles:
         needed = " or ".join(sorted(roles))
-        msg = f"{what} needs the {needed} token; this is a {caller.role} token"
+        msg = f"{route} needs the {needed} token; this is a {caller.role} token"
         raise Refusal(msg, "forbidden")
+
+
+def _refuse(message: str, error: str = "") -> Refusal:
+    challenge = f'Bearer realm="tugline"{error}'
+    return Refusal(message, "unauthorized", headers={"www-authenticate": challenge})

@@ -1,35 +1,42 @@
-"""Events to follow, and the callbacks that are on their way or given up."""
+"""Routes of events, of webhook deliveries, and of the server itself."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 import msgspec
 from starlette.responses import Response
 
-from tugline.errors import Invalid
-from tugline.protocol import Delivery, DeliveryState, Event
+from tugline.errors import Invalid, Missing
+from tugline.protocol import Counts, Delivery, DeliveryState, Event
+from tugline.server.http import openapi
 from tugline.server.http.route import (
     CLIENTS,
     JSON,
+    PUBLIC,
     READERS,
     SSE,
+    TEXT,
     Call,
     Limit,
     Name,
     Nothing,
     Position,
-    Route,
+    Routes,
     Wait,
 )
-from tugline.server.http.waiting import KEEP_ALIVE_S, Stream
+from tugline.server.http.waiting import Stream
+from tugline.server.store import events, nodes, outbox, stats
+
+ROUTES = Routes()
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which events."""
 
     after: Position | None = None
-    """Start after this position; a page starts at the first event, a stream with what is new."""
+    """Start after this position; a page starts at the first event, a stream with new ones."""
     limit: Limit = 100
     wait_s: Wait = 0.0
     task: Name | None = None
@@ -37,68 +44,96 @@ class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which callbacks."""
+    """Which deliveries."""
 
     state: DeliveryState | None = None
-    """Only those that are so far."""
+    """Only those in this state."""
     after: Position = 0
     """Start after this id."""
     limit: Limit = 100
 
 
-async def listed(call: Call[EventQuery, Nothing]) -> list[Event] | Response:
-    """Tell what happened after a position: a page, or server-sent events."""
-    of, control = call.query, call.control
-    if call.accepts(JSON, SSE) == JSON:
-        asking = control.events(after=of.after or 0, limit=of.limit, wait_s=of.wait_s, task=of.task)
-        return await (call.attend(asking) if of.wait_s else asking)
-    after = _last_seen(call)
+# --------------------------------------------------------------------------- events
+@ROUTES.add("GET", "/v1/events", READERS, media=(JSON, SSE))
+async def list_events(call: Call[EventQuery, Nothing]) -> list[Event] | Response:
+    """List events after a position: a page, or server-sent events."""
+    query = call.query
+    if call.accept(JSON, SSE) == JSON:
+        page = _read(call, query.after or 0, query.wait_s)
+        return await (call.attend(page) if query.wait_s else page)
+    after = _parse_last_event_id(call)
     if after is None:
-        after = (await control.counts()).position
-    first = await control.events(after=after, limit=of.limit, task=of.task)
-    return Stream(_told(call, first, after), SSE, call.waits)
+        after = await call.db.read(events.latest)
+    return Stream(_stream(call, await _read(call, after), after), SSE, call.state.waits)
 
 
-def _last_seen(call: Call[EventQuery, Nothing]) -> int | None:
-    seen = call.request.headers.get("last-event-id")
-    if seen is None:
+async def _read(call: Call[EventQuery, Nothing], after: int, wait_s: float = 0.0) -> list[Event]:
+    query = call.query
+    return await call.control.events(after=after, limit=query.limit, wait_s=wait_s, task=query.task)
+
+
+def _parse_last_event_id(call: Call[EventQuery, Nothing]) -> int | None:
+    header = call.request.headers.get("last-event-id")
+    if header is None:
         return call.query.after
-    if not (seen.isascii() and seen.isdigit()) or int(seen) >= 1 << 63:
-        msg = f"Last-Event-ID is {seen[:40]!r}, must be the id of an event"
+    if not (header.isascii() and header.isdigit()) or int(header) >= 1 << 63:
+        msg = f"Last-Event-ID is {header[:40]!r}, must be the id of an event"
         raise Invalid(msg, field="last-event-id")
-    return int(seen)
+    return int(header)
 
 
-async def _told(
+async def _stream(
     call: Call[EventQuery, Nothing], page: list[Event], after: int
 ) -> AsyncGenerator[bytes]:
-    of = call.query
     yield b": events\n\n"
     while True:
         for event in page:
             data = msgspec.json.encode(event)
             yield b"id: %d\nevent: %b\ndata: %b\n\n" % (event.position, event.kind.encode(), data)
             after = event.position
-        page = await call.control.events(
-            after=after, limit=of.limit, wait_s=KEEP_ALIVE_S, task=of.task
-        )
+        page = await _read(call, after, call.state.waits.keep_alive_s)
         if not page:
-            yield b": still here\n\n"
+            yield b": keep-alive\n\n"
 
 
-async def deliveries(call: Call[DeliveryQuery, Nothing]) -> list[Delivery]:
-    """List callbacks and how far they are."""
-    of = call.query
-    return await call.control.deliveries(state=of.state, after=of.after, limit=of.limit)
+# --------------------------------------------------------------------------- webhooks
+@ROUTES.add("GET", "/v1/deliveries", READERS)
+async def list_deliveries(call: Call[DeliveryQuery, Nothing]) -> list[Delivery]:
+    """List webhook deliveries and their states."""
+    return await call.db.read(outbox.page, **msgspec.structs.asdict(call.query))
 
 
-async def retry(call: Call[Nothing, Nothing]) -> Delivery:
-    """Send a callback again."""
-    return await call.control.redeliver(int(call.id))
+@ROUTES.add("POST", "/v1/deliveries/{number}/retry", CLIENTS)
+async def retry_delivery(call: Call[Nothing, Nothing]) -> Delivery:
+    """Send a webhook delivery again."""
+    return await call.db.write(outbox.retry, int(call.id))
 
 
-ROUTES = (
-    Route("GET", "/v1/events", READERS, listed, media=(JSON, SSE)),
-    Route("GET", "/v1/deliveries", READERS, deliveries),
-    Route("POST", "/v1/deliveries/{number}/retry", CLIENTS, retry),
-)
+# --------------------------------------------------------------------------- the server
+@ROUTES.add("GET", "/v1/status", READERS)
+async def get_status(call: Call[Nothing, Nothing]) -> Counts:
+    """Count sessions, tasks and nodes."""
+    return await call.db.read(stats.counts)
+
+
+@ROUTES.add("GET", "/healthz", PUBLIC)
+async def check_health(call: Call[Nothing, Nothing]) -> Response:
+    """Check whether the server can work."""
+    await call.db.read(nodes.control)
+    return Response(b'{"status":"ok"}', media_type=JSON)
+
+
+@ROUTES.add("GET", "/metrics", READERS, media=(TEXT,), problems=("missing",))
+async def get_metrics(call: Call[Nothing, Nothing]) -> Response:
+    """Get the metrics for Prometheus."""
+    if call.state.metrics is None:
+        msg = "this server has no metrics"
+        raise Missing(msg)
+    return Response(await call.state.metrics.page(), media_type=TEXT)
+
+
+@ROUTES.add("GET", "/openapi.json", READERS)
+async def get_document(call: Call[Nothing, Nothing]) -> Response:
+    """Get this document."""
+    document = await asyncio.to_thread(openapi.document, call.state.routes)
+    return Response(document, media_type=JSON)

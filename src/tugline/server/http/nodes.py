@@ -1,71 +1,95 @@
-"""Nodes: they join with the join token, and with their own they ask for work and say they live."""
+"""Routes of nodes, and of the weights state that they apply.
+
+A node joins with the join token, and leases and renews with its own.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tugline.protocol import (
+    Barrier,
+    Control,
     LeaseRequest,
     LeaseResponse,
     NodeRegistered,
     NodeRegistration,
     NodeView,
+    Pause,
     Renewal,
+    Version,
 )
-from tugline.server.checks import check_ask, check_held, check_hello
 from tugline.server.http.auth import Role
 from tugline.server.http.problems import Refusal
-from tugline.server.http.route import CLIENTS, NODES, READERS, Call, Nothing, Route
+from tugline.server.http.route import CLIENTS, NODES, READERS, Call, Nothing, Routes
+from tugline.server.store import nodes
 
 MAX_HELD = 16 << 20
-"""Bytes of a question that names what a node holds."""
+"""Bytes of a request that lists what a node holds."""
+ROUTES = Routes()
+_FENCED = ("fenced",)
 
 
+@ROUTES.add("POST", "/v1/nodes", frozenset({Role.JOIN}), statuses=(201,))
 async def register(call: Call[Nothing, NodeRegistration]) -> NodeRegistered:
     """Join as a node."""
-    check_hello(call.body)
-    return await call.control.register(call.body)
+    return await call.control.dispatcher.register(call.body)
 
 
-async def listed(call: Call[Nothing, Nothing]) -> list[NodeView]:
+@ROUTES.add("GET", "/v1/nodes", READERS)
+async def list_nodes(call: Call[Nothing, Nothing]) -> list[NodeView]:
     """List the nodes."""
-    return await call.control.nodes()
+    return await call.db.read(nodes.list_views)
 
 
+@ROUTES.add("POST", "/v1/nodes/{id}/lease", NODES, problems=_FENCED, max_body=MAX_HELD)
 async def lease(call: Call[Nothing, LeaseRequest]) -> LeaseResponse:
     """Wait for work, for orders or for `LeaseRequest.wait_s`."""
-    _own(call)
-    check_ask(call.body)
-    return await call.attend(call.control.lease(call.id, call.body))
+    _check_own(call)
+    return await call.attend(call.control.dispatcher.lease(call.id, call.body))
 
 
+@ROUTES.add("POST", "/v1/nodes/{id}/renew", NODES, problems=_FENCED, max_body=MAX_HELD)
 async def renew(call: Call[Nothing, Renewal]) -> LeaseResponse:
     """Keep a node's lease."""
-    _own(call)
-    check_held(call.body.held, call.body.applied)
-    return await call.control.renew(call.id, call.body)
+    _check_own(call)
+    return await call.control.dispatcher.renew(call.id, call.body)
 
 
+@ROUTES.add("POST", "/v1/nodes/{id}/drain", NODES | CLIENTS, statuses=(204,), problems=_FENCED)
 async def drain(call: Call[Nothing, Nothing]) -> None:
-    """Give a node nothing more: it finishes what it has and goes."""
+    """Give a node no more work; it finishes what it holds and leaves."""
     if call.caller.role is Role.NODE:
-        _own(call)
-    await call.control.drain(call.id)
+        _check_own(call)
+    await call.control.dispatcher.drain(call.id)
 
 
-def _own(call: Call[Any, Any]) -> None:
+def _check_own(call: Call[Any, Any]) -> None:
     if call.caller.node != call.id:
-        msg = "a node may speak for itself alone"
+        msg = "a node may act for itself only"
         raise Refusal(msg, "forbidden")
 
 
-_FENCED = ("fenced",)
-ROUTES = (
-    Route("POST", "/v1/nodes", frozenset({Role.JOIN}), register, statuses=(201,)),
-    Route("GET", "/v1/nodes", READERS, listed),
-    Route("POST", "/v1/nodes/{id}/lease", NODES, lease, problems=_FENCED, max_body=MAX_HELD),
-    Route("POST", "/v1/nodes/{id}/renew", NODES, renew, problems=_FENCED, max_body=MAX_HELD),
-    Route(
-        "POST", "/v1/nodes/{id}/drain", NODES | CLIENTS, drain, statuses=(204,), problems=_FENCED
-    ),
-)
+# --------------------------------------------------------------------------- weights
+@ROUTES.add("GET", "/v1/weights", READERS)
+async def get_weights(call: Call[Nothing, Nothing]) -> Control:
+    """Get the version of the weights, and whether model calls are held."""
+    return await call.db.read(nodes.control)
+
+
+@ROUTES.add("POST", "/v1/weights", CLIENTS)
+async def announce(call: Call[Nothing, Version]) -> Barrier:
+    """Announce new weights; answers when the nodes know."""
+    return await call.attend(call.control.weights.announce(call.body.version))
+
+
+@ROUTES.add("POST", "/v1/weights/pause", CLIENTS)
+async def pause(call: Call[Nothing, Pause]) -> Barrier:
+    """Hold model calls on all nodes; answers when they are held."""
+    return await call.attend(call.control.weights.pause(call.body))
+
+
+@ROUTES.add("POST", "/v1/weights/resume", CLIENTS)
+async def resume(call: Call[Nothing, Nothing]) -> Barrier:
+    """Let model calls continue."""
+    return await call.attend(call.control.weights.resume())

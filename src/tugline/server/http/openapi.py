@@ -1,18 +1,14 @@
-"""The OpenAPI 3.1 document, written from the table of routes and the structs that it names.
+"""The OpenAPI 3.1 document, from the routes and the structs that they name.
 
-What a struct's types cannot say stands in `checks`: the ranges of a task's numbers and the letters
-of its ids are told from there, so the document promises what the server accepts.
+Bounds come from the types, field descriptions from the docstrings under the fields, so the document
+promises what the server accepts.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import itertools
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import metadata
 from types import NoneType
 from typing import Any
@@ -21,13 +17,13 @@ import msgspec
 from starlette.responses import Response
 
 from tugline.protocol import Problem
-from tugline.server.checks import BOUNDS, ID, TENANT
+from tugline.schema import field_docs, list_structs
 from tugline.server.http.problems import MEDIA, PROBLEMS
 from tugline.server.http.route import JSON, Nothing, Route
+from tugline.server.validation import BOUNDS, ID, TENANT
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{name}"
-_NO_STRUCTS = {bytes, NoneType, Nothing, Response}
 _BINARY: Json = {"type": "string", "format": "binary"}
 _PATTERNS = {("Task", "id"): ID, ("Task", "tenant"): TENANT}
 _PARENTS = {"": "Task", "limits": "Limits", "sampling": "Sampling", "group": "Group"}
@@ -37,17 +33,17 @@ _PATHS = {
 }
 
 
-def document(routes: Sequence[Route]) -> bytes:
+@functools.cache
+def document(routes: tuple[Route, ...]) -> bytes:
     """The document as JSON."""
     bodies = _structs(route.body for route in routes)
     answers = _structs(route.answer for route in routes)
     queries = _structs(route.query for route in routes)
-    _, schemas = msgspec.json.schema_components(
-        [*bodies, *answers, *queries, Problem], ref_template=_REF
-    )
-    _described(schemas, (*bodies, *answers, *queries, Problem))
-    _, taken = msgspec.json.schema_components(bodies, ref_template=_REF)
-    for name in taken:
+    named = [*bodies, *answers, *queries, Problem]
+    _, schemas = msgspec.json.schema_components(named, ref_template=_REF)
+    _describe(schemas, named)
+    _, strict = msgspec.json.schema_components(bodies, ref_template=_REF)
+    for name in strict:
         if schemas[name].get("type") == "object":
             schemas[name]["additionalProperties"] = False
     _bound(schemas)
@@ -72,10 +68,10 @@ def document(routes: Sequence[Route]) -> bytes:
     return msgspec.json.encode(whole)
 
 
-def _structs(kinds: Iterable[Any]) -> list[Any]:
-    """The structs among `kinds`, each once; those in a list are taken out of it."""
-    bare = [getattr(kind, "__args__", (kind,))[0] for kind in kinds]
-    return list(dict.fromkeys(kind for kind in bare if kind not in _NO_STRUCTS))
+def _structs(annotations: Iterable[Any]) -> list[Any]:
+    """The structs named by annotations, each once."""
+    found = [struct for each in annotations for struct in list_structs(each)]
+    return list(dict.fromkeys(struct for struct in found if struct is not Nothing))
 
 
 def _schema(kind: Any) -> Json:
@@ -86,12 +82,19 @@ def _schema(kind: Any) -> Json:
 # --------------------------------------------------------------------------- operations
 def _operation(route: Route, query: list[Json]) -> Json:
     module = route.handler.__module__.rpartition(".")[2]
+    summary = (route.handler.__doc__ or "").splitlines()[0].rstrip(".")
     operation: Json = {
         "operationId": f"{module}.{route.handler.__name__}",
         "tags": [module],
-        "summary": route.summary,
-        "parameters": [*_path_parameters(route.path), *query],
-        "responses": {**_answers(route), **_problems(route)},
+        "summary": summary,
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": _PATHS[name]}
+                for name in re.findall(r"\{(\w+)\}", route.path)
+            ),
+            *query,
+        ],
+        "responses": {**_answers(route, summary), **_problems(route)},
         "security": [{"bearer": []}] if route.roles else [],
         "x-roles": sorted(route.roles),
     }
@@ -106,49 +109,38 @@ def _operation(route: Route, query: list[Json]) -> Json:
     return operation
 
 
-def _path_parameters(path: str) -> list[Json]:
-    return [
-        {"name": name, "in": "path", "required": True, "schema": _PATHS[name]}
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]
-
-
 def _parameters(component: Json) -> list[Json]:
-    """The parameters that a query's component stands for; none of them can be null."""
-    found = []
-    for name, schema in component["properties"].items():
-        one = dict(schema)
-        some = [option for option in one.pop("anyOf", []) if option.get("type") != "null"]
-        if some:
-            one = {**one, **some[0]}
-        if one.get("default") is None:
-            one.pop("default", None)
-        required = name in component.get("required", ())
-        sentence = one.pop("description", "")
-        found.append(
+    """The parameters of a query struct's component; none of them can be null."""
+    parameters = []
+    for name, each in component["properties"].items():
+        schema = dict(each)
+        for option in schema.pop("anyOf", []):
+            schema |= option if option.get("type") != "null" else {}
+        if schema.get("default") is None:
+            schema.pop("default", None)
+        parameters.append(
             {
                 "name": name,
                 "in": "query",
-                "required": required,
-                "schema": one,
-                "description": sentence,
+                "required": name in component.get("required", ()),
+                "description": schema.pop("description", ""),
+                "schema": schema,
             }
         )
-    return found
+    return parameters
 
 
-def _answers(route: Route) -> Json:
+def _answers(route: Route, summary: str) -> Json:
     if route.answer is NoneType:
         return {str(status): {"description": "Done."} for status in route.statuses}
     content: dict[str, Json] = {}
     for media in route.media:
-        binary = {"type": "string"} if media.startswith("text/") else _BINARY
+        schema = {"type": "string"} if media.startswith("text/") else _BINARY
         if media == JSON:
-            binary = {} if route.answer is Response else _schema(route.answer)
-        content[media.partition(";")[0]] = {"schema": binary}
+            schema = {} if route.answer is Response else _schema(route.answer)
+        content[media.partition(";")[0]] = {"schema": schema}
     return {
-        str(status): {"description": route.summary + ".", "content": content}
-        for status in route.statuses
+        str(status): {"description": summary + ".", "content": content} for status in route.statuses
     }
 
 
@@ -164,65 +156,38 @@ def _problems(route: Route) -> Json:
         names |= {"too-large", "media-type", "slow"}
     content = {MEDIA: {"schema": {"$ref": _REF.format(name="Problem")}}}
     by_status: dict[int, list[str]] = {}
-    for name in PROBLEMS:
+    for name, (status, _) in PROBLEMS.items():
         if name in names:
-            by_status.setdefault(PROBLEMS[name][0], []).append(f"`{name}`")
+            by_status.setdefault(status, []).append(f"`{name}`")
     return {
-        str(status): {"description": " or ".join(found), "content": content}
-        for status, found in by_status.items()
+        str(status): {"description": " or ".join(listed), "content": content}
+        for status, listed in by_status.items()
     }
 
 
 # --------------------------------------------------------------------------- schemas
+def _describe(schemas: dict[str, Json], structs: Iterable[Any]) -> None:
+    """Add the field descriptions of these structs, and of those in them."""
+    waiting, seen = list(structs), set()
+    while waiting:
+        struct = waiting.pop()
+        if struct in seen:
+            continue
+        seen.add(struct)
+        for name, text in field_docs(struct).items():
+            schemas[struct.__name__]["properties"][name].setdefault("description", text)
+        for field in msgspec.structs.fields(struct):
+            waiting += list_structs(field.type)
+
+
 def _bound(schemas: dict[str, Json]) -> None:
-    """Tell the ranges and letters that `checks` holds a task to."""
+    """Add the bounds of a task's fields, which `check_task` checks."""
     for bound in BOUNDS:
         parent, _, name = bound.field.rpartition(".")
-        schema = _number(schemas[_PARENTS[parent]]["properties"][name])
-        schema["exclusiveMinimum" if bound.above else "minimum"] = bound.low
-        schema["maximum"] = bound.high
+        schema = schemas[_PARENTS[parent]]["properties"][name]
+        options: list[Json] = schema.get("anyOf", [schema])
+        number = next(each for each in options if each.get("type") in {"number", "integer"})
+        number["exclusiveMinimum" if bound.above else "minimum"] = bound.low
+        number["maximum"] = bound.high
     for (parent, name), pattern in _PATTERNS.items():
         schemas[parent]["properties"][name]["pattern"] = f"^{pattern}$"
-
-
-def _number(schema: Json) -> Json:
-    options: list[Json] = schema.get("anyOf", [schema])
-    return next(one for one in options if one.get("type") in {"number", "integer"})
-
-
-def _described(schemas: dict[str, Json], kinds: Iterable[Any]) -> None:
-    """Give each field of these structs, and of those in them, the sentence that stands under it."""
-    waiting, seen = list(kinds), set()
-    while waiting:
-        kind = waiting.pop()
-        if kind in seen:
-            continue
-        seen.add(kind)
-        sentences = _sentences(kind.__module__).get(kind.__name__, {})
-        for name, sentence in sentences.items():
-            schemas[kind.__name__]["properties"][name].setdefault("description", sentence)
-        waiting += [one for field in msgspec.structs.fields(kind) for one in _inner(field.type)]
-
-
-def _inner(kind: Any) -> list[Any]:
-    """The structs that a field's type names."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return [kind]
-    return [struct for one in getattr(kind, "__args__", ()) for struct in _inner(one)]
-
-
-@functools.cache
-def _sentences(module: str) -> dict[str, dict[str, str]]:
-    """Of each class of a module, the strings that stand under its fields."""
-    found: dict[str, dict[str, str]] = {}
-    for kind in ast.parse(inspect.getsource(sys.modules[module])).body:
-        lines = kind.body if isinstance(kind, ast.ClassDef) else []
-        found[getattr(kind, "name", "")] = {
-            field.target.id: " ".join(str(below.value.value).split())
-            for field, below in itertools.pairwise(lines)
-            if isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        }
-    return found

@@ -1,9 +1,9 @@
-"""Results: a page, a line for each page, or a binary stream with the trajectories in it.
+"""Routes of results: a page, a line for each page, or a binary stream with the trajectories.
 
-All three tell the same `Results` in the same order, and in all three `Results.cursor` is what a
-consumer acknowledges. The binary stream is made of frames; a frame is a four-byte big-endian
-length and that many bytes of msgpack (`Results`), followed by one such length and that many bytes
-of trajectory for each of its items, where a length of 0 says that the session never ran.
+All three have the same `Results` in the same order, and `Results.cursor` is what a consumer
+acknowledges. The binary stream is made of frames; a frame is a four-byte big-endian length and that
+many bytes of msgpack (`Results`), followed by one such length and that many bytes of trajectory for
+each of its items, where a length of 0 says that the session never ran.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from tugline.server.http.route import (
     Name,
     Nothing,
     Position,
-    Route,
+    Routes,
     Wait,
 )
-from tugline.server.http.waiting import KEEP_ALIVE_S, Stream
+from tugline.server.http.waiting import Stream
+from tugline.server.store import results
+
+ROUTES = Routes()
 
 
 class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,55 +50,51 @@ class ResultQuery(msgspec.Struct, frozen=True, kw_only=True):
     groups: bool = False
     """Whole groups, once they are released."""
     follow: bool = True
-    """A stream goes on when there is nothing more for now."""
+    """A stream continues when there are no more results yet."""
 
 
-class Who(msgspec.Struct, frozen=True):
-    """Whose cursor."""
+class AckQuery(msgspec.Struct, frozen=True):
+    """Whose position."""
 
     consumer: Name
-    """Its name, which it chooses itself."""
+    """Name of the consumer, which it chooses itself."""
 
 
-async def listed(call: Call[ResultQuery, Nothing]) -> Results | Response:
-    """Results after a cursor: a page, lines, or frames with the trajectories."""
-    media = call.accepts(JSON, NDJSON, MSGPACK)
-    of = call.query
+@ROUTES.add("GET", "/v1/results", READERS, media=(JSON, NDJSON, MSGPACK))
+async def list_results(call: Call[ResultQuery, Nothing]) -> Results | Response:
+    """List results after a cursor: a page, lines, or frames with the trajectories."""
+    media, query = call.accept(JSON, NDJSON, MSGPACK), call.query
     if media == JSON:
-        asking = call.control.results(
-            consumer=of.consumer,
-            after=of.after,
-            limit=of.limit,
-            wait_s=of.wait_s,
-            tasks=of.task or None,
-            groups=of.groups,
-        )
-        return await (call.attend(asking) if of.wait_s else asking)
-    first = await call.control.results(
-        consumer=of.consumer,
-        after=of.after,
-        limit=of.limit,
-        tasks=of.task or None,
-        groups=of.groups,
+        page = _read(call, query.after, query.wait_s, query.consumer)
+        return await (call.attend(page) if query.wait_s else page)
+    first = await _read(call, query.after, 0.0, query.consumer)
+    pieces = _lines(call, first) if media == NDJSON else _frames(call, first)
+    return Stream(pieces, media, call.state.waits)
+
+
+async def _read(
+    call: Call[ResultQuery, Nothing],
+    after: int | None,
+    wait_s: float,
+    consumer: str | None = None,
+) -> Results:
+    query = call.query
+    return await call.control.results(
+        consumer=consumer,
+        after=after,
+        limit=query.limit,
+        wait_s=wait_s,
+        tasks=query.task or None,
+        groups=query.groups,
     )
-    told = _lines(call, first) if media == NDJSON else _frames(call, first)
-    return Stream(told, media, call.waits)
 
 
 async def _pages(call: Call[ResultQuery, Nothing], page: Results) -> AsyncGenerator[Results]:
-    """`page` and what follows; an empty one now and then says that the stream is alive."""
-    of = call.query
-    while True:
-        if not (page.items or page.groups or of.follow):
-            return
+    """`page` and what follows; empty ones keep a quiet stream alive."""
+    wait_s = call.state.waits.keep_alive_s if call.query.follow else 0.0
+    while page.items or page.groups or call.query.follow:
         yield page
-        page = await call.control.results(
-            after=page.cursor,
-            limit=of.limit,
-            wait_s=KEEP_ALIVE_S if of.follow else 0.0,
-            tasks=of.task or None,
-            groups=of.groups,
-        )
+        page = await _read(call, page.cursor, wait_s)
 
 
 async def _lines(call: Call[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
@@ -105,27 +104,22 @@ async def _lines(call: Call[ResultQuery, Nothing], first: Results) -> AsyncGener
 
 async def _frames(call: Call[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
     async for page in _pages(call, first):
-        yield _framed(msgspec.msgpack.encode(page))
+        yield _frame(msgspec.msgpack.encode(page))
         for item in page.items:
-            yield _framed(await call.control.trajectory(item.session) if item.bytes else b"")
+            yield _frame(await call.control.trajectory(item.session) if item.bytes else b"")
 
 
-def _framed(data: bytes) -> bytes:
+def _frame(data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-async def ack(call: Call[Who, Ack]) -> Consumer:
+@ROUTES.add("POST", "/v1/results/ack", CLIENTS)
+async def acknowledge(call: Call[AckQuery, Ack]) -> Consumer:
     """Acknowledge results up to a cursor."""
-    return await call.control.ack(call.query.consumer, call.body.cursor)
+    return await call.db.write(results.ack, call.query.consumer, call.body.cursor)
 
 
-async def consumers(call: Call[Nothing, Nothing]) -> list[Consumer]:
-    """Tell how far each consumer is."""
-    return await call.control.consumers()
-
-
-ROUTES = (
-    Route("GET", "/v1/results", READERS, listed, media=(JSON, NDJSON, MSGPACK)),
-    Route("POST", "/v1/results/ack", CLIENTS, ack),
-    Route("GET", "/v1/consumers", READERS, consumers),
-)
+@ROUTES.add("GET", "/v1/consumers", READERS)
+async def list_consumers(call: Call[Nothing, Nothing]) -> list[Consumer]:
+    """List consumers and their positions."""
+    return await call.db.read(results.list_consumers)

@@ -1,7 +1,7 @@
-"""One route as a value: what it takes, who may use it, what it answers.
+"""Routes as values: what a route takes, who may use it, what it answers.
 
-The same value matches the request, decodes it, guards it and writes its part of the OpenAPI
-document. Query, body and answer are read off the handler's signature: nothing can drift apart.
+Query, body and answer are read off the handler's signature, by the server and by the OpenAPI
+document alike, so they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tugline.server.control import ControlPlane
 from tugline.server.http.auth import Caller, Role
 from tugline.server.http.problems import Refusal
 from tugline.server.http.waiting import Waits
+from tugline.server.store.database import Database
 
 Q = TypeVar("Q")
 B = TypeVar("B")
@@ -32,15 +33,15 @@ ZSTD = "application/zstd"
 SSE = "text/event-stream"
 TEXT = "text/plain; charset=utf-8"
 
-WAIT_S = 60.0
-"""The longest that a question may wait."""
+MAX_WAIT_S = 60.0
 
-Limit = Annotated[int, Meta(ge=1, le=1000, description="How many at most.")]
-Wait = Annotated[float, Meta(ge=0, le=WAIT_S, description="Seconds to wait for something new.")]
+Limit = Annotated[int, Meta(ge=1, le=1000, description="Maximum number of items.")]
+Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S, description="Seconds to wait for new items.")]
 Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
-Cursor = Annotated[str, Meta(max_length=256, description="`next` of the page before.")]
+Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous page.")]
 
+PUBLIC: frozenset[Role] = frozenset()
 CLIENTS = frozenset({Role.CLIENT})
 READERS = frozenset({Role.CLIENT, Role.READ})
 NODES = frozenset({Role.NODE})
@@ -51,86 +52,84 @@ class Nothing(msgspec.Struct, frozen=True):
 
 
 class Metrics(Protocol):
-    """Who counts what is served, and tells it to Prometheus."""
+    """Counts requests and renders the metrics page."""
 
     async def page(self) -> bytes:
-        """All metrics as text."""
+        """All metrics in the text format of Prometheus."""
         ...
 
-    def served(self, route: str, status: int, seconds: float) -> None:
-        """One request is answered; `route` such as ``GET /v1/tasks/{id}``."""
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        """Count an answered request; `route` such as ``GET /v1/tasks/{id}``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AppState:
-    """What all requests to one server share."""
+    """State shared by all requests to one server."""
 
     control: ControlPlane
     waits: Waits
     metrics: Metrics | None
-    document: Callable[[], bytes]
-    """Makes the OpenAPI document, when somebody asks for it."""
+    routes: tuple[Route, ...]
 
 
 @dataclass(slots=True)
 class Call(Generic[Q, B]):
-    """One request, decoded."""
+    """A decoded request."""
 
-    house: AppState
+    state: AppState
     caller: Caller
     request: Request
     id: str
     """The id in the path; empty where there is none."""
     query: Q
     body: B
-    status: int
-    """Of the answer; a handler may set another one."""
 
     @property
     def control(self) -> ControlPlane:
         """The control plane."""
-        return self.house.control
+        return self.state.control
 
     @property
-    def waits(self) -> Waits:
-        """The long answers of this server."""
-        return self.house.waits
+    def db(self) -> Database:
+        """The store."""
+        return self.state.control.database
 
     async def attend(self, work: Coroutine[Any, Any, T]) -> T:
-        """A long answer: it ends with the client and with the server."""
-        return await self.house.waits.attend(self.request.receive, work)
+        """Wait for `work`, at most as long as the client and the server are there."""
+        return await self.state.waits.attend(self.request.receive, work)
 
-    def accepts(self, *media: str) -> str:
-        """The first of `media` that the client takes. Raises `Refusal` (406)."""
-        asked = self.request.headers.get("accept", "*/*")
-        wanted = {part.partition(";")[0].strip().lower() for part in asked.split(",")}
-        for one in media:
-            if {one, one.partition("/")[0] + "/*"} & wanted:
-                return one
-        if "*/*" in wanted:
-            return media[0]
-        msg = f"Accept is {asked!r}, must be one of {', '.join(media)}"
+    def accept(self, *media: str) -> str:
+        """The first of `media` that the client accepts. Raises `Refusal` (406)."""
+        header = self.request.headers.get("accept", "*/*")
+        accepted = {part.partition(";")[0].strip().lower() for part in header.split(",")}
+        for offered in media:
+            if {offered, offered.partition("/")[0] + "/*", "*/*"} & accepted:
+                return offered
+        msg = f"Accept is {header!r}, must be one of {', '.join(media)}"
         raise Refusal(msg, "not-acceptable", known=media)
+
+
+Handler = Callable[[Call[Any, Any]], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path. What it takes and answers stands in its handler's signature."""
+    """One method of one path."""
 
     method: str
     path: str
-    """May hold one ``{id}`` or ``{number}``."""
+    """May contain one ``{id}`` or ``{number}``."""
     roles: frozenset[Role]
-    """Empty: open to everybody."""
-    handler: Callable[[Call[Any, Any]], Awaitable[object]]
-    """Its first line of docstring is the summary."""
+    """Who may use it; empty: everybody."""
+    handler: Handler
+    """The first line of its docstring is the summary."""
     media: tuple[str, ...] = (JSON,)
     """Of the answer."""
     statuses: tuple[int, ...] = (200,)
-    """Of an answer that is no problem."""
+    """Of successful answers; the first one is the default."""
     problems: tuple[str, ...] = ()
-    """Besides those that any route may have."""
+    """Besides those that every route may answer."""
     max_body: int = 1 << 20
     """Bytes."""
     query: Any = field(init=False)
@@ -142,13 +141,28 @@ class Route:
     def __post_init__(self) -> None:
         hints = get_type_hints(self.handler)
         query, body = get_args(hints["call"])
-        told = hints["return"]
-        if isinstance(told, UnionType):
-            told = next(one for one in get_args(told) if one is not Response)
-        for name, kind in (("query", query), ("body", body), ("answer", told)):
+        answer = hints["return"]
+        if isinstance(answer, UnionType):
+            answer = next(kind for kind in get_args(answer) if kind is not Response)
+        for name, kind in (("query", query), ("body", body), ("answer", answer)):
             object.__setattr__(self, name, kind)
 
     @property
-    def summary(self) -> str:
-        """What it does, in a line."""
-        return (self.handler.__doc__ or "").splitlines()[0].rstrip(".")
+    def name(self) -> str:
+        """Method and path."""
+        return f"{self.method} {self.path}"
+
+
+class Routes(list[Route]):
+    """A list of routes that `add` fills."""
+
+    def add(
+        self, method: str, path: str, roles: frozenset[Role], **settings: Any
+    ) -> Callable[[Handler], Handler]:
+        """Decorate the handler of a route; `settings` are fields of `Route`."""
+
+        def register(handler: Handler) -> Handler:
+            self.append(Route(method, path, roles, handler, **settings))
+            return handler
+
+        return register

@@ -1,7 +1,7 @@
-"""Sessions: looked at, cancelled, their logs and results; and what their nodes say of them.
+"""Routes of sessions: state, logs and results, for clients and for their nodes.
 
-A node speaks for the sessions that it holds. What it says of one that another node holds by now
-is answered as any lost lease is (fencing), whatever epoch it names.
+A node may write to the sessions that it holds. A request about a session that another node holds
+is answered like any lost lease (fencing), whatever epoch it names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from tugline.errors import FencedError
 from tugline.protocol import Cancelled, Commit, Page, Release, ResultView, SessionView
-from tugline.server.checks import check_release
+from tugline.protocol.leases import Epoch
 from tugline.server.http.problems import Refusal
 from tugline.server.http.route import (
     CLIENTS,
@@ -33,21 +33,21 @@ from tugline.server.http.route import (
     Name,
     Nothing,
     Position,
-    Route,
+    Routes,
 )
-from tugline.server.http.tasks import By
-from tugline.server.http.waiting import KEEP_ALIVE_S, Stream
+from tugline.server.http.tasks import CancelQuery
+from tugline.server.http.waiting import Stream
+from tugline.server.store import groups, results, sessions
 from tugline.types import Status, Trajectory, decode
 
 MAX_RESULT = 256 << 20
 """Bytes of a trajectory as its node sends it."""
 MAX_UNPACKED = 1 << 30
-"""Bytes of one that is told as JSON."""
+"""Bytes of a trajectory that is answered as JSON."""
 MAX_CHUNK = 4 << 20
 """Bytes of log in one request."""
-
-
-Epoch = Annotated[int, Meta(ge=0, le=2**31 - 1, description="Of the lease.")]
+ROUTES = Routes()
+_FENCED = ("fenced",)
 
 
 class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,24 +64,24 @@ class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a log, and whether to stay."""
+    """Which part of a log, and whether to follow it."""
 
     offset: Position = 0
     """Byte to start at."""
     tail: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     """Start this many bytes before the end instead."""
     follow: bool = False
-    """Go on until the session is over."""
+    """Continue until the session ends."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lease a node speaks of."""
+    """The lease that a node acts under."""
 
     epoch: Epoch
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a piece of a log belongs."""
+    """Place of a piece of a log."""
 
     epoch: Epoch
     offset: Position
@@ -89,114 +89,105 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Length(msgspec.Struct, frozen=True):
-    """Of a log, in bytes: where to go on."""
+    """Length of a log in bytes, where the next piece starts."""
 
     length: int
 
 
 # --------------------------------------------------------------------------- for clients
-async def listed(call: Call[SessionQuery, Nothing]) -> Page:
+@ROUTES.add("GET", "/v1/sessions", READERS)
+async def list_sessions(call: Call[SessionQuery, Nothing]) -> Page:
     """List sessions, in the order of submission."""
-    of = call.query
-    return await call.control.sessions(
-        task=of.task, status=of.status, node=of.node, after=of.after, limit=of.limit
-    )
+    return await call.db.read(sessions.page, **msgspec.structs.asdict(call.query))
 
 
-async def one(call: Call[Nothing, Nothing]) -> SessionView:
-    """A session as it stands."""
-    return await call.control.session(call.id)
+@ROUTES.add("GET", "/v1/sessions/{id}", READERS)
+async def get_session(call: Call[Nothing, Nothing]) -> SessionView:
+    """Get the current state of a session."""
+    return await call.db.read(sessions.get_view, call.id)
 
 
-async def cancel(call: Call[By, Nothing]) -> Cancelled:
+@ROUTES.add("POST", "/v1/sessions/{id}/cancel", CLIENTS)
+async def cancel_session(call: Call[CancelQuery, Nothing]) -> Cancelled:
     """Cancel a session."""
-    return await call.control.cancel(session=call.id, by=call.query.by)
+    return await call.db.write(groups.cancel_session, call.id, call.query.by)
 
 
-async def log(call: Call[LogQuery, Nothing]) -> Response:
-    """What the agent wrote, as text; to the end of the session if followed."""
-    of = call.query
-    offset = of.offset if of.tail is None else -of.tail
-    part = await call.control.read_log(call.id, offset=offset)
-    start = {"tugline-offset": str(part.offset - len(part.data))}
+@ROUTES.add("GET", "/v1/sessions/{id}/log", READERS, media=(TEXT,))
+async def read_log(call: Call[LogQuery, Nothing]) -> Response:
+    """Read the agent's output as text; to the end of the session if followed."""
+    query, waits = call.query, call.state.waits
+    offset = query.offset if query.tail is None else -query.tail
+    first = await call.control.read_log(call.id, offset=offset)
+    headers = {"tugline-offset": str(first.offset - len(first.data))}
 
     async def pieces() -> AsyncGenerator[bytes]:
-        last = part
-        while last.data or (of.follow and not last.ended):
-            if last.data:
-                yield last.data
-            wait_s = KEEP_ALIVE_S if of.follow else 0.0
-            last = await call.control.read_log(call.id, offset=last.offset, wait_s=wait_s)
+        part = first
+        while part.data or (query.follow and not part.ended):
+            if part.data:
+                yield part.data
+            wait_s = waits.keep_alive_s if query.follow else 0.0
+            part = await call.control.read_log(call.id, offset=part.offset, wait_s=wait_s)
 
-    return Stream(pieces(), TEXT, call.waits, start)
-
-
-async def result(call: Call[Nothing, Nothing]) -> ResultView:
-    """A result without its tokens."""
-    return await call.control.result(call.id)
+    return Stream(pieces(), TEXT, waits, headers)
 
 
-async def trajectory(call: Call[Nothing, Nothing]) -> Response:
-    """A trajectory: packed as it is kept, or as JSON."""
-    media = call.accepts(ZSTD, JSON)
+@ROUTES.add("GET", "/v1/sessions/{id}/result", READERS)
+async def get_result(call: Call[Nothing, Nothing]) -> ResultView:
+    """Get a result without its tokens."""
+    return await call.db.read(results.get, call.id)
+
+
+@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", READERS, media=(ZSTD, JSON))
+async def get_trajectory(call: Call[Nothing, Nothing]) -> Response:
+    """Get a trajectory: packed as it is stored, or as JSON."""
+    media = call.accept(ZSTD, JSON)
     data = await call.control.trajectory(call.id)
-    told = await asyncio.to_thread(_as_json, data) if media == JSON else data
-    return Response(told, media_type=media)
+    body = await asyncio.to_thread(_to_json, data) if media == JSON else data
+    return Response(body, media_type=media)
 
 
-def _as_json(data: bytes) -> bytes:
+def _to_json(data: bytes) -> bytes:
     with zstandard.ZstdDecompressor().stream_reader(data) as reader:
         plain = reader.read(MAX_UNPACKED + 1)
     if len(plain) > MAX_UNPACKED:
         msg = f"this trajectory has over {MAX_UNPACKED} bytes; take it as {ZSTD}"
         raise Refusal(msg, "not-acceptable", known=(ZSTD,))
-    return msgspec.json.encode(decode(plain, Trajectory), enc_hook=_listed)
+    return msgspec.json.encode(decode(plain, Trajectory), enc_hook=_encode_array)
 
 
-def _listed(value: Any) -> Any:
+def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    msg = f"cannot tell {type(value).__name__} as JSON"
+    msg = f"cannot encode {type(value).__name__} as JSON"
     raise NotImplementedError(msg)
 
 
 # --------------------------------------------------------------------------- for nodes
+@ROUTES.add("POST", "/v1/sessions/{id}/result", NODES, problems=_FENCED, max_body=MAX_RESULT)
 async def commit(call: Call[Lease, bytes]) -> Commit:
     """Commit a result, once: a trajectory as zstd-compressed msgpack."""
-    await _not_of_another(call)
-    return await call.control.commit(call.id, call.query.epoch, call.body)
+    await _check_holder(call)
+    return await call.control.dispatcher.commit(call.id, call.query.epoch, call.body)
 
 
+@ROUTES.add("POST", "/v1/sessions/{id}/release", NODES, statuses=(204,), problems=_FENCED)
 async def release(call: Call[Nothing, Release]) -> None:
-    """Give a session back to the queue."""
-    check_release(call.body)
-    await _not_of_another(call)
-    await call.control.release(call.id, call.body)
+    """Return a session to the queue."""
+    await _check_holder(call)
+    await call.control.dispatcher.release(call.id, call.body)
 
 
-async def append(call: Call[Chunk, bytes]) -> Length:
-    """Add to a session's log."""
-    await _not_of_another(call)
-    of = call.query
-    return Length(await call.control.log(call.id, of.epoch, of.offset, call.body))
+@ROUTES.add("POST", "/v1/sessions/{id}/log", NODES, problems=_FENCED, max_body=MAX_CHUNK)
+async def append_log(call: Call[Chunk, bytes]) -> Length:
+    """Append to a session's log."""
+    await _check_holder(call)
+    chunk = call.query
+    return Length(await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body))
 
 
-async def _not_of_another(call: Call[Any, Any]) -> None:
-    holder = (await call.control.session(call.id)).node
+async def _check_holder(call: Call[Any, Any]) -> None:
+    holder = (await call.db.read(sessions.get, call.id)).node
     if holder not in {None, call.caller.node}:
-        msg = f"session {call.id} is with another node by now"
+        msg = f"session {call.id} is held by another node now"
         raise FencedError(msg)
-
-
-_FENCED = ("fenced",)
-ROUTES = (
-    Route("GET", "/v1/sessions", READERS, listed),
-    Route("GET", "/v1/sessions/{id}", READERS, one),
-    Route("POST", "/v1/sessions/{id}/cancel", CLIENTS, cancel),
-    Route("GET", "/v1/sessions/{id}/log", READERS, log, media=(TEXT,)),
-    Route("POST", "/v1/sessions/{id}/log", NODES, append, problems=_FENCED, max_body=MAX_CHUNK),
-    Route("GET", "/v1/sessions/{id}/result", READERS, result),
-    Route("POST", "/v1/sessions/{id}/result", NODES, commit, problems=_FENCED, max_body=MAX_RESULT),
-    Route("GET", "/v1/sessions/{id}/trajectory", READERS, trajectory, media=(ZSTD, JSON)),
-    Route("POST", "/v1/sessions/{id}/release", NODES, release, statuses=(204,), problems=_FENCED),
-)

@@ -1,8 +1,8 @@
-"""Long answers: they end with what they wait for, with their client, or with the server.
+"""Long polls and streams: they end with their work, with their client, or with the server.
 
-A long-poll costs nothing while nothing happens: it is woken by what it waits for, never by a
-clock of its own. When the server goes down, it is answered 503 at once and a stream is closed as
-streams are, so nobody waits for a dead server and no shutdown waits for a client.
+A long poll costs nothing while nothing happens. When the server shuts down, a long poll is answered
+503 at once and a stream ends like any other, so no client waits for a dead server and no shutdown
+waits for a client.
 """
 
 from __future__ import annotations
@@ -18,69 +18,60 @@ from starlette.types import Receive, Scope, Send
 from tugline.server.http.problems import Refusal
 
 T = TypeVar("T")
-KEEP_ALIVE_S = 15.0
-"""A stream says at least something this often."""
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client hung up; there is nobody to answer."""
 
 
 class Waits:
-    """The long answers of one server."""
+    """Open long polls and streams of a server; streams send something every `keep_alive_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_alive_s: float = 15.0) -> None:
+        self.keep_alive_s = keep_alive_s
         self.open = 0
-        """How many there are."""
-        self._stopped: asyncio.Future[None] | None = None
+        self._stopped = asyncio.Event()
 
     def stop(self) -> None:
-        """End all of them now, and those that come later at once."""
-        ending = self._ending()
-        if not ending.done():
-            ending.set_result(None)
+        """End all of them now, and later ones at once."""
+        self._stopped.set()
 
     async def attend(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives. Raises `Gone` when the client hangs up, `Refusal` on `stop`."""
-        ending = self._ending()
+        """The result of `work`. Raises `ClientGone`, or `Refusal` on `stop`."""
         working = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(_gone(receive))
+        leaving = asyncio.ensure_future(_disconnect(receive))
+        stopping = asyncio.ensure_future(self._stopped.wait())
         self.open += 1
         try:
-            first: set[asyncio.Future[Any]] = {working, leaving, ending}
+            first: set[asyncio.Future[Any]] = {working, leaving, stopping}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
         finally:
             self.open -= 1
-            await _end(working, leaving)
-        if ending.done():
-            msg = "the server is going down; ask again in a moment"
+            await _cancel(working, leaving, stopping)
+        if self._stopped.is_set():
+            msg = "the server is shutting down; ask again in a moment"
             raise Refusal(msg, "stopping")
-        raise Gone
-
-    def _ending(self) -> asyncio.Future[None]:
-        if self._stopped is None:  # made here, inside the event loop that it belongs to
-            self._stopped = asyncio.get_running_loop().create_future()
-        return self._stopped
+        raise ClientGone
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # a fault that nobody will read
+async def _cancel(*futures: asyncio.Future[Any]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.exception()  # mark it as retrieved
 
 
 class Stream(Response):
-    """A long answer, piece by piece; a reader that is slow slows down the source."""
+    """An answer in pieces; a slow reader slows down the source."""
 
     def __init__(
         self,
@@ -99,7 +90,7 @@ class Stream(Response):
         await send(start)
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         async with contextlib.aclosing(self._pieces) as pieces:
-            with contextlib.suppress(Refusal):  # the server goes down: an ending like any other
+            with contextlib.suppress(Refusal):  # the server shuts down: a regular end
                 while True:
                     piece = await self._waits.attend(receive, anext(pieces, None))
                     if piece is None:

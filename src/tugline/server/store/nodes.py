@@ -36,7 +36,7 @@ def add(tx: Tx, node: str, registration: NodeRegistration, token: str, *, lease_
         now=tx.now,
         deadline=tx.now + lease_s,
     )
-    detail = {"name": registration.name, "slots": registration.slots}
+    detail: dict[str, str | int | float] = {"name": registration.name, "slots": registration.slots}
     events.add(tx, EventKind.JOINED, node=node, detail=detail)
     tx.notify("timers", "nodes")
 

@@ -13,8 +13,8 @@ _FIRST = """
 CREATE TABLE positions (name TEXT PRIMARY KEY, at BIGINT NOT NULL);
 INSERT INTO positions VALUES
     ('events', 0), ('places', 0),
-    ('tasks', 0), ('released', 0), ('sessions', 0),                       -- how many ever existed
-    ('completed', 0), ('failed', 0), ('timed_out', 0), ('cancelled', 0);  -- sessions by final status
+    ('tasks', 0), ('released', 0), ('sessions', 0),                       -- ever created
+    ('completed', 0), ('failed', 0), ('timed_out', 0), ('cancelled', 0);  -- by final status
 CREATE TABLE control (
     id INTEGER PRIMARY KEY, generation BIGINT NOT NULL, paused TEXT, version BIGINT NOT NULL
 );

@@ -109,9 +109,9 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
     places = iter(range(last - len(batch) - sessions + 1, last + 1))
     tx.many(
         "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples, min_usable,"
-        " deadline, attempts, max_staleness, on_stale, callback, tags, created) VALUES (:id, :place, :tenant,"
-        " :priority, :body, :digest, :samples, :min_usable, :deadline, :attempts, :max_staleness,"
-        " :on_stale, :callback, :tags, :now)",
+        " deadline, attempts, max_staleness, on_stale, callback, tags, created)"
+        " VALUES (:id, :place, :tenant, :priority, :body, :digest, :samples, :min_usable,"
+        " :deadline, :attempts, :max_staleness, :on_stale, :callback, :tags, :now)",
         [_row(packed, next(places), tx.now) for packed in batch],
     )
     tx.many(

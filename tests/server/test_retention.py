@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import pytest
 
 from leased import Idler, a_task
 from tugline.errors import Missing
 from tugline.server.control import ControlPlane
-from tugline.server.store.retention import forget
+from tugline.server.store import results, sessions, stats, tasks
 
 
 async def finished(control: ControlPlane, *names: str) -> int:
@@ -18,29 +17,35 @@ async def finished(control: ControlPlane, *names: str) -> int:
     await node.ask()
     for session in list(node.held):
         await node.commit(session)
-    return max([(await control.task(name)).released or 0 for name in names])
+    return max([(await control.database.read(tasks.view, name)).released or 0 for name in names])
 
 
 async def test_what_everybody_has_is_forgotten(control: ControlPlane) -> None:
     """Old, over and acknowledged by all: tasks, sessions and results go; the counts stay."""
     position = await finished(control, "a", "b")
     await control.submit([a_task("open")])
-    later = partial(forget, before=time.time() + 60)
-    await control.ack("trainer", position - 1)
-    await control.ack("archive", position)
-    kept = [one.id for one in (await control.tasks()).tasks]
-    assert await control.database.write(later) == 1, "the last release is not acknowledged by all"
-    await control.ack("trainer", position)
-    assert await control.database.write(partial(forget, before=time.time() - 60)) == 0, "too young"
-    assert await control.database.write(later) == 1
-    assert await control.database.write(later) == 0
+    delete, later = tasks.delete_finished, time.time() + 60
+    await control.database.write(results.ack, "trainer", position - 1)
+    await control.database.write(results.ack, "archive", position)
+    kept = [one.id for one in (await control.database.read(tasks.page)).tasks]
+    assert await control.database.write(delete, later) == 1, (
+        "the last release is not acknowledged by all"
+    )
+    await control.database.write(results.ack, "trainer", position)
+    assert await control.database.write(delete, time.time() - 60) == 0, "too young"
+    assert await control.database.write(delete, later) == 1
+    assert await control.database.write(delete, later) == 0
     assert kept == ["a", "b", "open"]
-    assert [one.id for one in (await control.tasks()).tasks] == ["open"]
-    for gone in (control.task("a"), control.session("b-1"), control.result("a-0")):
+    assert [one.id for one in (await control.database.read(tasks.page)).tasks] == ["open"]
+    for gone in (
+        control.database.read(tasks.view, "a"),
+        control.database.read(sessions.get_view, "b-1"),
+        control.database.read(results.get, "a-0"),
+    ):
         with pytest.raises(Missing):
             await gone
     assert (await control.results()).items == ()
-    counts = await control.counts()
+    counts = await control.database.read(stats.counts)
     assert (counts.sessions, counts.tasks_open) == ({"completed": 4, "queued": 1}, 1)
     assert await finished(control, "a") > position, "the id is free again"
 
@@ -56,7 +61,7 @@ async def test_what_is_still_to_be_told_is_kept(control: ControlPlane) -> None:
             url=url,
         )
     )
-    later = partial(forget, before=time.time() + 60)
-    assert await control.database.write(later) == 0
+    delete, later = tasks.delete_finished, time.time() + 60
+    assert await control.database.write(delete, later) == 0
     await control.database.write(lambda tx: tx.run("UPDATE outbox SET state = 'delivered'"))
-    assert await control.database.write(later) == 1
+    assert await control.database.write(delete, later) == 1

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -18,11 +17,11 @@ from aiohttp import web
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryState, EventKind, WebhookBody
-from tugline.server.store import events, groups, outbox, sessions, tasks
+from tugline.server.store import events, groups, outbox, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
 from tugline.server.store.groups import End
-from tugline.server.webhooks import Deliveries, WebhookRetries, may_send
+from tugline.server.webhooks import WebhookRetries, WebhookSender, is_allowed
 from tugline.signing import key_of, new_secret, verify
 from tugline.types import Callback, PluginSpec, Status, Task
 
@@ -84,20 +83,19 @@ def _task(name: str, url: str, samples: int) -> Task:
 
 
 def _finished(tx: Tx, name: str, url: str, samples: int) -> None:
-    now = time.time()
-    tasks.submit(tx, [tasks.pack(_task(name, url, samples))], now)
+    tasks.submit(tx, [tasks.pack(_task(name, url, samples))])
     for n in range(samples):
         end = End(Status.COMPLETED, reward=float(n))
-        groups.finish(tx, sessions.get(tx, f"{name}-{n}"), end, now)
+        groups.finish(tx, sessions.get(tx, f"{name}-{n}"), end)
 
 
 async def _tell(database: Database, name: str, url: str, samples: int = 1) -> None:
     """A task of which all is over: a callback for each sample, and one for its release."""
-    await database.write(partial(_finished, name=name, url=url, samples=samples))
+    await database.write(_finished, name, url, samples)
 
 
 async def _all(database: Database, state: DeliveryState | None = None) -> list[Delivery]:
-    return await database.read(partial(outbox.page, state=state, after=0, limit=1000))
+    return await database.read(outbox.page, state=state, limit=1000)
 
 
 async def _until(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
@@ -109,14 +107,14 @@ async def _until(database: Database, state: DeliveryState, count: int) -> list[D
     return found
 
 
-def _deliveries(database: Database, patience: WebhookRetries = SOON) -> Deliveries:
-    return Deliveries(database, key_of(SECRET), patience=patience)
+def _sender(database: Database, retries: WebhookRetries = SOON) -> WebhookSender:
+    return WebhookSender(database, key_of(SECRET), retries=retries)
 
 
 # --------------------------------------------------------------------------- what is sent
 async def test_results_and_releases_are_told(database: Database, receiver: Receiver) -> None:
     """A callback for each result and one for the group, signed, each with an id of its own."""
-    async with _deliveries(database):
+    async with _sender(database):
         await _tell(database, "t", receiver.url.replace("127.0.0.1", "localhost"), samples=2)
         sent = await _until(database, DeliveryState.DELIVERED, 3)
     notices = {}
@@ -140,13 +138,10 @@ async def test_what_was_there_before_is_sent_at_start(
 ) -> None:
     """A server that was killed goes on with what its outbox has, also with what was on its way."""
     await _tell(database, "t", receiver.url)
-    now = time.time()
     host = outbox.host_of(receiver.url)
-    lost = partial(outbox.claim, host=host, now=now, until=now + 1.0, limit=9)
-    assert len(await database.write(lost)) == 2
-    async with _deliveries(database):
-        await asyncio.sleep(0.1)
-        assert receiver.got == [], "another server may be sending them right now"
+    assert len(await database.write(outbox.claim, host, for_s=1.0, limit=9)) == 2
+    assert await database.read(outbox.next_tries) == {host: pytest.approx(time.time() + 1, abs=1)}
+    async with _sender(database):
         await _until(database, DeliveryState.DELIVERED, 2)
 
 
@@ -155,8 +150,8 @@ async def test_servers_share_the_work(postgres_url: str, receiver: Receiver) -> 
     async with (
         open_database(postgres_url) as one,
         open_database(postgres_url) as other,
-        _deliveries(one),
-        _deliveries(other),
+        _sender(one),
+        _sender(other),
     ):
         tells = [_tell((one, other)[n % 2], f"t{n}", receiver.url, samples=4) for n in range(8)]
         await asyncio.gather(*tells)
@@ -168,7 +163,7 @@ async def test_servers_share_the_work(postgres_url: str, receiver: Receiver) -> 
 async def test_a_failure_is_tried_again(database: Database, receiver: Receiver) -> None:
     """A receiver that is in trouble gets the same callback again, with the same id."""
     receiver.answer = lambda count: web.Response(status=503 if count < 5 else 204)
-    async with _deliveries(database):
+    async with _sender(database):
         await _tell(database, "t", receiver.url)
         await _until(database, DeliveryState.DELIVERED, 2)
     assert sorted(receiver.ids.values()) in ([3, 3], [2, 4])
@@ -183,28 +178,28 @@ async def test_a_callback_is_given_up_in_the_end(
     """After its last try it is dead, an event says so, and it goes out again by hand."""
     headers = {"Location": receiver.url}
     receiver.answer = lambda _count: web.Response(status=status, headers=headers)
-    async with _deliveries(database):
+    async with _sender(database):
         await _tell(database, "t", receiver.url)
         dead = await _until(database, DeliveryState.DEAD, 2)
         assert {(one.tries, one.error.split(",")[0]) for one in dead} == {(4, f"answered {status}")}
         assert set(receiver.ids.values()) == {SOON.tries}
-        assert await database.read(outbox.dead_count) == 2
+        assert (await database.read(stats.counts)).dead_deliveries == 2
         told = await database.read(lambda tx: events.page(tx, 0, 100, "t"))
         gone = [event.detail for event in told if event.kind is EventKind.DEAD]
         assert {event["delivery"] for event in gone} == {one.id for one in dead}
         receiver.answer = lambda _count: web.Response()
-        again = await database.write(partial(outbox.again, id=dead[0].id, now=time.time()))
+        again = await database.write(outbox.retry, dead[0].id)
         assert (again.state, again.tries) == (DeliveryState.PENDING, 0)
         [sent] = await _until(database, DeliveryState.DELIVERED, 1)
         assert sent.id == dead[0].id
     with pytest.raises(Missing, match="no delivery 12345"):
-        await database.write(partial(outbox.again, id=12345, now=0.0))
+        await database.write(outbox.retry, 12345)
 
 
 async def test_gone_is_gone(database: Database, receiver: Receiver) -> None:
     """A receiver that answers 410 is not asked again."""
     receiver.answer = lambda _count: web.Response(status=410)
-    async with _deliveries(database):
+    async with _sender(database):
         await _tell(database, "t", receiver.url)
         await _until(database, DeliveryState.DEAD, 2)
     assert set(receiver.ids.values()) == {1}
@@ -212,7 +207,7 @@ async def test_gone_is_gone(database: Database, receiver: Receiver) -> None:
 
 async def test_a_receiver_that_is_not_there(database: Database) -> None:
     """No connection, no such host, no such address: an error of the callback, of nothing else."""
-    async with _deliveries(database):
+    async with _sender(database):
         for name, url in {"a": "127.0.0.1:9", "b": "nowhere.invalid", "c": ":1"}.items():
             await _tell(database, name, f"http://{url}/x")
         dead = await _until(database, DeliveryState.DEAD, 6)
@@ -222,7 +217,7 @@ async def test_a_receiver_that_is_not_there(database: Database) -> None:
 async def test_retry_after_is_honoured(database: Database, receiver: Receiver) -> None:
     """A receiver says how long it wants to be left alone, in seconds or by a date."""
     receiver.answer = lambda _count: web.Response(status=429, headers={"Retry-After": "120"})
-    async with _deliveries(database):
+    async with _sender(database):
         await _tell(database, "t", receiver.url)
         async with asyncio.timeout(5):
             while not all(one.tries for one in await _all(database)):  # noqa: ASYNC110 - the same
@@ -235,7 +230,7 @@ async def test_a_host_that_hangs_holds_up_nobody(database: Database, receiver: R
     """While one receiver does not answer, others get theirs at once, and its own are bounded."""
     async with Receiver() as hanging:
         hanging.delay_s = 60.0
-        async with _deliveries(database, SOON._replace(timeout_s=60.0)):
+        async with _sender(database, SOON._replace(timeout_s=60.0)):
             await _tell(database, "h", hanging.url, samples=20)
             for n in range(5):
                 await _tell(database, f"t{n}", receiver.url, samples=3)
@@ -248,7 +243,7 @@ async def test_a_long_list_for_a_dead_host_is_no_storm(database: Database) -> No
     """While nothing arrives at a host, it is asked for a few at a time, and ever more rarely."""
     async with Receiver() as failing:
         failing.answer = lambda _count: web.Response(status=404)
-        async with _deliveries(database, SOON._replace(first_s=0.1, longest_s=60.0)):
+        async with _sender(database, SOON._replace(first_s=0.1, longest_s=60.0)):
             await _tell(database, "t", failing.url, samples=50)
             await asyncio.sleep(0.8)
             assert 2 <= len(failing.got) <= 5 * SOON.at_once
@@ -257,7 +252,7 @@ async def test_a_long_list_for_a_dead_host_is_no_storm(database: Database) -> No
 async def test_an_endless_answer_is_not_read(database: Database, receiver: Receiver) -> None:
     """The status line decides; a body without end costs neither memory nor time."""
     receiver.answer = lambda _count: web.Response(body=b"x" * (8 << 20))
-    async with _deliveries(database):
+    async with _sender(database):
         await _tell(database, "t", receiver.url)
         await _until(database, DeliveryState.DELIVERED, 2)
 
@@ -265,10 +260,10 @@ async def test_an_endless_answer_is_not_read(database: Database, receiver: Recei
 async def test_only_allowed_hosts_are_sent_to(database: Database, receiver: Receiver) -> None:
     """A host that is not listed is refused in a task; what is in the outbox already is dead."""
     hosts = frozenset({"trainer.example"})
-    async with Deliveries(database, key_of(SECRET), hosts=hosts, patience=SOON) as deliveries:
+    async with WebhookSender(database, key_of(SECRET), hosts=hosts, retries=SOON) as sender:
         with pytest.raises(Invalid, match=r"callback.url is .*must go to one of: trainer.example"):
-            deliveries.check(_task("t", receiver.url, 1))
-        deliveries.check(_task("t", "https://trainer.example:8443/x", 1))
+            sender.check(_task("t", receiver.url, 1))
+        sender.check(_task("t", "https://trainer.example:8443/x", 1))
         await _tell(database, "t", receiver.url)
         dead = await _until(database, DeliveryState.DEAD, 2)
     assert {one.error for one in dead} == {"its host is not among callback_hosts"}
@@ -290,8 +285,8 @@ async def test_only_allowed_hosts_are_sent_to(database: Database, receiver: Rece
 )
 def test_hosts_that_are_allowed(url: str, allowed: bool) -> None:  # noqa: FBT001
     """A listed name allows all its ports, a name with a port that one."""
-    assert may_send(url, frozenset({"trainer", "other:8443"})) is allowed
-    assert may_send(url, None)
+    assert is_allowed(url, frozenset({"trainer", "other:8443"})) is allowed
+    assert is_allowed(url, None)
 
 
 async def test_what_was_delivered_is_forgotten_with_its_event(
@@ -299,11 +294,11 @@ async def test_what_was_delivered_is_forgotten_with_its_event(
 ) -> None:
     """The outbox does not grow for ever, and what is dead stays in it."""
     receiver.answer = lambda count: web.Response(status=410 if count == 1 else 200)
-    async with _deliveries(database, SOON._replace(at_once=1)):
+    async with _sender(database, SOON._replace(at_once=1)):
         await _tell(database, "t", receiver.url, samples=3)
         await _until(database, DeliveryState.DELIVERED, 3)
     assert await database.write(outbox.trim) == 0
-    await database.write(partial(events.trim, before=time.time() + 1))
+    await database.write(events.trim, time.time() + 1)
     await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
     assert await database.write(outbox.trim) == 3
     assert [one.state for one in await _all(database)] == [DeliveryState.DEAD]
@@ -325,10 +320,10 @@ async def test_the_example_receiver_takes_what_is_genuine(
     try:
         assert process.stdout is not None
         url = (await asyncio.to_thread(process.stdout.readline)).split()[-1]
-        async with _deliveries(database):
+        async with _sender(database):
             await _tell(database, "t", url, samples=2)
             await _until(database, DeliveryState.DELIVERED, 3)
-            await database.write(partial(_again, url=url))
+            await database.write(_retry, url)
             await _until(database, DeliveryState.DELIVERED, 3)
         lines = [await asyncio.to_thread(process.stdout.readline) for _ in range(3)]
         assert sorted(line.split()[0] for line in lines) == [
@@ -336,7 +331,7 @@ async def test_the_example_receiver_takes_what_is_genuine(
             "session.result",
             "task.released",
         ]
-        async with Deliveries(database, key_of(new_secret()), patience=SOON):
+        async with WebhookSender(database, key_of(new_secret()), retries=SOON):
             await _tell(database, "u", url)
             dead = await _until(database, DeliveryState.DEAD, 2)
         assert {one.error for one in dead} == {"answered 401"}
@@ -347,7 +342,7 @@ async def test_the_example_receiver_takes_what_is_genuine(
         process.stdout.close()  # type: ignore[union-attr]
 
 
-def _again(tx: Tx, url: str) -> None:
-    for delivery in outbox.page(tx, state=None, after=0, limit=10):
+def _retry(tx: Tx, url: str) -> None:
+    for delivery in outbox.page(tx):
         if delivery.url == url:
-            outbox.again(tx, delivery.id, time.time())
+            outbox.retry(tx, delivery.id)
