@@ -25,7 +25,7 @@ from tugline.client.api import Client
 from tugline.client.overview import Monitor, Overview
 from tugline.errors import ServerError
 from tugline.protocol import NodeRegistration, NodeState
-from tugline.server.app import create_app, serve_api
+from tugline.server.http.app import Api, serve_api
 
 SLOW = f"{CALL}\nimport time; time.sleep(30)"
 STRAGGLER = f"{CALL}\nimport os, time\nwhile 'g-2.' in os.getcwd():\n    time.sleep(0.1)\n"
@@ -36,7 +36,7 @@ STRAGGLER = f"{CALL}\nimport os, time\nwhile 'g-2.' in os.getcwd():\n    time.sl
 async def served(folder: Path) -> AsyncIterator[tuple[Observed, str]]:
     """Server and node, with the API at an address."""
     async with observed(folder) as rig:
-        app = create_app(rig.control, TOKENS, rig.pages)
+        app = Api(rig.control, TOKENS, rig.pages)
         rig.pages.waiting = lambda: app.waiting
         async with serve_api(app) as url:
             yield rig, url
@@ -116,8 +116,8 @@ async def test_an_overview_has_queue_stages_stragglers_and_failures(tmp_path: Pa
 async def test_a_lost_node_is_listed_for_ten_minutes(tmp_path: Path) -> None:
     """It is marked; those that were lost longer ago are left out."""
     async with served(tmp_path) as (rig, url), Client(url, TOKENS.read) as client:
-        await rig.control.register(NodeRegistration(name="old", slots=1, capacity=1))
-        await rig.control.register(NodeRegistration(name="old", slots=1, capacity=1))
+        await rig.control.dispatcher.register(NodeRegistration(name="old", slots=1, capacity=1))
+        await rig.control.dispatcher.register(NodeRegistration(name="old", slots=1, capacity=1))
         seen = await Monitor(client).read()
         states = sorted((load.node.name, load.node.state.value) for load in seen.nodes)
         assert states == [("here", "live"), ("old", "gone"), ("old", "live")]

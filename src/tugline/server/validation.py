@@ -76,7 +76,7 @@ BOUNDS = (
     Bound("sampling.top_k", 0, 10_000_000),
     Bound("sampling.max_tokens", 1, 1_000_000_000),
     Bound("sampling.seed", 0, BIG),
-    Bound("group.enough", 1, 10_000),
+    Bound("group.min_usable", 1, 10_000),
     Bound("group.deadline_s", 0, 52 * WEEK_S, above=True),
     Bound("group.attempts", 1, 100),
     Bound("group.max_staleness", 0, 1_000_000),
@@ -108,10 +108,10 @@ def check_task(task: Task) -> None:
     _check_length("instruction", task.instruction, 0, MAX_TEXT)
     if not task.instruction.strip():
         _refuse("instruction", repr(task.instruction), "a text that says what to do")
-    enough = task.group.enough
-    if enough is not None and enough > task.samples:
+    min_usable = task.group.min_usable
+    if min_usable is not None and min_usable > task.samples:
         must = f"at most samples, which is {task.samples}"
-        _refuse("group.enough", repr(enough), must)
+        _refuse("group.min_usable", repr(min_usable), must)
     for name in ("harness", "evaluator", "runtime", "builder"):
         _check_plugin(name, getattr(task, name))
     if len(task.sampling.stop) > 64:

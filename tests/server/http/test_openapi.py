@@ -28,7 +28,7 @@ DOCUMENT = json.loads(openapi.document(ROUTES))
 OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
 # not among the checks: those that want answers kept between requests, or send requests of their own
 PASSED_BY = {"use_after_free", "ensure_resource_availability", "ignored_auth"}
-# a schema cannot say that `enough` is at most `samples`, or that a file's path is relative
+# a schema cannot say that `min_usable` is at most `samples`, or that a file's path is relative
 TOO_STRICT = {"positive_data_acceptance"}
 EXAMPLES = int(os.environ.get("TUGLINE_EXAMPLES", "4"))
 """Of each kind and operation; more of them take longer and find more."""
