@@ -340,7 +340,7 @@ def test_the_harness_says_whose_call_it_is(headers: dict[str, str], native: Thre
         ({"items": [{"role": "user"}]}, "input[0].content"),
         (
             {"items": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-            "input[0].content[0]",
+            "input[0].content[0].type",
         ),
         ({"items": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
         ({"items": [result("a", None)]}, "input[0].output"),

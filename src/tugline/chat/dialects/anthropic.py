@@ -1,13 +1,13 @@
 """Anthropic Messages, as Claude Code, pi, opencode, litellm and the SDKs speak it.
 
-What keeps a conversation one token sequence (I1) although its history is sent anew each time:
+A conversation stays one token sequence (I1) although its history is sent anew each time:
 ``cache_control`` marks and text given as a string or as one block mean the same; Claude Code's
 billing block, which changes from request to request, is left out of the system prompt; a tool's
 input is written compactly, because clients echo it as an object. Order is kept: a ``system``
-message stays where it stands, and results and text of one user message follow each other as sent.
+message stays where it is, and results and text of one user message follow each other as sent.
 
-Whatever would change the answer and cannot be done here is refused by name (I4): tools that run on
-the API's own servers, documents, edits of the context, answers begun by the client.
+Fields that would change the response and cannot be honoured are refused by name (I4): tools that
+run on the API's own servers, documents, edits of the context, responses begun by the client.
 """
 
 from __future__ import annotations
@@ -16,15 +16,35 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects.anthropic_blocks import answer_blocks, step
-from tugline.chat.dialects.anthropic_stream import MessageStream, stop_reason, usage_of
-from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
-from tugline.chat.dialects.reading import bearer, decode, need
+from tugline.chat.dialects.anthropic_messages import (
+    MessageStream,
+    build_blocks,
+    build_usage,
+    find_stop_reason,
+    fold_message,
+)
+from tugline.chat.dialects.base import (
+    Action,
+    Dialect,
+    HttpRequest,
+    ParseCache,
+    encode,
+    is_refused_by_engine,
+)
+from tugline.chat.dialects.reading import (
+    ABSENT,
+    bearer,
+    decode,
+    invalid,
+    optional_text,
+    require,
+    session_thread,
+)
 from tugline.chat.request import (
     ChoiceMode,
     Constraint,
@@ -37,9 +57,7 @@ from tugline.chat.response import Response
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Role, Sampling, Tool, TraceKind
 
-_NULL = Raw(b"null")
-_QUIET = b"quiet"
-"""The client wants no thinking blocks."""
+_HIDE_THINKING = b"quiet"
 _CHOICES = {
     "auto": ChoiceMode.AUTO,
     "any": ChoiceMode.REQUIRED,
@@ -55,8 +73,7 @@ _ERRORS = {
     500: "api_error",
     529: "overloaded_error",
 }
-_OVERLOADED = 529
-_FAILED = 500
+_FAILED, _OVERLOADED = 500, 529
 
 
 class _Choice(msgspec.Struct):
@@ -67,7 +84,7 @@ class _Choice(msgspec.Struct):
 
 class _Format(msgspec.Struct):
     type: str
-    schema: Raw = _NULL
+    schema: Raw = ABSENT
 
 
 class _Thinking(msgspec.Struct):
@@ -83,12 +100,12 @@ class _Context(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The envelope; what it does not name is accepted and changes nothing."""
+    """The envelope; fields that it does not name are accepted and change nothing."""
 
     model: str
     messages: Annotated[list[Raw], Meta(min_length=1)]
-    system: Raw = _NULL
-    tools: Raw = _NULL
+    system: Raw = ABSENT
+    tools: Raw = ABSENT
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
@@ -103,49 +120,41 @@ class _Body(msgspec.Struct):
     mcp_servers: list[Any] | None = None
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_Body)
 
 
-class Anthropic:
+class Anthropic(Dialect):
     """``POST /v1/messages``, its token count, and the list of models."""
 
     name = "anthropic"
+    posts: ClassVar = {"/messages": Action.ANSWER, "/messages/count_tokens": Action.COUNT}
 
-    def match(self, incoming: HttpRequest) -> Action | None:
-        """See `Dialect.match`; the model routes are shared, so their header decides."""
-        if incoming.method == "POST":
-            return {"/messages": Action.ANSWER, "/messages/count_tokens": Action.COUNT}.get(
-                incoming.path
-            )
-        if incoming.method != "GET" or "anthropic-version" not in incoming.headers:
-            return None
-        if incoming.path == "/models":
-            return Action.MODELS
-        return Action.MODEL if incoming.path.startswith("/models/") else None
+    def owns_models(self, request: HttpRequest) -> bool:
+        """By the header that all of its clients send."""
+        return "anthropic-version" in request.headers
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """``x-api-key``, or a bearer token."""
         return headers.get("x-api-key") or bearer(headers)
 
-    def parse(self, incoming: HttpRequest, cache: ParseCache) -> Request:
-        """The neutral request; see `Dialect.parse`."""
-        counting = self.match(incoming) is Action.COUNT
-        body = decode(incoming.body, _BODY, "the request body")
-        _refuse(body)
+    def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
+        """See `Dialect.parse`."""
+        counting = self.match(request) is Action.COUNT
+        body = decode(request.body, _decoder, "the request body")
+        _check(body)
         if body.max_tokens is None and not counting:
             msg = "max_tokens is required: how many tokens the answer may have at most"
             raise RequestError(msg, param="max_tokens")
-        messages = cache.fold([body.system, *body.messages], step)
+        messages = cache.fold([body.system, *body.messages], fold_message)
         if messages[-1].role is Role.ASSISTANT and not counting:
             place = f"messages[{len(body.messages) - 1}]"
             msg = f"{place} begins the answer (role 'assistant'); the last message must be a user's"
             raise RequestError(msg, param=place)
-        tools = cache.parse_tools(bytes(body.tools), _tools)
         choice = body.tool_choice or _Choice("auto")
         return Request(
             model=body.model,
             messages=messages,
-            tools=tools,
+            tools=cache.parse_tools(body.tools, _parse_tool),
             sampling=Sampling(
                 temperature=body.temperature,
                 top_p=body.top_p,
@@ -155,53 +164,53 @@ class Anthropic:
             ),
             stream=bool(body.stream),
             usage_in_stream=True,
-            tool_choice=_choice(choice),
+            tool_choice=_parse_choice(choice),
             parallel=not choice.disable_parallel_tool_use,
-            constraint=_constraint(body),
-            thread=_native(incoming.headers),
-            echo=_QUIET if body.thinking and body.thinking.type == "disabled" else b"",
+            constraint=_parse_constraint(body),
+            thread=_find_thread(request.headers),
+            echo=_HIDE_THINKING if body.thinking and body.thinking.type == "disabled" else b"",
         )
 
-    def encode(self, request: Request, answers: Sequence[Response]) -> bytes:
+    def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``message`` object."""
-        answer = answers[0]
-        return msgspec.json.encode(
+        response = responses[0]
+        thinking = request.echo != _HIDE_THINKING
+        return encode(
             {
-                "id": f"msg_{answer.id}",
+                "id": f"msg_{response.id}",
                 "type": "message",
                 "role": "assistant",
-                "model": answer.model,
-                "content": answer_blocks(answer.message, thinking=request.echo != _QUIET),
-                "stop_reason": stop_reason(answer),
-                "stop_sequence": answer.stop,
-                "usage": usage_of(answer.usage),
+                "model": response.model,
+                "content": build_blocks(response.message, thinking=thinking),
+                "stop_reason": find_stop_reason(response),
+                "stop_sequence": response.stop,
+                "usage": build_usage(response.usage),
             }
         )
 
     def stream(self, request: Request, response_id: str, created: int) -> MessageStream:
         """Server-sent events from ``message_start`` to ``message_stop``."""
+        thinking = request.echo != _HIDE_THINKING
         return MessageStream(
-            request.model,
-            response_id,
-            lambda error: self.encode_error(error)[2],
-            thinking=request.echo != _QUIET,
+            request.model, response_id, lambda error: self.encode_error(error)[2], thinking=thinking
         )
-
-    def encode_count(self, tokens: int) -> bytes:
-        """The reply of ``count_tokens``."""
-        return msgspec.json.encode({"input_tokens": tokens})
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """One page that holds them all."""
-        data = [_model(name, window, created) for name in names]
+        data = [self.build_model(name, window, created) for name in names]
         first, last = (names[0], names[-1]) if names else (None, None)
-        return msgspec.json.encode(
-            {"data": data, "has_more": False, "first_id": first, "last_id": last}
-        )
+        return encode({"data": data, "has_more": False, "first_id": first, "last_id": last})
 
-    def encode_model(self, name: str, window: int, created: int) -> bytes:
-        """One ``model`` object."""
-        return msgspec.json.encode(_model(name, window, created))
+    def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
+        """A ``model`` object."""
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "max_input_tokens": window,
+            "max_tokens": window,
+        }
 
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """The ``error`` object. Claude Code starts compaction on the words "prompt is too long"."""
@@ -211,49 +220,34 @@ class Anthropic:
         if isinstance(error, RequestError):
             status = error.status
             headers["x-should-retry"] = "false"
-        elif isinstance(error, EngineError) and 400 <= (error.status or 0) < 429:
-            headers["x-should-retry"] = "false"  # it would refuse the same prompt again
+        elif is_refused_by_engine(error):
+            headers["x-should-retry"] = "false"
         elif isinstance(error, EngineError):
             status = _OVERLOADED
             if error.retry_after is not None:
                 headers["retry-after"] = f"{error.retry_after:.0f}"
         if isinstance(error, ContextOverflow):
-            text = f"prompt is too long: {_measured(error)}"
+            known = error.prompt is not None and error.window is not None
+            counts = f"{error.prompt} tokens > {error.window} maximum" if known else text
+            text = f"prompt is too long: {counts}"
         kind = _ERRORS.get(status, "invalid_request_error")
         body = {
             "type": "error",
             "error": {"type": kind, "message": text},
             "request_id": request_id,
         }
-        return status, headers, msgspec.json.encode(body)
+        return status, headers, encode(body)
 
 
-def _measured(error: ContextOverflow) -> str:
-    if error.prompt is None or error.window is None:
-        return str(error)
-    return f"{error.prompt} tokens > {error.window} maximum"
-
-
-def _model(name: str, window: int, created: int) -> dict[str, Any]:
-    return {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_input_tokens": window,
-        "max_tokens": window,
-    }
-
-
-# --------------------------------------------------------------------------- reading the envelope
-def _refuse(body: _Body) -> None:
+# --------------------------------------------------------------------------- the envelope
+def _check(body: _Body) -> None:
     if body.mcp_servers:
         msg = "mcp_servers would be called by the API's own servers; none are here, leave it out"
         raise RequestError(msg, param="mcp_servers")
-    for i, edit in enumerate(body.context_management.edits if body.context_management else []):
+    for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind, keep = edit.get("type"), edit.get("keep")
         if not (re.match("clear_thinking_", str(kind)) and keep == "all"):
-            place = f"context_management.edits[{i}]"
+            place = f"context_management.edits[{index}]"
             msg = (
                 f"{place} of type {kind!r} with keep={keep!r} would change the prompt, which is "
                 "kept as it was sampled; only clear_thinking with keep='all' is accepted"
@@ -261,36 +255,26 @@ def _refuse(body: _Body) -> None:
             raise RequestError(msg, param=place)
 
 
-def _constraint(body: _Body) -> Constraint | None:
-    wanted = body.output_config.format if body.output_config else None
-    wanted = wanted or body.output_format
-    if wanted is None:
+def _parse_constraint(body: _Body) -> Constraint | None:
+    form = body.output_config.format if body.output_config else None
+    form = form or body.output_format
+    if form is None:
         return None
-    if wanted.type != "json_schema" or bytes(wanted.schema)[:1] != b"{":
-        msg = f"output_config.format of type {wanted.type!r} must be json_schema with a schema"
+    if form.type != "json_schema" or bytes(form.schema)[:1] != b"{":
+        msg = f"output_config.format of type {form.type!r} must be json_schema with a schema"
         raise RequestError(msg, param="output_config.format")
-    return Constraint(ConstraintKind.JSON_SCHEMA, bytes(wanted.schema).decode())
+    return Constraint(ConstraintKind.JSON_SCHEMA, bytes(form.schema).decode())
 
 
-def _choice(choice: _Choice) -> ToolChoice:
+def _parse_choice(choice: _Choice) -> ToolChoice:
     mode = _CHOICES.get(choice.type)
     if mode is None:
-        msg = f"tool_choice.type={choice.type!r} must be one of {', '.join(_CHOICES)}"
-        raise RequestError(msg, param="tool_choice.type")
+        raise invalid(choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}")
     return ToolChoice(mode, (choice.name,) if mode is ChoiceMode.NAMED else ())
 
 
-def _tools(items: Any) -> tuple[Tool, ...]:
-    if items is None:
-        return ()
-    if not isinstance(items, list):
-        msg = f"tools={items!r:.60} must be a list"
-        raise RequestError(msg, param="tools")
-    return tuple(_tool(item, f"tools[{i}]") for i, item in enumerate(items))
-
-
-def _tool(item: Any, where: str) -> Tool:
-    name = need(item, "name", str, where)
+def _parse_tool(item: Any, where: str) -> Tool:
+    name = require(item, "name", str, where)
     kind = item.get("type")
     if kind is not None and kind != "custom":
         msg = (
@@ -301,18 +285,14 @@ def _tool(item: Any, where: str) -> Tool:
     if item.get("strict"):
         msg = f"{where} ({name}): strict=true cannot be guaranteed here; leave it out"
         raise RequestError(msg, param=f"{where}.strict")
-    description = item.get("description")
-    schema = need(item, "input_schema", dict, where)
-    return Tool(name, description if isinstance(description, str) else "", schema)
+    schema = require(item, "input_schema", dict, where)
+    return Tool(name, optional_text(item, "description") or "", schema)
 
 
-def _native(headers: Mapping[str, str]) -> ThreadInfo:
+def _find_thread(headers: Mapping[str, str]) -> ThreadInfo:
     session = headers.get("x-claude-code-session-id")
     agent = headers.get("x-claude-code-agent-id")
     if agent:
         parent = headers.get("x-claude-code-parent-agent-id") or session
         return ThreadInfo(agent, parent, TraceKind.SUBAGENT)
-    if session:
-        return ThreadInfo(session)
-    parent = headers.get("x-parent-session-id")
-    return ThreadInfo(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)
+    return ThreadInfo(session) if session else session_thread(headers)

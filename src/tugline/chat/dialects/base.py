@@ -8,17 +8,20 @@ dialect's name. A field that changes the response and cannot be honoured is refu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
-from tugline.chat.dialects.reading import decode
+from tugline.chat.dialects.reading import bearer, decode, parse_list
 from tugline.chat.request import Request
 from tugline.chat.response import Piece, Response, Usage
-from tugline.errors import TuglineError
+from tugline.errors import EngineError, TuglineError
 from tugline.types import Message, Tool
+
+encode = msgspec.json.Encoder().encode
 
 
 class Action(Enum):
@@ -46,72 +49,93 @@ class HttpRequest(msgspec.Struct, frozen=True):
     body: bytes = b""
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """Encoder of one streamed response; every method returns bytes to send as they are."""
 
-    content_type: str
+    content_type = "text/event-stream"
 
+    @abstractmethod
     def start(self, usage: Usage) -> bytes:
         """Events before the first piece; ``usage.prompt`` is true, or 0 if not known yet."""
-        ...
 
+    @abstractmethod
     def add(self, piece: Piece, index: int = 0) -> bytes:
         """One delta or one whole tool call of response `index` of several."""
-        ...
 
+    @abstractmethod
     def finish(self, responses: Sequence[Response]) -> bytes:
         """Finish reasons, usage and the end marker."""
-        ...
 
+    @abstractmethod
     def fail(self, error: TuglineError) -> bytes:
         """An error after the headers have been sent."""
-        ...
 
     def keep_alive(self) -> bytes:
         """Bytes that the client ignores, before and after `start`; empty if there are none."""
-        ...
+        return b": keep-alive\n\n"
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """Everything the gateway knows about one wire format."""
 
     name: str
+    posts: ClassVar[Mapping[str, Action]] = {}
+    """Routes of POST."""
 
     def match(self, request: HttpRequest) -> Action | None:
         """Purpose of this request; None if it is not this dialect's."""
-        ...
+        if request.method == "POST":
+            return self.posts.get(request.path)
+        if request.method != "GET" or not self.owns_models(request):
+            return None
+        if request.path == "/models":
+            return Action.MODELS
+        return Action.MODEL if request.path.startswith("/models/") else None
+
+    def owns_models(self, request: HttpRequest) -> bool:
+        """Whether a request to the model routes, which dialects share, is this dialect's."""
+        return False
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """The session secret, where this dialect's clients put it."""
-        ...
+        return bearer(headers)
 
+    @abstractmethod
     def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
         """Parse a request, also for `Action.COUNT`. Raises `RequestError` naming the field."""
-        ...
 
+    @abstractmethod
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """Encode the whole reply as one body; `responses` holds ``request.n`` of them."""
-        ...
 
+    @abstractmethod
     def stream(self, request: Request, response_id: str, created: int) -> Stream:
         """Return an encoder for a streamed response."""
-        ...
 
     def encode_count(self, tokens: int) -> bytes:
         """Encode the reply to `Action.COUNT`."""
-        ...
+        return encode({"input_tokens": tokens})
 
+    @abstractmethod
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """Encode the reply to `Action.MODELS`."""
-        ...
 
     def encode_model(self, name: str, window: int, created: int) -> bytes:
         """Encode the reply to `Action.MODEL`."""
-        ...
+        return encode(self.build_model(name, window, created))
 
+    @abstractmethod
+    def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
+        """Describe a model with a context of `window` tokens."""
+
+    @abstractmethod
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """Status, extra headers and body of a failure."""
-        ...
+
+
+def is_refused_by_engine(error: TuglineError) -> bool:
+    """Whether the engine would refuse the same prompt again."""
+    return isinstance(error, EngineError) and 400 <= (error.status or 0) < 429
 
 
 # --------------------------------------------------------------------------- incremental parsing
@@ -186,12 +210,19 @@ class ParseCache:
         self._requests = [_Parsed(prefix + new, messages, ends), *self._requests][:_CACHED]
         return tuple(messages)
 
-    def parse_tools(self, raw: bytes, parse: Callable[[Any], tuple[Tool, ...]]) -> tuple[Tool, ...]:
+    def parse_tools(self, raw: bytes, parse: Callable[[Any, str], Tool]) -> tuple[Tool, ...]:
         """Parse the tools in `raw` JSON; the same object while the bytes stay the same."""
+        return self.parse_tool_groups(raw, lambda item, where: (parse(item, where),))
+
+    def parse_tool_groups(
+        self, raw: bytes, parse: Callable[[Any, str], tuple[Tool, ...]]
+    ) -> tuple[Tool, ...]:
+        """The same, where one item may declare several tools."""
         raw = bytes(raw)  # a `msgspec.Raw` equals no bytes
         known = self._tools.get(raw)
         if known is None:
-            known = parse(decode(raw, _ANY, "the list of tools"))
+            groups = parse_list(decode(raw, _ANY, "the list of tools"), "tools", parse)
+            known = tuple(tool for group in groups for tool in group)
             if len(self._tools) >= _CACHED:
                 self._tools.clear()
             self._tools[raw] = known

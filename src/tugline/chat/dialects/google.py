@@ -1,44 +1,57 @@
 """Google's ``generateContent`` family, as Gemini CLI, pi, opencode and the SDKs speak it.
 
 Gemini CLI takes nothing but bare ``data:`` lines in a stream: no comments, no event names, no end
-marker (I4), so there is no keep-alive here. Calls may come back without their ids or with new ones;
-a result finds its call by id, else by name and order. Dropped thoughts do not matter: they are not
-part of what a turn is recognised by.
+marker (I4), so there is no keep-alive here.
 
-Field names are read in camel case and, as the original does, in snake case too, so that nothing a
-client asks for is overlooked. What cannot be done here is refused by name.
+Field names are read in camel case and, as in the original, in snake case too, so that no field is
+overlooked. Fields that cannot be honoured are refused by name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qs
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
-from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
-from tugline.chat.dialects.google_config import (
-    asked,
-    config,
-    constraint,
-    shows_thoughts,
-    tool_choice,
-    tools,
+from tugline.chat.dialects.base import (
+    Action,
+    Dialect,
+    HttpRequest,
+    ParseCache,
+    Stream,
+    encode,
+    is_refused_by_engine,
 )
-from tugline.chat.dialects.google_parts import answer_parts, call_part, step
-from tugline.chat.dialects.reading import bearer, decode
-from tugline.chat.request import Request, ThreadInfo
+from tugline.chat.dialects.google_messages import (
+    build_call,
+    build_parts,
+    fold_content,
+    parse_tool_choice,
+    parse_tools,
+    to_camel,
+    to_json_schema,
+)
+from tugline.chat.dialects.reading import (
+    ABSENT,
+    bearer,
+    decode,
+    invalid,
+    require_object,
+    session_thread,
+    unsupported,
+)
+from tugline.chat.request import Constraint, ConstraintKind, Request
 from tugline.chat.response import Piece, Response, TextDelta, Usage
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
-from tugline.types import Finish, Role, ToolCall, TraceKind
+from tugline.types import Finish, Role, Sampling, ToolCall
 
-_NULL = Raw(b"null")
 _ROUTE = re.compile(r"/models/(.+):(generateContent|streamGenerateContent|countTokens)")
 _SSE = b"sse"
-_QUIET = b"quiet"
+_HIDE_THOUGHTS = b"quiet"
 _STATUS = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -56,142 +69,180 @@ _FIELDS = {
     "top_p": "generationConfig.topP",
     "top_k": "generationConfig.topK",
 }
-"""What the neutral fields are called here."""
-_UNAVAILABLE = 503
-_INTERNAL = 500
+"""This API's names of the neutral fields."""
+_INTERNAL, _UNAVAILABLE = 500, 503
+_CONFIG = "generationConfig"
 
 
 class _Body(msgspec.Struct, rename="camel"):
-    """The envelope; what it does not name is accepted and changes nothing."""
+    """The envelope; fields that it does not name are accepted and change nothing."""
 
     contents: list[Raw] = []
-    system_instruction: Raw = _NULL
-    tools: Raw = _NULL
-    generation_config: Raw = _NULL
-    tool_config: Raw = _NULL
+    system_instruction: Raw = ABSENT
+    tools: Raw = ABSENT
+    generation_config: Raw = ABSENT
+    tool_config: Raw = ABSENT
     cached_content: str | None = None
-    generate_content_request: Raw = _NULL
-    """What a count is asked for, in the longer of its two forms."""
-    system_snake: Raw = msgspec.field(default=_NULL, name="system_instruction")
-    generation_snake: Raw = msgspec.field(default=_NULL, name="generation_config")
-    choice_snake: Raw = msgspec.field(default=_NULL, name="tool_config")
+    generate_content_request: Raw = ABSENT
+    """The whole request, in the longer of the two forms of a count."""
+    system_snake: Raw = msgspec.field(default=ABSENT, name="system_instruction")
+    generation_snake: Raw = msgspec.field(default=ABSENT, name="generation_config")
+    choice_snake: Raw = msgspec.field(default=ABSENT, name="tool_config")
     cached_snake: str | None = msgspec.field(default=None, name="cached_content")
 
 
-_BODY = msgspec.json.Decoder(_Body)
-_ACTIONS = {
-    "generateContent": Action.ANSWER,
-    "streamGenerateContent": Action.ANSWER,
-    "countTokens": Action.COUNT,
-}
+class _Config(msgspec.Struct, rename="camel"):
+    """``generationConfig``; fields that it does not name are accepted and change nothing."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[float, Meta(ge=0)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop_sequences: list[str] | None = None
+    candidate_count: Annotated[int, Meta(ge=1, le=8)] | None = None
+    seed: int | None = None
+    response_mime_type: str | None = None
+    response_schema: dict[str, Any] | None = None
+    response_json_schema: Any = None
+    response_modalities: list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    response_logprobs: bool | None = None
+    logprobs: int | None = None
+    thinking_config: dict[str, Any] | None = None
+    speech_config: Any = None
+    image_config: Any = None
 
 
-class Google:
+_body = msgspec.json.Decoder(_Body)
+_config = msgspec.json.Decoder(_Config)
+_any = msgspec.json.Decoder()
+
+
+class Google(Dialect):
     """``POST /v1beta/models/{model}:generateContent`` and its siblings."""
 
     name = "google"
 
-    def match(self, incoming: HttpRequest) -> Action | None:
-        """See `Dialect.match`; the model routes are shared, so version or key decides."""
-        if incoming.method == "POST":
-            route = _ROUTE.fullmatch(incoming.path)
-            return _ACTIONS[route[2]] if route else None
-        ours = incoming.version.startswith(("v1alpha", "v1beta")) or self._own_key(
-            incoming.headers, incoming.query
-        )
-        if incoming.method != "GET" or not ours:
+    def match(self, request: HttpRequest) -> Action | None:
+        """See `Dialect.match`; the model is part of the route."""
+        if request.method != "POST":
+            return super().match(request)
+        route = _ROUTE.fullmatch(request.path)
+        if route is None:
             return None
-        if incoming.path == "/models":
-            return Action.MODELS
-        return Action.MODEL if incoming.path.startswith("/models/") else None
+        return Action.COUNT if route[2] == "countTokens" else Action.ANSWER
+
+    def owns_models(self, request: HttpRequest) -> bool:
+        """By the version of the API, or by the place of the key."""
+        own = request.version.startswith(("v1alpha", "v1beta"))
+        return own or self._find_key(request.headers, request.query) is not None
 
     def find_secret(self, headers: Mapping[str, str], query: str) -> str | None:
         """``x-goog-api-key``, ``?key=``, or a bearer token."""
-        return self._own_key(headers, query) or bearer(headers)
+        return self._find_key(headers, query) or bearer(headers)
 
-    def _own_key(self, headers: Mapping[str, str], query: str) -> str | None:
+    def _find_key(self, headers: Mapping[str, str], query: str) -> str | None:
         return headers.get("x-goog-api-key") or parse_qs(query).get("key", [None])[0]
 
-    def parse(self, incoming: HttpRequest, cache: ParseCache) -> Request:
-        """The neutral request; see `Dialect.parse`. The model stands in the path."""
-        route = _ROUTE.fullmatch(incoming.path)
+    def parse(self, request: HttpRequest, cache: ParseCache) -> Request:
+        """See `Dialect.parse`."""
+        route = _ROUTE.fullmatch(request.path)
         model, method = (route[1], route[2]) if route else ("", "")
         counting = method == "countTokens"
-        body = decode(incoming.body, _BODY, "the request body")
-        if counting and body.generate_content_request != _NULL:
-            body = decode(body.generate_content_request, _BODY, "generateContentRequest")
+        body = decode(request.body, _body, "the request body")
+        if counting and body.generate_content_request != ABSENT:
+            body = decode(body.generate_content_request, _body, "generateContentRequest")
         if not body.contents:
             msg = "contents=[] must hold at least one content"
             raise RequestError(msg, param="contents")
         if body.cached_content or body.cached_snake:
             msg = "cachedContent cannot be honoured: nothing is cached here; send the whole prompt"
             raise RequestError(msg, param="cachedContent")
-        system = _given(body.system_instruction, body.system_snake)
-        messages = cache.fold([system, *body.contents], step)
+        system = _either(body.system_instruction, body.system_snake)
+        messages = cache.fold([system, *body.contents], fold_content)
         if messages[-1].role is Role.ASSISTANT and not counting:
             place = f"contents[{len(body.contents) - 1}]"
             msg = f"{place} begins the answer (role 'model'); the last content must be a user's"
             raise RequestError(msg, param=place)
-        declared = cache.parse_tools(bytes(body.tools), tools)
-        wanted = config(_given(body.generation_config, body.generation_snake))
-        sse = _SSE if "sse" in parse_qs(incoming.query).get("alt", ()) else b""
+        config = _parse_config(_either(body.generation_config, body.generation_snake))
+        choice = decode(_either(body.tool_config, body.choice_snake), _any, "toolConfig")
+        thinking = to_camel(config.thinking_config or {})
+        sse = _SSE if "sse" in parse_qs(request.query).get("alt", ()) else b""
         return Request(
             model=model,
             messages=messages,
-            tools=declared,
-            sampling=asked(wanted),
+            tools=cache.parse_tool_groups(body.tools, parse_tools),
+            sampling=Sampling(
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=None if config.top_k is None else int(config.top_k),
+                max_tokens=config.max_output_tokens,
+                seed=config.seed,
+                stop=tuple(config.stop_sequences or ()),
+            ),
             stream=method == "streamGenerateContent",
             usage_in_stream=True,
-            n=wanted.candidate_count or 1,
-            tool_choice=tool_choice(_given(body.tool_config, body.choice_snake)),
-            constraint=constraint(wanted),
-            thread=_native(incoming.headers),
-            echo=sse + (b"" if shows_thoughts(wanted) else _QUIET),
+            n=config.candidate_count or 1,
+            tool_choice=parse_tool_choice(choice),
+            constraint=_parse_constraint(config),
+            thread=session_thread(request.headers),
+            echo=sse + (_HIDE_THOUGHTS if thinking.get("includeThoughts") is False else b""),
         )
 
-    def encode(self, request: Request, answers: Sequence[Response]) -> bytes:
+    def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
         """A ``GenerateContentResponse``."""
-        thoughts = _QUIET not in request.echo
+        thoughts = _HIDE_THOUGHTS not in request.echo
         candidates = [
-            _candidate(i, answer_parts(answer.message, thoughts=thoughts), _finish(answer))
-            for i, answer in enumerate(answers)
+            _build_candidate(
+                index, build_parts(response.message, thoughts=thoughts), _find_reason(response)
+            )
+            for index, response in enumerate(responses)
         ]
-        head = {"modelVersion": answers[0].model, "responseId": answers[0].id}
-        return msgspec.json.encode(
-            {"candidates": candidates, "usageMetadata": _usage(answers), **head}
-        )
+        head = {"modelVersion": responses[0].model, "responseId": responses[0].id}
+        return encode({"candidates": candidates, "usageMetadata": _build_usage(responses), **head})
 
     def stream(self, request: Request, response_id: str, created: int) -> ContentStream:
         """``data:`` lines with ``alt=sse``, else one JSON list that grows."""
         head = {"modelVersion": request.model, "responseId": response_id}
-        return ContentStream(head, sse=_SSE in request.echo, thoughts=_QUIET not in request.echo)
+        thoughts = _HIDE_THOUGHTS not in request.echo
+        return ContentStream(head, sse=_SSE in request.echo, thoughts=thoughts)
 
     def encode_count(self, tokens: int) -> bytes:
         """The reply of ``countTokens``."""
-        return msgspec.json.encode({"totalTokens": tokens})
+        return encode({"totalTokens": tokens})
 
     def encode_models(self, names: Sequence[str], window: int, created: int) -> bytes:
         """One page that holds them all."""
-        return msgspec.json.encode({"models": [_model(name, window) for name in names]})
+        return encode({"models": [self.build_model(name, window, created) for name in names]})
 
-    def encode_model(self, name: str, window: int, created: int) -> bytes:
-        """One ``Model`` object."""
-        return msgspec.json.encode(_model(name, window))
+    def build_model(self, name: str, window: int, created: int) -> dict[str, Any]:
+        """A ``Model`` object."""
+        return {
+            "name": f"models/{name}",
+            "baseModelId": name,
+            "version": "1",
+            "displayName": name,
+            "inputTokenLimit": window,
+            "outputTokenLimit": window,
+            "supportedGenerationMethods": ["generateContent", "countTokens"],
+        }
 
     def encode_error(self, error: TuglineError) -> tuple[int, dict[str, str], bytes]:
         """The ``error`` object with its ``google.rpc`` status."""
-        status, headers = _status(error)
-        return status, headers, msgspec.json.encode(_failure(error))
+        status, headers = _find_status(error)
+        return status, headers, encode(_build_error(error))
 
 
-class ContentStream:
-    """One streamed answer; every chunk is a whole response with the parts that are new."""
+class ContentStream(Stream):
+    """One streamed response; every chunk is a whole one with the parts that are new."""
 
     def __init__(self, head: dict[str, Any], *, sse: bool, thoughts: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/json"
         self._head, self._sse, self._thoughts = head, sse, thoughts
         self._chunks = 0
         self._called: set[int] = set()
+        """Responses that hold a call."""
 
     def start(self, usage: Usage) -> bytes:
         """Nothing: the first chunk is the first piece."""
@@ -200,7 +251,7 @@ class ContentStream:
     def add(self, piece: Piece, index: int = 0) -> bytes:
         """A chunk with one part; nothing for thoughts that the client does not want."""
         if isinstance(piece, ToolCall):
-            part = call_part(piece, first=index not in self._called)
+            part = build_call(piece, first=index not in self._called)
             self._called.add(index)
         elif isinstance(piece, TextDelta):
             part = {"text": piece.text}
@@ -208,32 +259,38 @@ class ContentStream:
             part = {"text": piece.text, "thought": True}
         else:
             return b""
-        return self._chunk({"candidates": [_candidate(index, [part])], **self._head})
+        return self._chunk({"candidates": [_build_candidate(index, [part])], **self._head})
 
-    def finish(self, answers: Sequence[Response]) -> bytes:
-        """The chunk with finish reasons and usage; its empty text is what the original sends."""
-        ends = [_candidate(i, [{"text": ""}], _finish(each)) for i, each in enumerate(answers)]
-        last = {"candidates": ends, "usageMetadata": _usage(answers), **self._head}
-        return self._chunk(last) + (b"" if self._sse else b"]")
+    def finish(self, responses: Sequence[Response]) -> bytes:
+        """The chunk with finish reasons and usage; the original sends an empty text in it, too."""
+        ends = [
+            _build_candidate(index, [{"text": ""}], _find_reason(response))
+            for index, response in enumerate(responses)
+        ]
+        usage = _build_usage(responses)
+        return self._last_chunk({"candidates": ends, "usageMetadata": usage, **self._head})
 
     def fail(self, error: TuglineError) -> bytes:
         """One chunk with the error object."""
-        return self._chunk(_failure(error)) + (b"" if self._sse else b"]")
+        return self._last_chunk(_build_error(error))
 
     def keep_alive(self) -> bytes:
         """Nothing: Gemini CLI fails on anything that is no chunk."""
         return b""
 
     def _chunk(self, data: dict[str, Any]) -> bytes:
-        body = msgspec.json.encode(data)
+        body = encode(data)
         self._chunks += 1
         if self._sse:
             return b"data: " + body + b"\n\n"
         return (b"[" if self._chunks == 1 else b",\n") + body
 
+    def _last_chunk(self, data: dict[str, Any]) -> bytes:
+        return self._chunk(data) + (b"" if self._sse else b"]")
 
-# --------------------------------------------------------------------------- telling
-def _candidate(
+
+# --------------------------------------------------------------------------- responses
+def _build_candidate(
     index: int, parts: list[dict[str, Any]], finish: str | None = None
 ) -> dict[str, Any]:
     candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": index}
@@ -242,50 +299,35 @@ def _candidate(
     return candidate
 
 
-def _finish(answer: Response) -> str:
-    return "STOP" if answer.finish is Finish.STOP else "MAX_TOKENS"
+def _find_reason(response: Response) -> str:
+    return "STOP" if response.finish is Finish.STOP else "MAX_TOKENS"
 
 
-def _usage(answers: Sequence[Response]) -> dict[str, int]:
-    prompt = answers[0].usage.prompt
-    sampled = sum(answer.usage.sampled for answer in answers)
-    thoughts = sum(answer.usage.reasoning for answer in answers)
-    told = {
+def _build_usage(responses: Sequence[Response]) -> dict[str, int]:
+    prompt, reused = responses[0].usage.prompt, responses[0].usage.reused
+    sampled = sum(response.usage.sampled for response in responses)
+    thoughts = sum(response.usage.reasoning for response in responses)
+    usage = {
         "promptTokenCount": prompt,
         "candidatesTokenCount": sampled - thoughts,
         "totalTokenCount": prompt + sampled,
     }
-    if thoughts:
-        told["thoughtsTokenCount"] = thoughts
-    if answers[0].usage.reused:
-        told["cachedContentTokenCount"] = answers[0].usage.reused
-    return told
+    optional = {"thoughtsTokenCount": thoughts, "cachedContentTokenCount": reused}
+    return usage | {name: count for name, count in optional.items() if count}
 
 
-def _model(name: str, window: int) -> dict[str, Any]:
-    return {
-        "name": f"models/{name}",
-        "baseModelId": name,
-        "version": "1",
-        "displayName": name,
-        "inputTokenLimit": window,
-        "outputTokenLimit": window,
-        "supportedGenerationMethods": ["generateContent", "countTokens"],
-    }
-
-
-def _status(error: TuglineError) -> tuple[int, dict[str, str]]:
+def _find_status(error: TuglineError) -> tuple[int, dict[str, str]]:
     if isinstance(error, RequestError):
         return error.status, {}
-    if not isinstance(error, EngineError) or 400 <= (error.status or 0) < 429:
+    if not isinstance(error, EngineError) or is_refused_by_engine(error):
         return _INTERNAL, {}
     if error.retry_after is None:
         return _UNAVAILABLE, {}
     return _UNAVAILABLE, {"retry-after": f"{error.retry_after:.0f}"}
 
 
-def _failure(error: TuglineError) -> dict[str, Any]:
-    status, _ = _status(error)
+def _build_error(error: TuglineError) -> dict[str, Any]:
+    status, _ = _find_status(error)
     text, details = str(error), []
     if isinstance(error, ContextOverflow) and error.prompt is not None:
         text = (
@@ -299,17 +341,49 @@ def _failure(error: TuglineError) -> dict[str, Any]:
     if isinstance(error, EngineError) and error.retry_after is not None:
         kind = "type.googleapis.com/google.rpc.RetryInfo"
         details.append({"@type": kind, "retryDelay": f"{error.retry_after:.3f}s"})
-    named = _STATUS.get(status, "INVALID_ARGUMENT")
-    told: dict[str, Any] = {"code": status, "message": text, "status": named}
-    return {"error": {**told, "details": details} if details else told}
+    name = _STATUS.get(status, "INVALID_ARGUMENT")
+    fields: dict[str, Any] = {"code": status, "message": text, "status": name}
+    return {"error": {**fields, "details": details} if details else fields}
 
 
-# --------------------------------------------------------------------------- reading
-def _given(camel: Raw, snake: Raw) -> Raw:
-    return snake if camel == _NULL else camel
+# --------------------------------------------------------------------------- requests
+def _either(camel: Raw, snake: Raw) -> Raw:
+    return snake if camel == ABSENT else camel
 
 
-def _native(headers: Mapping[str, str]) -> ThreadInfo:
-    """What opencode says of itself; no other client of this dialect says anything."""
-    parent = headers.get("x-parent-session-id")
-    return ThreadInfo(headers.get("x-session-id"), parent, TraceKind.SUBAGENT if parent else None)
+def _parse_config(raw: Raw) -> _Config:
+    """The generation config. Raises `Unsupported` for fields that cannot be honoured."""
+    given = decode(raw, _any, _CONFIG)
+    if given is None:
+        return _Config()
+    fields = to_camel(require_object(given, _CONFIG))
+    config = decode(encode(fields), _config, _CONFIG, f"{_CONFIG}.")
+    refused = {
+        "presencePenalty": config.presence_penalty,
+        "frequencyPenalty": config.frequency_penalty,
+        "responseLogprobs": config.response_logprobs,
+        "logprobs": config.logprobs,
+        "speechConfig": config.speech_config,
+        "imageConfig": config.image_config,
+        "responseModalities": [one for one in config.response_modalities or () if one != "TEXT"],
+    }
+    for name, value in refused.items():
+        if value:
+            raise unsupported(value, f"{_CONFIG}.{name}", "; leave it out")
+    return config
+
+
+def _parse_constraint(config: _Config) -> Constraint | None:
+    """Structured output: JSON of any shape, or of a schema."""
+    media = config.response_mime_type or "text/plain"
+    schema = config.response_json_schema
+    if schema is None and config.response_schema is not None:
+        schema = to_json_schema(config.response_schema)
+    if media == "application/json":
+        if schema is None:
+            return Constraint(ConstraintKind.JSON_OBJECT)
+        return Constraint(ConstraintKind.JSON_SCHEMA, encode(schema).decode())
+    if media != "text/plain" or schema is not None:
+        right = "must be 'text/plain', or 'application/json' (which a response schema needs)"
+        raise invalid(media, f"{_CONFIG}.responseMimeType", right)
+    return None

@@ -1,0 +1,321 @@
+"""Google's contents, tools and tool choice, parsed and built.
+
+A neutral message is split into parts and found again in them: thoughts, text and function calls one
+way; text, images and function responses, in the order given, the other way. Calls may come back
+without their ids or with new ones: a result finds its call by id, else by name and order.
+
+Google's ``Schema`` is JSON schema with its own spelling (types in capitals, ``nullable``, counts as
+text); templates and grammars want the common one, so it is rewritten when it is parsed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Raw
+
+from tugline.chat.dialects.base import encode
+from tugline.chat.dialects.reading import (
+    ContentBuilder,
+    decode_object,
+    invalid,
+    join_messages,
+    optional_text,
+    parse_list,
+    require,
+    require_object,
+)
+from tugline.chat.request import ChoiceMode, ToolChoice
+from tugline.errors import RequestError
+from tugline.types import Message, Role, Tool, ToolCall
+
+_ASIDE = {"thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution"}
+"""Fields beside a part's one content."""
+_OUTPUT = ("output", "result", "error")
+_UNPARSED = "__unparsedArguments"
+"""Holds arguments that are no JSON object, which ``args`` must be; used both ways."""
+_MODES = {
+    "MODE_UNSPECIFIED": ChoiceMode.AUTO,
+    "AUTO": ChoiceMode.AUTO,
+    "VALIDATED": ChoiceMode.AUTO,
+    "ANY": ChoiceMode.REQUIRED,
+    "NONE": ChoiceMode.NONE,
+}
+_COUNTS = re.compile("(min|max)(Items|Length|Properties)")
+_SCHEMAS = ("items", "additionalProperties")
+_LISTS = ("anyOf", "prefixItems")
+_MAPS = ("properties", "defs", "$defs")
+
+
+def to_camel(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The same object with its own field names in camel case; values are left alone."""
+    if not any("_" in name for name in item):
+        return dict(item)
+    fields = {}
+    for name, value in item.items():
+        first, *rest = name.split("_")
+        fields[first + "".join(word.capitalize() for word in rest)] = value
+    return fields
+
+
+# --------------------------------------------------------------------------- responses
+def build_parts(message: Message, *, thoughts: bool) -> list[dict[str, Any]]:
+    """The parts of one response: thoughts where they are wanted, text, function calls."""
+    parts: list[dict[str, Any]] = []
+    if message.reasoning and thoughts:
+        parts.append({"text": message.reasoning, "thought": True})
+    if message.content:
+        parts.append({"text": message.content})
+    return parts + [build_call(call, first=i == 0) for i, call in enumerate(message.tool_calls)]
+
+
+def build_call(call: ToolCall, *, first: bool) -> dict[str, Any]:
+    """A function call; the first one of a response carries a signature, as in the original."""
+    args = call.arguments.strip() or "{}"
+    if decode_object(args) is None:
+        args = encode({_UNPARSED: call.arguments}).decode()
+    part: dict[str, Any] = {
+        "functionCall": {"id": call.id, "name": call.name, "args": Raw(args.encode())}
+    }
+    if first:
+        digest = hashlib.blake2b((call.name + args).encode(), digest_size=24).digest()
+        part["thoughtSignature"] = base64.b64encode(digest).decode()
+    return part
+
+
+# --------------------------------------------------------------------------- contents
+_Part = tuple[str, dict[str, Any], str]
+"""The field that holds a part's content, the part, and its place."""
+
+
+def fold_content(messages: list[Message], item: Any, index: int) -> None:
+    """Fold ``[systemInstruction, *contents]`` into neutral messages; see `ParseCache.fold`."""
+    if index == 0:
+        text = "" if item is None else _parse_system(item)
+        messages.extend([Message(Role.SYSTEM, text)] if text else [])
+        return
+    where = f"contents[{index - 1}]"
+    role = item.get("role") or "user" if isinstance(item, dict) else None
+    if role not in ("user", "model", "function"):  # it may be a list, which has no hash
+        raise invalid(role, f"{where}.role", "must be user, model or function")
+    parts = parse_list(require(item, "parts", list, where), f"{where}.parts", _parse_part)
+    if role == "model":
+        _add_answer(messages, parts, index)
+    else:
+        _add_user(messages, parts)
+
+
+def _parse_parts(item: Any, where: str) -> tuple[_Part, ...]:
+    """The parts of a content; one alone may stand without a list around it."""
+    alone = isinstance(item, dict) and isinstance(item.get("parts"), dict)
+    parts = [item["parts"]] if alone else require(item, "parts", list, where)
+    return parse_list(parts, f"{where}.parts", _parse_part)
+
+
+def _parse_part(part: Any, where: str) -> _Part:
+    fields = to_camel(require_object(part, where))
+    kinds = [name for name, value in fields.items() if name not in _ASIDE and value is not None]
+    if len(kinds) > 1:
+        msg = f"{where} must hold one of {', '.join(sorted(kinds))}, not all"
+        raise RequestError(msg, param=where)
+    if not kinds:  # a bare signature, as Gemini itself sends at the end of a stream
+        return "text", {**fields, "text": ""}, where
+    return kinds[0], fields, where
+
+
+def _parse_system(item: Any) -> str:
+    """A system prompt: text, one part, or a content whose parts are text."""
+    if isinstance(item, str):
+        return item
+    builder = ContentBuilder()
+    part = isinstance(item, dict) and "text" in item
+    for kind, fields, place in _parse_parts({"parts": item} if part else item, "systemInstruction"):
+        if kind != "text":
+            raise _unknown(kind, place, "only text stands in a system prompt")
+        builder.add_text(require(fields, "text", str, place))
+    return builder.text
+
+
+def _add_user(messages: list[Message], parts: Sequence[_Part]) -> None:
+    """Append function responses and the content between them, in the order given."""
+    builder = ContentBuilder()
+    for kind, part, where in parts:
+        if kind == "functionResponse":
+            if not builder.empty:
+                messages.append(builder.build(Role.USER))
+                builder = ContentBuilder()
+            messages.append(_parse_result(messages, part[kind], f"{where}.{kind}"))
+        else:
+            _add_part(builder, kind, part, where)
+    if not builder.empty or not parts:
+        messages.append(builder.build(Role.USER))
+
+
+def _add_part(builder: ContentBuilder, kind: str, part: dict[str, Any], where: str) -> None:
+    if kind == "text":
+        builder.add_text(require(part, "text", str, where))
+        return
+    if kind not in {"inlineData", "fileData"}:
+        raise _unknown(kind, where, "a user's parts are text, images or functionResponse")
+    data = to_camel(require(part, kind, dict, where))
+    media = str(data.get("mimeType") or "")
+    where = f"{where}.{kind}"
+    if not media.startswith("image/") and not (media == "" and kind == "fileData"):
+        msg = f"{where}.mimeType={media!r} cannot be honoured; only images are understood"
+        raise RequestError(msg, param=f"{where}.mimeType")
+    if kind == "inlineData":
+        builder.add_image(f"data:{media};base64,{require(data, 'data', str, where)}")
+        return
+    uri = require(data, "fileUri", str, where)
+    if not uri.startswith(("https://", "http://")):
+        problem = "must be an https address; uploaded files are not kept"
+        raise invalid(uri, f"{where}.fileUri", problem)
+    builder.add_image(uri)
+
+
+def _parse_result(messages: Sequence[Message], value: Any, where: str) -> Message:
+    name = require(value, "name", str, where)
+    response = {} if value.get("response") is None else require(value, "response", dict, where)
+    builder = ContentBuilder()
+    builder.add_text(_find_output(response))
+    for kind, part, place in _parse_parts(value, where) if value.get("parts") is not None else ():
+        _add_part(builder, kind, part, place)
+    call_id = _find_call(messages, value.get("id"), name, where)
+    return builder.build(Role.TOOL, call_id, failed=response.get("error") is not None)
+
+
+def _find_output(response: dict[str, Any]) -> str:
+    """The output of a function as text: one value as itself, anything else as JSON."""
+    if len(response) == 1:
+        field, value = next(iter(response.items()))
+        if isinstance(value, str) and field in _OUTPUT:
+            return value
+    return encode(response).decode()
+
+
+def _find_call(messages: Sequence[Message], given: Any, name: str, where: str) -> str:
+    """The id of the call that a response answers: its own, else the next of that name."""
+    taken: set[str | None] = set()
+    for message in reversed(messages):
+        if message.role is Role.TOOL:
+            taken.add(message.tool_call_id)
+        elif message.role is Role.ASSISTANT:
+            calls = message.tool_calls
+            if any(call.id == given for call in calls):
+                return str(given)
+            for call in calls:
+                if call.name == name and call.id not in taken:
+                    return call.id
+            break
+    msg = f"{where} (name={name!r}, id={given!r}) answers no functionCall of the last model content"
+    raise RequestError(msg, param=where)
+
+
+def _add_answer(messages: list[Message], parts: Sequence[_Part], index: int) -> None:
+    """Append a model's content; successive ones are one turn."""
+    before = messages.pop() if messages and messages[-1].role is Role.ASSISTANT else None
+    earlier = len(before.tool_calls) if before else 0
+    text, thoughts = "", ""
+    calls: list[ToolCall] = []
+    for kind, part, where in parts:
+        if kind == "text" and part.get("thought"):
+            thoughts += require(part, "text", str, where)
+        elif kind == "text":
+            text += require(part, "text", str, where)
+        elif kind == "functionCall":
+            fields = to_camel(require(part, kind, dict, where))
+            substitute = f"call_{index}_{earlier + len(calls)}"
+            calls.append(_parse_call(fields, substitute, f"{where}.{kind}"))
+        else:
+            raise _unknown(kind, where, "text and functionCall are what was answered here")
+    turn = Message(Role.ASSISTANT, text, tuple(calls), reasoning=thoughts or None)
+    messages.append(turn if before is None else join_messages(before, turn))
+
+
+def _parse_call(fields: dict[str, Any], substitute: str, where: str) -> ToolCall:
+    args = require(fields, "args", dict, where) if fields.get("args") is not None else {}
+    return ToolCall(
+        optional_text(fields, "id") or substitute,
+        require(fields, "name", str, where),
+        optional_text(args, _UNPARSED) or encode(args).decode(),
+    )
+
+
+def _unknown(kind: str, where: str, advice: str) -> RequestError:
+    msg = f"{where}.{kind} cannot be honoured; {advice}"
+    return RequestError(msg, param=f"{where}.{kind}")
+
+
+# --------------------------------------------------------------------------- tools
+def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
+    """The functions that one item declares; tools that run on Google's servers are refused."""
+    fields = to_camel(require_object(item, where))
+    for name in sorted(fields):
+        if fields[name] is not None and name != "functionDeclarations":
+            msg = (
+                f"{where}.{name} runs on Google's own servers and cannot be honoured here; "
+                "only functionDeclarations are understood"
+            )
+            raise RequestError(msg, param=f"{where}.{name}")
+    declared = fields.get("functionDeclarations")
+    return parse_list(declared, f"{where}.functionDeclarations", _parse_tool)
+
+
+def _parse_tool(item: Any, where: str) -> Tool:
+    name = require(item, "name", str, where)
+    fields = to_camel(item)
+    schema = fields.get("parametersJsonSchema")
+    if schema is not None:
+        require_object(schema, f"{where}.parametersJsonSchema")
+    elif fields.get("parameters") is not None:
+        schema = to_json_schema(require(fields, "parameters", dict, where))
+    return Tool(name, optional_text(fields, "description") or "", schema or {})
+
+
+def to_json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Google's ``Schema`` in the common spelling of JSON schema."""
+    result: dict[str, Any] = {}
+    for name, value in schema.items():
+        if isinstance(value, dict) and name in _MAPS:
+            result[name] = {key: _convert(each) for key, each in value.items()}
+        elif name in _SCHEMAS:
+            result[name] = _convert(value)
+        elif isinstance(value, list) and name in _LISTS:
+            result[name] = [_convert(each) for each in value]
+        elif name == "type" and isinstance(value, str):
+            result[name] = value.lower()
+        elif _COUNTS.fullmatch(name) and isinstance(value, str) and value.isdecimal():
+            result[name] = int(value)
+        elif name != "nullable":
+            result[name] = value
+    if schema.get("nullable") and isinstance(result.get("type"), str):
+        result["type"] = [result["type"], "null"]
+    return result
+
+
+def _convert(value: Any) -> Any:
+    return to_json_schema(value) if isinstance(value, dict) else value
+
+
+def parse_tool_choice(config: Any) -> ToolChoice:
+    """``toolConfig.functionCallingConfig``; VALIDATED is the same as AUTO here."""
+    where = "toolConfig.functionCallingConfig"
+    calling = to_camel(config).get("functionCallingConfig") if isinstance(config, dict) else None
+    if calling is None:
+        return ToolChoice()
+    fields = to_camel(require_object(calling, where))
+    mode = _MODES.get(str(fields.get("mode") or "AUTO").upper())
+    if mode is None:
+        raise invalid(fields.get("mode"), f"{where}.mode", f"must be one of {', '.join(_MODES)}")
+    place = f"{where}.allowedFunctionNames"
+    names = parse_list(fields.get("allowedFunctionNames"), place, lambda name, _: name)
+    for name in names:
+        if not isinstance(name, str):
+            msg = f"{place} has {name!r:.60}; it must hold names"
+            raise RequestError(msg, param=place)
+    named = mode is ChoiceMode.REQUIRED and len(names) == 1
+    return ToolChoice(ChoiceMode.NAMED if named else mode, names)
