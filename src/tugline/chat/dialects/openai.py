@@ -151,7 +151,7 @@ def parse_content(
         kind = require(part, "type", str, place)
         if kind in texts:
             builder.add_text(require(part, texts[kind], str, place))
-        elif kind == image and part.get("image_url"):
+        elif kind == image:
             builder.add_image(*_parse_image(part, place))
         else:
             raise unsupported(kind, f"{place}.type", f"; it must be {advice}")
@@ -160,7 +160,9 @@ def parse_content(
 
 def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
     """URL and detail, which stand beside each other in the part or in an object of its own."""
-    image = part["image_url"]
+    image = part.get("image_url")
+    if image is None:
+        raise invalid(image, f"{where}.image_url", "must be a URL")
     if isinstance(image, str):
         return image, optional_text(part, "detail")
     url = require(image, "url", str, f"{where}.image_url")

@@ -265,7 +265,7 @@ def _fold_message(messages: list[Message], item: Any, index: int) -> None:
 def _parse_content(content: Any, where: str) -> ContentBuilder:
     if content is None:
         return ContentBuilder()
-    return openai.parse_content(content, where, _TEXTS, "image_url", "text or image_url with a url")
+    return openai.parse_content(content, where, _TEXTS, "image_url", "text or image_url")
 
 
 def _find_reasoning(item: Any) -> str | None:
