@@ -53,7 +53,7 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
         (["sft", "--status", "done"], "--status 'done': 'done' is not a valid Status; known: queu"),
         (["sft", "--tag", "k"], "--tag 'k' must be key=value"),
         (["sft", "--option", "max_length=3"], "--option max_length=3 is for a builder; name it"),
-        (["trl", "--with", "pad=1"], "export 'trl' has no option 'pad' (known: none)"),
+        (["trl", "--with", "pad=1"], "export 'trl': Trl() takes no arguments (its options: none)"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from tugline.exports.base import make_exporter
 from tugline.exports.pipeline import Export, Summary, run
-from tugline.plugins import find
 from tugline.recording.file import Writer
 from tugline.recording.records import Header, Result
 from tugline.types import (
@@ -112,6 +112,6 @@ def export(
     form: str, where: Path, out: Path, *, options: Mapping[str, Any] | None = None, **plan: Any
 ) -> Summary:
     """Export every recording of a folder."""
-    exporter = find("export", form)(**options or {})
+    exporter = make_exporter(PluginSpec(form, dict(options or {})))
     paths = sorted(where.rglob("*.rec"))
     return run(Export(exporter=exporter, out=out, **plan), paths, lambda *_: None)

@@ -141,7 +141,7 @@ def test_verl_is_padded_on_the_sides_it_expects(tmp_path: Path) -> None:
     (row,) = rows("verl", tmp_path)
     assert row["responses"] == IDS[2:]
     assert row["rm_scores"] == [0, 0, 0, 0.5]
-    options = {"prompt_length": "3", "response_length": "6", "pad_id": "99"}
+    options = {"prompt_length": 3, "response_length": 6, "pad_id": 99}
     (row,) = rows("verl", tmp_path, options=options)
     assert row["prompts"] == [99, 10, 11]
     assert row["responses"] == [12, 13, 14, 15, 99, 99]
@@ -214,15 +214,17 @@ def test_a_conversation_is_put_together_along_the_parents(tmp_path: Path) -> Non
 def test_chat_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
     """Without thoughts, with arguments as objects, as prompt and completion."""
     record(tmp_path, "a")
-    options = {"reasoning": "false", "arguments": "object", "shape": "prompt_completion"}
+    options = {"reasoning": False, "arguments": "object", "shape": "prompt_completion"}
     (line,) = lines("sft", tmp_path, options=options)
     assert [message["role"] for message in line["prompt"]] == ["user"]
     look = line["completion"][0]
     assert look["tool_calls"][0]["function"]["arguments"] == {"path": "0.py"}
     assert "reasoning_content" not in look
-    with pytest.raises(ConfigError, match="arguments is 'json': Invalid enum value 'json'"):
+    with pytest.raises(ConfigError, match="arguments is 'json'"):
         export("sft", tmp_path, tmp_path / "x", options={"arguments": "json"})
-    with pytest.raises(ConfigError, match=r"has no option 'args' \(known: reasoning, arguments"):
+    with pytest.raises(
+        ConfigError, match=r"unexpected keyword argument 'args' \(its options: reasoning, arguments"
+    ):
         export("sft", tmp_path, tmp_path / "x", options={"args": "object"})
 
 

@@ -13,8 +13,8 @@ from conformance.session_run import Scenario, run_session
 from replay.played import saying, tampered
 from tugline.cli.harness_check import FILES, INSTRUCTION, Case, cases_of
 from tugline.recording.file import read
-from tugline.replay.recorded import Live
-from tugline.replay.run import Recording, fork, replay
+from tugline.replay.run import RecordedSession, fork, replay
+from tugline.replay.source import Live
 from tugline.testing.scripted_model import Turn, serve_scripted_model
 from tugline.types import Role
 
@@ -55,17 +55,17 @@ async def recorded(name: str, scenario: Callable[[Case], Scenario], folder: Path
 async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> None:
     """All requests are as recorded; what the world says otherwise is found where it is said."""
     recording = await recorded(name, unhurried, tmp_path / "first")
-    recording = Recording.load(recording)
+    recording = RecordedSession.load(recording)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.replayed == len(recording.calls) == 4
-    assert report.same_place
+    assert report.same_folder
     changed = tampered(
         recording,
         tmp_path / "tampered",
         lambda calls: [*calls[:3], saying(calls[3], "heron", "bittern")],
     )
-    report = await replay(Recording.load(changed), tmp_path / "told")
+    report = await replay(RecordedSession.load(changed), tmp_path / "told")
     (told,) = report.differences
     assert (told.request, told.call) == (3, 3)
     assert "(tool), the result of" in told.where
@@ -76,7 +76,7 @@ async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["codex", "claude_code", "pi"])
 async def test_a_harness_can_be_forked(name: str, tmp_path: Path) -> None:
     """Two recorded answers, then live ones to the end, in a history that continues exactly."""
-    recording = Recording.load(await recorded(name, unhurried, tmp_path / "first"))
+    recording = RecordedSession.load(await recorded(name, unhurried, tmp_path / "first"))
     scenario = unhurried(cases_of(name)[0])
     async with serve_scripted_model(scenario.scripts, {}) as model:
         (report,) = await fork(recording, tmp_path / "fork", Live(model.upstream, 2))
@@ -108,7 +108,7 @@ async def test_sub_agents_titles_faults_and_budgets_are_replayed(
     name: str, scenario: Callable[[Case], Scenario], answers: int, tmp_path: Path
 ) -> None:
     """An agent is waited for by its new id; what broke off is whole; refusals come again."""
-    recording = Recording.load(await recorded(name, scenario, tmp_path / "first"))
+    recording = RecordedSession.load(await recorded(name, scenario, tmp_path / "first"))
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.replayed == answers

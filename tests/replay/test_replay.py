@@ -15,10 +15,10 @@ from tugline.errors import CaptureError, UsageError
 from tugline.recording.file import read
 from tugline.recording.verify.session import verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.replay.normalizers import Normalizers, places
-from tugline.replay.recorded import Live
-from tugline.replay.responses import ordered
-from tugline.replay.run import Options, Recording, fork, replay
+from tugline.replay.matching import sort_tool_results
+from tugline.replay.normalizer import Normalizer, folder_patterns
+from tugline.replay.run import Options, RecordedSession, fork, replay
+from tugline.replay.source import Live
 from tugline.sandbox.local import Local
 from tugline.testing.scripted_model import Turn, serve_scripted_model
 from tugline.types import Limits, Message, PluginSpec, Reason, Role, ToolCall
@@ -37,7 +37,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 async def test_the_same_program_asks_the_same(harness: PluginSpec, tmp_path: Path) -> None:
     """Every request of a real agent is as recorded, in the recorded folder, with its verdict."""
-    recording = Recording.load(await record(tmp_path / "first", task(harness)))
+    recording = RecordedSession.load(await record(tmp_path / "first", task(harness)))
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.recorded, report.replayed, report.live, report.adapted) == (3, 3, 0, 0)
@@ -45,7 +45,7 @@ async def test_the_same_program_asks_the_same(harness: PluginSpec, tmp_path: Pat
     assert report.reward == report.recorded_reward
     assert report.reward is not None
     assert report.reward.value == 1.0
-    assert report.same_place
+    assert report.same_folder
     assert report.exact is not None
     assert report.exact >= 1, "only a second that has passed changes a later prompt"
     again, header = read(Path(report.recording)), recording.header
@@ -64,13 +64,13 @@ async def test_where_folders_cannot_be_laid_over_paths_are_masked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine without namespaces replays in a folder of its own and says so."""
-    recording = Recording.load(await record(tmp_path / "first"))
+    recording = RecordedSession.load(await record(tmp_path / "first"))
     (tmp_path / "unshare").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "unshare").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     report = await replay(recording, tmp_path / "elsewhere")
     assert report.as_recorded, report.differences
-    assert not report.same_place
+    assert not report.same_folder
     (old,) = report.masked["workdir"]
     assert old == recording.header.workdir
     assert report.masked["workdir"][old].startswith(str(tmp_path / "elsewhere"))
@@ -80,10 +80,10 @@ async def test_a_folder_that_is_gone_is_lent_and_taken_back(tmp_path: Path) -> N
     """A recording whose run was moved is replayed at its old path, of which nothing stays."""
     recording = await record(tmp_path / "first")
     (tmp_path / "first").rename(tmp_path / "moved")
-    recording = Recording.load(tmp_path / "moved" / "recordings" / recording.name)
+    recording = RecordedSession.load(tmp_path / "moved" / "recordings" / recording.name)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
-    assert report.same_place
+    assert report.same_folder
     assert not (tmp_path / "first").exists()
 
 
@@ -96,7 +96,7 @@ async def test_the_first_difference_is_told_with_its_tool_call(
         tmp_path / "tampered",
         lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
     )
-    report = await replay(Recording.load(changed), tmp_path / "again")
+    report = await replay(RecordedSession.load(changed), tmp_path / "again")
     (told,) = report.differences
     assert (told.request, told.call, report.replayed) == (1, 1, 1)
     assert told.where.startswith("message 3 (tool), the result of bash ")
@@ -115,11 +115,13 @@ async def test_after_a_difference_the_rest_can_be_seen_too(recording: Path, tmp_
             saying(calls[2], "(no output)", "(nothing)"),
         ],
     )
-    report = await replay(Recording.load(changed), tmp_path / "again", Options(go_on=True))
+    report = await replay(RecordedSession.load(changed), tmp_path / "again", Options(go_on=True))
     assert [one.request for one in report.differences] == [1, 2]
     assert report.replayed == 3
     masked = await replay(
-        Recording.load(changed), tmp_path / "masked", Options(masks=("walrus|wallaby", r"\(no.*\)"))
+        RecordedSession.load(changed),
+        tmp_path / "masked",
+        Options(masks=("walrus|wallaby", r"\(no.*\)")),
     )
     assert masked.as_recorded, "what is masked on both sides does not count"
     assert masked.masked["mask1"] == {"wallaby": "walrus"}
@@ -137,7 +139,7 @@ async def test_other_wishes_are_told_and_answered(recording: Path, tmp_path: Pat
             for one in calls
         ],
     )
-    report = await replay(Recording.load(changed), tmp_path / "again")
+    report = await replay(RecordedSession.load(changed), tmp_path / "again")
     (told,) = report.differences
     assert (told.where, told.recorded, told.replayed) == ("sampling.temperature", "0.25", "None")
     assert report.replayed == 3
@@ -146,7 +148,7 @@ async def test_other_wishes_are_told_and_answered(recording: Path, tmp_path: Pat
 async def test_more_and_fewer_requests_are_differences(recording: Path, tmp_path: Path) -> None:
     """One request beyond the recording, and one that was not made."""
     short = tampered(recording, tmp_path / "short", lambda calls: list(calls[:2]))
-    report = await replay(Recording.load(short), tmp_path / "again")
+    report = await replay(RecordedSession.load(short), tmp_path / "again")
     (told,) = report.differences
     assert (told.request, told.call) == (2, 1)
     assert told.where == "one request more than recorded: message 5 (assistant) is new"
@@ -157,7 +159,7 @@ async def test_more_and_fewer_requests_are_differences(recording: Path, tmp_path
         return [*all_, last, more]
 
     long = tampered(recording, tmp_path / "long", longer)  # type: ignore[arg-type]
-    report = await replay(Recording.load(long), tmp_path / "once more")
+    report = await replay(RecordedSession.load(long), tmp_path / "once more")
     (told,) = report.differences
     assert (told.request, told.call, report.replayed) == (3, 3, 3)
     assert told.where == "the end: 1 of the recorded requests were not made"
@@ -195,7 +197,7 @@ async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_pa
         return [gone, again, *later]
 
     broken = tampered(recording, tmp_path / "broken", halved)  # type: ignore[arg-type]
-    report = await replay(Recording.load(broken), tmp_path / "again")
+    report = await replay(RecordedSession.load(broken), tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.recorded, report.replayed) == (3, 3)
 
@@ -203,7 +205,7 @@ async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_pa
 async def test_budgets_end_a_replay_where_they_ended_the_session(tmp_path: Path) -> None:
     """The refusal of a spent budget is part of the replay."""
     limits = Limits(max_turns=2)
-    recording = Recording.load(await record(tmp_path / "first", task(limits=limits)))
+    recording = RecordedSession.load(await record(tmp_path / "first", task(limits=limits)))
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.replayed == 2
@@ -213,7 +215,7 @@ async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_pat
     """Observed mode: requests are told apart by what they say, answers told as they were."""
     async with observed(TURNS) as model:
         recording = await record(tmp_path / "first", model=model)
-    recording = Recording.load(recording)
+    recording = RecordedSession.load(recording)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert (report.replayed, report.exact) == (3, None)
@@ -226,7 +228,7 @@ async def test_an_engine_that_renders_by_itself_is_replayed_by_its_words(tmp_pat
 # --------------------------------------------------------------------------- going live
 async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_path: Path) -> None:
     """Samples share the recorded prefix, sample their own rest, are judged, and verify."""
-    recording = Recording.load(recording)
+    recording = RecordedSession.load(recording)
     other = (
         *TURNS[:1],
         Turn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
@@ -269,7 +271,9 @@ async def test_a_fork_that_does_not_reach_its_turn_says_why(
         lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
     )
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
-        (report,) = await fork(Recording.load(changed), tmp_path / "fork", Live(model.upstream, 2))
+        (report,) = await fork(
+            RecordedSession.load(changed), tmp_path / "fork", Live(model.upstream, 2)
+        )
         assert model.engine is not None
         assert not model.engine.calls
     assert [one.request for one in report.differences] == [1]
@@ -299,7 +303,7 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     await process.wait()
     Local().reap(folder)
-    recording = Recording.load(recording)
+    recording = RecordedSession.load(recording)
     assert recording.result is None
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:
         live = Live(model.upstream, len(recording.calls))
@@ -316,15 +320,15 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
 async def test_what_cannot_be_replayed_is_told(tmp_path: Path) -> None:
     """No file, no calls, no tokenizer: one line each that says what is missing."""
     with pytest.raises(CaptureError, match="cannot read"):
-        Recording.load(tmp_path / "none.rec")
+        RecordedSession.load(tmp_path / "none.rec")
     recording = await record(tmp_path / "first")
     empty = tampered(recording, tmp_path / "empty", lambda _calls: [])
     with pytest.raises(UsageError, match="holds no calls"):
-        Recording.load(empty)
+        RecordedSession.load(empty)
     for one in recording.parent.glob("tokenizer-*.json"):
         one.unlink()
     with pytest.raises(UsageError, match="give it with --tokenizer"):
-        Recording.load(recording)
+        RecordedSession.load(recording)
 
 
 def test_results_of_parallel_calls_may_come_in_any_order() -> None:
@@ -333,8 +337,8 @@ def test_results_of_parallel_calls_may_come_in_any_order() -> None:
     front = (Message(Role.USER, "x"), Message(Role.ASSISTANT, "", tool_calls=calls))
     first, second = (Message(Role.TOOL, "one", tool_call_id=name) for name in ("a", "b"))
     after = (Message(Role.USER, "y"),)
-    assert ordered((*front, second, first, *after)) == (*front, first, second, *after)
-    assert ordered((*front, first, second, *after)) == (*front, first, second, *after)
+    assert sort_tool_results((*front, second, first, *after)) == (*front, first, second, *after)
+    assert sort_tool_results((*front, first, second, *after)) == (*front, first, second, *after)
 
 
 @pytest.mark.parametrize(
@@ -357,15 +361,18 @@ def test_results_of_parallel_calls_may_come_in_any_order() -> None:
 )
 def test_what_two_runs_may_differ_in_is_masked(one: str, other: str) -> None:
     """Dates, durations, ids, folders, processes and addresses; and no more than that."""
-    old, new = Normalizers(places("/w/one", "/w/home")), Normalizers(places("/v/two", "/v/home"))
+    old, new = (
+        Normalizer(folder_patterns("/w/one", "/w/home")),
+        Normalizer(folder_patterns("/v/two", "/v/home")),
+    )
     assert one != other
-    assert old.text(one) == new.text(other) != one
-    assert old.text(f"walrus {one}") != new.text(f"heron {other}")
+    assert old.mask_text(one) == new.mask_text(other) != one
+    assert old.mask_text(f"walrus {one}") != new.mask_text(f"heron {other}")
     for plain in ("5 files, 12 lines", "version 2.1.3", "a - b", "/x/one", "sleep 5s"):
-        assert old.text(plain) == plain
+        assert old.mask_text(plain) == plain
 
 
 def test_a_mask_that_is_no_pattern_is_refused() -> None:
     """The error names the flag, the text and what is wrong with it."""
     with pytest.raises(UsageError, match=r"--mask '\(' is no regular expression: missing \)"):
-        Normalizers({}, ("(",))
+        Normalizer({}, ("(",))

@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tugline.cli.rebuild import parse_builder, parse_pairs
+from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
-from tugline.exports.base import TraceFilter
+from tugline.exports.base import TraceFilter, make_exporter
 from tugline.exports.pipeline import Export, Summary, run
 from tugline.exports.select import Selection, Split
-from tugline.plugins import find
 from tugline.recording.folder import resolve
-from tugline.types import Status, TraceKind
+from tugline.types import PluginSpec, Status, TraceKind
 
 _Texts = list[str] | None
 _NONE = "-"
@@ -109,7 +108,7 @@ def export(  # noqa: PLR0913 - each is a flag
         seed=seed,
     )
     plan = Export(
-        exporter=find("export", form)(**parse_pairs(given, "--with")),
+        exporter=make_exporter(PluginSpec(form, parse_options(given, "--with"))),
         out=out,
         selection=selection,
         filter=TraceFilter(_parse_names(kind, TraceKind, "--kind"), exact_only, max_length),

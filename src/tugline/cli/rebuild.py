@@ -66,14 +66,19 @@ def rebuild(
 
 
 def parse_builder(name: str | None, options: Iterable[str] | None) -> PluginSpec | None:
-    """Parse ``--builder`` and its ``--option key=value``; values are JSON where they parse."""
-    pairs = parse_pairs(options, "--option")
+    """Parse ``--builder`` and its ``--option key=value``."""
+    given = parse_options(options, "--option")
     if name is None:
-        if pairs:
+        if given:
             msg = f"--option {next(iter(options or ()))} is for a builder; name it with --builder"
             raise UsageError(msg)
         return None
-    return PluginSpec(name, {key: _parse_value(text) for key, text in pairs.items()})
+    return PluginSpec(name, given)
+
+
+def parse_options(texts: Iterable[str] | None, flag: str) -> dict[str, Any]:
+    """Parse ``key=value`` options of a plug-in; values are JSON where they parse, else text."""
+    return {key: _parse_value(text) for key, text in parse_pairs(texts, flag).items()}
 
 
 def parse_pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:

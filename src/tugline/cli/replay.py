@@ -1,4 +1,4 @@
-"""``tugline replay``: run the harness of a recorded session again, and go on live from any call.
+"""``tugline replay``: run the harness of a recorded session again, and continue live from any call.
 
 Exit code 0 if every request was as recorded, 1 if one was not or a fork could not be run.
 """
@@ -18,10 +18,10 @@ from tugline import log
 from tugline.errors import UsageError
 from tugline.gateway.probe.connect import connect
 from tugline.recording.folder import RUNS, locate
-from tugline.replay.difference import Difference
-from tugline.replay.recorded import Live
-from tugline.replay.run import Options, Recording, Report, fork
-from tugline.replay.run import replay as replayed
+from tugline.replay.matching import Difference
+from tugline.replay.run import Options, RecordedSession, Report, fork
+from tugline.replay.run import replay as run_replay
+from tugline.replay.source import Live
 
 _LAST = "last"
 
@@ -33,12 +33,12 @@ def replay(  # noqa: PLR0913 - each is a flag
         str | None, typer.Option(help="Go live from this call on; 'last' is after the last one.")
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="Who answers then, such as http://127.0.0.1:8000.")
+        str | None, typer.Option(help="Engine that answers then, such as http://127.0.0.1:8000.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Sessions that go live from there.")] = 1,
     slots: Annotated[int, typer.Option(min=1, help="How many of them run at a time.")] = 1,
     go_on: Annotated[
-        bool, typer.Option("--go-on", help="Answer a request that differs all the same.")
+        bool, typer.Option("--go-on", help="Answer a request that differs, too.")
     ] = False,
     mask: Annotated[
         list[str] | None, typer.Option(help="Regular expression of what may differ; repeatable.")
@@ -47,7 +47,7 @@ def replay(  # noqa: PLR0913 - each is a flag
         str | None, typer.Option(help="Run this version of the harness instead.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, where none is kept beside the recording.")
+        Path | None, typer.Option(help="tokenizer.json, if there is none beside the recording.")
     ] = None,
     keep: Annotated[
         Path | None,
@@ -55,22 +55,22 @@ def replay(  # noqa: PLR0913 - each is a flag
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run the harness of a recorded session again, on the answers that it was given then."""
+    """Run the harness of a recorded session again on the recorded answers."""
     log.configure(level="error")
-    recording = Recording.load(locate(session), tokenizer)
+    recorded = RecordedSession.load(locate(session), tokenizer)
     options = Options(go_on=go_on, masks=tuple(mask or ()), harness_version=harness_version)
-    live = _live(recording, fork_at, engine, (samples, slots))
-    keep = _kept(keep, recording, live)
+    live = _make_live(recorded, fork_at, engine, (samples, slots))
+    keep = _make_folder(keep, recorded, live)
     with (
         tempfile.TemporaryDirectory(prefix="tugline-replay-") as scratch,
-        Console(stderr=True).status(f"running {recording.header.task.harness.name}"),
+        Console(stderr=True).status(f"running {recorded.header.task.harness.name}"),
     ):
         folder = keep or Path(scratch)
         if live is None:
-            reports = [asyncio.run(replayed(recording, folder, options))]
+            reports = [asyncio.run(run_replay(recorded, folder, options))]
         else:
-            reports = asyncio.run(fork(recording, folder, live, options))
-    if keep is None:  # nothing is there any more
+            reports = asyncio.run(fork(recorded, folder, live, options))
+    if keep is None:  # the folder was temporary
         reports = [msgspec.structs.replace(report, recording="") for report in reports]
     if as_json:
         typer.echo(msgspec.json.encode({"sessions": reports}))
@@ -81,10 +81,10 @@ def replay(  # noqa: PLR0913 - each is a flag
         raise typer.Exit(1)
 
 
-def _live(
-    recording: Recording, at: str | None, engine: str | None, many: tuple[int, int]
+def _make_live(
+    recorded: RecordedSession, at: str | None, engine: str | None, many: tuple[int, int]
 ) -> Live | None:
-    """The fork that is asked for; None for a plain replay."""
+    """Make the fork that the options name; None for a plain replay."""
     if at is None and engine is None and many[0] == 1:
         return None
     if at is None or engine is None:
@@ -93,16 +93,16 @@ def _live(
     if at != _LAST and not at.isdecimal():
         msg = f"--fork-at is {at!r}, must be the number of a call or 'last'"
         raise UsageError(msg)
-    number = len(recording.calls) if at == _LAST else int(at)
-    source = asyncio.run(connect([engine], mode=recording.header.mode))
-    earlier = RUNS.rglob(f"{recording.header.session.id}-at{number}-*.rec")
+    number = len(recorded.calls) if at == _LAST else int(at)
+    source = asyncio.run(connect([engine], mode=recorded.header.mode))
+    earlier = RUNS.rglob(f"{recorded.header.session.id}-at{number}-*.rec")
     return Live(source, number, *many, first=len(list(earlier)))
 
 
-def _kept(keep: Path | None, recording: Recording, live: Live | None) -> Path | None:
-    """The new folder of the run, made; None for one that is not kept."""
+def _make_folder(keep: Path | None, recorded: RecordedSession, live: Live | None) -> Path | None:
+    """Create the folder of the run; None if it is not kept."""
     if keep is None and live is not None:
-        wanted = f"{recording.header.session.id}-at{live.at}"
+        wanted = f"{recorded.header.session.id}-at{live.at}"
         taken = len(list(RUNS.glob(f"{wanted}*")))
         keep = RUNS / (f"{wanted}-{taken + 1}" if taken else wanted)
     if keep is not None:
@@ -114,7 +114,7 @@ def _kept(keep: Path | None, recording: Recording, live: Live | None) -> Path | 
     return keep
 
 
-# --------------------------------------------------------------------------- telling
+# --------------------------------------------------------------------------- output
 def _show(report: Report) -> None:
     say = Console(highlight=False, soft_wrap=True, markup=False).print
     program = " ".join(filter(None, (report.harness, report.version)))
@@ -123,18 +123,18 @@ def _show(report: Report) -> None:
     if report.as_recorded:
         say(f"{report.session} by {program}: {done} as recorded{live}")
     else:
-        differ = f", {count} found to differ" if (count := len(report.differences)) else ""
+        differ = f", {count} differ" if (count := len(report.differences)) else ""
         say(f"{report.session} by {program}: {done} answered{live}{differ}")
     for one in report.differences:
         _show_difference(one)
     if report.exact is not None and report.replayed:
         say(f"  prompts with the recorded ids: {report.exact} of {report.replayed}")
     if report.adapted:
-        say(f"  answers told with this run's values: {report.adapted} of {report.replayed}")
+        say(f"  answers adapted to this run's values: {report.adapted} of {report.replayed}")
     for name, values in report.masked.items():
         old, new = next(iter(values.items()))
         say(f"  masked {name}: {len(values)} differ, such as {old} -> {new}")
-    if not report.same_place:
+    if not report.same_folder:
         say("  it ran in another folder than the recorded session; paths are masked")
     if report.failure is not None and not report.differences:
         say(f"  {report.status}: {report.failure.boundary}: {report.failure.message}")

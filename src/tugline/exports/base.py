@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from tugline.errors import ConfigError
+from tugline import plugins
 from tugline.recording.file import Recording
 from tugline.recording.records import Header
 from tugline.traces.base import Builder, Built
-from tugline.types import Trace, TraceKind
+from tugline.types import PluginSpec, Trace, TraceKind
 
 
 class SkipReason(StrEnum):
@@ -117,12 +117,8 @@ class RowWriter(ABC):
         """Write buffered rows and close the file."""
 
 
-class NoOptions(msgspec.Struct, frozen=True):
-    """The options of a format without options."""
-
-
 class Exporter:
-    """One format; its options are keywords, as values or as text."""
+    """One format; its options are the keyword arguments of `__init__`."""
 
     suffix = ".jsonl"
     """Suffix of its files."""
@@ -131,20 +127,6 @@ class Exporter:
     trains = True
     """Whether rows are for a trainer of token ids: of one tokenizer, each with tokens to train on,
     without images."""
-    Options: type[msgspec.Struct] = NoOptions
-
-    def __init__(self, **options: object) -> None:
-        name, known = type(self).__name__.lower(), self.Options.__struct_fields__
-        for key, value in options.items():
-            if key not in known:
-                msg = f"export {name!r} has no option {key!r} (known: {', '.join(known) or 'none'})"
-                raise ConfigError(msg)
-            try:
-                msgspec.convert({key: value}, self.Options, strict=False)
-            except msgspec.ValidationError as error:
-                msg = f"export {name!r}: {key} is {value!r}: {str(error).partition(' - at')[0]}"
-                raise ConfigError(msg) from error
-        self.options: Any = msgspec.convert(options, self.Options, strict=False)
 
     def rows(self, session: SessionExport) -> Iterator[Row | SkipReason]:
         """Yield the rows of a session, and a reason for everything that becomes no row."""
@@ -168,6 +150,14 @@ class Exporter:
     def open(self, path: Path) -> RowWriter:
         """Create the file at `path`."""
         return JsonLinesWriter(path)
+
+
+def make_exporter(spec: PluginSpec) -> Exporter:
+    """Make an exporter. Raises `UsageError` for an unknown name or option."""
+    exporter: Exporter = plugins.make(
+        "export", spec.name, plugins.find("export", spec.name), spec.options
+    )
+    return exporter
 
 
 class JsonLinesWriter(RowWriter):

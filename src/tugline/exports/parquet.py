@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import numpy as np
 
+from tugline.chat.serialization import serialize_message, serialize_tool
 from tugline.exports.base import Row, SessionExport, SkipReason
-from tugline.exports.chat import serialize_message, serialize_tool
 from tugline.exports.tables import TableExporter, pairs
-from tugline.types import Trace
+from tugline.types import Message, Trace
 
 
 class Parquet(TableExporter):
@@ -75,8 +75,8 @@ class Calls(TableExporter):
         for call in session.recording.calls:
             columns = {
                 "call": call.number,
-                "messages": _json([serialize_message(message) for message in call.messages]),
-                "answer": None if call.answer is None else _json(serialize_message(call.answer)),
+                "messages": _json([_serialize(message) for message in call.messages]),
+                "answer": None if call.answer is None else _json(_serialize(call.answer)),
                 "tools": _json([serialize_tool(tool) for tool in call.tools]),
                 "prompt_tokens": len(call.prompt_ids),
                 "sampled_tokens": len(call.sampled_ids) + call.unreported_tokens,
@@ -86,6 +86,10 @@ class Calls(TableExporter):
             times = msgspec.structs.asdict(call.timings)
             tokens = len(call.prompt_ids) + len(call.sampled_ids)
             yield Row({**shared, **columns, **rest, **times}, tokens, len(call.sampled_ids))
+
+
+def _serialize(message: Message) -> dict[str, object]:
+    return serialize_message(message) | {"role": message.role.value}  # a developer stays one
 
 
 def _json(value: object) -> str:

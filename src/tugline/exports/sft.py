@@ -11,23 +11,12 @@ from typing import Literal
 
 import msgspec
 
+from tugline.chat.serialization import serialize_message, serialize_tool
 from tugline.exports.base import Exporter, Row, SessionExport, SkipReason
-from tugline.exports.chat import serialize_message, serialize_tool
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, TraceKind
 
 _DEFAULT_KINDS = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
-
-
-class _Options(msgspec.Struct, frozen=True, kw_only=True):
-    reasoning: bool = True
-    """Whether reasoning is written, as ``reasoning_content``."""
-    arguments: Literal["text", "object"] = "text"
-    """Arguments of tool calls: JSON text as in the OpenAI API, or an object."""
-    system: Literal["keep", "front"] = "keep"
-    """System messages: where they were, or joined at the front."""
-    shape: Literal["messages", "prompt_completion"] = "messages"
-    """One list, or two: the messages before the first answer, and the rest."""
 
 
 class Sft(Exporter):
@@ -35,7 +24,25 @@ class Sft(Exporter):
 
     needs_reward = False
     trains = False
-    Options = _Options
+
+    def __init__(
+        self,
+        *,
+        reasoning: bool = True,
+        arguments: Literal["text", "object"] = "text",
+        system: Literal["keep", "front"] = "keep",
+        shape: Literal["messages", "prompt_completion"] = "messages",
+    ) -> None:
+        """Set what conversations look like.
+
+        `reasoning` is written as ``reasoning_content``. `arguments` of tool calls are JSON text as
+        in the OpenAI API, or objects. `system` messages stay where they were, or are joined at the
+        front. `shape` is one list, or the messages before the first answer and the rest.
+        """
+        self.reasoning_field = "reasoning_content" if reasoning else None
+        self.parse_arguments = _parse_object if arguments == "object" else str
+        self.front = system == "front"
+        self.shape = shape
 
     def rows(self, session: SessionExport) -> Iterator[Row | SkipReason]:
         """Yield the longest conversation of each thread."""
@@ -50,7 +57,7 @@ class Sft(Exporter):
         tokens = len(calls[-1].prompt_ids) + len(calls[-1].sampled_ids)
         exact = all(call.mode is not Mode.TEXT for call in calls)
         skip = session.filter.check(kind, exact=exact, length=tokens, default=_DEFAULT_KINDS)
-        messages = join_messages(calls, front=self.options.system == "front")
+        messages = join_messages(calls, front=self.front)
         if skip is None and any(message.images for message in messages):
             skip = SkipReason.IMAGES
         if skip is not None:
@@ -72,12 +79,13 @@ class Sft(Exporter):
         return Row(columns, tokens, sum(len(call.sampled_ids) for call in calls))
 
     def _make_columns(self, messages: Sequence[Message]) -> dict[str, object]:
-        objects = self.options.arguments == "object"
         serialized = [
-            serialize_message(message, reasoning=self.options.reasoning, objects=objects)
+            serialize_message(
+                message, reasoning_field=self.reasoning_field, arguments=self.parse_arguments
+            )
             for message in messages
         ]
-        if self.options.shape == "messages":
+        if self.shape == "messages":
             return {"messages": serialized}
         first = next(i for i, message in enumerate(messages) if message.role is Role.ASSISTANT)
         return {"prompt": serialized[:first], "completion": serialized[first:]}
@@ -145,3 +153,12 @@ def join_messages(calls: Sequence[Call], *, front: bool = False) -> list[Message
 
 def _with_role(role: Role, message: Message) -> Message:
     return msgspec.structs.replace(message, role=role)
+
+
+def _parse_object(arguments: str) -> object:
+    """Parse arguments that are a JSON object; others stay text."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+    return value if isinstance(value, dict) else arguments

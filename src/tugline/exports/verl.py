@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,28 +19,29 @@ from tugline.exports.tables import TableExporter
 from tugline.types import Trace
 
 
-class _Options(msgspec.Struct, frozen=True, kw_only=True):
-    prompt_length: int | None = None
-    """Tokens that each prompt is padded to."""
-    response_length: int | None = None
-    pad_id: int = 0
-
-
 class Verl(TableExporter):
     """One row per trace; the response begins with the first sampled token."""
 
-    Options = _Options
     columns = """
         uid:text session:text trace:int data_source:text prompts:longs responses:longs
         input_ids:longs attention_mask:longs position_ids:longs response_mask:longs
         rollout_log_probs:floats rm_scores:floats reward:float min_global_steps:int
         max_global_steps:int __num_turns__:int"""
 
-    def __init__(self, **options: object) -> None:
-        super().__init__(**options)
-        if (self.options.prompt_length is None) != (self.options.response_length is None):
+    def __init__(
+        self,
+        *,
+        prompt_length: int | None = None,
+        response_length: int | None = None,
+        pad_id: int = 0,
+    ) -> None:
+        """Set the lengths in tokens that prompts and responses are padded to with `pad_id`."""
+        if (prompt_length is None) != (response_length is None):
             msg = "export 'verl': give prompt_length and response_length both, or neither"
             raise ConfigError(msg)
+        self.prompt_length = prompt_length
+        self.response_length = response_length
+        self.pad_id = pad_id
 
     def row(
         self, session: SessionExport, index: int, trace: Trace
@@ -49,15 +49,15 @@ class Verl(TableExporter):
         """Return the columns; a trace that does not fit the padding is skipped, not cut."""
         first, versions = trace.spans[0].start, [span.version for span in trace.spans]
         size = len(trace.ids) - first
-        left = first if self.options.prompt_length is None else self.options.prompt_length
-        right = size if self.options.response_length is None else self.options.response_length
+        left = first if self.prompt_length is None else self.prompt_length
+        right = size if self.response_length is None else self.response_length
         if first > left or size > right:
             return SkipReason.TOO_LONG
 
         def padded(values: npt.NDArray[Any], fill: int = 0) -> npt.NDArray[Any]:
             return np.pad(values, (left - first, right - size), constant_values=fill)
 
-        ids = padded(trace.ids.astype(np.int64), self.options.pad_id)
+        ids = padded(trace.ids.astype(np.int64), self.pad_id)
         seen = padded(np.ones(len(trace.ids), np.int64))
         scores = np.zeros(right, np.float32)
         scores[size - 1] = session.reward

@@ -1,1 +1,1 @@
-"""A recorded session again: the real harness on recorded answers, and live from any turn on."""
+"""Replay a recorded session with its real harness, or continue it live from any call."""

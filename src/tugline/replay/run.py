@@ -1,14 +1,14 @@
-"""Replay a recorded session, or fork from it: the whole rollout, with a recording for an engine.
+"""Replay a recorded session, or fork from it: a whole rollout on a recording instead of an engine.
 
-Everything that a rollout has is there: runtime, budgets, evaluator, and a recording of its own,
-from which a fork builds like any other session.
+Runtime, budgets and evaluator are those of any rollout, and so is the new recording, from which a
+fork builds like any other session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,10 +23,10 @@ from tugline.gateway.app import Gateway, Opened
 from tugline.recording.file import read
 from tugline.recording.folder import load_tokenizer
 from tugline.recording.records import Header, Result
-from tugline.replay.difference import Difference
-from tugline.replay.normalizers import Normalizers, places
-from tugline.replay.place import SamePlace, Start, mountable
-from tugline.replay.recorded import Live, Recorded
+from tugline.replay.matching import Difference
+from tugline.replay.mounted import MountedRuntime, Prefix, find_prefix
+from tugline.replay.normalizer import Normalizer, folder_patterns
+from tugline.replay.source import Live, RecordedSource
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.sandbox.base import HOME, Runtime
@@ -34,8 +34,8 @@ from tugline.types import Boundary, Call, Failure, Mode, PluginSpec, Reward, Ses
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """What is replayed."""
+class RecordedSession:
+    """A session to replay."""
 
     header: Header
     calls: tuple[Call, ...]
@@ -43,21 +43,22 @@ class Recording:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def load(cls, recording: Path, tokenizer: Path | None = None) -> Recording:
+    def load(cls, path: Path, tokenizer: Path | None = None) -> RecordedSession:
         """Read a recording and its tokenizer. Raises `CaptureError` or `UsageError`."""
-        found = read(recording, bodies=False)
-        if found.header is None or not found.calls:
-            what = "says not whose session it is" if found.header is None else "holds no calls"
-            msg = f"{recording} {what}; there is nothing to replay"
+        recording = read(path, bodies=False)
+        header = recording.header
+        if header is None or not recording.calls:
+            what = "has no header" if header is None else "holds no calls"
+            msg = f"{path} {what}; there is nothing to replay"
             raise UsageError(msg)
-        known = load_tokenizer(recording, found.header, tokenizer)
-        if known is None and found.header.mode is Mode.EXACT:
-            msg = f"the tokenizer of {recording} is not beside it; give it with --tokenizer"
+        loaded = load_tokenizer(path, header, tokenizer)
+        if loaded is None and header.mode is Mode.EXACT:
+            msg = f"the tokenizer of {path} is not beside it; give it with --tokenizer"
             raise UsageError(msg)
-        return cls(found.header, found.calls, found.result, known)
+        return cls(header, recording.calls, recording.result, loaded)
 
-    def rendering(self) -> Rendering | None:
-        """What made its prompts; None where the engine did."""
+    def make_rendering(self) -> Rendering | None:
+        """Make the rendering of its prompts; None if the engine rendered them."""
         header = self.header
         if header.mode is not Mode.EXACT or self.tokenizer is None:
             return None
@@ -66,28 +67,28 @@ class Recording:
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one replay or fork."""
+    """The result of one replay or fork."""
 
     session: str
     harness: str
     version: str | None
-    """Of the harness that ran."""
+    """Version of the harness that ran."""
     recorded: int
-    """Answers that were to be replayed."""
+    """Responses to replay."""
     replayed: int
     exact: int | None
-    """Of those, the requests with the recorded prompt, id for id; None where ids are not made."""
+    """Of the replayed, requests with the recorded prompt ids; None if the engine renders."""
     adapted: int
-    """Of the replayed, the answers in which a recorded value became this run's."""
+    """Of the replayed, answers in which a recorded value became this run's."""
     live: int
-    """Answers that an engine gave."""
+    """Answers of the engine."""
     differences: tuple[Difference, ...]
     masked: dict[str, dict[str, str]]
     """Mask to recorded value to this run's, where the two differ."""
-    same_place: bool
-    """Whether programs found their folder where the recorded ones did."""
+    same_folder: bool
+    """Whether programs saw their folder at the recorded path."""
     recording: str
-    """Its path; empty where it was not kept."""
+    """Path of the new recording; empty if it was not kept."""
     status: Status
     reward: Reward | None = None
     recorded_reward: Reward | None = None
@@ -95,12 +96,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def as_recorded(self) -> bool:
-        """Whether every recorded answer was asked for, and nothing else before the fork."""
+        """Whether all recorded requests were made, and no others before the fork."""
         return not self.differences and not self.broken
 
     @property
     def broken(self) -> bool:
-        """Whether it failed otherwise than by having no verdict, which many recordings lack."""
+        """Whether it failed for another reason than a missing verdict."""
         return self.failure is not None and self.failure.boundary is not Boundary.EVALUATOR
 
 
@@ -109,165 +110,160 @@ class Options:
     """How to replay."""
 
     go_on: bool = False
-    """Answer a request that differs as the one it comes nearest to."""
+    """Answer a request that differs with the most similar response."""
     masks: tuple[str, ...] = ()
-    """Regular expressions of what may differ, beside the built-in ones."""
+    """Regular expressions to mask, besides the built-in ones."""
     harness_version: str | None = None
 
 
-async def replay(recording: Recording, folder: Path, options: Options | None = None) -> Report:
-    """Run the harness again in the new `folder`, on the recorded answers alone."""
-    (report,) = await _perform(recording, folder, [recording.header.session], options or Options())
+async def replay(session: RecordedSession, folder: Path, options: Options | None = None) -> Report:
+    """Run the harness again in the new `folder`, on the recorded responses alone."""
+    (report,) = await _run_all(session, folder, [session.header.session], options or Options())
     return report
 
 
 async def fork(
-    recording: Recording, folder: Path, live: Live, options: Options | None = None
+    session: RecordedSession, folder: Path, live: Live, options: Options | None = None
 ) -> list[Report]:
-    """Sessions that are replayed up to call `live.at` and sampled from there on.
+    """Run sessions that are replayed up to call `live.at` and sampled from there on.
 
-    Each has a recording of its own in the new `folder`, with the replayed calls marked as such. The
-    samples are numbered after those of the task, so that none draws from a seed that was used.
+    Each has a recording in the new `folder`, with the replayed calls marked. The samples are
+    numbered after those of the task, so that none uses a seed again.
     """
-    if not 0 <= live.at <= len(recording.calls):
-        msg = f"--fork-at is {live.at}, must be from 0 to {len(recording.calls)}, all its calls"
+    if not 0 <= live.at <= len(session.calls):
+        msg = f"--fork-at is {live.at}, must be from 0 to {len(session.calls)}, all its calls"
         raise UsageError(msg)
-    old = recording.header.session
-    others = max(recording.header.task.samples, old.sample + 1)
+    old = session.header.session
+    others = max(session.header.task.samples, old.sample + 1)
     sessions = [
         Session(id=f"{old.id}-at{live.at}-{n}", task=old.task, sample=others + n)
         for n in range(live.first, live.first + live.samples)
     ]
-    return await _perform(recording, folder, sessions, options or Options(), live)
+    return await _run_all(session, folder, sessions, options or Options(), live)
 
 
-async def _perform(
-    recording: Recording,
+async def _run_all(
+    recorded: RecordedSession,
     folder: Path,
     sessions: Sequence[Session],
     options: Options,
     live: Live | None = None,
 ) -> list[Report]:
-    header = recording.header
-    task = _task(header.task, options.harness_version)
-    with _place(header) as start:
-        parts = _Parts(header, start)
+    header = recorded.header
+    task = _make_task(header.task, options.harness_version)
+    with _find_prefix(header) as prefix:
+        parts = _Parts(header, prefix)
         harness = parts.harness(task.harness)
-        here = {} if start else {one.id: _places(_directory(folder, one)) for one in sessions}
-        source = _source(recording, options, live, here, harness.spent_status)
-        gateway = _Gateway(source, recording.rendering(), folder / "recordings")
-        if start:
+        folders = {} if prefix else {one.id: _agent_patterns(folder, one) for one in sessions}
+        source = _make_source(recorded, options, live, folders, harness.spent_status)
+        gateway = _Gateway(source, recorded.make_rendering(), folder / "recordings")
+        if prefix:
             gateway.folders = {"workdir": header.workdir, "home": header.home}
-        gate = asyncio.Semaphore(live.slots if live else 1)
+        slots = asyncio.Semaphore(live.slots if live else 1)
 
-        async def one(session: Session) -> Report:
-            directory = _directory(folder, session)
-            async with gate:
+        async def run(session: Session) -> Report:
+            directory = _session_folder(folder, session)
+            async with slots:
                 trajectory = await roll_out(
                     task, session, gateway=gateway, directory=directory, parts=parts
                 )
-            run = source.run(session.id)
-            rest = [take for take in run.left if take.needed]
-            if rest and run.asked and not run.ended:
-                where = f"the end: {len(rest)} of the recorded requests were not made"
-                run.note(Difference(run.asked, rest[0].call.number, where))
+            state = source.state(session.id)
+            missing = [one for one in state.remaining if one.required]
+            if missing and state.requests and not state.ended:
+                where = f"the end: {len(missing)} of the recorded requests were not made"
+                state.add_difference(Difference(state.requests, missing[0].call.number, where))
             return Report(
                 session=session.id,
                 harness=task.harness.name,
                 version=harness.version,
-                recorded=len(source.takes),
-                replayed=run.replayed,
-                exact=run.exact if header.mode is Mode.EXACT else None,
-                adapted=run.adapted,
-                live=run.live,
-                differences=tuple(run.differences),
-                masked=run.masked,
-                same_place=start is not None,
+                recorded=len(source.responses),
+                replayed=state.replayed,
+                exact=state.exact if header.mode is Mode.EXACT else None,
+                adapted=state.adapted,
+                live=state.live,
+                differences=tuple(state.differences),
+                masked=state.masked,
+                same_folder=prefix is not None,
                 recording=str(gateway.recording_path(session)),
                 status=trajectory.status,
                 reward=trajectory.reward,
-                recorded_reward=recording.result.reward if recording.result else None,
+                recorded_reward=recorded.result.reward if recorded.result else None,
                 failure=trajectory.failure,
             )
 
         async with gateway:
-            return list(await asyncio.gather(*map(one, sessions)))
+            return list(await asyncio.gather(*map(run, sessions)))
 
 
-def _source(
-    recording: Recording,
+def _make_source(
+    recorded: RecordedSession,
     options: Options,
     live: Live | None,
-    here: Mapping[str, Mapping[str, str]],
-    status: int,
-) -> Recorded:
-    """The recording as an engine; `here` has the folders of sessions that are not in its place."""
-    was = places(recording.header.workdir, recording.header.home)
-    return Recorded(
-        recording.header,
-        recording.calls,
-        Normalizers(was, options.masks),
-        lambda session: Normalizers(here.get(session, was), options.masks),
-        tokenizer=recording.tokenizer,
-        spent_status=status,
+    folders: Mapping[str, Mapping[str, str]],
+    spent_status: int,
+) -> RecordedSource:
+    """Make the source; `folders` has the patterns of sessions that are not at the old path."""
+    old = folder_patterns(recorded.header.workdir, recorded.header.home)
+    return RecordedSource(
+        recorded.header,
+        recorded.calls,
+        Normalizer(old, options.masks),
+        lambda session: Normalizer(folders.get(session, old), options.masks),
+        tokenizer=recorded.tokenizer,
+        spent_status=spent_status,
         go_on=options.go_on,
         live=live,
     )
 
 
-def _task(task: Task, version: str | None) -> Task:
-    """The recorded task, with another version of its harness if one is named."""
+def _make_task(task: Task, version: str | None) -> Task:
+    """Return the recorded task, with another version of its harness if one is given."""
     if version is None:
         return task
-    part = PluginSpec(task.harness.name, {**task.harness.options, "version": version})
-    return msgspec.structs.replace(task, harness=part)
+    spec = PluginSpec(task.harness.name, {**task.harness.options, "version": version})
+    return msgspec.structs.replace(task, harness=spec)
 
 
-# --------------------------------------------------------------------------- where it runs
-def _directory(folder: Path, session: Session) -> Path:
+# --------------------------------------------------------------------------- folders
+def _session_folder(folder: Path, session: Session) -> Path:
     return folder / "sessions" / f"{session.id}.{session.epoch}"
 
 
-def _places(directory: Path) -> dict[str, str]:
-    """The folders that a rollout in `directory` gives its agent."""
-    agent = Path.cwd() / directory / "agent"
-    return places(str(agent / "work"), str(agent / "home"))
+def _agent_patterns(folder: Path, session: Session) -> dict[str, str]:
+    agent = Path.cwd() / _session_folder(folder, session) / "agent"
+    return folder_patterns(str(agent / "work"), str(agent / "home"))
 
 
-@contextlib.contextmanager
-def _place(header: Header) -> Iterator[Start | None]:
-    """How programs are started to find their folder where the recorded ones did; None if not."""
+def _find_prefix(header: Header) -> contextlib.AbstractContextManager[Prefix | None]:
+    """Find how programs see their folder at the recorded path; None if they cannot."""
     if not _was_local(header) or Path(header.home).parent != Path(header.workdir).parent:
-        yield None
-        return
-    with mountable(Path(header.workdir).parent) as start:
-        yield start
+        return contextlib.nullcontext()
+    return find_prefix(Path(header.workdir).parent)
 
 
 def _was_local(header: Header) -> bool:
-    """Whether its session had folders of its own; sandboxes give the same ones to all."""
+    """Whether the session had its own folders; sandboxes give the same paths to all."""
     named = header.task.runtime.name in {"auto", "local"}
     return named and bool(header.workdir) and Path(header.home) != Path(HOME)
 
 
 class _Parts(Parts):
-    """The task's parts, but a runtime whose programs are where the recorded ones were."""
+    """The task's plug-ins, with a runtime at the recorded path."""
 
-    def __init__(self, header: Header, start: Start | None) -> None:
+    def __init__(self, header: Header, prefix: Prefix | None) -> None:
         super().__init__()
-        self._old, self._start = Path(header.workdir).parent, start
+        self._old, self._prefix = Path(header.workdir).parent, prefix
         self._was_local = _was_local(header)
 
-    def runtime(self, part: PluginSpec) -> Runtime:
-        """The place where it runs."""
-        inner = super().runtime(
-            PluginSpec("local") if self._was_local and part.name == "auto" else part
-        )
-        return inner if self._start is None else SamePlace(inner, self._old, self._start)
+    def runtime(self, spec: PluginSpec) -> Runtime:
+        """Make the runtime."""
+        local = self._was_local and spec.name == "auto"
+        inner = super().runtime(PluginSpec("local") if local else spec)
+        return inner if self._prefix is None else MountedRuntime(inner, self._old, self._prefix)
 
 
 class _Gateway(Gateway):
-    """A gateway that writes down where programs see their folders."""
+    """A gateway that records the paths that programs see."""
 
     folders: Mapping[str, str] = MappingProxyType({})
 

@@ -4,23 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from tugline.replay import place
-from tugline.replay.place import SamePlace, mountable
+from tugline.replay import mounted
+from tugline.replay.mounted import MountedRuntime, find_prefix
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.local import Local
 
 
-@pytest.mark.parametrize("start", [place._AS_ROOT, place._AS_USER], ids=["root", "user"])
+@pytest.mark.parametrize("start", [mounted._AS_ROOT, mounted._AS_USER], ids=["root", "user"])
 async def test_programs_find_their_folder_at_another_place(
-    start: place.Start, tmp_path: Path
+    start: mounted.Prefix, tmp_path: Path
 ) -> None:
     """They see the old path, with the new files; the old ones are neither seen nor touched."""
     old = tmp_path / "old"
     (old / "work").mkdir(parents=True)
     (old / "work" / "mine.txt").write_text("recorded")
-    if not place._works(start, old):
+    if not mounted._works(start, old):
         pytest.skip("this machine or user may not make such a name space")
-    async with SamePlace(Local(), old, start).open(
+    async with MountedRuntime(Local(), old, start).open(
         tmp_path / "new", SandboxSpec(files={"a.txt": "a"})
     ) as box:
         await box.put(box.home, {"settings": f"at {box.workdir}"})
@@ -41,9 +41,9 @@ async def test_programs_find_their_folder_at_another_place(
 
 def test_what_was_made_to_mount_on_is_removed(tmp_path: Path) -> None:
     """Folders that were there stay; those that were lent go."""
-    with mountable(tmp_path / "a" / "b"):
+    with find_prefix(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
-    with mountable(tmp_path):
+    with find_prefix(tmp_path):
         pass
     assert tmp_path.exists()

@@ -1,0 +1,209 @@
+"""Recorded responses with their whole conversations, and how a request differs from one. Pure.
+
+A recording holds what each request added; here conversations are whole again, so that a request
+can be recognised by its messages. An answer that was cut off and resumed is one response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from tugline.chat.request import Request
+from tugline.gateway.canonical import MessageDigest, call_positions
+from tugline.replay.normalizer import Normalizer
+from tugline.traces.lineage import adds_to_parent
+from tugline.types import Call, CallOutcome, Message, Role, Sampling, VersionSpan
+
+_BEFORE, _AFTER = 40, 80
+"""Characters shown around the first one that differs."""
+_SHORT = 60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedResponse:
+    """One recorded answer, and the request that it answers."""
+
+    call: Call
+    """With all tokens of the answer."""
+    messages: tuple[Message, ...]
+    """As sorted by `sort_tool_results`."""
+    result_order: tuple[str, ...]
+    """Ids of tool calls in the order in which their results came."""
+    digests: tuple[MessageDigest, ...]
+    tools: dict[str, str]
+
+    def answers(self, digests: tuple[MessageDigest, ...], tools: Mapping[str, str]) -> bool:
+        """Whether a request with these messages and tools is the recorded one."""
+        return digests == self.digests and tools == self.tools
+
+    def count_shared_messages(self, digests: Sequence[MessageDigest]) -> int:
+        """Return how many leading messages are equal."""
+        pairs = enumerate(zip(self.digests, digests, strict=False))
+        shortest = min(len(self.digests), len(digests))
+        return next((index for index, (old, new) in pairs if old != new), shortest)
+
+    @property
+    def required(self) -> bool:
+        """False for an answer that the harness hung up on: another run may never request it."""
+        return self.call.outcome is not CallOutcome.CLIENT_GONE
+
+
+def list_responses(calls: Sequence[Call], normalizer: Normalizer) -> list[RecordedResponse]:
+    """Return every response in the order of the requests."""
+    first_of: dict[int, int] = {}
+    """The call that began the answer of each call."""
+    joined: dict[int, Call] = {}
+    conversations: dict[int, tuple[Message, ...]] = {}
+    for call in sorted(calls, key=lambda call: call.number):
+        parent = call.parent if call.parent in first_of and adds_to_parent(call) else None
+        start = None if parent is None else first_of[parent]
+        if start is not None and not call.messages:
+            first_of[call.number] = start
+            joined[start] = _join_resumed(joined[start], call)
+            continue
+        first_of[call.number] = call.number
+        joined[call.number] = call
+        before: tuple[Message, ...] = ()
+        if start is not None:
+            answer = joined[start].answer
+            before = (*conversations[start], *(() if answer is None else (answer,)))
+        conversations[call.number] = (*before, *call.messages)
+    responses = []
+    for number, call in joined.items():
+        messages = sort_tool_results(conversations[number])
+        responses.append(
+            RecordedResponse(
+                call,
+                messages,
+                list_result_ids(conversations[number]),
+                normalizer.digest_messages(messages),
+                normalizer.mask_tools(call.tools),
+            )
+        )
+    return responses
+
+
+def sort_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Sort the results of parallel tool calls in the order of the calls."""
+    ordered: list[Message] = []
+    positions: dict[str, int] = {}
+    start = 0
+    for message in messages:
+        ordered.append(message)
+        if message.role is not Role.TOOL:
+            positions, start = call_positions(message), len(ordered)
+        elif len(ordered) - start > 1:
+            ordered[start:] = sorted(
+                ordered[start:], key=lambda one: positions.get(one.tool_call_id or "", 0)
+            )
+    return tuple(ordered)
+
+
+def list_result_ids(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return the ids of tool calls in the order of their results."""
+    return tuple(message.tool_call_id for message in messages if message.tool_call_id)
+
+
+def _join_resumed(call: Call, rest: Call) -> Call:
+    """Join an answer and the call that resumed it."""
+    shift = len(call.sampled_ids)
+    later = (VersionSpan(v.version, v.start + shift, v.end + shift) for v in rest.versions)
+    return msgspec.structs.replace(
+        call,
+        sampled_ids=np.concatenate((call.sampled_ids, rest.sampled_ids)),
+        logprobs=np.concatenate((call.logprobs, rest.logprobs)),
+        versions=(*call.versions, *later),
+        unreported_tokens=call.unreported_tokens + rest.unreported_tokens,
+        answer=rest.answer,
+        finish=rest.finish,
+        stop=rest.stop,
+        outcome=rest.outcome,
+    )
+
+
+# --------------------------------------------------------------------------- differences
+class Difference(msgspec.Struct, frozen=True):
+    """One difference of a request from the recording."""
+
+    request: int
+    """Position among the requests of this run, from 0."""
+    call: int | None
+    """The recorded call that it was compared with; None if there is none left."""
+    where: str
+    """Such as ``message 5 (tool), the result of bash {"command": "ls"}``."""
+    recorded: str = ""
+    """Text around the first character that differs."""
+    replayed: str = ""
+    id_at: int | None = None
+    """Position of the first prompt id that differs, if ids are compared."""
+
+
+def compare_messages(
+    response: RecordedResponse,
+    old: Normalizer,
+    request: Request,
+    new: Normalizer,
+    digests: Sequence[MessageDigest],
+) -> tuple[str, str, str]:
+    """Return where the first tool or message differs, with both texts."""
+    tools = new.mask_tools(request.tools)
+    for name in [*response.tools, *tools]:
+        if response.tools.get(name) != tools.get(name):
+            texts = response.tools.get(name, ""), tools.get(name, "")
+            return f"tool {name!r}", *_clip_difference(*texts)
+    at = response.count_shared_messages(digests)
+    theirs = response.messages[at] if at < len(response.messages) else None
+    ours = request.messages[at] if at < len(request.messages) else None
+    message = ours or theirs
+    if message is None:
+        return "nothing: it repeats a request that was answered", "", ""
+    where = f"message {at} ({message.role.value}){_name_call(message, request.messages[:at])}"
+    if theirs is not None and ours is not None:
+        return where, *_clip_difference(_format(theirs, old), _format(ours, new))
+    where += " is new" if theirs is None else " is missing"
+    recorded = _format(theirs, old)[:_AFTER] if theirs else ""
+    return where, recorded, _format(ours, new)[:_AFTER] if ours else ""
+
+
+def compare_sampling(
+    response: RecordedResponse, requested: Sampling
+) -> tuple[str, str, str] | None:
+    """Return the first requested sampling field that differs; None if all are equal."""
+    for field in Sampling.__struct_fields__:
+        theirs, ours = getattr(response.call.requested, field), getattr(requested, field)
+        if theirs != ours:
+            return f"sampling.{field}", str(theirs), str(ours)
+    return None
+
+
+def _name_call(message: Message, before: Sequence[Message]) -> str:
+    """Name the tool call that a result belongs to."""
+    if message.tool_call_id is None:
+        return ""
+    calls = (call for one in reversed(before) for call in one.tool_calls)
+    call = next((call for call in calls if call.id == message.tool_call_id), None)
+    return "" if call is None else f", the result of {call.name} {call.arguments[:_SHORT]}"
+
+
+def _format(message: Message, normalizer: Normalizer) -> str:
+    masked = normalizer.mask_message(message)
+    calls = [f"[{call.name} {call.arguments}]" for call in masked.tool_calls]
+    failed = ["[failed]"] if masked.failed else []
+    images = [f"[image {image.url[:_SHORT]}]" for image in masked.images]
+    return f"{message.role.value}: " + "\n".join([*failed, masked.content, *calls, *images])
+
+
+def _clip_difference(old: str, new: str) -> tuple[str, str]:
+    """Return both texts around the first character that differs."""
+    pairs = enumerate(zip(old, new, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+    start, end = max(0, at - _BEFORE), at + _AFTER
+    front = "..." if start else ""
+    return (
+        front + old[start:end] + ("..." if end < len(old) else ""),
+        front + new[start:end] + ("..." if end < len(new) else ""),
+    )

@@ -1,0 +1,337 @@
+"""A recording in place of an engine; the gateway cannot tell the difference.
+
+A request is recognised by its masked messages and tools; among equal ones by the ids of its prompt,
+then by order, so parallel agents may arrive in any order. It is answered with the recorded ids, log
+probabilities and versions. A request that is not recorded ends the session, or is sampled if there
+is an engine and the fork is reached. Replayed calls are marked (`Call.replayed`), so no token is
+trained twice (I2), and live tokens are sampled in the context that this run really has (I1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from tugline.chat.engines.base import CallDelta, Delta, EngineFormat, EngineRequest, Feature
+from tugline.chat.engines.generate import Embedded
+from tugline.chat.request import Request
+from tugline.chat.tokenizer import Tokenizer
+from tugline.errors import BudgetExhausted
+from tugline.gateway.canonical import MessageDigest
+from tugline.gateway.replicas import ModelCard, Replica, TokenSource
+from tugline.recording.records import Header
+from tugline.replay.matching import (
+    Difference,
+    RecordedResponse,
+    compare_messages,
+    compare_sampling,
+    list_responses,
+    list_result_ids,
+    sort_tool_results,
+)
+from tugline.replay.normalizer import Normalizer
+from tugline.types import Call, Message, Mode, shared_prefix
+
+_DELTA_TOKENS = 16
+_NOT_IN_ANSWERS = frozenset({"time", "duration", "order"})
+"""Masks whose values no answer refers to."""
+_MIN_VALUE = 4
+"""Characters of the shortest value that is looked for in answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The engine that answers from the recorded call `at` on."""
+
+    engine: TokenSource
+    """Not open yet; in the recording's mode."""
+    at: int
+    samples: int = 1
+    """Sessions that fork there."""
+    slots: int = 1
+    """How many of them run at a time."""
+    first: int = 0
+    """Number of the first; earlier forks from the same call have lower ones."""
+
+
+@dataclass(slots=True)
+class ReplayState:
+    """One session that is answered from the recording."""
+
+    normalizer: Normalizer
+    remaining: list[RecordedResponse]
+    """Responses that were not requested yet."""
+    requests: int = 0
+    replayed: int = 0
+    exact: int = 0
+    """Of the replayed, those whose request had the recorded prompt ids."""
+    adapted: int = 0
+    """Of the replayed, those in which a recorded value became this run's."""
+    live: int = 0
+    ended: bool = False
+    differences: list[Difference] = field(default_factory=list)
+    masked: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Mask to recorded value to this run's, where the two differ."""
+    aliases: dict[MessageDigest, MessageDigest] = field(default_factory=dict)
+    """Messages that were reported to differ, and the recorded ones that they stand for."""
+
+    def add_difference(self, difference: Difference) -> None:
+        """Add a difference, unless an equal one was added before."""
+        if all(
+            (one.where, one.recorded, one.replayed)
+            != (difference.where, difference.recorded, difference.replayed)
+            for one in self.differences
+        ):
+            self.differences.append(difference)
+
+    def substitute(self, text: str) -> str:
+        """Replace recorded values in `text` by those of this run."""
+        for name, values in self.masked.items():
+            for old, new in values.items() if name not in _NOT_IN_ANSWERS else ():
+                if len(old) >= _MIN_VALUE and old in text:
+                    literal = new.replace("\\", r"\\")
+                    text = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", literal, text)
+        return text
+
+    def compare_values(self, old: Normalizer, response: RecordedResponse, request: Request) -> None:
+        """Collect masked values that differ from the recorded ones."""
+        for theirs, ours in zip(response.messages, request.messages, strict=False):
+            if theirs.content == ours.content:
+                continue
+            values = old.find_values(theirs.content), self.normalizer.find_values(ours.content)
+            for (name, was), (other, now) in zip(*values, strict=False):
+                if name == other and was != now:
+                    self.masked.setdefault(name, {})[was] = now
+
+    def compare_order(self, theirs: Sequence[str], ours: Sequence[str]) -> None:
+        """Note that results of parallel calls came in another order."""
+        if theirs != ours and sorted(theirs) == sorted(ours):
+            moved = [(a, b) for a, b in zip(theirs, ours, strict=True) if a != b]
+            was, now = (", ".join(ids) for ids in zip(*moved, strict=True))
+            self.masked.setdefault("order", {})[was] = now
+
+
+class RecordedSource(TokenSource):
+    """The responses of one recording, for any number of sessions that each start anew."""
+
+    def __init__(  # noqa: PLR0913 - each is a setting of its own
+        self,
+        header: Header,
+        calls: Sequence[Call],
+        normalizer: Normalizer,
+        normalizer_of: Callable[[str], Normalizer],
+        *,
+        tokenizer: Tokenizer | None = None,
+        spent_status: int = 400,
+        go_on: bool = False,
+        live: Live | None = None,
+    ) -> None:
+        """`normalizer` is the recording's, `normalizer_of` returns that of a session by its id.
+
+        With `go_on` a request that differs gets the most similar response.
+        """
+        self._header, self._tokenizer = header, tokenizer
+        self._normalizer, self._normalizer_of = normalizer, normalizer_of
+        self._status, self._go_on = spent_status, go_on
+        self._live: TokenSource | None = live.engine if live else None
+        fork = live.at if live else len(calls)
+        responses = list_responses(calls, normalizer)
+        self.responses = [one for one in responses if one.call.number < fork]
+        self._after_fork = [one for one in responses if one.call.number >= fork]
+        self._states: dict[str, ReplayState] = {}
+        self.wire: EngineFormat = live.engine.wire if live else _make_format(header)
+        self.forked_from = f"{header.session.id}@{fork}" if live else ""
+
+    async def __aenter__(self) -> Self:
+        if self._live is not None:
+            await self._live.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            await self._live.__aexit__(kind, error, trace)
+
+    async def model(self) -> ModelCard:
+        """Return the engine's model, or the recorded one."""
+        if self._live is not None:
+            return await self._live.model()
+        return ModelCard(self._header.model, self._header.window)
+
+    def choose(self, session: str, avoid: Sequence[str] = ()) -> Replica:
+        """Let the engine choose; a recording has one replica."""
+        return self._live.choose(session, avoid) if self._live else Replica("recorded:")
+
+    async def abort(self, request_id: str, url: str) -> None:
+        """Abort at the engine; a recorded answer is complete at once."""
+        if self._live is not None:
+            await self._live.abort(request_id, url)
+
+    def state(self, session: str) -> ReplayState:
+        """Return the state of a session's replay."""
+        if session not in self._states:
+            normalizer = self._normalizer_of(session)
+            self._states[session] = ReplayState(normalizer, list(self.responses))
+        return self._states[session]
+
+    async def sample(
+        self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
+    ) -> AsyncGenerator[Delta]:
+        """Yield the recorded answer or the engine's. Raises `BudgetExhausted` without either."""
+        state = self.state(session)
+        response = self._find_response(state, ask)
+        if response is not None:
+            for delta in self._make_deltas(self._adapt(state, response.call)):
+                yield delta
+        elif self._live is not None and not state.ended:
+            state.live += 1
+            async with contextlib.aclosing(self._live.sample(ask, session, used, avoid)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        else:
+            msg = "the replay has ended: this request is not as recorded"
+            raise BudgetExhausted(msg, status=self._status)
+
+    # ----------------------------------------------------------------------- matching
+    def _find_response(self, state: ReplayState, ask: EngineRequest) -> RecordedResponse | None:
+        """Return the response to a request; None if there is none, or the engine shall answer."""
+        if ask.request is None or state.ended:
+            return None
+        result_order, number = list_result_ids(ask.request.messages), state.requests
+        messages = sort_tool_results(ask.request.messages)
+        request = msgspec.structs.replace(ask.request, messages=messages)
+        state.requests += 1
+        digests = state.normalizer.digest_messages(messages)
+        digests = tuple(state.aliases.get(one, one) for one in digests)
+        tools = state.normalizer.mask_tools(request.tools)
+        matches = [one for one in state.remaining if one.answers(digests, tools)]
+        if not matches:
+            similar = self._report_difference(state, ask, request, digests, number)
+            if similar is None:
+                return None
+            matches = [similar]
+        response = min(
+            matches,
+            key=lambda one: (not one.required, _first_different_id(one, ask) is not None),
+        )
+        state.remaining.remove(response)
+        state.replayed += 1
+        state.exact += ask.prompt is not None and _first_different_id(response, ask) is None
+        state.compare_order(response.result_order, result_order)
+        state.compare_values(self._normalizer, response, request)
+        sampling = compare_sampling(response, request.sampling)
+        if sampling is not None:
+            state.add_difference(Difference(number, response.call.number, *sampling))
+        return response
+
+    def _report_difference(
+        self,
+        state: ReplayState,
+        ask: EngineRequest,
+        request: Request,
+        digests: tuple[MessageDigest, ...],
+        number: int,
+    ) -> RecordedResponse | None:
+        """Report a request that is not recorded; returns the response to give with `go_on`."""
+        if self._live is not None and self._is_after_fork(state, request, digests):
+            return None
+        candidates = state.remaining or self.responses
+        similar = max(candidates, key=lambda one: one.count_shared_messages(digests), default=None)
+        if similar is None:
+            state.add_difference(Difference(number, None, "nothing is recorded before the fork"))
+            state.ended = True
+            return None
+        where, old, new = compare_messages(
+            similar, self._normalizer, request, state.normalizer, digests
+        )
+        where = where if state.remaining else f"one request more than recorded: {where}"
+        at = _first_different_id(similar, ask)
+        state.add_difference(Difference(number, similar.call.number, where, old, new, at))
+        if not self._go_on or similar not in state.remaining:
+            state.ended = True
+            return None
+        state.aliases.update(zip(digests, similar.digests, strict=False))
+        return similar
+
+    def _is_after_fork(
+        self, state: ReplayState, request: Request, digests: tuple[MessageDigest, ...]
+    ) -> bool:
+        tools = state.normalizer.mask_tools(request.tools)
+        return (
+            bool(state.live)
+            or not any(one.required for one in state.remaining)
+            or any(one.answers(digests, tools) for one in self._after_fork)
+        )
+
+    # ----------------------------------------------------------------------- answering
+    def _make_deltas(self, call: Call) -> Iterator[Delta]:
+        """Yield the answer in pieces, the first of which marks it as replayed."""
+        yield Delta(replayed=call, unreported_tokens=call.unreported_tokens)
+        if call.mode is not Mode.EXACT:
+            prompt = msgspec.json.encode(call.prompt_ids.tolist()) if len(call.prompt_ids) else None
+            answer = call.answer
+            calls = tuple(
+                CallDelta(i, one.id, one.name, one.arguments)
+                for i, one in enumerate(answer.tool_calls if answer else ())
+            )
+            reasoning, text = (answer.reasoning or "", answer.content) if answer else ("", "")
+            yield Delta(prompt=prompt, reasoning=reasoning, text=text, calls=calls)
+        for span in call.versions:
+            for start in range(span.start, span.end, _DELTA_TOKENS):
+                piece = slice(start, min(start + _DELTA_TOKENS, span.end))
+                ids, logprobs = call.sampled_ids[piece], call.logprobs[piece]
+                yield Delta(ids=ids, logprobs=logprobs, version=span.version)
+        yield Delta(finish=call.finish, stop=call.stop)
+
+    def _adapt(self, state: ReplayState, call: Call) -> Call:
+        """Replace recorded values in an answer, such as ids of sub-agents or folders.
+
+        Its text is then tokenized again and has no log probabilities, so 0 stands for them; like
+        every replayed answer it is context and never trained.
+        """
+        tokenizer = self._tokenizer if call.mode is Mode.EXACT else None
+        text = (
+            msgspec.json.encode(call.answer).decode()
+            if tokenizer is None
+            else tokenizer.decode(call.sampled_ids.tolist())
+        )
+        adapted = state.substitute(text)
+        if adapted == text:
+            return call
+        state.adapted += 1
+        if tokenizer is None:
+            answer = msgspec.json.decode(adapted, type=Message)
+            return msgspec.structs.replace(call, answer=answer)
+        ids = np.asarray(tokenizer.encode(adapted), np.int32)
+        span = msgspec.structs.replace(call.versions[-1], start=0, end=len(ids))
+        zeros = np.zeros(len(ids), np.float32)
+        return msgspec.structs.replace(call, sampled_ids=ids, logprobs=zeros, versions=(span,))
+
+
+def _first_different_id(response: RecordedResponse, ask: EngineRequest) -> int | None:
+    """Return the position of the first prompt id that differs; None if none does or is known."""
+    if ask.prompt is None:
+        return None
+    theirs, ours = response.call.prompt_ids, ask.prompt.to_array()
+    at = shared_prefix(theirs, ours)
+    return None if at == len(theirs) == len(ours) else at
+
+
+def _make_format(header: Header) -> EngineFormat:
+    """Return a format with the recorded engine's name and mode; nothing is sent with it."""
+    wire = Embedded()
+    wire.name = header.engine
+    wire.features = frozenset(Feature)
+    wire.mode = header.mode
+    return wire
