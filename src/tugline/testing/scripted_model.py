@@ -145,6 +145,8 @@ class ScriptedModel:
     def _count_answered(self, prompt: Ids) -> int:
         """Return how many tokens of the answer the prompt already ends with."""
         starts = (prompt == self._opening[0]).nonzero()[0]
+        if not len(starts):
+            return 0
         return len(prompt) - int(starts[-1]) - len(self._opening)
 
 
