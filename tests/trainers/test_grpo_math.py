@@ -210,7 +210,7 @@ def test_unknown_keys_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_", "told"),
+    ("given_", "message"),
     [
         ({"reward": "best"}, "reward is 'best', must be one of discounted, outcome, per_trace"),
         ({"reward": "discounted"}, "turn_discount is missing: reward 'discounted' needs"),
@@ -222,9 +222,9 @@ def test_unknown_keys_are_refused() -> None:
         ),
     ],
 )
-def test_a_wrong_choice_of_reward_is_named(given_: dict[str, object], told: str) -> None:
+def test_a_wrong_choice_of_reward_is_named(given_: dict[str, object], message: str) -> None:
     """Field, value and what would be right, in one line."""
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         from_mapping(given_, GrpoConfig)
 
 

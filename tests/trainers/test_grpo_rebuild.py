@@ -79,10 +79,10 @@ async def rolled_out(folder: Path) -> list[Trajectory]:
         )
         for name in ("prefix_merging", "tree")
     ]
-    told = Settings(node=NodeSettings(slots=2))
+    settings = Settings(node=NodeSettings(slots=2))
     async with serve(create_app(engine, model_name="m")) as url:
         reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
-        async with local(told, folder, reached) as cluster:
+        async with local(settings, folder, reached) as cluster:
             return await cluster.run(tasks)
 
 

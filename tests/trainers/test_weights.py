@@ -58,7 +58,7 @@ async def test_vllm_forgets_what_the_old_weights_computed() -> None:
     ]
 
 
-async def test_sglang_is_told_in_its_own_words() -> None:
+async def test_sglang_gets_its_own_requests() -> None:
     """What runs is retracted and computed anew; to wait is the engine's own way of loading."""
     load = ("/update_weights_from_disk", _load(7))
     async with engine() as (url, seen), SglangWeightUpdater(url) as weights:

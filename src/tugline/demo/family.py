@@ -56,7 +56,7 @@ class CodeChoice(NamedTuple):
     """A piece of code and the ways an issue asks for it."""
 
     code: str
-    words: tuple[str, ...]
+    phrases: tuple[str, ...]
 
 
 class Family(NamedTuple):
@@ -269,7 +269,7 @@ def _problem(rng: random.Random, split: Split, name: str) -> Problem:
     functions = [target.source(bug), other.source(other.choices[0])]
     rng.shuffle(functions)
     source = "\n\n".join(functions)
-    word = rng.choice(right.words)
+    word = rng.choice(right.phrases)
     need = family.need.format(word=word, **target.names)
     path = f"{module}.py"
     tests = [f"from {module} import {other.name}, {target.name}\n", target.test(), other.test()]

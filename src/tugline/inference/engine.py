@@ -130,8 +130,8 @@ class Engine:
         """
         check(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
         stops = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else self.eos_ids)
-        room = self.max_model_len - len(request.prompt_ids)
-        one = Sampled(request, limit=min(request.max_tokens, room), stops=stops)
+        window_left = self.max_model_len - len(request.prompt_ids)
+        one = Sampled(request, limit=min(request.max_tokens, window_left), stops=stops)
         wakeup = self._wakeups[one] = asyncio.Event()
         sent = 0
         try:

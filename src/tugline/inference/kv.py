@@ -82,9 +82,9 @@ class KVPool(Cache):
         """A copy of a row at its exact length."""
         return self._data[:, :, row, :, :length].clone()
 
-    def paste(self, kept: torch.Tensor, row: int, length: int) -> None:
+    def paste(self, copy: torch.Tensor, row: int, length: int) -> None:
         """Write the first `length` positions of what `cut` returned into a row."""
-        self._data[:, :, row, :, :length] = kept[:, :, :, :length]
+        self._data[:, :, row, :, :length] = copy[:, :, :, :length]
 
 
 class PrefixTable:

@@ -1,9 +1,9 @@
-"""Put new weights into a running engine: pause, load, resume.
+"""Load new weights into a running engine: pause, load, resume.
 
-Running answers are kept, ended with what they have, or waited for. On vLLM and SGLang a kept one
-goes on under the new weights over a context that is computed anew, and its tokens carry both
-versions, so a later forward pass finds the same numbers (I1). No engine forgets cached context by
-itself; here it is always told to, because an answer over another policy's cache is off by nats.
+Running answers are kept, aborted with the tokens they have, or waited for. On vLLM and SGLang a
+kept answer continues under the new weights over a recomputed context, and its tokens carry both
+versions, so a later forward pass finds the same numbers (I1). No engine drops cached context by
+itself, so it is always requested: an answer over another policy's cache is off by nats.
 No torch here.
 """
 
@@ -20,12 +20,12 @@ import msgspec
 from tugline.errors import EngineError
 
 Running = Literal["keep", "abort", "wait"]
-"""What becomes of answers that are being sampled."""
-_PATIENCE_S = 600.0
+"""How answers that are being sampled are treated."""
+_TIMEOUT_S = 600.0
 
 
 class WeightUpdater(Protocol):
-    """The weights of one engine, as a trainer changes them."""
+    """Changes the weights of one engine."""
 
     async def pause(self, running: Running = "keep") -> None:
         """Hold new requests; returns once nothing is sampled any more."""
@@ -36,7 +36,7 @@ class WeightUpdater(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on."""
+        """Admit requests again."""
         ...
 
 
@@ -48,7 +48,7 @@ class _RemoteWeightUpdater:
         self._client: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PATIENCE_S))
+        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
         return self
 
     async def __aexit__(
@@ -61,7 +61,7 @@ class _RemoteWeightUpdater:
             await self._client.close()
 
     async def _post(self, path: str, body: object = None) -> dict[str, Any]:
-        """What a route answers. Raises `EngineError` unless it says that it worked."""
+        """Post to a route and return its reply. Raises `EngineError` unless it reports success."""
         if self._client is None:
             msg = "the engine's connection is not open; enter it with `async with`"
             raise EngineError(msg)
@@ -70,15 +70,15 @@ class _RemoteWeightUpdater:
         try:
             async with self._client.post(self.url + path, data=data, headers=headers) as response:
                 status, text = response.status, await response.read()
-            told = msgspec.json.decode(text) if text.startswith(b"{") else {}
+            reply = msgspec.json.decode(text) if text.startswith(b"{") else {}
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
             msg = f"the engine at {self.url} did not answer {path}: {error or type(error).__name__}"
             raise EngineError(msg) from error
-        if status != 200 or told.get("success") is False:
-            words = text[:200].decode("utf-8", "replace")
-            msg = f"the engine at {self.url} answered {path} with {status}: {words}"
+        if status != 200 or reply.get("success") is False:
+            detail = text[:200].decode("utf-8", "replace")
+            msg = f"the engine at {self.url} answered {path} with {status}: {detail}"
             raise EngineError(msg, status=status)
-        return dict(told)
+        return dict(reply)
 
 
 class VllmWeightUpdater(_RemoteWeightUpdater):
@@ -89,14 +89,14 @@ class VllmWeightUpdater(_RemoteWeightUpdater):
         await self._post(f"/pause?mode={running}")
 
     async def load(self, folder: Path, version: int) -> None:
-        """Reload, recompute what is running, and name the version."""
+        """Reload, recompute running contexts, and set the version."""
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._post("/collective_rpc", reload)
         await self._post("/reset_prefix_cache?reset_running_requests=true")
         await self._post("/update_weight_version", {"new_version": str(version)})
 
     async def resume(self) -> None:
-        """Go on."""
+        """Admit requests again."""
         await self._post("/resume")
 
 
@@ -110,7 +110,7 @@ class SglangWeightUpdater(_RemoteWeightUpdater):
     async def pause(self, running: Running = "keep") -> None:
         """Hold new requests; running ones go back to the queue, or end.
 
-        To ``wait`` is the way of `load` here: it comes in when nothing runs.
+        With ``wait``, `load` itself waits until nothing runs.
         """
         self._waits = running == "wait"
         if not self._waits:
@@ -118,12 +118,12 @@ class SglangWeightUpdater(_RemoteWeightUpdater):
             await self._post("/pause_generation", {"mode": mode})
 
     async def load(self, folder: Path, version: int) -> None:
-        """Reload, forget every cached context, and name the version."""
+        """Reload, drop every cached context, and set the version."""
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         await self._post("/update_weights_from_disk", body)
 
     async def resume(self) -> None:
-        """Go on."""
+        """Admit requests again."""
         if not self._waits:
             await self._post("/continue_generation")
 
@@ -137,12 +137,12 @@ class EmbeddedWeightUpdater:
         self._running: Running = "keep"
 
     async def pause(self, running: Running = "keep") -> None:
-        """Remember it for `load`: the engine stops between two steps, no earlier."""
+        """Store the mode for `load`; the engine pauses between two steps."""
         self._running = running
 
     async def load(self, folder: Path, version: int) -> None:
-        """New weights between two steps; nothing of an older context is offered again."""
+        """Swap the weights between two steps; older cached contexts are dropped."""
         await self._swap(folder, version, self._running)
 
     async def resume(self) -> None:
-        """Nothing was held."""
+        """Do nothing: `pause` held nothing."""
