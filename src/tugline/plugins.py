@@ -48,7 +48,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "taskset": {
         "harbor": "tugline.datasets.harbor:HarborTaskSet",
-        "jsonl": "tugline.datasets.jsonl:JsonlTaskSet",
+        "jsonl": "tugline.datasets.rows:JsonlTaskSet",
         "swe": "tugline.datasets.swe:SweTaskSet",
     },
     "export": {

@@ -137,7 +137,7 @@ def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
         ("prefix:", "prefx:", "unknown key 'prefx'; did you mean 'prefix'?"),
         ("samples: 4", "sampels: 4", "template: unknown key 'sampels'; did you mean 'samples'?"),
         ("samples: 4", "samples: many", "template: samples is 'many'"),
-        ("samples: 4", "files: {}", "template: files is each instance's own"),
+        ("samples: 4", "files: {}", "template: files belongs to each instance"),
         ("name: jsonl", "name: jsnol", "unknown taskset 'jsnol'; did you mean 'jsonl'?"),
         ("id: name", "idd: name", "taskset 'jsonl': "),
         ("id: name", "id: nam", "rows.jsonl, line 1: there is no field 'nam' (known: name, q"),

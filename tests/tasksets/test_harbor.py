@@ -186,7 +186,7 @@ def test_a_task_that_cannot_be_had_may_be_left_out(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logged:
         found = HarborTaskSet(path=str(tmp_path), leave_out=True).tasks(template)
         assert [task.id for task in found] == ["one"]
-    assert "steps has 1 steps" in logged[0]["why"]
+    assert "steps has 1 steps" in logged[0]["reason"]
 
 
 def test_unknown_keys_and_unfulfilled_wishes_are_warned_about_once(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_unknown_keys_and_unfulfilled_wishes_are_warned_about_once(tmp_path: Pat
     with structlog.testing.capture_logs() as logged:
         assert len(list(HarborTaskSet(path=str(tmp_path)).tasks(template))) == 2
     assert [(each["event"], each["key"]) for each in logged] == [
-        ("an unknown key", "environment.flavour"),
-        ("a wish that is not fulfilled here", "environment.gpus"),
+        ("unknown key", "environment.flavour"),
+        ("ignored setting", "environment.gpus"),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tugline.datasets.selection import Difficulty, Selection
+from tugline.datasets.files import Difficulty, Selection
 from tugline.errors import ConfigError
 from tugline.protocol import ResultView
 from tugline.types import PluginSpec, Status, Task
@@ -124,7 +124,7 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
     sure = msgspec.structs.replace(hard, unknown=False, results="results.jsonl", samples=2)
     assert picked(Selection(difficulty=sure), some, folder=str(tmp_path)) == ["case-2"]
     (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"line 1 is no result of `tugline results --json`"):
+    with pytest.raises(ConfigError, match=r"line 1 is not a result of `tugline results --json`"):
         picked(Selection(difficulty=hard), some, folder=str(tmp_path))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from swe_toy import make, tasks, template, written
 from tugline.datasets.swe import SweTaskSet
-from tugline.datasets.swe_script import END, START, touched
+from tugline.datasets.swe_rows import END, START, list_files
 from tugline.errors import ConfigError
 from tugline.evaluators.swebench import SweBenchEvaluator
 from tugline.types import PluginSpec
@@ -255,7 +255,7 @@ BAD = [
     ({"PASS_TO_PASS": [1]}, r"PASS_TO_PASS is \[1\], must be a list of names"),
     ({"test_patch": "+ x"}, r"test_patch is '\+ x', must be a patch as `git diff` writes it"),
     ({"patch": 1}, r"patch is 1, must be text"),
-    ({"repo": "x/y"}, r"test_cmd is missing; it must be what runs its tests"),
+    ({"repo": "x/y"}, r"test_cmd is missing; it must be the command that runs its tests"),
     ({"repo": "x/y", "test_cmd": "pytest"}, r"log_parser is missing; it must be the name of a"),
     ({"install_config": "["}, r"install_config is '\[', must be an object"),
     ({"eval_type": "all"}, r"eval_type is 'all', must be one of pass_and_fail, fail_only"),
@@ -310,9 +310,9 @@ def test_a_patch_with_strange_names() -> None:
         'diff --git "a/t \\303\\244.py" "b/t \\303\\244.py"\nnew file mode 100644\n--- /dev/null\n'
         '+++ "b/t.py"\n@@ -0,0 +1,2 @@\n+x\n+deleted file mode\n'
     )
-    assert touched(diff).before == ()
-    assert touched(diff).after == ("t \N{LATIN SMALL LETTER A WITH DIAERESIS}.py",)
-    assert touched("") == ((), ())
+    assert list_files(diff).before == ()
+    assert list_files(diff).after == ("t \N{LATIN SMALL LETTER A WITH DIAERESIS}.py",)
+    assert list_files("") == ((), ())
 
 
 def test_the_toy_is_the_same_everywhere(tmp_path: Path) -> None:

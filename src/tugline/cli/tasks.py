@@ -24,7 +24,7 @@ from rich.text import Text
 
 from tugline.cli.options import Json
 from tugline.datasets.base import INSTANCE
-from tugline.datasets.files import Chosen, gather
+from tugline.datasets.files import SelectedTasks, gather
 from tugline.errors import ConfigError, UsageError
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, fingerprint, validate_task
@@ -144,17 +144,17 @@ def validate(
     """Try reference solutions and empty ones, without a model; exit code 1 if any is not fine."""
     found = gather(paths, folders=True)
     if runtime is not None:
-        chosen = PluginSpec(runtime)
-        found = [(msgspec.structs.replace(task, runtime=chosen), of) for task, of in found]
+        selected = PluginSpec(runtime)
+        found = [(msgspec.structs.replace(task, runtime=selected), of) for task, of in found]
     parts = Parts()
     _check_runtimes(parts, [task for task, _ in found])
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     proved = _kept(out) if out else {}
-    keys = [_key(task, chosen) for task, chosen in found]
+    keys = [_key(task, selected) for task, selected in found]
     done = [proved[key] for key in keys if key in proved]
     left = [
-        (task, chosen, digest)
-        for (task, chosen), (name, digest) in zip(found, keys, strict=True)
+        (task, selected, digest)
+        for (task, selected), (name, digest) in zip(found, keys, strict=True)
         if (name, digest) not in proved
     ]
     if done:
@@ -179,7 +179,7 @@ def _check_runtimes(parts: Parts, found: Sequence[Task]) -> None:
 
 
 async def _try_all(
-    found: Sequence[tuple[Task, Chosen | None, str]],
+    found: Sequence[tuple[Task, SelectedTasks | None, str]],
     parts: Parts,
     jobs: int,
     out: Path | None,
@@ -189,9 +189,11 @@ async def _try_all(
     with tempfile.TemporaryDirectory(prefix="tugline-") as folder, _bar(console) as bar:
         line = bar.add_task("tasks", total=len(found))
 
-        async def one(number: int, task: Task, chosen: Chosen | None, digest: str) -> Proved:
+        async def one(
+            number: int, task: Task, selected: SelectedTasks | None, digest: str
+        ) -> Proved:
             async with places:
-                proved = await _try(task, chosen, digest, Path(folder) / str(number), parts)
+                proved = await _try(task, selected, digest, Path(folder) / str(number), parts)
             if out is not None:
                 await asyncio.to_thread(_keep, out, proved)
             bar.advance(line)
@@ -205,11 +207,11 @@ async def _try_all(
 
 
 async def _try(
-    task: Task, chosen: Chosen | None, digest: str, folder: Path, parts: Parts
+    task: Task, selected: SelectedTasks | None, digest: str, folder: Path, parts: Parts
 ) -> Proved:
     """Both solutions, one after the other."""
     try:
-        solution = await asyncio.to_thread(chosen.solution, task) if chosen else None
+        solution = await asyncio.to_thread(selected.solution, task) if selected else None
         solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
         empty = await validate_task(task, None, folder / "empty", parts)
     except UsageError as error:  # a part that cannot be made
@@ -243,9 +245,9 @@ def _judged(
     )
 
 
-def _key(task: Task, chosen: Chosen | None) -> tuple[str, str]:
+def _key(task: Task, selected: SelectedTasks | None) -> tuple[str, str]:
     try:
-        return task.id, fingerprint(task, chosen.solution(task) if chosen else None)
+        return task.id, fingerprint(task, selected.solution(task) if selected else None)
     except (UsageError, OSError, TypeError):  # said when it is tried
         return task.id, ""
 

@@ -1,11 +1,11 @@
-"""The contract of a task set: from a benchmark's own files to tasks, one for each instance.
+"""The task set contract: from a benchmark's own files to tasks, one for each instance.
 
-What an instance says (its instruction, where it begins, how it is judged) comes from the set; what
-a run decides (harness, runtime, samples, limits) comes from a `Template`, the same for all. Where
-both speak, the template wins, so that a run can be stricter than the benchmark's author was.
+The instruction, workspace and evaluator of an instance come from the set; harness, runtime,
+samples and limits come from a `Template`, the same for all tasks of a run. Where both have a
+value, the template wins.
 
-A set that knows a reference solution gives it (`solution`), so that a task is tried before a model
-is trained on it: the solution must earn 1 and nothing at all less.
+A set may have reference solutions (`solution`), to validate tasks before a model is trained on
+them: the solution must earn 1, and an unchanged workspace less.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from tugline.task_files import parse_task
 from tugline.types import Limits, PluginSpec, Task, Workspace
 
 INSTANCE = "instance"
-"""The tag with an instance's own name."""
+"""The tag with the name of an instance."""
 SPLIT = "split"
-"""The tag with the part of a set that an instance belongs to."""
+"""The tag with the split of an instance."""
 TASKSET = "taskset"
 """The tag with the name of the set."""
 
-_SET_BY_EACH = ("id", "files", "workspace")
-_WORD = "{instruction}"
-_LONGEST_ID = 128
+_OF_INSTANCE = ("id", "files", "workspace")
+_PLACEHOLDER = "{instruction}"
+_MAX_ID = 128
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
-    """What a perfect agent would do."""
+    """A reference solution: what a perfect agent would do."""
 
     changes: Mapping[str, Content] = {}
-    """Laid over the workdir."""
+    """Files to change in the workdir."""
     home: Mapping[str, Content] = {}
-    """Put into the agent's home, for `argv` to use."""
+    """Files to put into the agent's home, for `argv`."""
     argv: tuple[str, ...] = ()
-    """Run in the workdir after that; none for changes alone. Must end with exit code 0."""
+    """A program to run in the workdir after that, which must exit with 0; empty: none."""
     env: Mapping[str, str] = {}
     mounts: tuple[Mount, ...] = ()
-    """What only the solution sees."""
+    """Folders that only the solution sees."""
 
 
 class TaskSet(ABC):
@@ -54,13 +54,13 @@ class TaskSet(ABC):
 
     @abstractmethod
     def tasks(self, template: Template) -> Iterator[Task]:
-        """The tasks, in the order of the source, as they are asked for.
+        """Yield the tasks in the order of the source.
 
         Raises `ConfigError` that names the file, the instance, the field and its value.
         """
 
     def solution(self, task: Task) -> Solution | None:
-        """The reference solution of one of its tasks; None if there is none."""
+        """Return the reference solution of one of its tasks; None if there is none."""
         return None
 
 
@@ -68,31 +68,33 @@ class Template(msgspec.Struct, frozen=True):
     """What all tasks of a run have in common."""
 
     task: Task
-    """Its `id` is put before that of each instance."""
+    """Its `id` is the prefix of each task's."""
     given: frozenset[str]
-    """Fields that were said, such as ``runtime`` and ``limits.agent_s``; the rest is default."""
+    """Fields that were given, such as ``runtime`` and ``limits.agent_s``; the rest is default."""
 
     @classmethod
     def read(cls, values: Any, where: str, folder: Path, *, prefix: str = "") -> Template:
-        """From the keys and values of a task file without what each instance has of its own.
+        """Read the values of a task file without the fields of an instance.
 
         Raises `ConfigError`.
         """
         raw = dict(values) if isinstance(values, dict) else values
-        for name in _SET_BY_EACH:
+        for name in _OF_INSTANCE:
             if isinstance(raw, dict) and name in raw:
-                msg = f"{where}: {name} is each instance's own; leave it out of the template"
+                msg = f"{where}: {name} belongs to each instance; leave it out of the template"
                 raise ConfigError(msg)
         if isinstance(raw, dict):
-            raw = {"instruction": _WORD, "evaluator": {"name": ""}, **raw, "id": prefix}
+            raw = {"instruction": _PLACEHOLDER, "evaluator": {"name": ""}, **raw, "id": prefix}
         task = parse_task(raw, where, folder)
-        if _WORD not in task.instruction:
-            msg = f"{where}: instruction is {task.instruction!r:.80}, must have {_WORD} in it"
+        if _PLACEHOLDER not in task.instruction:
+            msg = (
+                f"{where}: instruction is {task.instruction!r:.80}, must have {_PLACEHOLDER} in it"
+            )
             raise ConfigError(msg)
         limits = values.get("limits") or {}
         return cls(task, frozenset({*values, *(f"limits.{name}" for name in limits)}))
 
-    def make(  # noqa: PLR0913 - an instance's own
+    def make(  # noqa: PLR0913 - fields of an instance
         self,
         instance: str,
         instruction: str,
@@ -104,57 +106,57 @@ class Template(msgspec.Struct, frozen=True):
         limits: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
     ) -> Task:
-        """The task of an instance: its own words, and the template where that says something."""
+        """Make the task of an instance; values of the template win."""
         task = self.task
         own = {k: v for k, v in (limits or {}).items() if f"limits.{k}" not in self.given}
         return msgspec.structs.replace(
             task,
             id=task_id(task.id + instance),
-            instruction=task.instruction.replace(_WORD, instruction),
-            evaluator=self._judge(evaluator),
-            runtime=self._place(runtime),
+            instruction=task.instruction.replace(_PLACEHOLDER, instruction),
+            evaluator=self._select_evaluator(evaluator),
+            runtime=self._select_runtime(runtime),
             workspace=workspace or Workspace(),
             files=dict(files or {}),
             limits=msgspec.convert(msgspec.structs.asdict(task.limits) | own, Limits),
             tags={**(tags or {}), **task.tags, INSTANCE: instance},
         )
 
-    def _place(self, own: PluginSpec | None) -> PluginSpec:
-        """The set's own runtime, or the template's with what the set says of that one."""
+    def _select_runtime(self, own: PluginSpec | None) -> PluginSpec:
+        """Return the set's runtime, or the template's with the set's options for that one."""
         if "runtime" not in self.given:
             return own or self.task.runtime
-        return self.task.runtime if own is None else _placed(self.task.runtime, own)
+        return self.task.runtime if own is None else _add_options(self.task.runtime, own)
 
-    def _judge(self, own: PluginSpec | None) -> PluginSpec:
-        """The set's own evaluator, also where the template's names it as a part of another."""
+    def _select_evaluator(self, own: PluginSpec | None) -> PluginSpec:
+        """Return the set's evaluator, or the template's, which may contain the set's as a part."""
         if "evaluator" not in self.given:
             if own is None:
                 msg = "the template has no evaluator, and this task set brings none"
                 raise ConfigError(msg)
             return own
-        return self.task.evaluator if own is None else _placed(self.task.evaluator, own)
+        return self.task.evaluator if own is None else _add_options(self.task.evaluator, own)
 
 
 def task_id(name: str) -> str:
-    """`name` as an id: with a dash for what an id cannot hold. Raises `ConfigError`."""
+    """Return `name` as an id, with dashes for other characters. Raises `ConfigError`."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "-", name)
-    if not 0 < len(plain) <= _LONGEST_ID:
-        msg = f"instance {name!r}: must have 1 to {_LONGEST_ID} characters to be a task's id"
+    if not 0 < len(plain) <= _MAX_ID:
+        msg = f"instance {name!r}: must have 1 to {_MAX_ID} characters to be a task's id"
         raise ConfigError(msg)
     return plain
 
 
-def _placed(part: PluginSpec, own: PluginSpec) -> PluginSpec:
-    """`part` with the options of `own` wherever a part of its name stands in it."""
-    filled = _filled(msgspec.to_builtins(part), own)
+def _add_options(part: PluginSpec, own: PluginSpec) -> PluginSpec:
+    """Add the options of `own` to every plug-in of its name in `part`."""
+    filled = _add_within(msgspec.to_builtins(part), own)
     return msgspec.convert(filled, PluginSpec)
 
 
-def _filled(value: Any, own: PluginSpec) -> Any:
+def _add_within(value: Any, own: PluginSpec) -> Any:
     if isinstance(value, list):
-        return [_filled(one, own) for one in value]
+        return [_add_within(one, own) for one in value]
     if not isinstance(value, dict):
         return value
     if value.get("name") == own.name and value.keys() <= {"name", "options"}:
         return {"name": own.name, "options": own.options | (value.get("options") or {})}
-    return {key: _filled(one, own) for key, one in value.items()}
+    return {key: _add_within(one, own) for key, one in value.items()}

@@ -1,131 +1,273 @@
-"""Task-set files: a task set, what its tasks have in common, and which of them are taken.
+"""Task-set files: a task set, what its tasks have in common, and which of them are selected.
 
-They stand beside task files wherever paths are given: `load` reads both. Like task files they are
-read strictly, and what is wrong is told by file, key, value and what would be right.
+They may be given wherever task files may; `load` reads both, strictly. A selection is the same each
+time and on any machine: shares and shuffling use a hash of the instance's name, so a task stays
+where it is when others come or go. Difficulty is known from results of earlier runs, as
+`tugline run --out` and `tugline results --out` keep them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tugline.datasets.base import INSTANCE, TASKSET, Solution, TaskSet, Template
-from tugline.datasets.selection import Selection
+from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, Template, task_id
 from tugline.errors import ConfigError, UnknownPlugin
 from tugline.plugins import find, make
+from tugline.protocol import ResultView
+from tugline.recording.trajectories import RESULTS
 from tugline.schema import decode, read_values
 from tugline.task_files import find_files, read_tasks
 from tugline.types import PluginSpec, Task
 
 HARBOR_TASK = "task.toml"
-"""What a Harbor task's folder is known by."""
-_TRIAL = {"harness": {"name": "shell", "options": {"command": "true"}}}
-"""A folder of Harbor tasks has no template; this one is enough to look at them."""
+"""The file that marks a folder as a Harbor task."""
+_INSPECTION = {"harness": {"name": "shell", "options": {"command": "true"}}}
+"""Template for a folder of Harbor tasks, which has none."""
+_WHOLE = 1.0 + 1e-9
+"""The most that shares such as .7, .2 and .1 add up to, with a margin for rounding."""
+
+
+class Difficulty(msgspec.Struct, frozen=True):
+    """Keep tasks by their mean reward in an earlier run."""
+
+    results: str
+    """Folder of results, or its `results.jsonl`; relative to the task-set file."""
+    min: float = 0.0
+    """Least mean reward."""
+    max: float = 1.0
+    """Highest mean reward."""
+    samples: int = 1
+    """Rewarded samples that a task must have; tasks with fewer are unknown."""
+    unknown: bool = True
+    """Whether unknown tasks are kept."""
+    prefix: str | None = None
+    """Of the earlier run's task ids; None: that of this file."""
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """Which tasks to take; all conditions must hold."""
+
+    split: str | None = None
+    """Tasks of this split, one of `shares` or of the source."""
+    shares: dict[str, float] = {}
+    """Splits to make, with their shares, at most 1 together."""
+    include: tuple[str, ...] = ()
+    """Patterns of instance names, one of which must match; none: all match."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of instance names, none of which may match."""
+    tags: dict[str, str] = {}
+    """Patterns of values, by tag."""
+    difficulty: Difficulty | None = None
+    """By the rewards of earlier runs."""
+    shuffle: int | None = None
+    """Seed of a random order; None: the source's."""
+    limit: int | None = None
+    """The number of tasks to take, of those that meet all conditions."""
+
+    def check(self, where: str) -> None:
+        """Raises `ConfigError` for inconsistent values."""
+        wrong = None
+        if (
+            any(not share > 0 for share in self.shares.values())
+            or math.fsum(self.shares.values()) > _WHOLE
+        ):
+            wrong = f"shares is {self.shares}, must be more than 0 each and at most 1 together"
+        elif self.shares and self.split is not None and self.split not in self.shares:
+            wrong = f"split is {self.split!r}, must be one of shares: {', '.join(self.shares)}"
+        elif self.limit is not None and self.limit < 1:
+            wrong = f"limit is {self.limit}, must be at least 1"
+        elif self.difficulty and not self.difficulty.min <= self.difficulty.max:
+            wrong = f"difficulty.min is {self.difficulty.min}, must be at most difficulty.max"
+        if wrong:
+            msg = f"{where}: select.{wrong}"
+            raise ConfigError(msg)
+
+    def pick(self, tasks: Iterable[Task], *, folder: Path, prefix: str = "") -> list[Task]:
+        """Select tasks. `folder` is the folder of the file."""
+        known = _read_rewards(folder / self.difficulty.results) if self.difficulty else {}
+        selected = [
+            task
+            for task in map(self._assign_split, tasks)
+            if self._matches(task) and self._matches_difficulty(task, known, prefix)
+        ]
+        if self.shuffle is not None:
+            selected.sort(key=lambda task: _hash(f"{self.shuffle}:{_instance(task)}"))
+        return selected[: self.limit]
+
+    def _assign_split(self, task: Task) -> Task:
+        if not self.shares:
+            return task
+        position = _hash(_instance(task))
+        name, edge = "", 0.0
+        for split, share in self.shares.items():
+            edge += share
+            if position < edge:
+                name = split
+                break
+        return msgspec.structs.replace(task, tags={**task.tags, SPLIT: name})
+
+    def _matches(self, task: Task) -> bool:
+        name = _instance(task)
+        tags = task.tags
+        return (
+            (self.split is None or tags.get(SPLIT) == self.split)
+            and (not self.include or any(fnmatchcase(name, each) for each in self.include))
+            and not any(fnmatchcase(name, each) for each in self.exclude)
+            and all(fnmatchcase(tags.get(tag, ""), each) for tag, each in self.tags.items())
+        )
+
+    def _matches_difficulty(
+        self, task: Task, known: Mapping[str, list[float]], prefix: str
+    ) -> bool:
+        if self.difficulty is None:
+            return True
+        before = self.difficulty.prefix
+        name = task_id((prefix if before is None else before) + _instance(task))
+        rewards = known.get(name, [])
+        if len(rewards) < max(self.difficulty.samples, 1):
+            return self.difficulty.unknown
+        mean = sum(rewards) / len(rewards)
+        return self.difficulty.min <= mean <= self.difficulty.max
+
+
+def _instance(task: Task) -> str:
+    return task.tags.get(INSTANCE, task.id)
+
+
+def _hash(name: str) -> float:
+    """Return a number from 0 to 1 that depends on `name` alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) / (1 << 56)
+
+
+def _read_rewards(path: Path) -> dict[str, list[float]]:
+    """Read the rewards of each task. Raises `ConfigError`."""
+    file = path / RESULTS if path.is_dir() else path
+    rewards: dict[str, list[float]] = {}
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        msg = f"select.difficulty.results is {str(file)!r}, cannot be read: {error.strerror}"
+        raise ConfigError(msg) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            view = msgspec.json.decode(line, type=ResultView)
+        except msgspec.DecodeError as error:
+            msg = f"{file}, line {number} is not a result of `tugline results --json`: {error}"
+            raise ConfigError(msg) from error
+        if view.reward is not None:
+            rewards.setdefault(view.task, []).append(view.reward)
+    return rewards
 
 
 class SetFile(msgspec.Struct, frozen=True):
-    """A task-set file."""
+    """The content of a task-set file."""
 
     taskset: PluginSpec
-    """Which set, and where it is."""
+    """The task set and its options."""
     template: dict[str, Any]
-    """What all tasks have, with the keys of a task file."""
+    """What all tasks have in common, with the keys of a task file."""
     select: Selection = Selection()
-    """Which tasks are taken."""
+    """Which tasks to take."""
     prefix: str = ""
-    """Put before each task's id, to run the same set again."""
+    """Prefix of each task's id, to run the same set again."""
 
 
-class Chosen:
-    """The tasks that a task-set file stands for, and their solutions."""
+class SelectedTasks:
+    """The tasks that a task-set file selects, and their solutions."""
 
-    def __init__(self, told: SetFile, where: str, folder: Path) -> None:
+    def __init__(self, file: SetFile, where: str, folder: Path) -> None:
         """Raises `ConfigError` and `UnknownPlugin`."""
-        self._folder, self._prefix, self._where = folder, told.prefix, where
-        self._select, self._name = told.select, told.taskset.name
-        self._select.check(where)
-        self._set = made(told.taskset, folder)
+        self._folder, self._where, self._file = folder, where, file
+        file.select.check(where)
+        self._set = _make_task_set(file.taskset, folder)
         self._template = Template.read(
-            told.template, f"{where}, template", folder, prefix=told.prefix
+            file.template, f"{where}, template", folder, prefix=file.prefix
         )
 
     def tasks(self) -> list[Task]:
-        """Those that are taken, in their order. Raises `ConfigError`, also where none is left."""
-        every = self._set.tasks(self._template)
-        named = (_tagged(task, self._name) for task in every)
-        tasks = self._select.pick(named, folder=self._folder, prefix=self._prefix)
+        """List the selected tasks. Raises `ConfigError`, also if there are none."""
+        name, select = self._file.taskset.name, self._file.select
+        tagged = (
+            msgspec.structs.replace(task, tags={TASKSET: name, **task.tags})
+            for task in self._set.tasks(self._template)
+        )
+        tasks = select.pick(tagged, folder=self._folder, prefix=self._file.prefix)
         if not tasks:
             msg = f"{self._where}: no task is left; see select and taskset.options"
             raise ConfigError(msg)
         return tasks
 
     def solution(self, task: Task) -> Solution | None:
-        """The reference solution of one of the tasks."""
+        """Return the reference solution of one of the tasks."""
         return self._set.solution(task)
 
 
 def load(paths: Iterable[Path | str]) -> list[Task]:
-    """The tasks behind paths of task files and task-set files. Raises `UsageError`."""
+    """Load the tasks of task files and task-set files. Raises `UsageError`."""
     return [task for task, _ in gather(paths)]
 
 
 def gather(
     paths: Iterable[Path | str], *, folders: bool = False
-) -> list[tuple[Task, Chosen | None]]:
-    """Tasks, each with the set that it is from; with `folders`, Harbor's need no file of ours.
+) -> list[tuple[Task, SelectedTasks | None]]:
+    """Load tasks, each with its set; with `folders` also folders of Harbor tasks.
 
     Raises `UsageError`.
     """
-    tasks: list[tuple[Task, Chosen | None]] = []
-    homes: dict[str, str] = {}
+    tasks: list[tuple[Task, SelectedTasks | None]] = []
+    sources: dict[str, str] = {}
     for path in paths:
-        harbor = harbor_folder(Path(path)) if folders else None
-        for where, task, chosen in _of_set(str(path), harbor) if harbor else _of_files(path):
-            if task.id in homes:
-                msg = f"{where}: id {task.id!r} is taken, by {homes[task.id]}"
+        harbor = read_harbor_folder(Path(path)) if folders else None
+        for where, task, selected in _list_set(str(path), harbor) if harbor else _read_files(path):
+            if task.id in sources:
+                msg = f"{where}: id {task.id!r} is taken, by {sources[task.id]}"
                 raise ConfigError(msg)
-            homes[task.id] = where
-            tasks.append((task, chosen))
+            sources[task.id] = where
+            tasks.append((task, selected))
     return tasks
 
 
-def _of_files(path: Path | str) -> Iterator[tuple[str, Task, Chosen | None]]:
-    """The tasks of files, each with its place in words."""
+def _read_files(path: Path | str) -> Iterator[tuple[str, Task, SelectedTasks | None]]:
+    """Yield the tasks of files, each with its source for messages."""
     for file in find_files(path):
-        chosen = read_set(file)
-        if chosen is None:
+        selected = read_set(file)
+        if selected is None:
             yield from ((where, task, None) for where, task in read_tasks(file))
         else:
-            yield from _of_set(str(file), chosen)
+            yield from _list_set(str(file), selected)
 
 
-def _of_set(where: str, chosen: Chosen) -> Iterator[tuple[str, Task, Chosen]]:
-    yield from ((f"{where}, {task.tags[INSTANCE]}", task, chosen) for task in chosen.tasks())
+def _list_set(where: str, selected: SelectedTasks) -> Iterator[tuple[str, Task, SelectedTasks]]:
+    yield from ((f"{where}, {task.tags[INSTANCE]}", task, selected) for task in selected.tasks())
 
 
-def read_set(path: Path) -> Chosen | None:
-    """What a task-set file stands for; None for another file. Raises `ConfigError`."""
+def read_set(path: Path) -> SelectedTasks | None:
+    """Read a task-set file; None for another file. Raises `ConfigError`."""
     if path.suffix.lower() == ".jsonl" or path.is_dir():
         return None
     values = read_values(path)
     if not isinstance(values, dict) or "taskset" not in values:
         return None
-    return Chosen(decode(values, SetFile, source=str(path)), str(path), path.parent)
+    return SelectedTasks(decode(values, SetFile, source=str(path)), str(path), path.parent)
 
 
-def harbor_folder(path: Path) -> Chosen | None:
-    """The tasks of a Harbor folder, to look at; None for another path."""
+def read_harbor_folder(path: Path) -> SelectedTasks | None:
+    """Read a folder of Harbor tasks; None for another path."""
     if not path.is_dir() or not [*path.glob(HARBOR_TASK), *path.glob(f"*/{HARBOR_TASK}")]:
         return None
-    told = SetFile(PluginSpec("harbor", {"path": str(path.absolute())}), dict(_TRIAL))
-    return Chosen(told, str(path), path)
+    file = SetFile(PluginSpec("harbor", {"path": str(path.absolute())}), dict(_INSPECTION))
+    return SelectedTasks(file, str(path), path)
 
 
-def made(part: PluginSpec, folder: Path) -> TaskSet:
-    """A task set, with a `path` that is relative to `folder`. Raises `ConfigError`."""
+def _make_task_set(part: PluginSpec, folder: Path) -> TaskSet:
+    """Make a task set, whose `path` is relative to `folder`. Raises `ConfigError`."""
     target = find("taskset", part.name)
     options = dict(part.options)
     if isinstance(options.get("path"), str):
@@ -135,7 +277,3 @@ def made(part: PluginSpec, folder: Path) -> TaskSet:
         raise UnknownPlugin(msg)
     taskset: TaskSet = make("taskset", part.name, target, options)
     return taskset
-
-
-def _tagged(task: Task, name: str) -> Task:
-    return msgspec.structs.replace(task, tags={TASKSET: name, **task.tags})

@@ -4,9 +4,9 @@ A task is a folder: ``instruction.md``, ``task.toml``, ``environment/`` with a D
 ``tests/test.sh`` and ``solution/solve.sh``. `path` is one such folder or a folder of them.
 
 ``task.toml`` is read strictly: a value of the wrong type is an error that names file, field and
-value, and so is what a sandbox of ours cannot give and a reward would hang on (steps, several
-services, Windows, a verifier image of its own). Unknown keys, and wishes that are left unfulfilled,
-are warned about once each.
+value, and so is a feature that the reward depends on and sandboxes do not have (steps, several
+services, Windows, a verifier image of its own). Unknown keys and ignored settings are logged once
+each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SOLVE = 'if command -v bash >/dev/null 2>&1; then exec bash "$0"; else exec sh 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
 _MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _MARGIN_S = 60.0
-"""Of an evaluation, for the box."""
+"""Of an evaluation, to open its sandboxes."""
 _log = log.get("tasksets")
 
 
@@ -77,7 +77,7 @@ class _SolutionTable(msgspec.Struct, frozen=True):
 
 
 class TaskToml(msgspec.Struct, frozen=True):
-    """What ``task.toml`` may say, as far as anything hangs on it."""
+    """The keys of ``task.toml`` that have an effect, or that are checked."""
 
     schema_version: str | None = None
     version: str | None = None
@@ -93,7 +93,7 @@ class TaskToml(msgspec.Struct, frozen=True):
     artifacts: tuple[str | dict[str, Any], ...] = ()
 
 
-_UNFULFILLED = (
+_IGNORED = (
     "agent.user",
     "verifier.user",
     "verifier.collect",
@@ -105,17 +105,17 @@ _UNFULFILLED = (
     "environment.healthcheck",
     "artifacts",
 )
-"""Wishes that change nothing here; `environment.env` is seen by tests and solution alone."""
+"""Settings without an effect; only tests and solution see `environment.env`."""
 
 
 class HarborTaskSet(TaskSet):
     """`path` is a task's folder or a folder of them, on each node.
 
-    `build` makes images from Dockerfiles also where ``docker_image`` names one. `in_place` judges
-    where the agent was (default: where ``verifier.environment_mode`` says ``shared``). `network`
+    `build` makes images from Dockerfiles even if ``docker_image`` names one. `in_place` evaluates
+    in the agent's sandbox (default: if ``verifier.environment_mode`` is ``shared``). `network`
     lets tests reach the hosts that the runtime allows. `pass_env` lists variables of the node that
-    tests and solutions may see. With `leave_out`, tasks that cannot be had here are left out, with
-    a warning, instead of being an error.
+    tests and solutions may see. With `leave_out`, unsupported tasks are left out, with a warning,
+    instead of being an error.
     """
 
     def __init__(
@@ -133,32 +133,32 @@ class HarborTaskSet(TaskSet):
         self._network, self._pass_env = network, list(pass_env)
 
     def tasks(self, template: Template) -> Iterator[Task]:
-        """A task for each folder, by name."""
+        """Make a task of each folder, by name."""
         warned: set[str] = set()
-        for folder in self._folders():
+        for folder in self._list_folders():
             try:
-                task = self._task(folder, _read(folder, warned), template)
+                task = self._make_task(folder, _read(folder, warned), template)
             except ConfigError as error:
                 if not self._leave_out:
                     raise
-                _log.warning("a task is left out", why=str(error))
+                _log.warning("task left out", reason=str(error))
                 continue
             yield task
 
     def solution(self, task: Task) -> Solution | None:
-        """Its ``solution/solve.sh``, run where the agent would be; None where there is none."""
+        """Run its ``solution/solve.sh`` where the agent would be; None if there is none."""
         alone = (self._root / CONFIG).is_file()
         folder = self._root if alone else self._root / task.tags[INSTANCE]
         if not (folder / "solution" / "solve.sh").is_file():
             return None
-        told = _read(folder, set())
+        config = _read(folder, set())
         return Solution(
             argv=("sh", "-c", _SOLVE, "/solution/solve.sh"),
-            env=filled(told.environment.env | told.solution.env, self._pass_env),
+            env=filled(config.environment.env | config.solution.env, self._pass_env),
             mounts=(Mount("/solution", str(folder / "solution")),),
         )
 
-    def _folders(self) -> list[Path]:
+    def _list_folders(self) -> list[Path]:
         if (self._root / CONFIG).is_file():
             return [self._root]
         found = sorted(file.parent for file in self._root.glob(f"*/{CONFIG}"))
@@ -167,10 +167,10 @@ class HarborTaskSet(TaskSet):
             raise ConfigError(msg)
         return found
 
-    def _task(self, folder: Path, told: TaskToml, template: Template) -> Task:
-        _check(folder, told)
-        seconds = told.verifier.timeout_sec or 600.0
-        shared = told.verifier.environment_mode == "shared"
+    def _make_task(self, folder: Path, config: TaskToml, template: Template) -> Task:
+        _check(folder, config)
+        seconds = config.verifier.timeout_sec or 600.0
+        shared = config.verifier.environment_mode == "shared"
         options: dict[str, Any] = {
             "tests": str(folder / "tests"),
             "timeout_s": seconds,
@@ -178,81 +178,85 @@ class HarborTaskSet(TaskSet):
         }
         if self._network:
             options["network"] = True
-        if env := told.environment.env | told.verifier.env:
+        if env := config.environment.env | config.verifier.env:
             options |= {"env": env, "pass_env": self._pass_env}
-        limits = {"eval_s": 2 * seconds + _MARGIN_S, "init_s": told.environment.build_timeout_sec}
-        if told.agent.timeout_sec:
-            limits["agent_s"] = told.agent.timeout_sec
+        limits = {"eval_s": 2 * seconds + _MARGIN_S, "init_s": config.environment.build_timeout_sec}
+        if config.agent.timeout_sec:
+            limits["agent_s"] = config.agent.timeout_sec
         return template.make(
             folder.name,
-            _instruction(folder),
+            _read_instruction(folder),
             evaluator=PluginSpec("harbor", options),
-            runtime=PluginSpec("container", _resources(folder, told.environment)),
-            workspace=self._workspace(folder, told.environment),
+            runtime=PluginSpec("container", _resources(folder, config.environment)),
+            workspace=self._make_workspace(folder, config.environment),
             limits=limits,
-            tags=_tags(told),
+            tags=_tags(config),
         )
 
-    def _workspace(self, folder: Path, told: _Environment) -> Workspace:
+    def _make_workspace(self, folder: Path, config: _Environment) -> Workspace:
         environment = folder / "environment"
-        image = told.docker_image
+        image = config.docker_image
         if image and not (self._build and (environment / "Dockerfile").is_file()):
-            return Workspace(image=image, path=told.workdir)
+            return Workspace(image=image, path=config.workdir)
         if not (environment / "Dockerfile").is_file():
             msg = f"{folder}: there is no environment/Dockerfile, and no environment.docker_image"
             raise ConfigError(msg)
-        return Workspace(build=str(environment), path=told.workdir)
+        return Workspace(build=str(environment), path=config.workdir)
 
 
 def _read(folder: Path, warned: set[str]) -> TaskToml:
-    """What its ``task.toml`` says. Raises `ConfigError`."""
+    """Read ``task.toml``. Raises `ConfigError`."""
     file = folder / CONFIG
-    values = _known(read_values(file), TaskToml, "", file, warned)
-    told = decode(values, TaskToml, source=str(file))
-    for name in _UNFULFILLED:
-        value: Any = told
+    values = _drop_unknown(read_values(file), TaskToml, "", file, warned)
+    config = decode(values, TaskToml, source=str(file))
+    for name in _IGNORED:
+        value: Any = config
         for step in name.split("."):
             value = getattr(value, step)
         if value:
-            _warn(warned, "a wish that is not fulfilled here", name, file)
-    return told
+            _warn(warned, "ignored setting", name, file)
+    return config
 
 
-def _known(values: Any, kind: type[msgspec.Struct], at: str, file: Path, warned: set[str]) -> Any:
-    """`values` without unknown keys, which are warned about."""
+def _drop_unknown(
+    values: Any, kind: type[msgspec.Struct], at: str, file: Path, warned: set[str]
+) -> Any:
+    """Return `values` without unknown keys, which are logged."""
     if not isinstance(values, dict):
         return values
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    kept = {}
+    known = {}
     for name, value in values.items():
         if name not in fields:
-            _warn(warned, "an unknown key", at + name, file)
+            _warn(warned, "unknown key", at + name, file)
             continue
         inner = list_structs(fields[name])
-        kept[name] = _known(value, inner[0], f"{at}{name}.", file, warned) if inner else value
-    return kept
+        known[name] = (
+            _drop_unknown(value, inner[0], f"{at}{name}.", file, warned) if inner else value
+        )
+    return known
 
 
 def _warn(warned: set[str], what: str, key: str, file: Path) -> None:
-    """Once for each key of a set, with the first file that has it."""
+    """Log once for each key of a set, with the first file that has it."""
     if key not in warned:
         warned.add(key)
         _log.warning(what, key=key, file=str(file))
 
 
-def _check(folder: Path, told: TaskToml) -> None:
-    """Raises `ConfigError` for what cannot be judged here."""
+def _check(folder: Path, config: TaskToml) -> None:
+    """Raises `ConfigError` for an unsupported task."""
     environment = folder / "environment"
     composed = sorted(environment.glob("docker-compose.y*ml"))
     wrong = None
-    if told.steps:
-        wrong = f"{CONFIG}: steps has {len(told.steps)} steps; tasks must be of one step"
-    elif told.environment.os.lower() != "linux":
-        wrong = f"{CONFIG}: environment.os is {told.environment.os!r}, must be 'linux'"
-    elif _has_own_image(folder, told.verifier):
+    if config.steps:
+        wrong = f"{CONFIG}: steps has {len(config.steps)} steps; tasks must be of one step"
+    elif config.environment.os.lower() != "linux":
+        wrong = f"{CONFIG}: environment.os is {config.environment.os!r}, must be 'linux'"
+    elif _has_own_image(folder, config.verifier):
         wrong = "the verifier has an image of its own; tests must run in the task's image"
-    elif told.verifier.environment_mode not in {None, "shared", "separate"}:
-        mode = told.verifier.environment_mode
+    elif config.verifier.environment_mode not in {None, "shared", "separate"}:
+        mode = config.verifier.environment_mode
         wrong = f"{CONFIG}: verifier.environment_mode is {mode!r}, must be shared or separate"
     elif composed:
         wrong = f"environment/{composed[0].name} has several services; there must be one image"
@@ -263,28 +267,28 @@ def _check(folder: Path, told: TaskToml) -> None:
         raise ConfigError(msg)
 
 
-def _has_own_image(folder: Path, told: _Verifier) -> bool:
-    own = told.environment or {}
-    separate = told.environment_mode == "separate" or (told.environment_mode is None and own)
+def _has_own_image(folder: Path, config: _Verifier) -> bool:
+    own = config.environment or {}
+    separate = config.environment_mode == "separate" or (config.environment_mode is None and own)
     files = ("Dockerfile", "docker-compose.yaml")
     made = any((folder / "tests" / name).is_file() for name in files)
     return bool(separate and (own.get("docker_image") or made))
 
 
-def _instruction(folder: Path) -> str:
-    """What the agent is told, without the lines that mark a benchmark's own text."""
+def _read_instruction(folder: Path) -> str:
+    """Read the instruction, without the lines that mark a benchmark's text."""
     lines = read_text(folder / "instruction.md").splitlines(keepends=True)
     while lines and (_CANARY.fullmatch(lines[0]) or not lines[0].strip()):
         lines.pop(0)
     return "".join(lines)
 
 
-def _resources(folder: Path, told: _Environment) -> dict[str, Any]:
-    """Options of the container runtime."""
+def _resources(folder: Path, config: _Environment) -> dict[str, Any]:
+    """Return options of the container runtime."""
     options = {
-        "cpus": told.cpus,
-        "memory_mb": _megabytes(folder, "memory", told.memory, told.memory_mb),
-        "disk_mb": _megabytes(folder, "storage", told.storage, told.storage_mb),
+        "cpus": config.cpus,
+        "memory_mb": _megabytes(folder, "memory", config.memory, config.memory_mb),
+        "disk_mb": _megabytes(folder, "storage", config.storage, config.storage_mb),
     }
     return {name: value for name, value in options.items() if value}
 
@@ -299,8 +303,8 @@ def _megabytes(folder: Path, name: str, old: str | None, new: int | None) -> int
     return int(float(size[1]) * _MB[size[2].upper()])
 
 
-def _tags(told: TaskToml) -> Mapping[str, str]:
-    """What tasks can be picked by."""
-    wanted = {name: told.metadata.get(name) for name in ("difficulty", "category", SPLIT)}
-    wanted["name"] = told.task.get("name")
+def _tags(config: TaskToml) -> Mapping[str, str]:
+    """Return tags to select tasks by."""
+    wanted = {name: config.metadata.get(name) for name in ("difficulty", "category", SPLIT)}
+    wanted["name"] = config.task.get("name")
     return {name: value for name, value in wanted.items() if isinstance(value, str)}

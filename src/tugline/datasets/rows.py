@@ -1,42 +1,48 @@
-"""Rows of a data set: from a JSON, JSON lines, CSV or Parquet file, or from the Hugging Face hub.
+"""Rows of a dataset, and a task for each row of any shape.
 
-Rows come one by one, each with its place in words, so that a bad one is told by where it stands.
+Rows come one by one from a JSON, JSON lines, CSV or Parquet file or from the Hugging Face hub,
+each with its place for error messages.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
 from tugline.errors import ConfigError
-from tugline.schema import read_text, read_values
+from tugline.schema import parse_json, read_text, read_values
+from tugline.types import Task
 
+_FIELD = re.compile(r"\{([A-Za-z_][\w.-]*)\}")
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-_LONGEST_FIELD = 1 << 30
-"""Characters of a CSV field: a patch or a list of tests is longer than csv's own bound."""
+_MAX_FIELD = 1 << 30
+"""Characters; patches and lists of tests are longer than the default of `csv`."""
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where rows are: a file, or a data set of the hub. Exactly one of them."""
+    """The source of rows: a file, or a dataset of the Hugging Face hub."""
 
     path: str | None = None
     dataset: str | None = None
-    """Such as ``SWE-Gym/SWE-Gym``; needs the extra ``hub``."""
+    """Name on the hub, such as ``SWE-Gym/SWE-Gym``; needs the extra ``hub``."""
     subset: str | None = None
-    """Of `dataset`: its configuration."""
+    """Configuration of `dataset`."""
     split: str | None = None
-    """Of `dataset`: which split; None: all."""
+    """Split of `dataset`; None: all."""
     revision: str | None = None
-    """Of `dataset`: a commit or tag, so that the rows stay what they are."""
+    """Commit or tag of `dataset`."""
 
     def check(self, taskset: str) -> None:
-        """Raises `ConfigError`, naming the task set, unless it says one place."""
+        """Raises `ConfigError` that names the task set unless there is exactly one source."""
         if (self.path is None) == (self.dataset is None):
             msg = f"taskset {taskset!r}: give either path or dataset"
             raise ConfigError(msg)
@@ -45,17 +51,17 @@ class Source(msgspec.Struct, frozen=True):
             raise ConfigError(msg)
 
     def rows(self) -> Iterator[tuple[str, Row, str | None]]:
-        """Each row with its place in words, and the split that it came from, if there is one."""
+        """Yield each row with its place for messages, and its split if there is one."""
         if self.path is not None:
-            for where, row in _of_file(Path(self.path)):
+            for where, row in _read_file(Path(self.path)):
                 if not isinstance(row, dict):
-                    msg = f"{where} is no row; an object with keys and values is needed"
+                    msg = f"{where} is not a row; it must be an object with keys and values"
                     raise ConfigError(msg)
                 yield where, row, None
             return
-        yield from self._of_hub()
+        yield from self._read_hub()
 
-    def _of_hub(self) -> Iterator[tuple[str, Row, str | None]]:
+    def _read_hub(self) -> Iterator[tuple[str, Row, str | None]]:
         try:
             import datasets  # noqa: PLC0415 - an extra
         except ImportError as error:
@@ -65,20 +71,20 @@ class Source(msgspec.Struct, frozen=True):
         try:
             found = datasets.load_dataset(name, self.subset, revision=self.revision)
         except (OSError, ValueError, RuntimeError) as error:
-            msg = f"data set {name!r} cannot be had: {str(error).splitlines()[0][:300]}"
+            msg = f"dataset {name!r} cannot be had: {str(error).splitlines()[0][:300]}"
             raise ConfigError(msg) from error
         if self.split is not None and self.split not in found:
-            msg = f"data set {name!r}: split is {self.split!r}, must be one of {', '.join(found)}"
+            msg = f"dataset {name!r}: split is {self.split!r}, must be one of {', '.join(found)}"
             raise ConfigError(msg)
         for split in [self.split] if self.split is not None else list(found):
             for number, row in enumerate(found[split]):
                 yield f"{name}, {split} row {number}", row, split
 
 
-def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
     match path.suffix.lower():
         case ".parquet":
-            yield from _of_parquet(path)
+            yield from _read_parquet(path)
         case ".json":
             values = read_values(path)
             if not isinstance(values, list):
@@ -86,15 +92,16 @@ def _of_file(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(msg)
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(values))
         case ".csv":
-            yield from _of_csv(path)
+            yield from _read_csv(path)
         case _:
             for number, line in enumerate(read_text(path).split("\n"), 1):
                 if line.strip():
-                    yield f"{path}, line {number}", _decoded(line, f"{path}, line {number}")
+                    where = f"{path}, line {number}"
+                    yield where, parse_json(line, where)
 
 
-def _of_csv(path: Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(_LONGEST_FIELD)
+def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(_MAX_FIELD)
     rows = csv.DictReader(io.StringIO(read_text(path), newline=""))
     try:
         for row in rows:
@@ -108,15 +115,7 @@ def _of_csv(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(msg) from error
 
 
-def _decoded(line: str, where: str) -> Any:
-    try:
-        return msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError) as error:
-        msg = f"{where} is not valid JSON: {error}"
-        raise ConfigError(msg) from error
-
-
-def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -132,3 +131,131 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     except (OSError, ArrowException) as error:
         msg = f"cannot read {path}: {error}"
         raise ConfigError(msg) from error
+
+
+class JsonlTaskSet(TaskSet):
+    """Makes a task of each row; options say which field is what.
+
+        taskset:
+          name: jsonl
+          options:
+            path: train.jsonl
+            id: problem_id
+            instruction: "Write the answer to answer.txt. {question}"
+            evaluator: {answer: solution}
+
+    `path` is a .jsonl, .json, .csv or .parquet file, `dataset` one of the Hugging Face hub.
+
+    `instruction` is a field, or a text with fields in braces. `id` is a field; without it rows are
+    numbered. `evaluator` fills options of the template's evaluator from fields; `files` and
+    `solution` give files by field, or name one field that holds them by path; `tags` names fields.
+    A field may be inside another one: ``meta.level``.
+    """
+
+    def __init__(  # noqa: PLR0913 - each is an option
+        self,
+        *,
+        path: str | None = None,
+        dataset: str | None = None,
+        subset: str | None = None,
+        split: str | None = None,
+        revision: str | None = None,
+        instruction: str = "instruction",
+        id: str | None = None,  # noqa: A002 - what it is called in the file
+        evaluator: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | str | None = None,
+        solution: Mapping[str, str] | str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        self._source = Source(path, dataset, subset, split, revision)
+        self._source.check("jsonl")
+        self._instruction = instruction
+        self._id = id
+        self._options = dict(evaluator or {})
+        self._files, self._solution = files, solution
+        self._tags = tuple(tags)
+        self._solutions: dict[str, dict[str, str]] | None = None
+        """Files of solutions by instance; None until one is requested."""
+
+    def tasks(self, template: Template) -> Iterator[Task]:
+        """A task for each row."""
+        if "evaluator" not in template.given:
+            msg = "template.evaluator is missing: rows only fill its options"
+            raise ConfigError(msg)
+        for number, (where, row, split) in enumerate(self._source.rows()):
+            tags = {tag: _to_text(row, tag, where) for tag in self._tags}
+            task = template.make(
+                self._find_name(row, number, where),
+                self._make_instruction(row, where),
+                files=_to_files(self._files, row, where),
+                tags={SPLIT: split, **tags} if split else tags,
+            )
+            yield self._set_evaluator(task, row, where)
+
+    def solution(self, task: Task) -> Solution | None:
+        """The files that `solution` names; None without that option."""
+        if self._solution is None:
+            return None
+        if self._solutions is None:
+            self._solutions = {
+                self._find_name(row, number, where): _to_files(self._solution, row, where)
+                for number, (where, row, _) in enumerate(self._source.rows())
+            }
+        return Solution(changes=self._solutions[task.tags[INSTANCE]])
+
+    def _find_name(self, row: Row, number: int, where: str) -> str:
+        return str(number) if self._id is None else _to_text(row, self._id, where)
+
+    def _make_instruction(self, row: Row, where: str) -> str:
+        if _FIELD.search(self._instruction):
+            return _FIELD.sub(lambda hit: _to_text(row, hit[1], where), self._instruction)
+        instruction = _to_text(row, self._instruction, where)
+        if not instruction.strip():
+            msg = f"{where}: {self._instruction} is {instruction!r}, must be a text"
+            raise ConfigError(msg)
+        return instruction
+
+    def _set_evaluator(self, task: Task, row: Row, where: str) -> Task:
+        own = {option: _find_field(row, field, where) for option, field in self._options.items()}
+        options = {**task.evaluator.options, **own}
+        evaluator = msgspec.structs.replace(task.evaluator, options=options)
+        return msgspec.structs.replace(task, evaluator=evaluator)
+
+
+def _find_field(row: Row, name: str, where: str) -> Any:
+    """Return a field's value; a dot leads into a field. Raises `ConfigError`."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            msg = f"{where}: there is no field {name!r} (known: {', '.join(row)})"
+            raise ConfigError(msg)
+        value = value[part]
+    return value
+
+
+def _to_text(row: Row, name: str, where: str) -> str:
+    """Return a field as text. Raises `ConfigError` if it has no value."""
+    value = _find_field(row, name, where)
+    if value is None:
+        msg = f"{where}: {name} has no value, must be a text"
+        raise ConfigError(msg)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _to_files(given: Mapping[str, str] | str | None, row: Row, where: str) -> dict[str, str]:
+    if given is None:
+        return {}
+    if not isinstance(given, str):
+        return {path: _to_text(row, field, where) for path, field in given.items()}
+    value = _find_field(row, given, where)
+    if isinstance(value, str):  # Parquet has no maps of any keys: they are JSON there
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        msg = f"{where}: {given} must be an object of text by path"
+        raise ConfigError(msg)
+    return value

@@ -1,12 +1,11 @@
 """SWE task sets: an issue in a repository, and tests that tell whether it is resolved.
 
-Takes rows of SWE-bench (also Verified, Lite, Multilingual), SWE-Gym, SWE-rebench and R2E, from a
-file or from the Hugging Face hub (`swe_rows`). Each is judged by the evaluator `swebench`; a row
-without a script of its own gets one (`swe_script`).
+Rows of SWE-bench (also Verified, Lite, Multilingual), SWE-Gym, SWE-rebench and R2E, from a file or
+the Hugging Face hub (`swe_rows`), are evaluated by `swebench`.
 
-What the agent must not have: the tests of the row, its reference patch, and later commits of the
-repository. None of it is in the task's workspace or instruction; the runtimes keep no history
-beyond the commit that a workspace begins with.
+The agent must not have the row's tests, its reference patch, or later commits of the repository.
+None of it is in the task's workspace or instruction; runtimes keep no history beyond the commit
+that a workspace begins with.
 """
 
 from __future__ import annotations
@@ -18,8 +17,13 @@ from typing import NoReturn
 
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
 from tugline.datasets.rows import Source
-from tugline.datasets.swe_rows import TEST_COMMANDS, Row, read_row
-from tugline.datasets.swe_script import eval_script, touched
+from tugline.datasets.swe_rows import (
+    TEST_COMMANDS,
+    Row,
+    list_files,
+    make_eval_script,
+    read_row,
+)
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec, Task, Workspace
 
@@ -27,7 +31,7 @@ IMAGES = {
     "swebench": "docker.io/swebench/sweb.eval.x86_64.{instance_1776}:latest",
     "swe-gym": "docker.io/xingyaoww/sweb.eval.x86_64.{instance_s}:latest",
 }
-"""Where published images are, by who published them."""
+"""Names of published images, by publisher."""
 PROMPT = """\
 In {path} there is a checkout of {repo}. This issue was reported for it:
 
@@ -45,15 +49,15 @@ _REPO_WORDS = ("instance_id", "repo")
 _PROMPT_WORDS = ("problem_statement", "hints_text", "repo", "path", "instance_id")
 _PATCH = "solution.patch"
 _LIMITS = {"init_s": 1200.0, "eval_s": 3660.0}
-"""An image is large when it is pulled. The tests of a repository take long, and are run once more
-without the agent's work where they tell nothing."""
+"""Images are large. The tests of a repository take long, and are run once more without the agent's
+work if they give no result."""
 
 
 class SweTaskSet(TaskSet):
     """`path` is a .jsonl, .json, .csv or .parquet file, `dataset` one of the Hugging Face hub.
 
-    `images` is `swebench`, `swe-gym` or a name with {instance_id} in it; without it rows name
-    theirs, or it goes by their repository. `repos` takes the files from a git repository in place
+    `images` is `swebench`, `swe-gym` or a name with {instance_id} in it; the default is that of
+    the row, or depends on its repository. `repos` takes the files from a git repository in place
     of the image's own: a URL, or a path relative to that of the rows, with {repo} in it; without
     `images` none is needed then.
     `prompt` is the instruction, `folder` where the repository is for the agent. `test_command` and
@@ -83,29 +87,29 @@ class SweTaskSet(TaskSet):
         self._source = Source(path, dataset, subset, split, revision)
         self._source.check("swe")
         self._images = IMAGES.get(images, images) if images else None
-        self._repos = repos if repos is None else _beside(path, repos)
+        self._repos = repos if repos is None else _resolve(path, repos)
         self._prompt, self._folder = prompt, folder
-        _check("images", self._images or "", _IMAGE_WORDS)
-        _check("repos", repos or "", _REPO_WORDS)
-        _check("prompt", prompt, _PROMPT_WORDS)
+        _check_words("images", self._images or "", _IMAGE_WORDS)
+        _check_words("repos", repos or "", _REPO_WORDS)
+        _check_words("prompt", prompt, _PROMPT_WORDS)
         if not folder.startswith("/"):
-            _refuse("folder", folder, "an absolute path")
+            _reject("folder", folder, "an absolute path")
         if isinstance(setup, str):
-            _refuse("setup", setup, "a list of lines")
+            _reject("setup", setup, "a list of lines")
         self._command, self._parser, self._setup = test_command, log_parser, tuple(setup)
-        self._judging = {"partial": partial, "protected": list(protected), "network": network}
+        self._evaluation = {"partial": partial, "protected": list(protected), "network": network}
         self._solutions: dict[str, str] | None = None
 
     def tasks(self, template: Template) -> Iterator[Task]:
-        """A task for each row."""
-        for row, split in self._rows():
-            image = self._image(row)
+        """Make a task of each row."""
+        for row, split in self._read_rows():
+            image = self._select_image(row)
             yield template.make(
                 row.instance,
-                self._told(row),
-                evaluator=self._judge(row),
+                self._make_instruction(row),
+                evaluator=self._make_evaluator(row),
                 runtime=PluginSpec("container") if image else None,
-                workspace=self._workspace(row, image),
+                workspace=self._make_workspace(row, image),
                 limits=_LIMITS,
                 tags={"repo": row.repo} | ({SPLIT: split} if split else {}),
             )
@@ -113,19 +117,21 @@ class SweTaskSet(TaskSet):
     def solution(self, task: Task) -> Solution | None:
         """The reference patch; None where a row has none, such as those of R2E."""
         if self._solutions is None:
-            self._solutions = {row.instance: row.solution for row, _ in self._rows()}
+            self._solutions = {row.instance: row.solution for row, _ in self._read_rows()}
         patch = self._solutions.get(task.tags.get(INSTANCE, ""))
         if not patch:
             return None
         apply = f'git -c safe.directory=* apply -v "$HOME/{_PATCH}"'
-        return Solution(home={_PATCH: _ended(patch)}, argv=("sh", "-c", apply))
+        return Solution(
+            home={_PATCH: patch if patch.endswith("\n") else f"{patch}\n"}, argv=("sh", "-c", apply)
+        )
 
-    def _rows(self) -> Iterator[tuple[Row, str | None]]:
+    def _read_rows(self) -> Iterator[tuple[Row, str | None]]:
         for where, raw, split in self._source.rows():
             row = read_row(raw, where, test_command=self._command, log_parser=self._parser)
             yield row, split
 
-    def _told(self, row: Row) -> str:
+    def _make_instruction(self, row: Row) -> str:
         return self._prompt.format(
             problem_statement=row.problem.strip(),
             hints_text=row.hints.strip(),
@@ -134,7 +140,7 @@ class SweTaskSet(TaskSet):
             instance_id=row.instance,
         )
 
-    def _image(self, row: Row) -> str | None:
+    def _select_image(self, row: Row) -> str | None:
         if self._images is None and (row.image or self._repos):
             return row.image if self._repos is None else None
         published = "swe-gym" if row.repo.lower() in TEST_COMMANDS else "swebench"
@@ -146,14 +152,14 @@ class SweTaskSet(TaskSet):
             repo=row.repo,
         )
 
-    def _workspace(self, row: Row, image: str | None) -> Workspace:
+    def _make_workspace(self, row: Row, image: str | None) -> Workspace:
         if self._repos is None:
             return Workspace(image=image, commit=row.commit or "HEAD", path=self._folder)
         repo = self._repos.format(instance_id=row.instance, repo=row.repo)
         return Workspace(image=image, repo=repo, commit=row.commit, path=self._folder)
 
-    def _judge(self, row: Row) -> PluginSpec:
-        script = row.eval_script or eval_script(row, self._folder, self._setup)
+    def _make_evaluator(self, row: Row) -> PluginSpec:
+        script = row.eval_script or make_eval_script(row, self._folder, self._setup)
         options = {
             "instance": row.instance,
             "repo": row.repo,
@@ -163,35 +169,31 @@ class SweTaskSet(TaskSet):
             "eval_type": row.eval_type,
             "fail_to_pass": list(row.fail_to_pass),
             "pass_to_pass": list(row.pass_to_pass),
-            "protected_files": [*touched(row.test_patch).paths, *row.protected_files],
-            "editable": list(touched(row.solution).paths),
+            "protected_files": [*list_files(row.test_patch).paths, *row.protected_files],
+            "editable": list(list_files(row.solution).paths),
             "hides": list(row.hides),
-            **self._judging,
+            **self._evaluation,
         }
         return PluginSpec("swebench", options)
 
 
-def _check(option: str, text: str, words: Sequence[str]) -> None:
-    """Raises `ConfigError` for words in braces that stand for nothing."""
+def _check_words(option: str, text: str, words: Sequence[str]) -> None:
+    """Raises `ConfigError` for unknown words in braces."""
     right = f"text with {', '.join(f'{{{word}}}' for word in words)} in it"
     try:
         found = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError:
-        _refuse(option, text, right)
+        _reject(option, text, right)
     if any(name not in words for name in found):
-        _refuse(option, text, right)
+        _reject(option, text, right)
 
 
-def _refuse(option: str, value: object, right: str) -> NoReturn:
+def _reject(option: str, value: object, right: str) -> NoReturn:
     msg = f"taskset 'swe': {option} is {value!r:.200}, must be {right}"
     raise ConfigError(msg)
 
 
-def _beside(rows: str | None, repos: str) -> str:
-    """A path as relative to the folder of the rows; a URL as it is."""
+def _resolve(rows: str | None, repos: str) -> str:
+    """Return a path relative to the folder of the rows; a URL unchanged."""
     local = rows is not None and "://" not in repos and ":" not in repos.partition("/")[0]
     return str(Path(rows or "").parent / repos) if local else repos
-
-
-def _ended(patch: str) -> str:
-    return patch if patch.endswith("\n") else f"{patch}\n"
