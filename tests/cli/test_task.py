@@ -34,7 +34,7 @@ def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("sampels: 4", "unknown key 'sampels'; did you mean 'samples'?"),
-        ("samples: 0", "task 't': samples is 0, must be from 1 to 10,000"),
+        ("samples: 0", "t.yaml: samples is 0, must be an integer >= 1"),
         ("runtime: {name: lokal}", "unknown runtime 'lokal'; did you mean 'local'?"),
     ],
 )

@@ -8,8 +8,9 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from tugline.protocol.nodes import BIG, Control, NodeRegistered, NodeRegistration
+from tugline.protocol.nodes import Control, NodeRegistered, NodeRegistration
 from tugline.types import Boundary, Session, Status, Task
+from tugline.types.task import BIG
 
 LEASE_WAIT_S = 30.0
 """Default time that a lease request waits for work."""

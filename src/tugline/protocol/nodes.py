@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-BIG = 2**53 - 1
-"""The largest integer that every JSON reader keeps exactly."""
+from tugline.types.task import BIG
+
 Label = dict[
     Annotated[str, Meta(min_length=1, max_length=128)], Annotated[str, Meta(max_length=1024)]
 ]

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import PurePosixPath
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,71 +20,17 @@ import zstandard
 from tugline.errors import ConfigError, Invalid, UsageError
 from tugline.plugins import pack_options
 from tugline.protocol import NodeRegistration
-from tugline.protocol.nodes import BIG
+from tugline.schema import decode as decode_strictly
 from tugline.server.store.groups import End
 from tugline.server.store.tasks import Packed, pack
-from tugline.types import TERMINAL, PluginSpec, Status, Task, Trajectory, Workspace, decode
+from tugline.types import TERMINAL, Status, Task, Trajectory, Workspace, decode
 
-ID = r"[A-Za-z0-9._-]{1,128}"
-TENANT = r"[A-Za-z0-9._-]{1,64}"
-WEEK_S = 7 * 86400.0
 MAX_TEXT = 4 << 20
-"""Characters of an instruction, and bytes of a plug-in's options."""
+"""Bytes of a plug-in's options."""
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 32 << 20
 """Of all files of a task together."""
 MAX_TAGS = 64
-
-
-class Bound(NamedTuple):
-    """A number's range."""
-
-    field: str
-    low: float
-    high: float
-    above: bool = False
-    """Whether `low` itself is too low."""
-
-    @property
-    def must(self) -> str:
-        """In words."""
-        if self.above:
-            return f"more than {self.low:g} and at most {self.high:,.15g}"
-        return f"from {self.low:g} to {self.high:,.15g}"
-
-    def holds(self, value: float | None) -> bool:
-        """Whether `value` is in range; None is no bound, and NaN never is."""
-        if value is None:
-            return True
-        return (self.low < value if self.above else self.low <= value) and value <= self.high
-
-
-BOUNDS = (
-    Bound("samples", 1, 10_000),
-    Bound("priority", -10, 10),
-    Bound("limits.init_s", 0, WEEK_S, above=True),
-    Bound("limits.agent_s", 0, WEEK_S, above=True),
-    Bound("limits.eval_s", 0, WEEK_S, above=True),
-    Bound("limits.total_s", 0, 4 * WEEK_S, above=True),
-    Bound("limits.calls_s", 0, WEEK_S, above=True),
-    Bound("limits.max_turns", 1, 1_000_000),
-    Bound("limits.max_sampled_tokens", 1, 1_000_000_000),
-    Bound("sampling.temperature", 0, 10),
-    Bound("sampling.top_p", 0, 1, above=True),
-    Bound("sampling.top_k", 0, 10_000_000),
-    Bound("sampling.max_tokens", 1, 1_000_000_000),
-    Bound("sampling.seed", 0, BIG),
-    Bound("group.min_usable", 1, 10_000),
-    Bound("group.deadline_s", 0, 52 * WEEK_S, above=True),
-    Bound("group.attempts", 1, 100),
-    Bound("group.max_staleness", 0, 1_000_000),
-)
-"""Of the numbers in a task."""
-_TASK = tuple((bound, attrgetter(bound.field)) for bound in BOUNDS)
-
-_ID = re.compile(ID)
-_TENANT = re.compile(TENANT)
-
 MAX_TRAJECTORY = 1 << 30
 """Bytes of an encoded trajectory before compression."""
 _BATCH_IN_LOOP = 16
@@ -101,23 +45,18 @@ Check = Callable[[Task], None]
 # --------------------------------------------------------------------------- tasks
 def check_task(task: Task) -> None:
     """Raises `Invalid` for the first field that cannot be right."""
-    _check_pattern("id", task.id, _ID, "1 to 128 of A-Z a-z 0-9 . _ -")
-    _check_pattern("tenant", task.tenant, _TENANT, "1 to 64 of A-Z a-z 0-9 . _ -")
-    for bound, value_of in _TASK:
-        _check_number(bound, value_of(task))
-    _check_length("instruction", task.instruction, 0, MAX_TEXT)
+    for name in ("harness", "evaluator", "runtime", "builder"):
+        _check_options(f"{name}.options", getattr(task, name).options)
+    _check_bounds(task)
     if not task.instruction.strip():
         _refuse("instruction", repr(task.instruction), "a text that says what to do")
     min_usable = task.group.min_usable
     if min_usable is not None and min_usable > task.samples:
-        must = f"at most samples, which is {task.samples}"
-        _refuse("group.min_usable", repr(min_usable), must)
-    for name in ("harness", "evaluator", "runtime", "builder"):
-        _check_plugin(name, getattr(task, name))
+        _refuse("group.min_usable", repr(min_usable), f"at most samples, which is {task.samples}")
     if len(task.sampling.stop) > 64:
         _refuse("sampling.stop", f"{len(task.sampling.stop)} strings", "at most 64")
     for number, text in enumerate(task.sampling.stop):
-        _check_length(f"sampling.stop.{number}", text, 1, 1024)
+        _check_text(f"sampling.stop.{number}", text, 1024)
     _check_files(task.files)
     _check_workspace(task.workspace)
     _check_tags(task.tags)
@@ -125,14 +64,21 @@ def check_task(task: Task) -> None:
         _check_callback(task.callback.url)
 
 
-def _check_plugin(field: str, part: PluginSpec) -> None:
-    _check_length(f"{field}.name", part.name, 1, 256)
+def _check_bounds(value: msgspec.Struct) -> None:
+    """Hold a struct made in this process to the bounds of its type. Raises `Invalid`."""
     try:
-        size = len(pack_options(f"{field}.options", part.options))
+        decode_strictly(msgspec.to_builtins(value), type(value))
     except ConfigError as error:
-        raise Invalid(str(error), field=f"{field}.options") from error
+        raise Invalid(str(error), field=error.field) from error
+
+
+def _check_options(field: str, options: dict[str, Any]) -> None:
+    try:
+        size = len(pack_options(field, options))
+    except ConfigError as error:
+        raise Invalid(str(error), field=field) from error
     if size > MAX_TEXT:
-        _refuse(f"{field}.options", f"{size} bytes", f"at most {MAX_TEXT}")
+        _refuse(field, f"{size} bytes", f"at most {MAX_TEXT}")
 
 
 def _check_files(files: dict[str, str]) -> None:
@@ -154,7 +100,7 @@ def _check_files(files: dict[str, str]) -> None:
 def _check_workspace(workspace: Workspace) -> None:
     for name, value in msgspec.structs.asdict(workspace).items():
         if value is not None:
-            _check_length(f"workspace.{name}", value, 1, 4096)
+            _check_text(f"workspace.{name}", value, 4096)
     for one, other in (("image", "build"), ("repo", "folder")):
         if getattr(workspace, one) is not None and getattr(workspace, other) is not None:
             _refuse(
@@ -200,7 +146,7 @@ async def pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
 def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
     for n, task in enumerate(batch):
         try:
-            _check_number(Bound("samples", 1, 10_000), task.samples)
+            _check_bounds(task)
             check(task)
         except Invalid as error:
             raise Invalid(str(error), field=f"{n}.{error.field}".rstrip(".")) from error
@@ -211,12 +157,8 @@ def _pack_tasks(batch: Sequence[Task], check: Check) -> list[Packed]:
 
 # --------------------------------------------------------------------------- nodes and results
 def check_registration(registration: NodeRegistration) -> None:
-    """Hold a registration made in this process to the bounds of its type. Raises `Invalid`."""
-    try:
-        msgspec.convert(msgspec.to_builtins(registration), NodeRegistration)
-    except msgspec.ValidationError as error:
-        field = str(error).rpartition("$.")[2].rstrip("`")
-        raise Invalid(str(error), field=field) from error
+    """Check a node's request to join. Raises `Invalid`."""
+    _check_bounds(registration)
 
 
 async def read_end(session: str, epoch: int, data: bytes) -> End:
@@ -267,21 +209,11 @@ def _decode_trajectory(data: bytes) -> Trajectory:
 
 
 # --------------------------------------------------------------------------- errors
-def _check_number(bound: Bound, value: float | None) -> None:
-    if not bound.holds(value):
-        _refuse(bound.field, repr(value), bound.must)
-
-
-def _check_pattern(field: str, value: str, pattern: re.Pattern[str], must: str) -> None:
-    if not pattern.fullmatch(value):
-        _refuse(field, repr(value), must)
-
-
-def _check_length(field: str, value: str, low: int, high: int) -> None:
-    if not low <= len(value) <= high:
-        _refuse(field, f"{len(value)} characters long", f"{low} to {high:,}")
-    if "\0" in value:
-        _refuse(field, repr(value), "without zero bytes")
+def _check_text(field: str, text: str, longest: int) -> None:
+    if not 1 <= len(text) <= longest:
+        _refuse(field, f"{len(text)} characters long", f"1 to {longest:,}")
+    if "\0" in text:
+        _refuse(field, repr(text), "without zero bytes")
 
 
 def _refuse(field: str, shown: str, must: str) -> NoReturn:

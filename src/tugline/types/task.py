@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+_WEEK_S = 7 * 86_400
+BIG = 2**53 - 1
+"""The largest integer that every JSON reader keeps exactly."""
+Seconds = Annotated[float, Meta(gt=0, le=_WEEK_S)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
+Path = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class PluginSpec(msgspec.Struct, frozen=True):
     """A named plug-in (harness, runtime, evaluator or builder) with its options."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
     """Built in, an entry point of an installed package, or ``module:Class``."""
     options: dict[str, Any] = {}
     """Arguments of its constructor; each plug-in documents its own."""
@@ -23,53 +31,53 @@ class Workspace(msgspec.Struct, frozen=True):
     Paths are those of the node. Each session has a copy-on-write view; the source never changes.
     """
 
-    image: str | None = None
+    image: Path | None = None
     """Container image to run in; without `repo` and `folder`, also the source of the files."""
-    build: str | None = None
+    build: Path | None = None
     """In place of `image`: folder with a Dockerfile to build one from."""
-    repo: str | None = None
+    repo: Path | None = None
     """Git repository: URL or path."""
-    commit: str | None = None
+    commit: Path | None = None
     """What to check out of `repo`: a full hash, a tag or a branch. Without `repo`, of the image's
     own repository: a full hash in the history of its HEAD, or ``HEAD``. Later commits are removed.
     """
-    folder: str | None = None
+    folder: Path | None = None
     """In place of `repo`: folder with the files."""
-    path: str | None = None
+    path: Path | None = None
     """Path of the files in the sandbox; None: the image's working directory, or ``/workspace``."""
 
 
 class Limits(msgspec.Struct, frozen=True):
     """Budgets of one session. Times are seconds of one stage; None means no limit."""
 
-    init_s: float = 60.0
+    init_s: Seconds = 60.0
     """Seconds to create the sandbox and start the harness, without its installation."""
-    agent_s: float = 600.0
+    agent_s: Seconds = 600.0
     """Seconds for the agent to work."""
-    eval_s: float = 120.0
+    eval_s: Seconds = 120.0
     """Seconds for the evaluation."""
-    max_turns: int | None = None
+    max_turns: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     """Model calls a session may make."""
-    max_sampled_tokens: int | None = None
+    max_sampled_tokens: Count | None = None
     """Tokens a session may sample."""
-    total_s: float | None = None
+    total_s: Annotated[float, Meta(gt=0, le=4 * _WEEK_S)] | None = None
     """Seconds from INIT to the end of EVAL, including time spent waiting: a safety net."""
-    calls_s: float | None = None
+    calls_s: Seconds | None = None
     """Seconds after the first model call during which further calls are accepted."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters. In a contract, None leaves the choice to the harness."""
 
-    temperature: float | None = None
+    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     """0 is greedy, 1 the model's own distribution."""
-    top_p: float | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     """1 disables it."""
-    top_k: int | None = None
+    top_k: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     """0 disables it."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Most tokens of one response."""
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=0, le=BIG)] | None = None
     """Seed of a session; each call derives its own from this and its number."""
     stop: tuple[str, ...] = ()
     """Strings that end a response."""
@@ -98,13 +106,13 @@ class Stale(StrEnum):
 class Group(msgspec.Struct, frozen=True):
     """Rules for the samples of a task as a group. None means no bound."""
 
-    min_usable: int | None = None
+    min_usable: Annotated[int, Meta(ge=1, le=10_000)] | None = None
     """Usable (evaluated) samples after which the remaining ones are cancelled."""
-    deadline_s: float | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=52 * _WEEK_S)] | None = None
     """Seconds from submission after which finished samples are released and others cancelled."""
-    attempts: int = 3
+    attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Most attempts of a sample that infrastructure failures interrupt."""
-    max_staleness: int | None = None
+    max_staleness: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None
     """Weight versions that a session may fall behind after its start."""
     on_stale: Stale = Stale.MARK
     """Handling of a session that falls further behind."""
@@ -120,9 +128,9 @@ class Callback(msgspec.Struct, frozen=True):
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One problem, to be attempted `samples` times (the GRPO group)."""
 
-    id: str
+    id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
     """Chosen by the submitter; submitting the same task again has no effect."""
-    instruction: str
+    instruction: Annotated[str, Meta(max_length=4 << 20)]
     """Prompt for the agent."""
     harness: PluginSpec
     """The agent program."""
@@ -136,7 +144,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Turns its model calls into traces."""
     files: dict[str, str] = {}
     """Files written into the workspace: relative POSIX path to text."""
-    samples: int = 1
+    samples: Annotated[int, Meta(ge=1, le=10_000)] = 1
     """Number of independent sessions."""
     limits: Limits = Limits()
     """Budgets of each session."""
@@ -144,9 +152,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling contract; a field that is None leaves the choice to the harness."""
     sampling_policy: Policy = Policy.ENFORCE
     """Handling of requests with other sampling parameters."""
-    tenant: str = "default"
+    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
     """Account for scheduling: tenants share the nodes by their weights."""
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-10, le=10)] = 0
     """-10 to 10: each step moves a task one minute ahead in its tenant's queue."""
     group: Group = Group()
     """When the group is released, and what happens to its remaining samples."""

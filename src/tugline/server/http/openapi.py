@@ -20,13 +20,10 @@ from tugline.protocol import Problem
 from tugline.schema import field_docs, list_structs
 from tugline.server.http.problems import MEDIA, PROBLEMS
 from tugline.server.http.route import JSON, Nothing, Route
-from tugline.server.validation import BOUNDS, ID, TENANT
 
 Json = dict[str, Any]
 _REF = "#/components/schemas/{name}"
 _BINARY: Json = {"type": "string", "format": "binary"}
-_PATTERNS = {("Task", "id"): ID, ("Task", "tenant"): TENANT}
-_PARENTS = {"": "Task", "limits": "Limits", "sampling": "Sampling", "group": "Group"}
 _PATHS = {
     "id": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,160}$"},
     "number": {"type": "integer", "minimum": 1, "maximum": 2**63 - 1},
@@ -46,7 +43,6 @@ def document(routes: tuple[Route, ...]) -> bytes:
     for name in strict:
         if schemas[name].get("type") == "object":
             schemas[name]["additionalProperties"] = False
-    _bound(schemas)
     parameters = {kind: _parameters(schemas.pop(kind.__name__)) for kind in queries}
     paths: dict[str, Json] = {}
     for route in routes:
@@ -178,16 +174,3 @@ def _describe(schemas: dict[str, Json], structs: Iterable[Any]) -> None:
             schemas[struct.__name__]["properties"][name].setdefault("description", text)
         for field in msgspec.structs.fields(struct):
             waiting += list_structs(field.type)
-
-
-def _bound(schemas: dict[str, Json]) -> None:
-    """Add the bounds of a task's fields, which `check_task` checks."""
-    for bound in BOUNDS:
-        parent, _, name = bound.field.rpartition(".")
-        schema = schemas[_PARENTS[parent]]["properties"][name]
-        options: list[Json] = schema.get("anyOf", [schema])
-        number = next(each for each in options if each.get("type") in {"number", "integer"})
-        number["exclusiveMinimum" if bound.above else "minimum"] = bound.low
-        number["maximum"] = bound.high
-    for (parent, name), pattern in _PATTERNS.items():
-        schemas[parent]["properties"][name]["pattern"] = f"^{pattern}$"
