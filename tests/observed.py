@@ -16,7 +16,8 @@ from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.node.app import Node
-from tugline.node.metrics import Engines, NodeMetrics
+from tugline.node.engines import Engines
+from tugline.node.metrics import NodeMetrics
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Telemetry
 from tugline.rollout.parts import Parts
@@ -80,7 +81,7 @@ class Observed:
     control: ControlPlane
     node: Node
     gateway: Gateway
-    watch: Telemetry
+    telemetry: Telemetry
     metrics: NodeMetrics
     engines: Engines
     pages: ServerMetrics
@@ -115,20 +116,23 @@ async def observed(
         gateway = await enter(
             Gateway(Upstream([url], Embedded()), RENDERING, folder / "recordings")
         )
-        watch = Telemetry(node="here", model="scripted", calls=gateway.read_calls, tracer=tracer)
-        stack.push_async_callback(watch.close)
+        telemetry = Telemetry(
+            node="here", model="scripted", calls=gateway.read_calls, tracer=tracer
+        )
+        stack.push_async_callback(telemetry.close)
         settings = NodeSettings(name="here", slots=2, grace_s=0.0)
-        node = Node(control.dispatcher, gateway, Parts(), folder / "node", settings, observer=watch)
-        engines = Engines([url])
-        await enter(engines.looking())
-        metrics = NodeMetrics(node, watch, gateway.traffic, engines)
-        pages.others.append(metrics.page)
+        node = Node(
+            control.dispatcher, gateway, Parts(), folder / "node", settings, telemetry=telemetry
+        )
+        engines = await enter(Engines([url]))
+        metrics = NodeMetrics(node, telemetry, gateway.traffic, engines)
+        pages.others.append(metrics.render)
         working = asyncio.create_task(node.run())
         try:
             async with asyncio.timeout(20):
                 while not node.id:  # noqa: ASYNC110 - until it has joined
                     await asyncio.sleep(0.005)
-            yield Observed(control, node, gateway, watch, metrics, engines, pages)
+            yield Observed(control, node, gateway, telemetry, metrics, engines, pages)
         finally:
             node.drain()
             await asyncio.wait_for(working, 20)

@@ -22,7 +22,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Metric]
 
     async def look() -> dict[str, list[Metric]]:
         async with observed(tmp_path_factory.mktemp("observed")) as rig:
-            return {"the server": await rig.pages.families(), "a node": rig.metrics.families()}
+            return {"the server": await rig.pages.families(), "a node": rig.metrics.collect()}
 
     return asyncio.run(look())
 

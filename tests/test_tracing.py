@@ -29,7 +29,7 @@ from tugline.inference.server import create_app
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_engine import ScriptedEngine
-from tugline.tracing.spans import Rollout, linked, rollout_span
+from tugline.tracing.spans import Rollout, make_rollout_span, parse_link
 from tugline.tracing.tracer import ENDPOINTS, Tracer, open_tracer
 from tugline.types import Boundary, Failure, Ledger, PluginSpec, Session, Task, Trajectory
 from tugline.types import Status as Stage
@@ -109,7 +109,7 @@ async def rolled(folder: Path) -> Rollout:
         task=TASK,
         session=SESSION,
         trajectory=trajectory,
-        began=began,
+        stages=began,
         ended=time.time(),
         calls=calls,
         node="here",
@@ -134,7 +134,7 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     rollout = await rolled(tmp_path)
     async with collecting() as (collector, url):
         tracer = tracer_to(url)
-        await asyncio.to_thread(tracer.tell, rollout)
+        await asyncio.to_thread(tracer.export, rollout)
         await asyncio.to_thread(tracer.close)
     assert collector.resource["service.name"] == "tugline"
     assert collector.resource["service.instance.id"] == "here"
@@ -178,7 +178,7 @@ async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
     tracer = tracer_to("http://127.0.0.1:9")
     started = time.monotonic()
     for epoch in range(200):
-        tracer.tell(structs.replace(rollout, session=structs.replace(SESSION, epoch=epoch)))
+        tracer.export(structs.replace(rollout, session=structs.replace(SESSION, epoch=epoch)))
     told = time.monotonic()
     await asyncio.to_thread(tracer.close)
     assert told - started < 2.0
@@ -202,8 +202,8 @@ def test_a_failure_is_told_where_it_happened() -> None:
         failure=Failure(Boundary.HARNESS, "no such program"),
     )
     began = [(Stage.INIT, 10.0), (Stage.READY, 11.0), (Stage.RUN, 12.0)]
-    rollout = Rollout(task=TASK, session=SESSION, trajectory=failed, began=began, ended=15.0)
-    root = rollout_span(rollout)
+    rollout = Rollout(task=TASK, session=SESSION, trajectory=failed, stages=began, ended=15.0)
+    root = make_rollout_span(rollout)
     assert (root.start, root.end, root.error) == (10.0, 15.0, "no such program")
     assert root.attributes["error.type"] == "harness"
     assert [(span.start, span.end, span.error) for span in root.children] == [
@@ -218,7 +218,7 @@ def test_a_failure_is_told_where_it_happened() -> None:
 )
 def test_a_parent_that_is_none_is_no_link(text: str) -> None:
     """A tag that does not follow W3C Trace Context costs the link, not the session."""
-    assert linked(structs.replace(TASK, tags={"traceparent": text})) is None
+    assert parse_link(structs.replace(TASK, tags={"traceparent": text})) is None
 
 
 def test_the_environment_switches_it_on() -> None:

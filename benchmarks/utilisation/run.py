@@ -30,7 +30,7 @@ from rich.table import Table
 from workload import SCALE, Engine, Gateway, Marks, Parts, Rollouts, draw
 
 from tugline import log
-from tugline.node.admission import LOOK_S, Admission
+from tugline.node.admission import POLL_S, Admission
 from tugline.node.app import Node
 from tugline.node.settings import NodeSettings
 from tugline.protocol import TaskState
@@ -101,9 +101,9 @@ async def working(case: Case, engine: Engine, rollouts: Rollouts) -> AsyncIterat
     settings = NodeSettings(
         name="bench",
         slots=case.slots,
-        inits=case.slots,
+        max_initializing=case.slots,
         ready_max=case.slots if case.ready else 0,
-        evals=JUDGES,
+        max_evaluating=JUDGES,
         memory_floor_mb=0,
         disk_floor_gb=0.0,
     )
@@ -113,8 +113,8 @@ async def working(case: Case, engine: Engine, rollouts: Rollouts) -> AsyncIterat
         async with ControlPlane(database, open_blobs(str(folder)), folder=folder) as control:
             node = Node(control.dispatcher, Gateway(), Parts(rollouts), folder / "node", settings)
             if case.admission:
-                node.stages.admission = Admission(
-                    engine.pressure, waiting=ENGINE // 2, every_s=LOOK_S * SCALE
+                node.pools.admission = Admission(
+                    engine.poll, waiting=ENGINE // 2, every_s=POLL_S * SCALE
                 )
             task = asyncio.create_task(node.run())
             try:

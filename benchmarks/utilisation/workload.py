@@ -23,7 +23,7 @@ import numpy as np
 
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
-from tugline.node.admission import Pressure
+from tugline.node.engines import EngineLoad
 from tugline.recording.records import Result
 from tugline.rollout.parts import Parts as Made
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
@@ -117,10 +117,10 @@ class Engine:
         crowd = 0 if self.fits is None else 1 - self.fits / max(self.sessions, self.fits)
         return self._dice.random() < crowd
 
-    async def pressure(self) -> Sequence[Pressure]:
+    async def poll(self) -> Sequence[EngineLoad]:
         """As its metrics page would say it."""
         kv = 0.0 if self.fits is None else min(1.0, self.sessions / self.fits)
-        return [Pressure(self.waiting, kv)]
+        return [EngineLoad(self.waiting, kv)]
 
     def busy(self, start: float, end: float) -> float:
         """Share of its slots that were usefully in use from `start` to `end`."""

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tugline.demo.metrics import Step
-from tugline.launch.server import STORE, control_plane
+from tugline.launch.server import STORE, open_control_plane
 from tugline.launch.settings import ServerSettings
 from tugline.protocol import ResultView
 from tugline.recording import file as recordings
@@ -150,7 +150,7 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
 
 async def committed(folder: Path) -> tuple[dict[str, int], list[ResultView]]:
     """Sessions by status, and the results of those that were trained on."""
-    async with control_plane(ServerSettings(), folder) as control:
+    async with open_control_plane(ServerSettings(), folder) as control:
         results = (await control.results(after=0, limit=1000)).items
         counts = (await control.database.read(stats.counts)).sessions
     return counts, [one for one in results if one.task.startswith("step")]

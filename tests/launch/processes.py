@@ -40,7 +40,7 @@ class World:
 
     def engine(self) -> str:
         """Start one; its URL."""
-        self.start("engine", sys.executable, str(TESTS / "cluster/engine.py"), "engine.url")
+        self.start("engine", sys.executable, str(TESTS / "launch/engine.py"), "engine.url")
         url = self.folder / "engine.url"
         until(url.exists, "the engine", lambda: self.said("engine"))
         return url.read_text()
@@ -108,7 +108,7 @@ def task(name: str, *, samples: int = 2, turns: int = 1, pause_s: float = 0.0) -
         "id": name,
         "instruction": json.dumps({"turns": turns, "pause_s": pause_s}),
         "harness": {"name": "shell", "options": {"command": [sys.executable, str(AGENT)]}},
-        "evaluator": {"name": "cluster.processes:Fine"},
+        "evaluator": {"name": "launch.processes:Fine"},
         "samples": samples,
         "limits": {"agent_s": 60},
     }

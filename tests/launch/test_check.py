@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tugline.errors import Invalid
-from tugline.launch.server import check
+from tugline.launch.server import check_runnable
 from tugline.types import PluginSpec, Task
 
 
@@ -37,9 +37,9 @@ def _task(**changes: Any) -> Task:
 )
 def test_a_part_that_cannot_be_made_is_named(changes: Any, field: str, part: str) -> None:
     """Which part, whether its name or its options, and what would be right."""
-    check(_task())
+    check_runnable(_task())
     with pytest.raises(Invalid) as told:
-        check(_task(**changes))
+        check_runnable(_task(**changes))
     assert told.value.field == field
     assert part in str(told.value)
 
@@ -50,6 +50,6 @@ def test_a_task_cannot_have_the_server_call_what_is_no_part(kind: str, tmp_path:
     mark = tmp_path / "called"
     options = {"args": ["touch", str(mark)]}
     with pytest.raises(Invalid, match=f"is no {kind}") as told:
-        check(_task(**{kind: PluginSpec("subprocess:Popen", options)}))
+        check_runnable(_task(**{kind: PluginSpec("subprocess:Popen", options)}))
     assert told.value.field == f"{kind}.name"
     assert not mark.exists()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tiny import tokenizer
 from tugline.errors import EngineError, UsageError
 from tugline.inference.server import create_app
-from tugline.launch.engine import engine
+from tugline.launch.engine import open_engine
 from tugline.launch.settings import EngineSettings
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Mode
@@ -45,14 +45,14 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{port}"
     told = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
     async with asyncio.timeout(60):
-        reaching = asyncio.create_task(engine(told, slots=1).__aenter__())
+        reaching = asyncio.create_task(open_engine(told, slots=1).__aenter__())
         await asyncio.sleep(0.5)
         assert not reaching.done()
         async with serve(scripted(), port=port):
             reached = await reaching
             unknown = replace(told, renderer=None)
             with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
-                await engine(unknown, slots=1).__aenter__()
+                await open_engine(unknown, slots=1).__aenter__()
     assert reached.upstream.wire.mode is Mode.EXACT
     assert reached.rendering is not None
     assert reached.rendering.name == "qwen3"
@@ -62,19 +62,19 @@ async def test_exact_mode_needs_a_tokenizer() -> None:
     """The line says where it is told, before any engine is asked."""
     told = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
     with pytest.raises(UsageError, match=r"needs the model's tokenizer\.json"):
-        await engine(told, slots=1).__aenter__()
+        await open_engine(told, slots=1).__aenter__()
 
 
 async def test_an_engine_that_never_answers_is_given_up() -> None:
     """After `wait_s`, naming its address."""
     told = EngineSettings(urls=(f"http://127.0.0.1:{free_port()}",), wait_s=0)
     with pytest.raises(EngineError, match="no engine answers at"):
-        async with engine(told, slots=1):
+        async with open_engine(told, slots=1):
             pass
 
 
 async def test_without_any_engine_it_says_what_to_give() -> None:
     """Neither an address nor a folder."""
     with pytest.raises(UsageError, match="--engine, or a model folder with --model"):
-        async with engine(EngineSettings(), slots=1):
+        async with open_engine(EngineSettings(), slots=1):
             pass

@@ -17,8 +17,7 @@ from tugline.errors import Invalid, ServerError
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import Local
-from tugline.launch.local import local as local_cluster
+from tugline.launch.local import Local, open_local
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
 from tugline.server.store import stats
@@ -67,7 +66,7 @@ async def local(folder: Path) -> AsyncIterator[Local]:
     told = Settings(node=NodeSettings(name="n", slots=4))
     async with serve(create_app(engine, model_name="m")) as url:
         reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
-        async with local_cluster(told, folder, reached) as cluster:
+        async with open_local(told, folder, reached) as cluster:
             yield cluster
 
 
@@ -99,7 +98,7 @@ async def test_a_second_run_does_nothing_again(tmp_path: Path) -> None:
         first = await cluster.run([task("a", samples=1)])
     async with local(tmp_path) as cluster:
         second = await cluster.run([task("a", samples=1)])
-        (session,) = await cluster.sessions(["a"])
+        (session,) = await cluster.list_sessions(["a"])
         assert session.epoch == 1
     assert np.array_equal(first[0].traces[0].ids, second[0].traces[0].ids)
     assert first[0].report == second[0].report
@@ -120,7 +119,7 @@ async def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     gate.touch()
     async with local(tmp_path) as cluster:
         results = await cluster.run([late, task("b", samples=1)])
-        epochs = [one.epoch for one in await cluster.sessions(["a", "b"])]
+        epochs = [one.epoch for one in await cluster.list_sessions(["a", "b"])]
     assert [one.session for one in results] == ["a-0", "b-0"]
     assert epochs == [2, 1]
 
@@ -130,7 +129,7 @@ async def test_a_node_that_dies_ends_the_run(tmp_path: Path) -> None:
     async with local(tmp_path) as cluster:
         running = asyncio.create_task(cluster.run([task("a", samples=1, command="sleep 30")]))
         await asyncio.sleep(0.2)
-        cluster._working.cancel()
+        cluster._running_node.cancel()
         done, _ = await asyncio.wait({running}, timeout=20)
         assert done
         assert isinstance(running.exception(), ServerError)

@@ -1,13 +1,14 @@
+"""The metrics page of a node, over real sessions."""
+
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from observed import CALL, observed, read, task, until
-from tugline.node.metrics import Busy
+from tugline.node.engines import EngineLoad
 from tugline.web.serve import serve
 
 
@@ -15,7 +16,7 @@ async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
     """Stages, tokens, calls and failures are those of three real sessions, of which one broke."""
     async with observed(tmp_path) as rig:
         await rig.run(task("good", samples=2), task("bad", "exit(3)"))
-        found = read(await rig.metrics.page())
+        found = read(await rig.metrics.render())
         stats = rig.node.stats
     assert found["tugline_node_results_total"] == {("completed",): 2, ("failed",): 2}
     assert found["tugline_node_failures_total"] == {("harness",): 2}, "it was tried twice"
@@ -23,11 +24,11 @@ async def test_what_sessions_did_is_on_the_page(tmp_path: Path) -> None:
     for stage in ("init", "ready", "run", "build"):
         assert found["tugline_node_stage_seconds_count"][stage,] == 4
     assert found["tugline_node_stage_seconds_count"]["eval",] == 2
-    assert found["tugline_node_stage_places"]["run",] == 2
+    assert found["tugline_node_stage_slots"]["run",] == 2
     assert set(found["tugline_node_stage_sessions"].values()) == {0}
-    fates = found["tugline_node_ledger_tokens_total"]
-    assert sum(fates.values()) == stats.sampled > 0
-    assert fates["trained", ""] == stats.trained
+    tokens = found["tugline_node_ledger_tokens_total"]
+    assert sum(tokens.values()) == stats.sampled > 0
+    assert tokens["trained", ""] == stats.trained
     assert found["tugline_gateway_calls_total"] == {("complete",): 2}
     assert found["tugline_gateway_tokens_total"]["sampled",] == stats.sampled
     assert found["tugline_gateway_answer_seconds_count"][()] == 2
@@ -40,7 +41,7 @@ async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
         await rig.control.submit([task("slow", script, samples=3)])
         async with asyncio.timeout(20):
             while True:
-                found = read(await rig.metrics.page())
+                found = read(await rig.metrics.render())
                 sessions = found["tugline_node_stage_sessions"]
                 if sessions["run",] == 2 and found["tugline_node_stage_waiting"]["run",] == 1:
                     break
@@ -49,40 +50,22 @@ async def test_a_stage_shows_who_is_in_it(tmp_path: Path) -> None:
         assert found["tugline_node_sessions"][()] == 3
 
 
-async def test_engines_are_looked_at(tmp_path: Path) -> None:
-    """The embedded engine's own clock counts; one that does not answer is down, not in the way."""
+async def test_engines_are_polled(tmp_path: Path) -> None:
+    """The embedded engine's own clock counts; one that does not answer is down."""
     async with observed(tmp_path) as rig:
-        rig.engines.seen["http://127.0.0.1:9"] = Busy(up=True, running=3)
-        (url,) = {*rig.engines.seen} - {"http://127.0.0.1:9"}
-        await until(lambda: [one.up for one in rig.engines.seen.values()] == [True, False])
-        found = read(await rig.metrics.page())
+        rig.engines.loads["http://127.0.0.1:9"] = EngineLoad(up=True, running=3)
+        (url,) = {*rig.engines.loads} - {"http://127.0.0.1:9"}
+        await until(lambda: [one.up for one in rig.engines.loads.values()] == [True, False])
+        found = read(await rig.metrics.render())
     assert found["tugline_engine_up"] == {(url,): 1, ("http://127.0.0.1:9",): 0}
     assert found["tugline_engine_running"]["http://127.0.0.1:9",] == 0
-
-
-@pytest.mark.parametrize(
-    ("pages", "seconds"),
-    [
-        ([(0, 'vllm:num_requests_running{a="b"} 2.0'), (2, "vllm:num_requests_running{} 1")], 2),
-        ([(0, "sglang:num_running_reqs 0"), (2, "sglang:num_running_reqs 0.0")], 0),
-        ([(0, "vllm:num_requests_running 1"), (60, "vllm:num_requests_running 1")], 4),
-        ([(0, "tugline:forward_seconds_total 5"), (2, "tugline:forward_seconds_total 6.5")], 1.5),
-        ([(0, "tugline:forward_seconds_total 5"), (2, "tugline:forward_seconds_total 1")], 1),
-    ],
-)
-def test_busy_time(pages: list[tuple[float, str]], seconds: float) -> None:
-    """It was busy where requests ran, while it was watched; a clock of its own goes before that."""
-    busy = Busy()
-    for at, text in pages:
-        busy.saw(text, at)
-    assert busy.seconds == pytest.approx(seconds)
 
 
 async def test_a_node_alone_has_a_page_of_its_own(tmp_path: Path) -> None:
     """Prometheus scrapes it over HTTP, in the content type that it knows."""
     async with (
         observed(tmp_path) as rig,
-        serve(rig.metrics.app()) as url,
+        serve(rig.metrics.make_app()) as url,
         aiohttp.ClientSession() as http,
     ):
         async with http.get(f"{url}/metrics") as answer:

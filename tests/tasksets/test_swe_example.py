@@ -18,7 +18,7 @@ from tugline.config import load
 from tugline.datasets.base import Template
 from tugline.datasets.files import read_set
 from tugline.datasets.swe import SweTaskSet
-from tugline.launch.settings import settings
+from tugline.launch.settings import load_settings
 from tugline.rollout.parts import Parts
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.schema import read_values
@@ -40,7 +40,7 @@ def test_the_tasks_are_well_said(size: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_cluster_is_well_said(size: str) -> None:
     """Every key is a setting, with a value that may be."""
-    told = settings(EXAMPLE / f"{size}.cluster.yaml", server={}, node={}, engine={})
+    told = load_settings(EXAMPLE / f"{size}.cluster.yaml", server={}, node={}, engine={})
     assert told.node.slots >= 1
 
 

@@ -11,7 +11,7 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import local
+from tugline.launch.local import open_local
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording.rebuild import rebuild_all
@@ -82,7 +82,7 @@ async def rolled_out(folder: Path) -> list[Trajectory]:
     settings = Settings(node=NodeSettings(slots=2))
     async with serve(create_app(engine, model_name="m")) as url:
         reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
-        async with local(settings, folder, reached) as cluster:
+        async with open_local(settings, folder, reached) as cluster:
             return await cluster.run(tasks)
 
 

@@ -26,8 +26,8 @@ from tugline.cli.up import (
     say,
     with_an_engine,
 )
-from tugline.launch.settings import settings
-from tugline.launch.up import work
+from tugline.launch.node import run_node
+from tugline.launch.settings import load_settings
 
 
 def node(  # noqa: PLR0913 - each is a flag
@@ -49,10 +49,10 @@ def node(  # noqa: PLR0913 - each is a flag
     log_file: LogFile = None,
 ) -> None:
     """Run sessions for a server, as many as there are slots, until it is stopped."""
-    told = settings(
+    told = load_settings(
         config,
         server={},
         node={"slots": slots, "name": name},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    keep_running(work(with_an_engine(told), folder, server, token, say), log_file)
+    keep_running(run_node(with_an_engine(told), folder, server, token, say), log_file)

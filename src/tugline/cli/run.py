@@ -32,8 +32,8 @@ from tugline.cli.up import (
     with_an_engine,
 )
 from tugline.datasets.files import load
-from tugline.launch.run import run as run_all
-from tugline.launch.settings import settings
+from tugline.launch.local import run as run_all
+from tugline.launch.settings import load_settings
 from tugline.protocol import ResultView
 from tugline.types import Boundary
 
@@ -99,7 +99,7 @@ def run(  # noqa: PLR0913 - each is a flag
     ] = False,
 ) -> None:
     """Run tasks on this machine and keep every result in a folder."""
-    told = settings(
+    told = load_settings(
         config,
         server={},
         node={"slots": slots},

@@ -19,8 +19,8 @@ from rich.console import Console
 from tugline import log
 from tugline.cli.options import INTERRUPTED
 from tugline.errors import UsageError
-from tugline.launch.server import is_local, serve_alone
-from tugline.launch.settings import Given, Settings, settings
+from tugline.launch.server import is_local, run_server
+from tugline.launch.settings import Flags, Settings, load_settings
 from tugline.web import serve
 
 DATA = Path("tugline-data")
@@ -66,7 +66,7 @@ def up(  # noqa: PLR0913 - each is a flag
     log_file: LogFile = None,
 ) -> None:
     """Start server, node and engine, and run what is submitted until it is stopped."""
-    told = settings(
+    told = load_settings(
         config,
         server={"host": host, "port": port, "store": store},
         node={"slots": slots, "name": name},
@@ -78,16 +78,16 @@ def up(  # noqa: PLR0913 - each is a flag
             " can be read on the way; put it behind a proxy that speaks HTTPS"
         )
     if no_node:
-        keep_running(serve_alone(told, folder, say), log_file)
+        keep_running(run_server(told, folder, say), log_file)
         return
-    from tugline.launch.up import serve_and_work  # noqa: PLC0415 - takes a second, see there
+    from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second, see there
 
-    keep_running(serve_and_work(with_an_engine(told), folder, say), log_file)
+    keep_running(run_server_and_node(with_an_engine(told), folder, say), log_file)
 
 
 def engine_flags(
     urls: list[str] | None, model: Path | None, tokenizer: Path | None, renderer: str | None
-) -> Given:
+) -> Flags:
     """What the flags say of the engine."""
     return {"urls": urls or None, "model": model, "tokenizer": tokenizer, "renderer": renderer}
 

@@ -18,8 +18,8 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
 from tugline.inference.load import load
-from tugline.launch.engine import served
-from tugline.launch.local import Local, OnDone, local
+from tugline.launch.engine import serve_engine
+from tugline.launch.local import Local, OnDone, open_local
 from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings
@@ -78,7 +78,7 @@ class Rig:
 
     async def recorded(self, task_ids: list[str]) -> dict[str, tuple[Call, ...]]:
         """The calls of every session of these tasks that made any, from its recording."""
-        paths = await self.cluster.recordings(task_ids)
+        paths = await self.cluster.find_recordings(task_ids)
         return {one: recordings.read(path).calls for one, path in paths.items()}
 
 
@@ -98,8 +98,8 @@ async def rig(
         gateway=GatewaySettings(port=port),
     )
     async with (
-        served(engine, rendering(tokenizer), name=MODEL) as reached,
-        local(settings, folder, reached) as cluster,
+        serve_engine(engine, rendering(tokenizer), name=MODEL) as reached,
+        open_local(settings, folder, reached) as cluster,
     ):
         freeze_gc()
         yield Rig(cluster)

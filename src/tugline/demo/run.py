@@ -32,7 +32,7 @@ from tugline.demo.settings import DemoSettings
 from tugline.errors import UsageError
 from tugline.harnesses.base import Harness
 from tugline.inference.engine import Engine
-from tugline.launch.folder import only_one
+from tugline.launch.process import folder_lock
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.traces.ledger import sum_ledgers
@@ -84,7 +84,7 @@ class Demo:
 
     async def run(self) -> RunSummary:
         """Run every phase not done yet. Raises `TuglineError`; may be cancelled and run again."""
-        with only_one(self.folder, instead="choose another --out"):
+        with folder_lock(self.folder, instead="choose another --out"):
             _store_settings(self.folder, self.settings)
             self.live.phase("loading the policy")
             policy = load_policy()
@@ -126,7 +126,7 @@ class Demo:
         """Evaluate the start policy, unless that was done already."""
         held_out = tasks.heldout_tasks(self.settings, "before")
         if self.progress.rows:
-            return await up.cluster.results([task.id for task in held_out])
+            return await up.cluster.load_results([task.id for task in held_out])
         self.live.phase(f"one {self.settings.harness} session as a check")
         await up.run(held_out[:1], lambda _done, _total: None)
         return await self._evaluate(up, "before")
@@ -195,7 +195,7 @@ class Demo:
         self.live.phase("the same sessions with each builder")
         done = self.progress
         last = [task.id for task in tasks.training_tasks(self.settings, len(done.rows))]
-        results, recorded = await up.cluster.results(last), await up.recorded(last)
+        results, recorded = await up.cluster.load_results(last), await up.recorded(last)
         costs = await asyncio.to_thread(compare_builders, results, recorded, trainer)
         measured = [*before, *after]
         held_out = sampled(measured)

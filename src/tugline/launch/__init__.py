@@ -1,1 +1,1 @@
-"""Who runs sessions where: one process here, more machines later."""
+"""Assembles the processes: server, node and engine, in one process or in several."""

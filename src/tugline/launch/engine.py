@@ -1,7 +1,7 @@
-"""The engine as a node needs it: replicas behind an address each, and the template for exact mode.
+"""Connect to an engine: its replicas, and the chat template for exact mode.
 
-Engines take minutes to load and are restarted under a running cluster, so one that does not answer
-is waited for; one that answers and is unsound is refused at once, with the flag to add (I1).
+Engines take minutes to load and are restarted under running nodes, so one that does not answer is
+waited for; one that lacks what we need is refused at once, with the flag to add (I1).
 """
 
 from __future__ import annotations
@@ -28,91 +28,91 @@ from tugline.web.serve import serve
 
 NAME = "tugline-embedded"
 _RETRY_S = 2.0
-_log = log.get("cluster.engine")
+_log = log.get("launch.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConnection:
-    """An engine that answers and is sound."""
+    """An engine that answers and returns what we need."""
 
     urls: tuple[str, ...]
     upstream: Upstream
     rendering: Rendering | None
-    """What makes the prompts in exact mode; None in the others."""
+    """Renders prompts in exact mode; None in the others."""
 
 
 @contextlib.asynccontextmanager
-async def engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[EngineConnection]:
-    """The engine at the given addresses, or one in this process for `slots` agents.
+async def open_engine(settings: EngineSettings, *, slots: int) -> AsyncIterator[EngineConnection]:
+    """Connect to the engine at `settings.urls`, or start one in this process for `slots` agents.
 
     Raises `UsageError` for one that cannot be used, `EngineError` if it does not come up in time.
     """
     if settings.urls:
-        yield await _reached(settings)
+        yield await _connect(settings)
         return
     if settings.model is None:
         msg = "no engine: give its address with --engine, or a model folder with --model"
         raise UsageError(msg)
-    async with _embedded(settings, settings.model, slots) as reached:
-        yield reached
+    async with _embed(settings, settings.model, slots) as connection:
+        yield connection
 
 
 @contextlib.asynccontextmanager
-async def served(
+async def serve_engine(
     generator: GenerationEngine, rendering: Rendering, *, name: str = NAME
 ) -> AsyncIterator[EngineConnection]:
-    """An engine of this process in exact mode, behind an address of its own."""
+    """Serve an engine of this process at a URL of its own, in exact mode."""
     app = create_app(generator, model_name=name)
     async with serve(app) as url:
         yield EngineConnection((url,), await connect([url], mode=Mode.EXACT), rendering)
 
 
 @contextlib.asynccontextmanager
-async def _embedded(
+async def _embed(
     settings: EngineSettings, folder: Path, slots: int
 ) -> AsyncIterator[EngineConnection]:
     model, tokenizer, eos_ids = await asyncio.to_thread(load, folder)
     from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, which is there by now
 
     config = model.config.get_text_config()
-    rendering = _rendering(settings, tokenizer, str(config.model_type))
+    rendering = _make_rendering(settings, tokenizer, str(config.model_type))
     window = int(config.max_position_embeddings)
     model = model.float()  # type: ignore[no-untyped-call]
     async with (
         Engine(
             model, eos_ids=eos_ids, max_model_len=window, max_running=2 * slots, threads=1
         ) as generator,
-        served(generator, rendering) as reached,
+        serve_engine(generator, rendering) as connection,
     ):
-        yield reached
+        yield connection
 
 
-async def _reached(settings: EngineSettings) -> EngineConnection:
+async def _connect(settings: EngineSettings) -> EngineConnection:
     mode = settings.mode or (Mode.OBSERVED if settings.tokenizer is None else Mode.EXACT)
     if mode is Mode.EXACT and settings.tokenizer is None:
         msg = "engine.mode is exact: it needs the model's tokenizer.json, as engine.tokenizer"
         raise UsageError(msg)
-    upstream = await _answering(settings, mode)
+    upstream = await _wait_for_replicas(settings, mode)
     rendering = None
     if mode is Mode.EXACT and settings.tokenizer is not None:
         tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer)
-        rendering = _rendering(settings, tokenizer, upstream.name or "")
+        rendering = _make_rendering(settings, tokenizer, upstream.name or "")
     return EngineConnection(settings.urls, upstream, rendering)
 
 
-async def _answering(settings: EngineSettings, mode: Mode) -> Upstream:
-    """The replicas, once all of them answer."""
+async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
+    """The replicas, as soon as all of them answer."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.wait_s
-    asked_again = False
+    retried = False
     while True:
         try:
             return await connect(settings.urls, mode=mode, model=settings.served_name)
         except UsageError as error:
-            if asked_again:
+            if retried:
                 raise
-            asked_again = True  # one that was restarted in the middle of it looks unsound, too
-            _log.warning("asking the engine again", error=str(error))
+            retried = True  # one that restarts meanwhile looks unsuitable, too
+            _log.warning("connecting to the engine again", error=str(error))
         except EngineError as error:
             if error.status is not None or loop.time() > deadline:
                 raise
@@ -120,8 +120,8 @@ async def _answering(settings: EngineSettings, mode: Mode) -> Upstream:
         await asyncio.sleep(_RETRY_S)
 
 
-def _rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:
-    """The template that was asked for, or the one that is known for `model`."""
+def _make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:
+    """The configured template, or the one that is known for `model`."""
     retention = settings.thinking_retention
     name = settings.renderer or (model if model in CONFIGS else None)
     if name is not None:

@@ -1,9 +1,9 @@
-"""Server, gateway and node in one process, without an API: run these tasks, give me the results.
+"""Server, gateway and node in one process, without an API: run these tasks, return their results.
 
 The same calls as between machines go through the same code, without a socket: sessions are leased
 with an epoch and committed once (I3). What an earlier process of the same folder left behind is
-taken back when the node registers again, so a run that was killed goes on with exactly the
-sessions that have no result yet.
+taken back when the node registers again, so a killed run continues with exactly the sessions that
+have no result yet.
 """
 
 from __future__ import annotations
@@ -14,62 +14,68 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from tugline.errors import Missing, ServerError
 from tugline.gateway.app import Gateway
-from tugline.launch.engine import EngineConnection
-from tugline.launch.node import worker
-from tugline.launch.server import control_plane
+from tugline.launch.engine import EngineConnection, open_engine
+from tugline.launch.node import open_node
+from tugline.launch.process import folder_lock, handle_signals
+from tugline.launch.server import open_control_plane
 from tugline.launch.settings import Settings
 from tugline.protocol import ResultView, SessionView
-from tugline.recording.trajectories import unpack
+from tugline.recording.trajectories import ResultFolder, unpack
 from tugline.server.control import ControlPlane
 from tugline.server.store import sessions
 from tugline.types import TERMINAL, Session, Task, Trajectory
+from tugline.web.serve import freeze_gc
 
-STOP_S = 30.0
+_STOP_S = 30.0
 """How long sessions may take to end when the run is stopped."""
 _BATCH = 1000
 _WAIT_S = 30.0
 
 T = TypeVar("T")
 OnDone = Callable[[int, int], None]
-"""Told how many sessions of the batch are done, and of how many."""
+"""Called with the number of sessions of the batch that are done, and of all."""
+OnResult = Callable[[ResultView, int], None]
+"""Called with each result, those of an earlier run first, and the number of sessions."""
 
 
 class Local:
-    """What `local` yields; may be used for one batch of tasks after the other."""
+    """What `open_local` yields; may be used for one batch of tasks after the other."""
 
     def __init__(
-        self, control: ControlPlane, gateway: Gateway, working: asyncio.Task[None]
+        self, control: ControlPlane, gateway: Gateway, running_node: asyncio.Task[None]
     ) -> None:
         self.control, self.gateway = control, gateway
-        self._working = working
+        self._running_node = running_node
 
     async def run(
         self, tasks: Sequence[Task], on_done: OnDone = lambda _done, _total: None
     ) -> list[Trajectory]:
         """Results of all samples of `tasks`; those that have one already are not run again."""
-        wanted = await self.submit(tasks)
+        submitted = await self.submit(tasks)
         done = 0
-        on_done(done, len(wanted))
-        async for _ in self.follow(wanted):
+        on_done(done, len(submitted))
+        async for _ in self.follow(submitted):
             done += 1
-            on_done(done, len(wanted))
-        return await self.results([task.id for task in tasks])
+            on_done(done, len(submitted))
+        return await self.load_results([task.id for task in tasks])
 
     async def submit(self, tasks: Sequence[Task]) -> frozenset[str]:
-        """Keep `tasks`; returns their sessions. Raises `Invalid` and `Conflict`."""
-        sessions: set[str] = set()
+        """Submit `tasks`; returns their sessions. Raises `Invalid` and `Conflict`."""
+        accepted_sessions: set[str] = set()
         for start in range(0, len(tasks), _BATCH):
             for accepted in await self.control.submit(tasks[start : start + _BATCH]):
-                sessions.update(accepted.sessions)
-        return frozenset(sessions)
+                accepted_sessions.update(accepted.sessions)
+        return frozenset(accepted_sessions)
 
     async def follow(self, sessions: Collection[str]) -> AsyncIterator[ResultView]:
-        """The result of each of `sessions`, as they come; those that are there already first."""
+        """The result of each of `sessions` as it comes, existing ones first."""
         cursor, missing = 0, set(sessions)
         while missing:
-            page = await self._unless_it_ends(
+            page = await self._unless_node_ends(
                 self.control.results(after=cursor, limit=_BATCH, wait_s=_WAIT_S)
             )
             cursor = page.cursor
@@ -78,45 +84,46 @@ class Local:
                     missing.remove(view.session)
                     yield view
 
-    async def results(self, tasks: Sequence[str]) -> list[Trajectory]:
-        """What there is of these tasks, in their order and that of their samples."""
+    async def load_results(self, tasks: Sequence[str]) -> list[Trajectory]:
+        """Existing trajectories of these tasks, in their order and that of their samples."""
         packed = []
-        for session in await self.sessions(tasks):
+        for session in await self.list_sessions(tasks):
             if session.status in TERMINAL:
                 with contextlib.suppress(Missing):  # it was cancelled before it ran
                     packed.append(await self.control.trajectory(session.id))
         return await asyncio.to_thread(lambda: [unpack(one) for one in packed])
 
-    async def sessions(self, tasks: Sequence[str]) -> list[SessionView]:
+    async def list_sessions(self, tasks: Sequence[str]) -> list[SessionView]:
         """The sessions of these tasks, in their order and that of their samples."""
         found: list[SessionView] = []
         for task in tasks:
-            after, rest = None, True
-            while rest:
+            after, more = None, True
+            while more:
                 page = await self.control.database.read(
                     sessions.page, task=task, after=after, limit=_BATCH
                 )
                 found += page.sessions
-                after, rest = page.next, page.next is not None
+                after, more = page.next, page.next is not None
         return found
 
-    async def recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
-        """By session, where the calls of its last attempt are, if it made any."""
+    async def find_recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
+        """Session to the recording of its last attempt, if it made any calls."""
         paths = {
             one.id: self.gateway.recording_path(
                 Session(id=one.id, task=one.task, sample=one.sample, epoch=one.epoch)
             )
-            for one in await self.sessions(tasks)
+            for one in await self.list_sessions(tasks)
         }
         return {session: path for session, path in paths.items() if path.exists()}
 
-    async def _unless_it_ends(self, asked: Coroutine[Any, Any, T]) -> T:
-        """An answer, unless the node stops first: then nobody would ever give it."""
-        answer = asyncio.ensure_future(asked)
+    async def _unless_node_ends(self, request: Coroutine[Any, Any, T]) -> T:
+        """The answer, unless the node stops first: then there would never be one."""
+        answer = asyncio.ensure_future(request)
+        node = self._running_node
         try:
-            await asyncio.wait({answer, self._working}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, node}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                error = None if self._working.cancelled() else self._working.exception()
+                error = None if node.cancelled() else node.exception()
                 msg = "the node has stopped; what is missing can be run again"
                 raise ServerError(msg) from error
             return answer.result()
@@ -125,15 +132,52 @@ class Local:
 
 
 @contextlib.asynccontextmanager
-async def local(told: Settings, folder: Path, reached: EngineConnection) -> AsyncIterator[Local]:
-    """Everything up, in `folder`, in front of an engine."""
+async def open_local(
+    settings: Settings, folder: Path, engine: EngineConnection
+) -> AsyncIterator[Local]:
+    """Server, gateway and node in `folder`, in front of an engine."""
     async with (
-        control_plane(told.server, folder) as control,
-        worker(told, folder, control.dispatcher, reached, keep=True) as one,
+        open_control_plane(settings.server, folder) as control,
+        open_node(settings, folder, control.dispatcher, engine, keep_recordings=True) as opened,
     ):
-        working = asyncio.create_task(one.node.run(), name="node")
+        running = asyncio.create_task(opened.node.run(), name="node")
         try:
-            yield Local(control, one.gateway, working)
+            yield Local(control, opened.gateway, running)
         finally:
-            working.cancel()
-            await asyncio.wait({working}, timeout=STOP_S)
+            running.cancel()
+            await asyncio.wait({running}, timeout=_STOP_S)
+
+
+async def run(
+    tasks: Sequence[Task], settings: Settings, folder: Path, on_result: OnResult
+) -> list[ResultView]:
+    """Run all samples of `tasks` and save their results in `folder`.
+
+    The folder is the run: its store, recordings and results. The same tasks in the same folder
+    continue a killed run; saved results are not run again (I3). Raises `Invalid`, `Conflict`
+    (another task of this id was run there before) and `UsageError`.
+    """
+    # One name wherever the folder is, so that the next run takes the node's place.
+    settings = replace(settings, node=replace(settings.node, name="run"))
+    main = asyncio.current_task()
+    with (
+        folder_lock(folder, instead="choose another --out"),
+        handle_signals(lambda: None if main is None else main.cancel()),
+    ):
+        saved = await asyncio.to_thread(ResultFolder, folder)
+        async with (
+            open_engine(settings.engine, slots=settings.node.slots) as engine,
+            open_local(settings, folder, engine) as local,
+        ):
+            freeze_gc()
+            submitted = await local.submit(tasks)
+            results = [view for view in saved.views.values() if view.session in submitted]
+            for view in results:
+                on_result(view, len(submitted))
+            async for view in local.follow(submitted - saved.views.keys()):
+                packed = await local.control.trajectory(view.session) if view.bytes else b""
+                await asyncio.to_thread(saved.add, view, packed)
+                results.append(view)
+                on_result(view, len(submitted))
+        await asyncio.to_thread(saved.write_index)
+    return results

@@ -1,36 +1,44 @@
-"""The node of this process: a gateway before the engine, what runs sessions, and who watches them.
+"""A node with its gateway and engine, alone or beside the server in one process.
 
-Metrics are always kept, traces are sent where ``OTEL_EXPORTER_OTLP_ENDPOINT`` says.
+Metrics are always collected; traces are sent where ``OTEL_EXPORTER_OTLP_ENDPOINT`` says.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
-from tugline.launch.engine import EngineConnection
+from tugline.launch.engine import EngineConnection, open_engine
+from tugline.launch.process import folder_lock, handle_signals
+from tugline.launch.server import OTHER_FOLDER, Echo, open_control_plane, serve_control_plane
 from tugline.launch.settings import Settings
 from tugline.node.app import Node
-from tugline.node.metrics import Engines, NodeMetrics
+from tugline.node.engines import Engines
+from tugline.node.metrics import NodeMetrics
 from tugline.node.telemetry import Telemetry
 from tugline.protocol import Dispatcher
 from tugline.rollout.parts import Parts
 from tugline.tracing.tracer import open_tracer
+from tugline.types import PluginSpec
+from tugline.web.serve import freeze_gc, serve
 
 RECORDINGS = "recordings"
+NODES = "nodes"
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """A node with what belongs to it."""
+class OpenNode:
+    """A node with its gateway and metrics."""
 
     node: Node
     gateway: Gateway
@@ -39,54 +47,119 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def worker(
-    told: Settings,
+async def open_node(
+    settings: Settings,
     folder: Path,
-    dispatcher: Dispatcher,
-    reached: EngineConnection,
+    server: Dispatcher,
+    engine: EngineConnection,
     *,
-    keep: bool = False,
-) -> AsyncIterator[Worker]:
-    """A node that works in `folder` and gets its work from `dispatcher` once it is run.
+    keep_recordings: bool = False,
+) -> AsyncIterator[OpenNode]:
+    """A node that works for `server` in `folder` once it is run.
 
-    With `keep` it never removes a recording, however old: they are what the run is for.
+    With `keep_recordings` it never removes a recording, however old.
     """
-    settings = replace(
-        told.node,
-        name=name_of(told),
-        engines=told.node.engines or reached.urls,
-        versions={"tugline": version("tugline"), **told.node.versions},
+    own = replace(
+        settings.node,
+        name=name_node(settings),
+        engines=settings.node.engines or engine.urls,
+        versions={"tugline": version("tugline"), **settings.node.versions},
     )
-    tracer = open_tracer(os.environ, node=settings.name)
+    tracer = open_tracer(os.environ, node=own.name)
     recordings = folder / RECORDINGS
-    async with contextlib.AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(
-            Gateway(
-                reached.upstream,
-                reached.rendering,
-                recordings,
-                host=told.gateway.host,
-                port=told.gateway.port,
-            )
+    host, port = settings.gateway.host, settings.gateway.port
+    async with (
+        Gateway(engine.upstream, engine.rendering, recordings, host=host, port=port) as gateway,
+        Engines(own.engines) as engines,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        telemetry = Telemetry(
+            node=own.name, model=gateway.card.id, calls=gateway.read_calls, tracer=tracer
         )
-        watch = Telemetry(
-            node=settings.name, model=gateway.card.id, calls=gateway.read_calls, tracer=tracer
-        )
-        stack.push_async_callback(watch.close)
-        engines, parts = Engines(settings.engines), Parts()
-        await stack.enter_async_context(engines.looking())
+        stack.push_async_callback(telemetry.close)
+        parts = Parts()
         node = Node(
-            dispatcher,
+            server,
             gateway,
             parts,
             folder,
-            settings,
-            recordings=None if keep else recordings,
-            observer=watch,
+            own,
+            recordings=None if keep_recordings else recordings,
+            telemetry=telemetry,
+            engines=engines,
         )
-        yield Worker(node, gateway, NodeMetrics(node, watch, gateway.traffic, engines), parts)
+        metrics = NodeMetrics(node, telemetry, gateway.traffic, engines)
+        yield OpenNode(node, gateway, metrics, parts)
 
 
-def name_of(told: Settings) -> str:
-    """What the node is called: as it was told, or like the machine."""
-    return told.node.name or socket.gethostname()
+def name_node(settings: Settings) -> str:
+    """The node's configured name, or the machine's."""
+    return settings.node.name or socket.gethostname()
+
+
+async def run_server_and_node(settings: Settings, folder: Path, echo: Echo) -> None:
+    """Run a server and a node that talk to each other without a socket, until a signal."""
+    with folder_lock(folder, instead=OTHER_FOLDER):
+        async with (
+            open_control_plane(settings.server, folder) as control,
+            serve_control_plane(control, settings.server, folder) as (url, metrics),
+        ):
+            echo(f"the server is up at {url}")
+
+            async def run(opened: OpenNode) -> None:
+                metrics.others.append(opened.metrics.render)
+                await opened.node.run()
+
+            await _run_node(settings, folder, control.dispatcher, echo, run)
+
+
+async def run_node(settings: Settings, folder: Path, url: str, token: str, echo: Echo) -> None:
+    """Run a node of the server at `url`, until a signal."""
+
+    async def run(opened: OpenNode) -> None:
+        if settings.node.metrics_port is None:
+            await opened.node.run()
+            return
+        app, host = opened.metrics.make_app(), settings.gateway.host
+        async with serve(app, host, settings.node.metrics_port) as page:
+            echo(f"metrics are at {page}/metrics")
+            await opened.node.run()
+
+    token_file = folder / NODES / name_node(settings) / "token"
+    async with NodeClient(url, token, token_file=token_file) as server:
+        await _run_node(settings, folder, server, echo, run)
+
+
+async def _run_node(
+    settings: Settings,
+    folder: Path,
+    server: Dispatcher,
+    echo: Echo,
+    run: Callable[[OpenNode], Awaitable[None]],
+) -> None:
+    """Open a node and `run` it until it has drained."""
+    name, slots = name_node(settings), settings.node.slots
+    own_folder = folder / NODES / name
+    node: Node | None = None
+    main = asyncio.current_task()
+
+    def stop() -> None:
+        if node is not None:
+            echo("draining: what runs may finish; stop again to end at once")
+            node.drain()
+        elif main is not None:
+            main.cancel()
+
+    with folder_lock(own_folder, instead="give this node another --name"), handle_signals(stop):
+        echo(f"node {name} asks its engine what it can do")
+        async with (
+            open_engine(settings.engine, slots=slots) as engine,
+            open_node(settings, own_folder, server, engine) as opened,
+        ):
+            node = opened.node
+            model, mode = opened.gateway.card.id, engine.upstream.wire.mode
+            echo(f"node {name} is up: {slots} slots, {model} in {mode} mode")
+            # The runtime of tasks that name none.
+            await opened.parts.report_weaknesses(PluginSpec("auto"))
+            freeze_gc()
+            await run(opened)

@@ -1,6 +1,6 @@
 """The rollout server of this process: its control plane, and the API on a socket.
 
-Nothing of a gateway or an engine is imported here: a server that was killed is back in a second.
+Nothing of a gateway or an engine is imported here, so a killed server is back in a second.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from tugline.errors import Invalid, UnknownPlugin, UsageError
-from tugline.launch.folder import announce, callback_secret, only_one, tokens
+from tugline.launch.process import (
+    folder_lock,
+    handle_signals,
+    load_callback_key,
+    load_tokens,
+    write_address,
+)
 from tugline.launch.settings import ServerSettings, Settings
-from tugline.launch.stopping import stopping
 from tugline.rollout.parts import Parts
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
@@ -28,16 +33,16 @@ from tugline.web.serve import freeze_gc
 
 STORE = "server.db"
 BLOBS = "blobs"
-ELSEWHERE = "choose another --dir"
+OTHER_FOLDER = "choose another --dir"
 _DAY_S = 86_400.0
 
-Say = Callable[[str], None]
-"""Told, line by line, what there is now."""
+Echo = Callable[[str], None]
+"""Prints a line for people."""
 
 
 @contextlib.asynccontextmanager
-async def control_plane(settings: ServerSettings, folder: Path) -> AsyncIterator[ControlPlane]:
-    """The server without HTTP, with what it keeps below `folder` unless the settings say where."""
+async def open_control_plane(settings: ServerSettings, folder: Path) -> AsyncIterator[ControlPlane]:
+    """The server without HTTP; its data is below `folder` unless the settings say otherwise."""
     database = open_database(settings.store or f"sqlite:{folder / STORE}")
     async with ControlPlane(
         database,
@@ -45,8 +50,8 @@ async def control_plane(settings: ServerSettings, folder: Path) -> AsyncIterator
         folder=folder,
         lease_s=settings.lease_s,
         tenants=settings.tenants,
-        check=check,
-        secret=callback_secret(folder),
+        check=check_runnable,
+        secret=load_callback_key(folder),
         callback_hosts=settings.callback_hosts,
         keep_events_s=settings.keep_events_days * _DAY_S,
         keep_tasks_s=(settings.keep_tasks_days or math.inf) * _DAY_S,
@@ -55,37 +60,37 @@ async def control_plane(settings: ServerSettings, folder: Path) -> AsyncIterator
 
 
 @contextlib.asynccontextmanager
-async def api(
+async def serve_control_plane(
     control: ControlPlane, settings: ServerSettings, folder: Path
 ) -> AsyncIterator[tuple[str, ServerMetrics]]:
-    """The control plane under an address, which clients on this machine find in `folder`."""
+    """Serve the API; yields its URL, which is also in `folder` for clients on this machine."""
     metrics = ServerMetrics(control.database)
-    app = Api(control, tokens(folder), metrics)
+    app = Api(control, load_tokens(folder), metrics)
     metrics.waiting = lambda: app.state.waits.open
     async with serve_api(app, settings.host, settings.port) as url:
-        announce(folder, reachable(url))
-        yield reachable(url), metrics
+        write_address(folder, make_reachable(url))
+        yield make_reachable(url), metrics
 
 
-async def serve_alone(settings: Settings, folder: Path, say: Say) -> None:
-    """A server for nodes elsewhere, until a signal."""
-    with only_one(folder, instead=ELSEWHERE):
+async def run_server(settings: Settings, folder: Path, echo: Echo) -> None:
+    """Run a server for nodes elsewhere, until a signal."""
+    with folder_lock(folder, instead=OTHER_FOLDER):
         async with (
-            control_plane(settings.server, folder) as control,
-            api(control, settings.server, folder) as (url, _),
+            open_control_plane(settings.server, folder) as control,
+            serve_control_plane(control, settings.server, folder) as (url, _),
         ):
-            say(f"the server is up at {url}; it has no node yet")
+            echo(f"the server is up at {url}; it has no node yet")
             freeze_gc()
             stopped = asyncio.Event()
-            with stopping(stopped.set):
+            with handle_signals(stopped.set):
                 await stopped.wait()
-            say("stopping")
+            echo("stopping")
 
 
-def check(task: Task) -> None:
-    """Refuse a task that could not be run. Raises `Invalid`."""
+def check_runnable(task: Task) -> None:
+    """Raises `Invalid` for a task that could not be run."""
     check_task(task)
-    parts = Parts()  # of its own: a server that runs for weeks keeps none of them
+    parts = Parts()  # not shared: a server that runs for weeks keeps no instances
     for kind in ("harness", "runtime", "evaluator", "builder"):
         try:
             getattr(parts, kind)(getattr(task, kind))
@@ -102,6 +107,6 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def reachable(url: str) -> str:
-    """An address that this machine can ask, where the server listens on all."""
+def make_reachable(url: str) -> str:
+    """Replace the address of all interfaces by that of loopback."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

@@ -1,7 +1,7 @@
-"""What a server, a node and its engine can be told; one file serves ``up``, ``node`` and ``run``.
+"""Settings of server, node, gateway and engine; ``up``, ``node`` and ``run`` share one file.
 
-Each command reads the tables that concern it. What is left out has a default that works on a
-laptop; a flag of the command line goes before the file.
+Each command reads the tables that concern it. Defaults work on a laptop; a flag of the command line
+overrides the file.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from tugline.types import Mode
 
 
 class ServerSettings(Config, frozen=True):
-    """The rollout server: its address, its store and its promises."""
+    """The rollout server: address, store and time limits."""
 
     host: str = "127.0.0.1"
     """Address that the API listens on; anything but loopback belongs behind TLS."""
     port: Port = 7700
     """Port of the API; 0 takes any free one."""
     store: str | None = None
-    """Where tasks are kept: `sqlite:PATH` or `postgresql://...`; None is a file in the folder."""
+    """Store of tasks: `sqlite:PATH` or `postgresql://...`; None: a file in the folder."""
     blobs: str | None = None
-    """Where results are kept: a path or `s3://bucket/prefix`; None is ``blobs`` in the folder."""
+    """Store of results: a path or `s3://bucket/prefix`; None: ``blobs`` in the folder."""
     lease_s: PositiveFloat = 30.0
-    """A node that is not heard of for so many seconds loses its sessions to others."""
+    """A node that does not renew within so many seconds loses its sessions to others."""
     tenants: dict[str, PositiveFloat] = field(default_factory=dict)
-    """Weights of tenants; one that is not named has 1."""
+    """Weights of tenants; the default is 1."""
     callback_hosts: tuple[str, ...] | None = None
     """Hosts that callbacks may go to; None: any."""
     keep_events_days: PositiveFloat = 30.0
-    """How long events can be read again."""
+    """How long events can be read."""
     keep_tasks_days: PositiveFloat | None = None
-    """Forget tasks with their results so long after their end, once acknowledged; None: never."""
+    """Delete tasks with their acknowledged results so long after their end; None: never."""
 
 
 class EngineSettings(Config, frozen=True):
-    """What samples the tokens: running servers, or a model in this process."""
+    """The inference engine: running servers, or a model in this process."""
 
     urls: tuple[str, ...] = ()
     """Addresses of the engine's replicas; none: a model in this process."""
     model: Path | None = None
     """Folder of the model that is served in this process; None: the tiny one of the demo."""
     served_name: str | None = None
-    """The model's name at the engine; the first one that it tells if not given."""
+    """The model's name at the engine; None: the first one that it lists."""
     mode: Mode | None = None
-    """Who makes the prompt's ids; None: `exact` where there is a tokenizer, else `observed`."""
+    """Who renders prompts to ids; None: `exact` where there is a tokenizer, else `observed`."""
     tokenizer: Path | None = None
     """A `tokenizer.json` or the folder of one, for `exact`."""
     renderer: str | None = None
@@ -63,16 +63,16 @@ class EngineSettings(Config, frozen=True):
 
 
 class GatewaySettings(Config, frozen=True):
-    """Where agents reach the models."""
+    """The gateway, which agents send their model calls to."""
 
     host: str = "127.0.0.1"
-    """Address that the gateway listens on; loopback is enough for agents on this machine."""
+    """Address that the gateway listens on; loopback suffices for agents on this machine."""
     port: Port = 0
     """Its port; 0 takes any free one."""
 
 
 class Settings(Config, frozen=True):
-    """All that ``tugline up``, ``tugline node`` and ``tugline run`` can be told in a file."""
+    """The configuration file of ``tugline up``, ``tugline node`` and ``tugline run``."""
 
     server: ServerSettings = ServerSettings()
     """The rollout server."""
@@ -84,12 +84,12 @@ class Settings(Config, frozen=True):
     """The engine behind it."""
 
 
-Given = Mapping[str, object]
-"""Flags of a command by the key that they stand for; None where one was not given."""
+Flags = Mapping[str, object]
+"""Values of a command's flags by configuration key; None where one was not given."""
 
 
-def settings(config: Path | None, *, server: Given, node: Given, engine: Given) -> Settings:
-    """The file at `config`, if any, with what the flags say before it. Raises `ConfigError`."""
+def load_settings(config: Path | None, *, server: Flags, node: Flags, engine: Flags) -> Settings:
+    """The file at `config`, if any, overridden by flags. Raises `ConfigError`."""
     values = read_values(config) if config else {}
     if config:
         from_mapping(values or {}, Settings, source=str(config))

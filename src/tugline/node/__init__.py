@@ -1,1 +1,1 @@
-"""One rollout, from an empty folder to a trajectory."""
+"""The sessions of one machine: leased from a server, run, committed."""

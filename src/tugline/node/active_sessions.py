@@ -1,67 +1,132 @@
-"""A session while a node has it, and why the node gives it up before its end."""
+"""Sessions that a node holds, and the transfer of their agents' logs to the server."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from tugline.protocol import HeldSession, Work
+from tugline import log
+from tugline.errors import ServerError, StoreError
+from tugline.protocol import Dispatcher, HeldSession, Work
 from tugline.rollout.stages import StageSlots
 from tugline.types import Status, Trajectory
 
 STARTED = frozenset({Status.RUN, Status.BUILD, Status.EVAL})
+CHUNK = 64 << 10
+"""Bytes per request, and how much is sent of what was written before anybody followed a log."""
+_FOLLOW_INTERVAL_S = 0.5
+_SEND_TIMEOUT_S = 5.0
+_log = log.get("node.logs")
 
 
 class StopReason(Enum):
-    """What becomes of a session whose rollout is called off."""
+    """Why a rollout was cancelled without a result."""
 
     DROP = "dropped"
-    """It belongs to another by now."""
+    """Another node holds the session now."""
     STALE = "stale"
     """Its weights are too old."""
     DRAIN = "drained"
-    """The node ends before the session could."""
+    """The node stops before the session could end."""
 
 
 @dataclass(slots=True, eq=False)
 class ActiveSession:
-    """One session that this node holds."""
+    """A session that this node holds."""
 
     work: Work
     slots: StageSlots
     directory: Path
     status: Status = Status.INIT
-    fate: StopReason | None = None
-    rolling: asyncio.Task[Trajectory] | None = None
-    """Until its trajectory is there."""
+    stop_reason: StopReason | None = None
+    rollout: asyncio.Task[Trajectory] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when nothing of it is here any more."""
-    sent: int = 0
-    """Bytes of its log that the server has."""
-    skipped: int = 0
-    """Bytes of its log that the server will not get."""
-    logging: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Set when nothing of it is left on this node."""
+    log_start: int = 0
+    """Bytes at the start of its log that are not sent."""
+    log_sent: int = 0
+    """Bytes of its log after these that the server has."""
+    log_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def id(self) -> str:
-        """Of the session."""
+        """The session's id."""
         return self.work.session.id
 
     @property
     def epoch(self) -> int:
-        """Of its lease."""
+        """Epoch of its lease."""
         return self.work.session.epoch
 
-    @property
-    def held(self) -> HeldSession:
-        """As the server is told of it."""
+    def stop(self, reason: StopReason) -> None:
+        """Cancel its rollout; no effect on one that has its trajectory."""
+        if self.rollout is None or not self.rollout.done():
+            self.stop_reason = self.stop_reason or reason
+            if self.rollout is not None:
+                self.rollout.cancel()
+
+    def describe(self) -> HeldSession:
+        """The session as the server is told of it."""
         return HeldSession(self.id, self.epoch, self.status)
 
-    def call_off(self, fate: StopReason) -> None:
-        """End its rollout without a result; no effect on one that has its trajectory."""
-        if self.rolling is None or not self.rolling.done():
-            self.fate = self.fate or fate
-            if self.rolling is not None:
-                self.rolling.cancel()
+
+class LogSender:
+    """Sends the logs of active sessions: followed ones as they grow, of the others the end."""
+
+    def __init__(self, server: Dispatcher, sessions: Mapping[str, ActiveSession]) -> None:
+        self._server, self._sessions = server, sessions
+        self._followed: frozenset[str] = frozenset()
+        self._following = asyncio.Event()
+
+    def follow(self, sessions: Collection[str]) -> None:
+        """Send the logs of these sessions from now on, and of no others."""
+        self._followed = frozenset(sessions)
+        (self._following.set if sessions else self._following.clear)()
+
+    async def run(self) -> None:
+        """Send what is new, twice a second while any log is followed."""
+        while True:
+            await self._following.wait()
+            for session in [one for name, one in self._sessions.items() if name in self._followed]:
+                await self.send(session)
+            await asyncio.sleep(_FOLLOW_INTERVAL_S)
+
+    async def send(self, session: ActiveSession) -> None:
+        """Send what is new; at first, of a log that was not followed, the last 64 KiB.
+
+        An error is only logged: a result never waits long for its log.
+        """
+        if session.slots.agent_log is None:
+            return
+        try:
+            async with asyncio.timeout(_SEND_TIMEOUT_S), session.log_lock:
+                await self._send(session, session.slots.agent_log)
+        except (ServerError, StoreError, OSError, TimeoutError) as error:
+            _log.info("log not sent", session=session.id, error=str(error))
+
+    async def _send(self, session: ActiveSession, path: Path) -> None:
+        while True:
+            if not session.log_sent:
+                session.log_start = max(0, await asyncio.to_thread(_size_of, path) - CHUNK)
+            chunk = await asyncio.to_thread(_read, path, session.log_start + session.log_sent)
+            if not chunk:
+                return
+            length = await self._server.log(session.id, session.epoch, session.log_sent, chunk)
+            if length <= session.log_sent:
+                return  # the server takes no more
+            session.log_sent = length
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _read(path: Path, start: int) -> bytes:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(CHUNK)

@@ -1,86 +1,165 @@
-"""A node: takes sessions from a server, leads them through their stages, commits what came of them.
+"""A node: leases sessions from a server, runs them, commits their results.
 
-`Node.run` reads like its life: end what a dead predecessor left, offer the results it had, join,
-work until drained. Beside the sessions go on, each in a task of its own so that none waits for
-another: asking for work (one question is always open), renewing the lease, looking after the disk,
-sending the logs that somebody reads.
+`Node.run` reads like its life: reap what a dead predecessor left, offer its results, register, work
+until drained. Leasing (one request is always open), renewing, housekeeping and log transfer go on
+in tasks of their own, so that none delays another.
 
-The server may be away for as long as it likes: sessions go on and their results wait in the
-journal (I3). Whether a lease was lost meanwhile is the server's to say; epochs fence what is late.
+The server may be away for any time: sessions go on and their results wait in the journal (I3).
+Whether a lease was lost meanwhile is the server's decision; epochs fence late results.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tugline import log
-from tugline.errors import FencedError, ServerError
+from tugline.errors import EngineError, FencedError, ServerError
+from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
-from tugline.node.control import Controls, Pausable
+from tugline.node.admission import Admission
 from tugline.node.dispatcher import RetryingDispatcher
+from tugline.node.engines import Engines
 from tugline.node.housekeeping import Housekeeping
+from tugline.node.pools import Pools
 from tugline.node.session_runner import SessionRunner
 from tugline.node.settings import NodeSettings
-from tugline.node.stats import Observer, Stats
+from tugline.node.telemetry import Stats, Telemetry
 from tugline.protocol import (
     LEASE_WAIT_S,
+    Control,
     Dispatcher,
     LeaseRequest,
     LeaseResponse,
     NodeRegistered,
     NodeRegistration,
+    PauseMode,
     Renewal,
 )
 from tugline.rollout.parts import Parts
 
-_SETTLE_S = 0.25
-"""How often the server is asked while a control is being put in place."""
-_LEAVE_S = 10.0
-"""How long what is left may take to reach the server once the grace of a drain is over."""
+_CONTROL_POLL_S = 0.25
+"""How often the server is asked while a control is being applied."""
+_PAUSE_LOG_S = 5.0
+"""How often it is logged that calls in flight delay a pause."""
 _log = log.get("node")
+
+
+class Controls:
+    """Applies the server's newest control: hold model calls while weights change, then resume.
+
+    A control is applied in the background and reported only once it is in force, because the
+    server's barrier relies on that. A newer one replaces one that is still being applied.
+    """
+
+    def __init__(self, gateway: Gateway, pause_timeouts: Callable[..., None]) -> None:
+        self._gateway, self._pause_timeouts = gateway, pause_timeouts
+        self._wanted, self._current = Control(), Control()
+        self._applying: asyncio.Task[None] | None = None
+
+    @property
+    def applied(self) -> int:
+        """Generation that is in force."""
+        return self._current.generation
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no control is being applied."""
+        return self._applying is None or self._applying.done()
+
+    def apply(self, control: Control) -> None:
+        """Start to apply `control` unless it is the newest already."""
+        if control == self._wanted:
+            return
+        self.close()
+        self._wanted = control
+        self._applying = asyncio.create_task(self._apply(control), name="node-control")
+
+    async def wait(self, within_s: float) -> None:
+        """Wait until it is applied, but no longer than that."""
+        if self._applying is not None:
+            await asyncio.wait({self._applying}, timeout=within_s)
+
+    def close(self) -> None:
+        """Stop applying."""
+        if self._applying is not None:
+            self._applying.cancel()
+
+    async def _apply(self, control: Control) -> None:
+        if control.version != self._current.version:
+            self._gateway.set_weights_version(control.version)
+        if control.paused is None:
+            self._gateway.resume()
+            self._pause_timeouts(paused=False)
+        else:
+            self._pause_timeouts(paused=True)
+            while not await self._try_to_pause(control.paused):
+                pass
+        self._current = control
+
+    async def _try_to_pause(self, mode: PauseMode) -> bool:
+        try:
+            await self._gateway.pause(mode, within_s=_PAUSE_LOG_S)
+        except EngineError as error:
+            _log.warning("not paused yet", mode=mode, error=str(error))
+            return False
+        return True
 
 
 class Node:
     """Runs sessions in ``folder/sessions`` and keeps results in ``folder/journal``; see `run`."""
 
-    def __init__(  # noqa: PLR0913 - what it works for, with, in and by, and who watches
+    def __init__(  # noqa: PLR0913 - the server, what sessions need, and what is measured
         self,
-        dispatcher: Dispatcher,
-        gateway: Pausable,
+        server: Dispatcher,
+        gateway: Gateway,
         parts: Parts,
         folder: Path,
         settings: NodeSettings,
         *,
         recordings: Path | None = None,
-        observer: Observer | None = None,
+        telemetry: Telemetry | None = None,
+        engines: Engines | None = None,
+        leave_s: float = 10.0,
     ) -> None:
-        """`recordings` is the gateway's folder of recordings, kept as long as the sessions are."""
+        """`recordings` is the gateway's folder, subject to the same retention as the sessions.
+
+        `engines` are polled for admission. When the grace of a drain is over, results have
+        `leave_s` to reach the server.
+        """
         self.stats = Stats()
         self.settings = settings
-        self._gateway, self._parts, self._server = gateway, parts, dispatcher
+        self._gateway, self._parts, self._server = gateway, parts, server
+        self._leave_s = leave_s
         self._changed = asyncio.Event()
-        self._link = RetryingDispatcher(dispatcher, self.stats)
-        self.crew = SessionRunner(
-            self._link,
+        self._dispatcher = RetryingDispatcher(server, self.stats)
+        admission = Admission(
+            engines.poll if engines and engines.loads else None,
+            waiting=settings.engine_waiting,
+            kv=settings.engine_kv,
+        )
+        self.pools = Pools(settings, admission, self._changed.set)
+        self.runner = SessionRunner(
+            self._dispatcher,
             gateway,
             parts,
             folder,
-            settings,
+            self.pools,
             stats=self.stats,
-            observer=observer,
-            changed=self._changed.set,
+            telemetry=telemetry,
+            on_ended=self._changed.set,
         )
-        self.stages = self.crew.stages
-        self._controls = Controls(gateway, self.crew.pause)
+        self._controls = Controls(gateway, self.runner.pause_timeouts)
         sessions = folder / "sessions"
-        self._disk = Housekeeping(sessions, recordings, settings, self.stats, self.crew.is_needed)
+        is_needed = self.runner.is_needed
+        self._disk = Housekeeping(sessions, recordings, settings, self.stats, is_needed)
         self._draining = asyncio.Event()
-        self._said_so = ""
-        """As which node it has told the server that it drains."""
+        self._drain_reported = ""
+        """Id under which it has told the server that it drains."""
         self.id = ""
-        """As the server calls it, once it has joined."""
+        """Id at the server, once it has registered."""
 
     # ----------------------------------------------------------------------- its life
     async def run(self) -> None:
@@ -89,29 +168,29 @@ class Node:
         Raises `ServerError` when the server refuses this node.
         """
         log.bind(node=self.settings.name)
-        kept = [f"{session}.{epoch}" for session, epoch in self.crew.journal.left()]
-        await asyncio.to_thread(self._disk.reap, self._parts, kept)
-        beside = [
+        pending = [f"{session}.{epoch}" for session, epoch in self.runner.journal.list_pending()]
+        await asyncio.to_thread(self._disk.reap, self._parts, pending)
+        background = [
             asyncio.create_task(self._disk.run(), name="node-disk"),
-            asyncio.create_task(self.crew.logs.run(), name="node-logs"),
+            asyncio.create_task(self.runner.logs.run(), name="node-logs"),
         ]
-        ways = {
+        main = {
             asyncio.create_task(self._work(), name="node-work"),
-            asyncio.create_task(self._drained(), name="node-drain"),
+            asyncio.create_task(self._wait_until_drained(), name="node-drain"),
         }
         try:
-            ended, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(main, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
         finally:
             self._controls.close()
-            for task in (*beside, *ways):
+            for task in (*background, *main):
                 task.cancel()
-            await self.crew.close()
-            await asyncio.wait((*beside, *ways))
+            await self.runner.close()
+            await asyncio.wait((*background, *main))
 
     def drain(self) -> None:
-        """Take no more work, finish what runs within the grace, hand back the rest, end."""
+        """Take no more work, finish what runs within the grace, release the rest, end."""
         self._draining.set()
         self._changed.set()
 
@@ -121,19 +200,21 @@ class Node:
         return self._draining.is_set()
 
     async def _work(self) -> None:
-        await self.crew.offer()
-        while not await self._member():
+        await self.runner.offer_pending()
+        while not await self._work_as_member():
             self.stats.rejoined += 1
 
-    async def _member(self) -> bool:
-        """Join and work; True when drained, False if the lease was lost and it must join again."""
-        welcome = await self._link.answer(lambda: self._server.register(self._hello()))
-        self.id = welcome.node
-        self._controls.put(welcome.control)
-        _log.info("joined", node=self.id, name=self.settings.name)
+    async def _work_as_member(self) -> bool:
+        """Register and work; True when drained, False if its lease was lost."""
+        registered = await self._dispatcher.call(
+            lambda: self._server.register(self._make_registration())
+        )
+        self.id = registered.node
+        self._controls.apply(registered.control)
+        _log.info("registered", node=self.id, name=self.settings.name)
         tasks = {
-            asyncio.create_task(self._renew(welcome), name="node-renew"),
-            asyncio.create_task(self._lease(welcome.node), name="node-lease"),
+            asyncio.create_task(self._renew(registered), name="node-renew"),
+            asyncio.create_task(self._lease(registered.node), name="node-lease"),
         }
         try:
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -148,102 +229,105 @@ class Node:
             if not isinstance(error, FencedError) and error.status not in {401, 403}:
                 raise
             _log.warning("the node's lease is lost", node=self.id, error=str(error))
-            self.crew.call_off(StopReason.DROP)
+            self.runner.stop_all(StopReason.DROP)
             return False
         return True
 
-    def _hello(self) -> NodeRegistration:
-        own = self.settings
+    def _make_registration(self) -> NodeRegistration:
+        settings = self.settings
         return NodeRegistration(
-            name=own.name,
-            slots=own.slots,
-            capacity=own.room,
+            name=settings.name,
+            slots=settings.slots,
+            capacity=settings.capacity,
             gateway=self._gateway.url,
-            labels=own.labels,
-            versions=own.versions,
+            labels=settings.labels,
+            versions=settings.versions,
         )
 
-    async def _drained(self) -> None:
-        """Once it is to end: what has not started goes back now, the rest when time is over."""
+    async def _wait_until_drained(self) -> None:
+        """After `drain`: release what has not started, the rest when the grace is over."""
         await self._draining.wait()
-        _log.info("draining", node=self.id, sessions=len(self.crew.live))
-        self.crew.call_off(StopReason.DRAIN, started=False)
-        await self.crew.empty(self.settings.grace_s)
-        self.crew.call_off(StopReason.DRAIN)
-        await self.crew.empty(_LEAVE_S)
-        if self.id:  # a server that is away is not waited for
-            await asyncio.sleep(_LEAVE_S)
+        _log.info("draining", node=self.id, sessions=len(self.runner.sessions))
+        self.runner.stop_all(StopReason.DRAIN, started=False)
+        await self.runner.wait_until_empty(self.settings.grace_s)
+        self.runner.stop_all(StopReason.DRAIN)
+        await self.runner.wait_until_empty(self._leave_s)
+        if self.id:  # `_lease` ends first, unless the server is away
+            await asyncio.sleep(self._leave_s)
 
     # ----------------------------------------------------------------------- the lease
     async def _lease(self, node: str) -> None:
-        """Keep one question open; returns when the node is drained."""
-        while not (self.draining and not self.crew.live):
-            if self.draining and self._said_so != node:
-                await self._link.answer(lambda: self._server.drain(node))
-                self._said_so = node
-            orders = await self._ask(node)
-            if orders is not None:
-                self._obey(orders)
-            if not self._controls.settled:
-                await self._controls.wait(_SETTLE_S)
+        """Keep one lease request open; returns when the node is drained."""
+        while not (self.draining and not self.runner.sessions):
+            if self.draining and self._drain_reported != node:
+                await self._dispatcher.call(lambda: self._server.drain(node))
+                self._drain_reported = node
+            response = await self._request_lease(node)
+            if response is not None:
+                self._follow_orders(response)
+            if not self._controls.is_settled:
+                await self._controls.wait(_CONTROL_POLL_S)
 
-    async def _ask(self, node: str) -> LeaseResponse | None:
-        """The server's answer; None if the question was out of date before that came."""
+    async def _request_lease(self, node: str) -> LeaseResponse | None:
+        """The server's answer; None if the request was outdated before it came."""
         self._changed.clear()
-        room = self._room()
-        # While a control is being put in place the answer would come at once, again and again.
-        wait_s = LEASE_WAIT_S if self._controls.settled else 0.0
+        room = self._count_room()
+        # While a control is being applied the server would answer at once, again and again.
+        wait_s = LEASE_WAIT_S if self._controls.is_settled else 0.0
 
-        def ask() -> LeaseRequest:
-            applied = self._controls.applied
-            return LeaseRequest(
-                capacity=room, held=self.crew.held(), applied=applied, wait_s=wait_s
-            )
+        def make_request() -> LeaseRequest:
+            held, applied = self.runner.list_held(), self._controls.applied
+            return LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
 
-        poll = asyncio.create_task(self._link.answer(lambda: self._server.lease(node, ask())))
+        request = asyncio.create_task(
+            self._dispatcher.call(lambda: self._server.lease(node, make_request()))
+        )
         try:
-            while not poll.done() and not self._outdated(room):
-                await self._changed_or(poll)
-            return poll.result() if poll.done() else None
+            while not request.done() and not self._is_outdated(room):
+                await self._wait_for_change(request)
+            return request.result() if request.done() else None
         finally:
-            poll.cancel()
-            await asyncio.wait({poll})
+            request.cancel()
+            await asyncio.wait({request})
 
-    async def _changed_or(self, poll: asyncio.Task[LeaseResponse]) -> None:
+    async def _wait_for_change(self, request: asyncio.Task[LeaseResponse]) -> None:
         changed = asyncio.create_task(self._changed.wait())
-        both: set[asyncio.Task[Any]] = {poll, changed}
+        both: set[asyncio.Task[Any]] = {request, changed}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
         self._changed.clear()
 
-    def _outdated(self, room: int) -> bool:
-        """Whether an open question for so much room should be asked anew."""
+    def _is_outdated(self, room: int) -> bool:
+        """Whether an open request for so much room should be replaced."""
         if self.draining:
-            return room > 0 or not self.crew.live or self._said_so != self.id
-        return room == 0 and self._room() > 0
+            return room > 0 or not self.runner.sessions or self._drain_reported != self.id
+        return room == 0 and self._count_room() > 0
 
-    def _room(self) -> int:
-        closed = self.draining or self.stats.disk_low or not self._controls.settled
-        return 0 if closed else self.crew.stages.room()
+    def _count_room(self) -> int:
+        closed = self.draining or self.stats.disk_low or not self._controls.is_settled
+        return 0 if closed else self.pools.count_room()
 
-    async def _renew(self, welcome: NodeRegistered) -> None:
-        def renewal() -> Renewal:
-            return Renewal(held=self.crew.held(), applied=self._controls.applied)
+    async def _renew(self, registered: NodeRegistered) -> None:
+        node = registered.node
+
+        def make_renewal() -> Renewal:
+            return Renewal(held=self.runner.list_held(), applied=self._controls.applied)
 
         while True:
-            await asyncio.sleep(welcome.lease_s / 3)
-            self._obey(await self._link.answer(lambda: self._server.renew(welcome.node, renewal())))
+            await asyncio.sleep(registered.lease_s / 3)
+            response = await self._dispatcher.call(lambda: self._server.renew(node, make_renewal()))
+            self._follow_orders(response)
 
-    def _obey(self, orders: LeaseResponse) -> None:
-        for stop in orders.stop:
-            self.crew.stop(stop)
-        for work in orders.work:
-            self.crew.take(work)
-        self._controls.put(orders.control)
-        self.crew.logs.follow(orders.follow)
-        if orders.draining and not self.draining:
+    def _follow_orders(self, response: LeaseResponse) -> None:
+        for stop in response.stop:
+            self.runner.stop(stop)
+        for work in response.work:
+            self.runner.start(work)
+        self._controls.apply(response.control)
+        self.runner.logs.follow(response.follow)
+        if response.draining and not self.draining:
             self.drain()
-        if self.draining and orders.work:
-            self.crew.call_off(StopReason.DRAIN, started=False)
+        if self.draining and response.work:
+            self.runner.stop_all(StopReason.DRAIN, started=False)

@@ -1,8 +1,4 @@
-"""The way to the server, which may be away for as long as it likes: it is asked until it answers.
-
-Only an answer that says what is wrong (a status from 400 to 499) comes out as an error: asking
-again would not change it. What is asked is made anew for each try.
-"""
+"""Dispatcher client that retries until the server answers."""
 
 from __future__ import annotations
 
@@ -13,53 +9,52 @@ from typing import TypeVar
 
 from tugline import log
 from tugline.errors import ServerError, StoreError
-from tugline.node.stats import Stats
+from tugline.node.telemetry import Stats
 from tugline.protocol import Dispatcher
 
-FIRST_S, LONGEST_S = 0.1, 5.0
-"""How soon it is asked again: at first, and after many times."""
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 _BUSY = frozenset({408, 425, 429})
-_log = log.get("node.link")
+_log = log.get("node.dispatcher")
 T = TypeVar("T")
 
 
 class RetryingDispatcher:
-    """A dispatcher, asked with patience."""
+    """A dispatcher that may be away for any time: calls are repeated until it answers."""
 
     def __init__(self, server: Dispatcher, stats: Stats) -> None:
         self.server, self._stats = server, stats
         self._away = False
 
-    async def answer(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the server says, whenever that is. Raises `ServerError` for what it refuses."""
-        pause = FIRST_S
+    async def call(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `request` until it is answered. Raises `ServerError` for a refusal."""
+        pause = FIRST_RETRY_S
         while True:
             try:
-                answer = await ask()
+                response = await request()
             except (ServerError, StoreError) as error:
-                if refused(error):
-                    self._back()
+                if _is_refusal(error):
+                    self._note_answer()
                     raise
-                self._gone(error)
+                self._note_outage(error)
             else:
-                self._back()
-                return answer
+                self._note_answer()
+                return response
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_S)
+            pause = min(2 * pause, LAST_RETRY_S)
 
-    def _gone(self, error: Exception) -> None:
+    def _note_outage(self, error: Exception) -> None:
         if not self._away:
             self._away = True
             self._stats.outages += 1
-            _log.warning("the server does not answer; going on without it", error=str(error))
+            _log.warning("the server does not answer; sessions go on", error=str(error))
 
-    def _back(self) -> None:
+    def _note_answer(self) -> None:
         if self._away:
             self._away = False
             _log.warning("the server answers again")
 
 
-def refused(error: Exception) -> bool:
-    """Whether the server said no, and would say so again."""
-    status = getattr(error, "status", None)
+def _is_refusal(error: ServerError | StoreError) -> bool:
+    """Whether the same request would be refused again: a status from 400 to 499."""
+    status = error.status if isinstance(error, ServerError) else None
     return status is not None and 400 <= status < 500 and status not in _BUSY

@@ -1,9 +1,9 @@
-"""The disk of a node: what a dead predecessor left, how long sessions stay, and when it is full.
+"""Disk housekeeping of a node: orphans of a dead predecessor, retention, and a full disk.
 
-Folders of sessions (``<session>.<epoch>``) and recordings stay after their commit, so that somebody
-can look at them, but not for ever: too old, too much in all, or too little free space, and the
-oldest go. What is still needed (running, or not committed) is never touched. A folder without the
-mark of a committed session is an orphan: its programs are ended and it is removed at the start.
+Folders of sessions (``<session>.<epoch>``) and recordings stay after their commit for inspection,
+until they are too old, too large in total, or free space is low; then the oldest are removed. A
+session that runs or is not committed is never touched. At the start, a folder without the mark of a
+committed session is an orphan: its programs are ended and it is removed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from typing import NamedTuple
 from tugline import log
 from tugline.errors import UsageError
 from tugline.node.settings import NodeSettings
-from tugline.node.stats import Stats
+from tugline.node.telemetry import Stats
 from tugline.plugins import list_names
 from tugline.rollout.parts import Parts
 from tugline.sandbox.files import remove
 from tugline.types import PluginSpec
 
-EVERY_S = 60.0
-LOW_EVERY_S = 5.0
-"""How often a disk that is nearly full is looked at."""
-DONE = ".done"
-"""Marks the folder of a session that is committed."""
+_INTERVAL_S, _LOW_INTERVAL_S = 60.0, 5.0
+"""Between sweeps, and while the disk is nearly full."""
+COMMITTED = ".done"
+"""File that marks the folder of a committed session."""
 _GB = 1 << 30
 _log = log.get("node.disk")
 
 
-class _Item(NamedTuple):
-    """Something that may be removed."""
+class _Candidate(NamedTuple):
+    """A folder or recording that may be removed."""
 
     changed: float
     size: int
@@ -44,7 +43,7 @@ class _Item(NamedTuple):
 
 
 class Housekeeping:
-    """Keeps `sessions` and `recordings` within their bounds."""
+    """Keeps `sessions` and `recordings` within the limits of `settings`."""
 
     def __init__(
         self,
@@ -53,91 +52,94 @@ class Housekeeping:
         settings: NodeSettings,
         stats: Stats,
         is_needed: Callable[[str], bool],
+        *,
+        read_free_bytes: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
-        """`is_needed` says whether a name ``<session>.<epoch>`` is one to be left alone."""
+        """`is_needed` says whether ``<session>.<epoch>`` must stay."""
         self._sessions, self._recordings = sessions, recordings
         self._settings, self._stats, self._is_needed = settings, stats, is_needed
+        self._read_free_bytes = read_free_bytes
         self._sizes: dict[str, int] = {}
-        """Of folders that do not change any more."""
+        """Of committed sessions, whose folders do not change any more."""
 
-    def reap(self, parts: Parts, kept: Collection[str]) -> int:
-        """End what a dead node left running, remove the folders of sessions it had not finished.
+    def reap(self, parts: Parts, journaled: Collection[str]) -> int:
+        """End the programs of a dead node and remove its folders; returns the number ended.
 
-        `kept` are the names of those whose results are in the journal.
+        The folders of sessions in `journaled` stay.
         """
         self._sessions.mkdir(parents=True, exist_ok=True)
-        # Committed ones have nothing that runs, and may be too many to be looked through.
-        left = [one for one in self._sessions.iterdir() if not (one / DONE).exists()]
-        ended = sum(_reap(parts, name, left) for name in list_names("runtime"))
-        for folder in left:
-            if folder.name not in kept:
+        # Committed ones have no programs, and may be too many to inspect.
+        orphans = [one for one in self._sessions.iterdir() if not (one / COMMITTED).exists()]
+        ended = sum(_reap(parts, name, orphans) for name in list_names("runtime"))
+        for folder in orphans:
+            if folder.name not in journaled:
                 _remove(folder)
-        if left:
-            _log.warning("reaped", programs=ended, folders=len(left))
+        if orphans:
+            _log.warning("reaped", programs=ended, folders=len(orphans))
         return ended
 
     async def run(self) -> None:
-        """Look after the disk for as long as the node lives."""
+        """Sweep for as long as the node runs."""
         while True:
             try:
                 await asyncio.to_thread(self.sweep)
-            except OSError as error:  # a folder that went meanwhile, a disk that is ill
-                _log.warning("disk not looked through", error=str(error))
-            await asyncio.sleep(LOW_EVERY_S if self._stats.disk_low else EVERY_S)
+            except OSError as error:  # a folder that vanished meanwhile, a failing disk
+                _log.warning("sweep failed", error=str(error))
+            await asyncio.sleep(_LOW_INTERVAL_S if self._stats.disk_low else _INTERVAL_S)
 
     def sweep(self) -> None:
         """Remove what is too old or too much, oldest first. Blocks."""
-        items = sorted(self._items())
-        total = sum(item.size for item in items)
-        for item in items:
-            aged = time.time() - item.changed > self._settings.keep_s
-            if not (aged or total > self._settings.quota_gb * _GB or self._is_low()):
+        candidates = sorted(self._list_candidates())
+        total = sum(one.size for one in candidates)
+        for one in candidates:
+            expired = time.time() - one.changed > self._settings.keep_s
+            if not (expired or total > self._settings.quota_gb * _GB or self._is_low()):
                 break
-            _remove(item.path)
-            self._sizes.pop(item.path.name, None)
-            total -= item.size
+            _remove(one.path)
+            self._sizes.pop(one.path.name, None)
+            total -= one.size
         self._stats.disk_bytes = total
         low = self._is_low()
         if low is not self._stats.disk_low:
             self._stats.disk_low = low
-            say = "disk nearly full: no new sessions" if low else "disk has room again"
-            _log.error(say, folder=str(self._sessions), floor_gb=self._settings.disk_floor_gb)
+            event = "disk nearly full: no new sessions" if low else "disk has room again"
+            _log.error(event, folder=str(self._sessions), floor_gb=self._settings.disk_floor_gb)
 
     def _is_low(self) -> bool:
-        return shutil.disk_usage(self._sessions).free < self._settings.disk_floor_gb * _GB
+        return self._read_free_bytes(self._sessions) < self._settings.disk_floor_gb * _GB
 
-    def _items(self) -> list[_Item]:
-        found = []
+    def _list_candidates(self) -> list[_Candidate]:
+        candidates = []
         for folder in self._sessions.iterdir():
-            if (folder / DONE).exists() and not self._is_needed(folder.name):
+            if (folder / COMMITTED).exists() and not self._is_needed(folder.name):
                 if folder.name not in self._sizes:
-                    self._sizes[folder.name] = _size(folder)
-                size = self._sizes[folder.name]
-                found.append(_Item((folder / DONE).stat().st_mtime, size, folder))
+                    self._sizes[folder.name] = _measure(folder)
+                changed = (folder / COMMITTED).stat().st_mtime
+                candidates.append(_Candidate(changed, self._sizes[folder.name], folder))
         for recording in self._recordings.glob("*.rec") if self._recordings else ():
             if not self._is_needed(recording.stem):
                 stat = recording.stat()
-                found.append(_Item(stat.st_mtime, stat.st_size, recording))
-        return found
+                candidates.append(_Candidate(stat.st_mtime, stat.st_size, recording))
+        return candidates
 
 
 def _reap(parts: Parts, runtime: str, folders: Sequence[Path]) -> int:
     try:
         return sum(map(parts.runtime(PluginSpec(runtime)).reap, folders))
-    except UsageError as error:  # not to be had on this machine
+    except UsageError as error:  # not available on this machine
         _log.info("runtime not reaped", runtime=runtime, error=str(error))
         return 0
 
 
-def _size(folder: Path) -> int:
+def _measure(folder: Path) -> int:
     return sum(
-        os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - much quicker for many files
+        os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - faster for many files
         for root, _, names in os.walk(folder)
         for name in names
     )
 
 
 def _remove(path: Path) -> None:
-    """Also what an agent made so deep, or of such a mode, that plain removing fails."""
+    """Remove what an agent may have made so deep, or with such a mode, that rmtree fails."""
     with contextlib.suppress(OSError):
         remove(path.parent, path.name)

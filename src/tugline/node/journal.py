@@ -1,8 +1,8 @@
 """Results that are not committed yet, one file each, safe from the death of this process (I3).
 
-A result is written here before the server is told, and removed when the server has it. What a
-killed node left is offered again by the next one in the same folder. Names carry session and
-epoch, so that a result whose lease was lost meanwhile is fenced as ever.
+A result is written before it is offered to the server, and removed when the server has it. What a
+killed node left is offered by the next one in the same folder. Names contain session and epoch, so
+a result whose lease was lost meanwhile is fenced as usual.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NAME = re.compile(r"(?P<session>.+)\.(?P<epoch>\d+)\.result")
 _log = log.get("node.journal")
 
 
-class Entry(NamedTuple):
-    """A result on its way."""
+class PendingResult(NamedTuple):
+    """A result on its way to the server."""
 
     session: str
     epoch: int
@@ -39,41 +39,41 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def left(self) -> list[tuple[str, int]]:
-        """Sessions and epochs of the results that an earlier process left."""
+    def list_pending(self) -> list[tuple[str, int]]:
+        """Sessions and epochs of the results in the folder."""
         names = [_NAME.fullmatch(path.name) for path in sorted(self._folder.glob("*.result"))]
         return [(name["session"], int(name["epoch"])) for name in names if name]
 
-    def holds(self, name: str) -> bool:
-        """Whether the result of ``<session>.<epoch>`` is here."""
+    def contains(self, name: str) -> bool:
+        """Whether the result of ``<session>.<epoch>`` is in the folder."""
         return (self._folder / f"{name}.result").exists()
 
-    async def keep(self, session: str, epoch: int, data: bytes) -> Entry:
-        """Write a result down. When the disk refuses it is in memory alone, which is logged."""
-        entry = Entry(session, epoch, data)
+    async def write(self, session: str, epoch: int, data: bytes) -> PendingResult:
+        """Write a result. If the disk refuses, it is in memory only, which is logged."""
+        result = PendingResult(session, epoch, data)
         try:
-            await asyncio.to_thread(_write, self._path(entry), data)
+            await asyncio.to_thread(_write, self._path(result), data)
         except OSError as error:
             _log.error("result not journaled", session=session, error=str(error))
-        return entry
+        return result
 
-    async def read(self, session: str, epoch: int) -> Entry:
-        """A result that was kept. Raises `OSError`."""
-        path = self._path(Entry(session, epoch, b""))
-        return Entry(session, epoch, await asyncio.to_thread(path.read_bytes))
+    async def read(self, session: str, epoch: int) -> PendingResult:
+        """A result that was written. Raises `OSError`."""
+        path = self._path(PendingResult(session, epoch, b""))
+        return PendingResult(session, epoch, await asyncio.to_thread(path.read_bytes))
 
-    def done(self, entry: Entry) -> None:
-        """The server has it, or somebody else has the session. Blocks."""
-        self._path(entry).unlink(missing_ok=True)
+    def remove(self, result: PendingResult) -> None:
+        """Remove a result that is committed or fenced. Blocks."""
+        self._path(result).unlink(missing_ok=True)
 
-    def refused(self, entry: Entry) -> None:
-        """Set aside what the server will never take, for somebody to look at. Blocks."""
-        path = self._path(entry)
+    def set_aside(self, result: PendingResult) -> None:
+        """Rename a result that the server refused, for inspection. Blocks."""
+        path = self._path(result)
         with contextlib.suppress(OSError):
             path.replace(path.with_suffix(".refused"))
 
-    def _path(self, entry: Entry) -> Path:
-        return self._folder / f"{entry.name}.result"
+    def _path(self, result: PendingResult) -> Path:
+        return self._folder / f"{result.name}.result"
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,8 +1,8 @@
-"""The sessions that a node has: taken, led through their stages, handed in or given up.
+"""Runs the sessions that a node holds, and commits or releases them.
 
-A session is held until the server has its result or has it back; whatever breaks in one of them
-is a result of that one, and no business of the others (I5). A result is in the journal before it
-is offered (I3).
+A session is held until the server has its result or has it back. Whatever breaks in a session is a
+result of that session and does not affect the others (I5). A result is in the journal before it is
+offered to the server (I3).
 """
 
 from __future__ import annotations
@@ -14,253 +14,254 @@ from pathlib import Path
 
 from tugline import log
 from tugline.errors import FencedError, ServerError
-from tugline.node.active_sessions import STARTED, ActiveSession, StopReason
-from tugline.node.admission import Admission, Engines
-from tugline.node.dispatcher import LONGEST_S, RetryingDispatcher
-from tugline.node.housekeeping import DONE
-from tugline.node.journal import Entry, Journal
-from tugline.node.logs import LogSender
-from tugline.node.settings import NodeSettings
-from tugline.node.stages import Stages
-from tugline.node.stats import Observer, Stats
+from tugline.gateway.app import Gateway
+from tugline.node.active_sessions import STARTED, ActiveSession, LogSender, StopReason
+from tugline.node.dispatcher import LAST_RETRY_S, RetryingDispatcher
+from tugline.node.housekeeping import COMMITTED
+from tugline.node.journal import Journal, PendingResult
+from tugline.node.pools import Pools
+from tugline.node.telemetry import Stats, Telemetry
 from tugline.protocol import CommitOutcome, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack
 from tugline.rollout.failures import describe, make_failure
 from tugline.rollout.parts import Parts
-from tugline.rollout.rollout import Gateway, roll_out
+from tugline.rollout.rollout import roll_out
 from tugline.types import Cause, Ledger, Status, Trajectory
 
 _OFFER_S = 2.0
-"""How long the results of a predecessor may take before the node joins without waiting."""
-_BACK_S = 10.0
-"""How long a server may take to take a session back; then its lease runs out instead."""
+"""How long the node waits for its predecessor's results to be committed before it registers."""
+_RELEASE_S = 10.0
+"""How long releasing a session may take; then its lease expires instead."""
 _log = log.get("node")
 
 
 class SessionRunner:
-    """Every session that is held, by id."""
+    """All sessions of a node, by id."""
 
-    def __init__(  # noqa: PLR0913 - what sessions need, and who watches
+    def __init__(  # noqa: PLR0913 - what sessions need, and what is told of them
         self,
-        link: RetryingDispatcher,
+        dispatcher: RetryingDispatcher,
         gateway: Gateway,
         parts: Parts,
         folder: Path,
-        settings: NodeSettings,
+        pools: Pools,
         *,
         stats: Stats,
-        observer: Observer | None,
-        changed: Callable[[], None],
+        telemetry: Telemetry | None,
+        on_ended: Callable[[], None],
     ) -> None:
-        """`changed` is called when there may be more room, or a session less."""
-        self._link, self._gateway, self._parts = link, gateway, parts
-        self._sessions, self._stats = folder / "sessions", stats
-        self._observer, self._changed = observer, changed
-        self.live: dict[str, ActiveSession] = {}
+        """`on_ended` is called when there is a session less."""
+        self._dispatcher, self._gateway, self._parts = dispatcher, gateway, parts
+        self._folder, self._pools, self._stats = folder / "sessions", pools, stats
+        self._telemetry, self._on_ended = telemetry, on_ended
+        self.sessions: dict[str, ActiveSession] = {}
         self.journal = Journal(folder / "journal")
-        self.logs = LogSender(link.server, self.live)
-        look = Engines(settings.engines) if settings.engines else None
-        admission = Admission(look, waiting=settings.engine_waiting, kv=settings.engine_kv)
-        self.stages = Stages(settings, admission, changed)
+        self.logs = LogSender(dispatcher.server, self.sessions)
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused = False
 
     # ----------------------------------------------------------------------- orders
-    def held(self) -> tuple[HeldSession, ...]:
-        """All that this node has."""
-        return tuple(live.held for live in self.live.values())
+    def list_held(self) -> tuple[HeldSession, ...]:
+        """Every session that this node holds."""
+        return tuple(session.describe() for session in self.sessions.values())
 
     def is_needed(self, name: str) -> bool:
-        """Whether ``<session>.<epoch>`` is live or not committed yet."""
+        """Whether ``<session>.<epoch>`` is active or not committed yet."""
         session, _, epoch = name.rpartition(".")
-        live = self.live.get(session)
-        return (live is not None and str(live.epoch) == epoch) or self.journal.holds(name)
+        active = self.sessions.get(session)
+        is_active = active is not None and str(active.epoch) == epoch
+        return is_active or self.journal.contains(name)
 
-    def take(self, work: Work) -> None:
-        """Begin a session; one that is here already under this lease goes on as it is."""
-        older = self.live.get(work.session.id)
+    def start(self, work: Work) -> None:
+        """Start a session; no effect on one that is already here under this lease."""
+        older = self.sessions.get(work.session.id)
         if older is not None and older.epoch >= work.session.epoch:
             return
         self._stats.leased += 1
         session, task = work.session, work.task
         stack = contextlib.ExitStack()
-        slots = stack.enter_context(
-            self.stages.course(task.id, session.sample, task.limits.total_s)
-        )
+        slots = stack.enter_context(self._pools.enter(task.id, session.sample, task.limits.total_s))
         slots.pause_timeout(paused=self._paused)
         # A path of constant length: agents tell the model where they are.
-        directory = self._sessions / f"{session.id}.{session.epoch}"
-        live = self.live[session.id] = ActiveSession(work, slots, directory)
-        self._begin(self._lead(live, stack, older), f"session-{session.id}")
+        directory = self._folder / f"{session.id}.{session.epoch}"
+        active = self.sessions[session.id] = ActiveSession(work, slots, directory)
+        self._spawn(self._run(active, stack, older), f"session-{session.id}")
 
     def stop(self, order: Stop) -> None:
-        """End a session as told; one that is no longer here was ended before."""
-        live = self.live.get(order.session)
-        if live is None or live.epoch != order.epoch:
+        """Stop a session as ordered; no effect on one that is no longer here."""
+        session = self.sessions.get(order.session)
+        if session is None or session.epoch != order.epoch:
             return
-        _log.info("told to stop", session=live.id, why=order.reason, by=order.by)
+        _log.info("stopping", session=session.id, reason=order.reason, by=order.by)
         if order.reason is StopKind.CANCELLED:
-            live.slots.cancel_scope.cancel()
+            session.slots.cancel_scope.cancel()
         else:
-            live.call_off(StopReason.STALE if order.reason is StopKind.STALE else StopReason.DROP)
+            stale = order.reason is StopKind.STALE
+            session.stop(StopReason.STALE if stale else StopReason.DROP)
 
-    def pause(self, paused: bool) -> None:  # noqa: FBT001 - told by `Controls`
-        """Stop the clocks of all agents, or let them go on."""
+    def stop_all(self, reason: StopReason, *, started: bool = True) -> None:
+        """Stop all sessions; without `started` only those that have not started RUN."""
+        for session in list(self.sessions.values()):
+            if started or session.status not in STARTED:
+                session.stop(reason)
+
+    def pause_timeouts(self, *, paused: bool) -> None:
+        """Pause the timeouts of all agents, or resume them."""
         self._paused = paused
-        for live in self.live.values():
-            live.slots.pause_timeout(paused=paused)
+        for session in self.sessions.values():
+            session.slots.pause_timeout(paused=paused)
 
-    def call_off(self, fate: StopReason, *, started: bool = True) -> None:
-        """Give up all sessions; without `started` those that run go on."""
-        for live in list(self.live.values()):
-            if started or live.status not in STARTED:
-                live.call_off(fate)
-
-    async def offer(self) -> None:
-        """Commit what an earlier process in this folder had finished; slow ones go on alone."""
-        offers = [self._begin(self._offer(*one), "offer") for one in self.journal.left()]
+    async def offer_pending(self) -> None:
+        """Commit the results that an earlier process left; slow commits go on in background."""
+        offers = [
+            self._spawn(self._offer(session, epoch), "offer")
+            for session, epoch in self.journal.list_pending()
+        ]
         if offers:
             await asyncio.wait(offers, timeout=_OFFER_S)
 
-    async def empty(self, within_s: float) -> None:
-        """Wait until all that is here now is gone, but no longer than that."""
+    async def wait_until_empty(self, within_s: float) -> None:
+        """Wait until all sessions of now have ended, but no longer than that."""
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=within_s)
 
     async def close(self) -> None:
-        """End everything at once; what is in the journal stays there."""
+        """Cancel everything; what is in the journal stays there."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     # ----------------------------------------------------------------------- one session
-    def _begin(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _lead(
-        self, live: ActiveSession, stack: contextlib.ExitStack, older: ActiveSession | None
+    async def _run(
+        self, session: ActiveSession, stack: contextlib.ExitStack, older: ActiveSession | None
     ) -> None:
+        context = log.about(task=session.work.task.id, session=session.id, epoch=session.epoch)
         try:
-            with stack, log.about(task=live.work.task.id, session=live.id, epoch=live.epoch):
-                if older is not None:  # the gateway knows a session once
-                    older.call_off(StopReason.DROP)
+            with stack, context:
+                if older is not None:  # the gateway has one entry per session
+                    older.stop(StopReason.DROP)
                     await older.ended.wait()
-                trajectory = await self._roll(live)
+                trajectory = await self._roll_out(session)
                 if trajectory is None:
-                    await self._give_up(live)
+                    await self._release(session)
                 else:
-                    await self._hand_in(live, trajectory)
+                    await self._finish(session, trajectory)
         finally:
-            live.ended.set()
-            if self.live.get(live.id) is live:
-                del self.live[live.id]
-            self._changed()
+            session.ended.set()
+            if self.sessions.get(session.id) is session:
+                del self.sessions[session.id]
+            self._on_ended()
 
-    async def _roll(self, live: ActiveSession) -> Trajectory | None:
-        """What came of it; None if it was called off."""
-        if live.fate is not None:
+    async def _roll_out(self, session: ActiveSession) -> Trajectory | None:
+        """Its trajectory; None if it was stopped without a result."""
+        if session.stop_reason is not None:
             return None
 
         def on_stage(status: Status) -> None:
-            live.status = status
-            if self._observer is not None:
-                self._observer.stage(live.work, status)
+            session.status = status
+            if self._telemetry is not None:
+                self._telemetry.record_stage(session.work, status)
 
-        live.rolling = asyncio.create_task(
+        session.rollout = asyncio.create_task(
             roll_out(
-                live.work.task,
-                live.work.session,
+                session.work.task,
+                session.work.session,
                 gateway=self._gateway,
-                directory=live.directory,
+                directory=session.directory,
                 parts=self._parts,
                 on_stage=on_stage,
-                slots=live.slots,
+                slots=session.slots,
             )
         )
         try:
-            await asyncio.wait({live.rolling})
+            await asyncio.wait({session.rollout})
         except asyncio.CancelledError:
-            live.rolling.cancel()
-            await asyncio.wait({live.rolling})
+            session.rollout.cancel()
+            await asyncio.wait({session.rollout})
             raise
-        if live.rolling.cancelled():
+        if session.rollout.cancelled():
             return None
-        error = live.rolling.exception()
+        error = session.rollout.exception()
         if error is None:
-            return live.rolling.result()
-        _log.error("rollout broke", session=live.id, exc_info=error)
-        return _broken(live, error)
+            return session.rollout.result()
+        _log.error("rollout raised", session=session.id, exc_info=error)
+        return _make_failed(session, error)
 
-    async def _give_up(self, live: ActiveSession) -> None:
-        if live.fate is None or live.fate is StopReason.DROP:
+    async def _release(self, session: ActiveSession) -> None:
+        if session.stop_reason is None or session.stop_reason is StopReason.DROP:
             self._stats.fenced += 1
             return
-        back = Release(epoch=live.epoch, reason=live.fate.value)
+        release = Release(epoch=session.epoch, reason=session.stop_reason.value)
+        server = self._dispatcher.server
         try:
-            async with asyncio.timeout(_BACK_S):
-                await self._link.answer(lambda: self._link.server.release(live.id, back))
-            self._stats.handed_back += 1
+            async with asyncio.timeout(_RELEASE_S):
+                await self._dispatcher.call(lambda: server.release(session.id, release))
+            self._stats.released += 1
         except (ServerError, TimeoutError) as error:
-            _log.warning("not handed back", session=live.id, error=str(error))
+            _log.warning("not released", session=session.id, error=str(error))
 
-    async def _hand_in(self, live: ActiveSession, trajectory: Trajectory) -> None:
-        self._stats.ended(trajectory)
-        if self._observer is not None:
-            self._observer.ended(live.work, trajectory)
+    async def _finish(self, session: ActiveSession, trajectory: Trajectory) -> None:
+        self._stats.count_result(trajectory)
+        if self._telemetry is not None:
+            self._telemetry.record_result(session.work, trajectory)
         _log.info("ended", status=trajectory.status, seconds=sum(trajectory.seconds.values()))
         data = await asyncio.to_thread(pack, trajectory)
-        entry = await self.journal.keep(live.id, live.epoch, data)
-        await self.logs.finish(live)
-        await self._commit(entry)
+        result = await self.journal.write(session.id, session.epoch, data)
+        await self.logs.send(session)
+        await self._commit(result)
 
     async def _offer(self, session: str, epoch: int) -> None:
         try:
-            entry = await self.journal.read(session, epoch)
+            result = await self.journal.read(session, epoch)
         except OSError as error:  # it stays there, for the next start of this node
             _log.error("result not read", session=session, error=str(error))
             return
-        await self._commit(entry)
+        await self._commit(result)
 
-    async def _commit(self, entry: Entry) -> None:
-        """Offer a result until the server has it or does not want it."""
+    async def _commit(self, result: PendingResult) -> None:
+        """Offer a result until the server has it or refuses it."""
+        session, epoch, data = result
+        server = self._dispatcher.server
         while True:
             try:
-                answer = await self._link.answer(
-                    lambda: self._link.server.commit(entry.session, entry.epoch, entry.data)
-                )
+                response = await self._dispatcher.call(lambda: server.commit(session, epoch, data))
             except FencedError as error:
                 self._stats.fenced += 1
-                _log.warning("result fenced", session=entry.session, error=str(error))
+                _log.warning("result fenced", session=session, error=str(error))
             except ServerError as error:
-                if error.status in {401, 403}:  # until the node has joined again
-                    await asyncio.sleep(LONGEST_S)
+                if error.status in {401, 403}:  # until the node has registered again
+                    await asyncio.sleep(LAST_RETRY_S)
                     continue
-                _log.error("result refused", session=entry.session, error=str(error))
-                await asyncio.to_thread(self.journal.refused, entry)
+                _log.error("result refused", session=session, error=str(error))
+                await asyncio.to_thread(self.journal.set_aside, result)
                 return
             else:
-                self._stats.requeued += answer.outcome is CommitOutcome.REQUEUED
-                self._stats.committed += answer.outcome is not CommitOutcome.REQUEUED
-            await asyncio.to_thread(self._settle, entry)
+                requeued = response.outcome is CommitOutcome.REQUEUED
+                self._stats.requeued += requeued
+                self._stats.committed += not requeued
+            await asyncio.to_thread(self._mark_committed, result)
             return
 
-    def _settle(self, entry: Entry) -> None:
-        """Its folder may go when its time comes, the journal's entry at once."""
-        with contextlib.suppress(OSError):  # it never got a folder, or is gone already
-            (self._sessions / entry.name / DONE).touch()
-        self.journal.done(entry)
+    def _mark_committed(self, result: PendingResult) -> None:
+        """Let housekeeping remove its folder, and the journal its entry."""
+        with contextlib.suppress(OSError):  # it never had a folder, or it is gone already
+            (self._folder / result.name / COMMITTED).touch()
+        self.journal.remove(result)
 
 
-def _broken(live: ActiveSession, error: BaseException) -> Trajectory:
-    """The result of a rollout that could not even say what happened: tried again elsewhere."""
+def _make_failed(session: ActiveSession, error: BaseException) -> Trajectory:
+    """The result of a rollout that raised: a failure of the node, so it is retried elsewhere."""
     return Trajectory(
-        session=live.id,
-        task=live.work.task.id,
-        sample=live.work.session.sample,
+        session=session.id,
+        task=session.work.task.id,
+        sample=session.work.session.sample,
         status=Status.FAILED,
         traces=(),
         ledger=Ledger(),

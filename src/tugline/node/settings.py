@@ -1,4 +1,4 @@
-"""What a node is told about itself. Sizes that are None follow from the others."""
+"""Settings of a node. Sizes that are None follow from the others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class NodeSettings(Config, frozen=True):
     """How much a node takes on, and what it keeps. Times are seconds."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,100}$")] = ""
-    """Its name, kept over restarts: it takes the place of its predecessor. Empty: the machine's."""
+    """Its name; a node takes the place of an earlier one of its name. Empty: the machine's."""
     slots: PositiveInt = 8
     """Agents that may run at once."""
-    inits: PositiveInt | None = None
-    """Sessions that may be made ready at once; None: as many as `slots`."""
+    max_initializing: PositiveInt | None = None
+    """Sessions in INIT at once; None: as many as `slots`."""
     ready_max: NonNegativeInt | None = None
-    """Sessions that may be made ready, or wait so, while all slots are taken; None: `slots`."""
-    builds: PositiveInt = 2
+    """Sessions in INIT or READY while all slots are taken; None: as many as `slots`."""
+    max_building: PositiveInt = 2
     """Trajectories that are built at once."""
-    evals: PositiveInt | None = None
+    max_evaluating: PositiveInt | None = None
     """Evaluations at once; None: as many as `slots`."""
-    spares: NonNegativeInt | None = None
-    """Boxes opened for evaluations while their agents still run; None: one for each slot."""
+    prewarmed_evaluators: NonNegativeInt | None = None
+    """Sandboxes opened for evaluations while their agents still run; None: one for each slot."""
     memory_floor_mb: NonNegativeInt = 512
-    """Nothing is made ready ahead while less memory than this is available."""
+    """With less memory available than this, no session starts INIT ahead of a free slot."""
     engines: tuple[str, ...] = ()
-    """Base URLs whose ``/metrics`` say how busy the engines are; without any, nothing is held."""
+    """Base URLs of engines whose ``/metrics`` are polled for admission; none: agents never wait."""
     engine_waiting: NonNegativeInt = 8
     """New agents wait while every engine has more requests than this in its queue."""
     engine_kv: PositiveFloat = 0.95
@@ -42,35 +42,35 @@ class NodeSettings(Config, frozen=True):
     quota_gb: PositiveFloat = 50.0
     """How much they may take up together; the oldest go first."""
     disk_floor_gb: NonNegativeFloat = 1.0
-    """Below this much free space, old sessions are removed, and no new ones are taken."""
+    """With less free space than this, old sessions are removed and no new ones are taken."""
     metrics_port: Port | None = None
-    """Port of its own page of metrics; with a server in its process, that one has them."""
+    """Port of its own ``/metrics``; None: none, or those of the server in its process."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Whatever tells it apart from others, shown in the list of nodes."""
+    """Labels shown in the list of nodes."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of its programs, shown in the list of nodes, beside that of Tugline."""
+    """Versions of programs shown in the list of nodes, beside that of Tugline."""
 
     @property
-    def at_once(self) -> int:
+    def init_slots(self) -> int:
         """Sessions in INIT at once."""
-        return self.inits or self.slots
+        return self.max_initializing or self.slots
 
     @property
-    def ahead(self) -> int:
+    def ready_limit(self) -> int:
         """The most sessions in INIT and READY while all slots are taken."""
         return self.slots if self.ready_max is None else self.ready_max
 
     @property
-    def judges(self) -> int:
+    def eval_slots(self) -> int:
         """Sessions in EVAL at once."""
-        return self.evals or self.slots
+        return self.max_evaluating or self.slots
 
     @property
-    def boxes(self) -> int:
-        """Boxes that may wait for evaluations at once."""
-        return self.slots if self.spares is None else self.spares
+    def prewarm_slots(self) -> int:
+        """Sandboxes that may be open ahead of evaluations at once."""
+        return self.slots if self.prewarmed_evaluators is None else self.prewarmed_evaluators
 
     @property
-    def room(self) -> int:
-        """Sessions in all stages together: those that end may queue for their evaluation."""
-        return self.slots + self.ahead + 2 * self.judges + self.builds
+    def capacity(self) -> int:
+        """Sessions in all stages together, with a queue as long as EVAL behind the agents."""
+        return self.slots + self.ready_limit + 2 * self.eval_slots + self.max_building

@@ -1,7 +1,7 @@
-"""Watch the sessions of a node: how long their stages take, and their traces when they are over.
+"""Counters, stage times and traces of a node's sessions.
 
-It is told of what happens anyway and measures nothing by itself. A trace is made and sent in a
-thread once its session has ended, so that no session waits for it and none can fail by it.
+Recording returns at once. A trace is made and sent in a thread after its session has ended, so no
+session waits for it or fails because of it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from tugline import log
 from tugline.errors import TuglineError
@@ -19,92 +21,128 @@ from tugline.histogram import Distribution
 from tugline.protocol import Work
 from tugline.tracing.spans import Rollout
 from tugline.tracing.tracer import Tracer
-from tugline.types import Call, Status, Trajectory
+from tugline.types import Boundary, Call, Reason, Status, Trajectory
 
-_MOST = 4096
-"""Sessions whose stages are remembered: some end on other nodes, and nobody says so here."""
-_QUEUE = 256
-"""Sessions that wait for their trace to be made; what comes beyond that has none."""
-_log = log.get("node.watch")
+_MAX_SESSIONS = 4096
+"""Sessions whose stages are remembered; some never end here, because they moved to other nodes."""
+_MAX_QUEUED = 256
+"""Sessions whose trace waits to be made; further ones are not traced."""
+_log = log.get("node.telemetry")
 
 Calls = Callable[[str], Sequence[Call]]
-"""What a session recorded."""
+"""Returns the recorded calls of a session."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Totals since the node started."""
+
+    leased: int = 0
+    committed: int = 0
+    requeued: int = 0
+    """Results after which the server retries the session."""
+    fenced: int = 0
+    """Results and sessions whose lease had been lost."""
+    released: int = 0
+    rejoined: int = 0
+    """Times that the node had lost its lease and registered again."""
+    outages: int = 0
+    """Times that the server could not be reached."""
+    ends: Counter[Status] = field(default_factory=Counter)
+    failures: Counter[Boundary] = field(default_factory=Counter)
+    sampled: int = 0
+    trained: int = 0
+    masked: Counter[Reason] = field(default_factory=Counter)
+    dropped: Counter[Reason] = field(default_factory=Counter)
+    disk_bytes: int = 0
+    """Size of sessions and recordings."""
+    disk_low: bool = False
+
+    def count_result(self, trajectory: Trajectory) -> None:
+        """Add a result to the totals."""
+        self.ends[trajectory.status] += 1
+        if trajectory.failure is not None:
+            self.failures[trajectory.failure.boundary] += 1
+        ledger = trajectory.ledger
+        self.sampled += ledger.sampled
+        self.trained += ledger.trained
+        self.masked.update(ledger.masked)
+        self.dropped.update(ledger.dropped)
 
 
 class Telemetry:
-    """An `Observer`; without a tracer it only measures."""
+    """Stage times, and a trace of each session if there is a tracer."""
 
     def __init__(
         self, *, node: str, model: str, calls: Calls, tracer: Tracer | None = None
     ) -> None:
-        """`node` and `model` are as traces name them; `calls` is asked in a thread."""
+        """`node` and `model` are their names in traces; `calls` is called in a thread."""
         self.stage_s = {
             status: Distribution()
             for status in (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
         }
-        """Seconds in each stage, without the wait for a place there."""
-        self.untold = 0
-        """Sessions without a trace because it could not be made or there were too many."""
+        """Seconds in each stage, without the wait for a slot."""
+        self.untraced = 0
+        """Sessions without a trace, because it could not be made or the queue was full."""
         self._node, self._model, self._calls, self._tracer = node, model, calls, tracer
-        self._began: dict[tuple[str, int], list[tuple[Status, float]]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tugline-traces")
-        self._room = threading.BoundedSemaphore(_QUEUE)
+        self._stages: dict[tuple[str, int], list[tuple[Status, float]]] = {}
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tugline-traces")
+        self._queue_slots = threading.BoundedSemaphore(_MAX_QUEUED)
 
-    def stage(self, work: Work, status: Status) -> None:
+    def record_stage(self, work: Work, status: Status) -> None:
         """A stage begins."""
         key = (work.session.id, work.session.epoch)
-        self._began.setdefault(key, []).append((status, time.time()))
-        if len(self._began) > _MOST:
-            del self._began[next(iter(self._began))]
+        self._stages.setdefault(key, []).append((status, time.time()))
+        if len(self._stages) > _MAX_SESSIONS:
+            del self._stages[next(iter(self._stages))]
 
-    def ended(self, work: Work, trajectory: Trajectory) -> None:
-        """A rollout has its trajectory."""
-        for status, spread in self.stage_s.items():
+    def record_result(self, work: Work, trajectory: Trajectory) -> None:
+        """A rollout has its trajectory, which is not committed yet."""
+        for status, distribution in self.stage_s.items():
             if status.value in trajectory.seconds:
-                spread.add(trajectory.seconds[status.value])
-        began = self._began.pop((work.session.id, work.session.epoch), [])
-        if self._tracer is None or not began:
+                distribution.add(trajectory.seconds[status.value])
+        stages = self._stages.pop((work.session.id, work.session.epoch), [])
+        if self._tracer is None or not stages:
             return
-        if not self._room.acquire(blocking=False):
-            self.untold += 1
+        if not self._queue_slots.acquire(blocking=False):
+            self.untraced += 1
             return
-        job = self._thread.submit(self._tell, self._tracer, work, trajectory, began, time.time())
-        job.add_done_callback(self._told)
+        arguments = (self._tracer, work, trajectory, stages, time.time())
+        self._executor.submit(self._trace, *arguments).add_done_callback(self._on_traced)
 
     async def close(self) -> None:
-        """Send what is left, for a bounded time."""
-        await asyncio.to_thread(self._thread.shutdown)
+        """Send what is queued, for a bounded time."""
+        await asyncio.to_thread(self._executor.shutdown)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
-    def _tell(
+    def _trace(
         self,
         tracer: Tracer,
         work: Work,
         trajectory: Trajectory,
-        began: Sequence[tuple[Status, float]],
+        stages: Sequence[tuple[Status, float]],
         ended: float,
     ) -> None:
         calls: Sequence[Call] = ()
-        with contextlib.suppress(KeyError):  # its gateway never opened it
+        with contextlib.suppress(KeyError):  # the gateway never opened it
             calls = self._calls(work.session.id)
-        tracer.tell(
-            Rollout(
-                task=work.task,
-                session=work.session,
-                trajectory=trajectory,
-                began=began,
-                ended=ended,
-                calls=calls,
-                node=self._node,
-                model=self._model,
-            )
+        rollout = Rollout(
+            task=work.task,
+            session=work.session,
+            trajectory=trajectory,
+            stages=stages,
+            ended=ended,
+            calls=calls,
+            node=self._node,
+            model=self._model,
         )
+        tracer.export(rollout)
 
-    def _told(self, job: Future[None]) -> None:
-        self._room.release()
+    def _on_traced(self, job: Future[None]) -> None:
+        self._queue_slots.release()
         error = job.exception()
         if error is not None:
-            self.untold += 1
-            known = isinstance(error, TuglineError)
-            _log.warning("no trace", error=str(error) if known else repr(error))
+            self.untraced += 1
+            message = str(error) if isinstance(error, TuglineError) else repr(error)
+            _log.warning("no trace", error=message)

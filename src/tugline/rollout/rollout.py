@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tugline import log
 from tugline.errors import (
@@ -32,6 +32,7 @@ from tugline.errors import (
     UsageError,
 )
 from tugline.evaluators.base import SessionOutcome, Verdict
+from tugline.gateway.app import Gateway, Opened
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.recording.records import Result
 from tugline.rollout.failures import classify, make_failure, make_total_timeout
@@ -53,53 +54,6 @@ _log = log.get("node")
 
 OnStage = Callable[[Status], None]
 """Called before each stage."""
-
-
-class Endpoint(Protocol):
-    """A session's address at the gateway."""
-
-    @property
-    def base_url(self) -> str:
-        """Such as ``http://127.0.0.1:40123/s/<session>``, without ``/v1``."""
-        ...
-
-    @property
-    def key(self) -> str:
-        """The session's secret."""
-        ...
-
-
-class Gateway(Protocol):
-    """The gateway as a rollout uses it; replays and tests bring their own."""
-
-    def open(
-        self,
-        session: Session,
-        task: Task,
-        *,
-        spent_status: int = 400,
-        offers_tools: bool = False,
-        workdir: str = "",
-        home: str = "",
-    ) -> AbstractAsyncContextManager[Endpoint]:
-        """Take the session's calls for the block; after it, none is accepted or in flight.
-
-        `spent_status` and `offers_tools` are those of the harness, `workdir` and `home` the
-        folders of its sandbox.
-        """
-        ...
-
-    def read_calls(self, session: str) -> Sequence[Call]:
-        """The recorded calls of a session whose block has ended."""
-        ...
-
-    async def write_result(self, session: str, result: Result) -> None:
-        """Append the result to the recording of a session whose block has ended."""
-        ...
-
-    def engine_failure(self, session: str) -> Failure | None:
-        """The engine's failure if it left the session's last call unanswered."""
-        ...
 
 
 class _AgentRun(NamedTuple):
@@ -324,7 +278,7 @@ class _Rollout:
         except UsageError as error:  # such as a missing Node: the node's failure, not the task's
             raise HarnessError(str(error)) from error
 
-    def _open_gateway(self, sandbox: Sandbox) -> AbstractAsyncContextManager[Endpoint]:
+    def _open_gateway(self, sandbox: Sandbox) -> AbstractAsyncContextManager[Opened]:
         return self.gateway.open(
             self.session,
             self.task,

@@ -65,8 +65,8 @@ class StageSlots:
         self.prewarm, self.install_s, self.eval_grace_s = prewarm, install_s, eval_grace_s
         self.agent_log: Path | None = None
         """File of the agent's output, once its sandbox is open."""
+        self.paused = False
         self._agent_timeout: PausableTimeout | None = None
-        self._paused = False
 
     def acquire(self, status: Status) -> AbstractAsyncContextManager[None]:
         """Hold a slot of a stage for the block; entering may wait."""
@@ -75,11 +75,11 @@ class StageSlots:
     def start_agent_timeout(self, limit_s: float) -> PausableTimeout:
         """The timeout of RUN, paused if `pause_timeout` says so."""
         self._agent_timeout = PausableTimeout(limit_s)
-        self.pause_timeout(paused=self._paused)
+        self.pause_timeout(paused=self.paused)
         return self._agent_timeout
 
     def pause_timeout(self, *, paused: bool) -> None:
         """Pause the agent's timeout while no model call is answered, or resume it."""
-        self._paused = paused
+        self.paused = paused
         if self._agent_timeout is not None:
             (self._agent_timeout.pause if paused else self._agent_timeout.resume)()

@@ -1,1 +1,1 @@
-"""What a session did, as spans of OpenTelemetry; told when it is over, so that no call waits."""
+"""Sessions as OpenTelemetry spans, exported after a session has ended."""

@@ -1,8 +1,8 @@
-"""Send spans to an OpenTelemetry collector over HTTP. Needs the extra ``otel``.
+"""Export spans to an OpenTelemetry collector over HTTP. Needs the extra ``otel``.
 
-The library's own queue is bounded and emptied by a thread of its own: a collector that is slow or
-gone costs the spans that do not fit any more, and no session waits for it. Headers, sampling and
-time limits are read from the variables that every OpenTelemetry program knows.
+The SDK's queue is bounded and emptied by a thread of its own: a slow or missing collector costs the
+spans that do not fit, and no session waits for it. Headers, sampling and timeouts come from the
+standard variables of OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-from tugline.tracing.spans import Rollout, Span, linked, rollout_span, trace_id
+from tugline.tracing.spans import Rollout, Span, make_rollout_span, make_trace_id, parse_link
 
 _QUEUED = 16_384
 """Spans that wait to be sent; a session has one for each of its calls."""
@@ -25,7 +25,7 @@ _CLOSE_S = 3.0
 
 
 class _Ids(RandomIdGenerator):
-    """Random ids of spans, and the id that the next trace is to have."""
+    """Random span ids; the trace id is set before each trace."""
 
     trace = 1
 
@@ -34,10 +34,10 @@ class _Ids(RandomIdGenerator):
 
 
 class Otlp:
-    """A `Tracer` of its own: it leaves the process-wide one to whoever embeds Tugline."""
+    """A `Tracer` that leaves the process-wide provider to programs that embed Tugline."""
 
     def __init__(self, url: str, *, node: str) -> None:
-        """`url` takes traces, `node` names the instance of the service."""
+        """`url` takes traces, `node` is the instance id of the service."""
         release = version("tugline")
         resource = Resource.create(
             {
@@ -57,22 +57,21 @@ class Otlp:
         )
         self._tracer = self._provider.get_tracer("tugline", release)
 
-    def tell(self, rollout: Rollout) -> None:
+    def export(self, rollout: Rollout) -> None:
         """Queue the spans of a session."""
-        link = linked(rollout.task)
+        link = parse_link(rollout.task)
         links = [] if link is None else [trace.Link(_context(*link))]
         with self._lock:
-            self._ids.trace = trace_id(rollout.session)
-            self._send(rollout_span(rollout), None, links)
+            self._ids.trace = make_trace_id(rollout.session)
+            self._send(make_rollout_span(rollout), None, links)
 
     def close(self) -> None:
-        """Send what is queued, for three seconds at most; the rest is given up."""
+        """Send what is queued, for three seconds at most; the rest is dropped."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_CLOSE_S)
         if ending.is_alive():
-            # Or it would go on trying.
-            self._exporter.shutdown()  # type: ignore[no-untyped-call] # has no hints
+            self._exporter.shutdown()  # type: ignore[no-untyped-call] # stop its retries
 
     def _send(self, span: Span, parent: trace.Span | None, links: list[trace.Link]) -> None:
         context = None if parent is None else trace.set_span_in_context(parent)
@@ -85,8 +84,8 @@ class Otlp:
             links=links,
             start_time=_ns(span.start),
         )
-        for mark in span.marks:
-            made.add_event(mark.name, mark.attributes, _ns(mark.at))
+        for event in span.events:
+            made.add_event(event.name, event.attributes, _ns(event.at))
         for child in span.children:
             self._send(child, made, [])
         if span.error is not None:

@@ -1,9 +1,8 @@
 """One session as a tree of spans: ``rollout``, its stages, and the model calls of its agent.
 
-Pure: what goes in is what the node knows when a session is over (when each stage began, and the
-calls that were captured), what comes out is plain data. Nothing is measured for it while the
-session runs. Names follow the GenAI conventions of OpenTelemetry, version 1.41; what those have no
-word for begins with ``tugline.``. No text of a prompt or an answer is in it.
+Pure functions from what a node knows when a session is over (its stages and the recorded
+calls) to plain data. Names follow the GenAI conventions of OpenTelemetry, version 1.41; attributes
+without a convention begin with ``tugline.``. Spans contain no text of prompts or answers.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ import msgspec
 from tugline.types import Call, CallOutcome, Session, Status, Task, Trajectory
 
 Value = str | bool | int | float | Sequence[str]
-"""What an attribute may be."""
+"""Type of an attribute."""
 
 PARENT_TAG = "traceparent"
-"""The tag of a task that names the span, in the form of W3C Trace Context, to link to."""
+"""Tag of a task that names the span to link to, in the form of W3C Trace Context."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 _STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that is over."""
+    """A session that has ended."""
 
     task: Task
     session: Session
     trajectory: Trajectory
-    began: Sequence[tuple[Status, float]]
-    """Stages in their order, and when each began (Unix seconds)."""
+    stages: Sequence[tuple[Status, float]]
+    """Stages in their order with their start (Unix seconds)."""
     ended: float
     calls: Sequence[Call] = ()
     node: str = ""
     model: str = ""
-    """As its engine names it."""
+    """Its name at the engine."""
 
 
-class Mark(msgspec.Struct, frozen=True):
+class SpanEvent(msgspec.Struct, frozen=True):
     """A moment within a span."""
 
     name: str
@@ -51,45 +50,45 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that took time: Unix seconds, the attributes that have a value, what it held."""
+    """A span with its children. Times are Unix seconds."""
 
     name: str
     start: float
     end: float
     attributes: Mapping[str, Value]
-    marks: tuple[Mark, ...] = ()
+    events: tuple[SpanEvent, ...] = ()
     children: tuple[Span, ...] = ()
     remote: bool = False
     """Whether the work was done by another process, such as an engine."""
     error: str | None = None
-    """Why it failed; None where it did not."""
+    """Why it failed; None if it did not."""
 
 
-def trace_id(session: Session) -> int:
-    """The id of the trace of this attempt, which anybody can work out: 128 bits, never 0."""
+def make_trace_id(session: Session) -> int:
+    """The trace id of an attempt, derived from session and epoch: 128 bits, never 0."""
     digest = hashlib.sha256(f"{session.id}.{session.epoch}".encode()).digest()
     return int.from_bytes(digest[:16], "big") or 1
 
 
-def linked(task: Task) -> tuple[int, int] | None:
-    """Trace and span that the task was submitted from, where its tags say so."""
+def parse_link(task: Task) -> tuple[int, int] | None:
+    """Ids of the trace and span in the task's `PARENT_TAG`; None without a valid one."""
     found = _TRACEPARENT.fullmatch(task.tags.get(PARENT_TAG, ""))
     if found is None or not int(found[1], 16) or not int(found[2], 16):
         return None
     return int(found[1], 16), int(found[2], 16)
 
 
-def rollout_span(rollout: Rollout) -> Span:
-    """The whole session, from INIT until its result was there."""
+def make_rollout_span(rollout: Rollout) -> Span:
+    """The whole session, from INIT to its trajectory."""
     task, session, trajectory = rollout.task, rollout.session, rollout.trajectory
     ledger, reward, failure = trajectory.ledger, trajectory.reward, trajectory.failure
-    starts = [(status, at) for status, at in rollout.began if status in _STAGES]
+    starts = [(status, at) for status, at in rollout.stages if status in _STAGES]
     ends = [at for _, at in starts[1:]] + [rollout.ended]
     return Span(
         name="rollout",
         start=starts[0][1] if starts else rollout.ended,
         end=rollout.ended,
-        attributes=_known(
+        attributes=_drop_empty(
             {
                 "gen_ai.conversation.id": session.id,
                 "tugline.task": task.id,
@@ -108,18 +107,18 @@ def rollout_span(rollout: Rollout) -> Span:
             }
         ),
         children=tuple(
-            _stage_span(rollout, status, start, max(start, end))
+            _make_stage_span(rollout, status, start, max(start, end))
             for (status, start), end in zip(starts, ends, strict=False)
         ),
         error=None if failure is None else failure.message,
     )
 
 
-def _stage_span(rollout: Rollout, status: Status, start: float, end: float) -> Span:
-    """A stage; RUN is named as the conventions name the work of an agent, and holds its calls."""
+def _make_stage_span(rollout: Rollout, status: Status, start: float, end: float) -> Span:
+    """A stage; RUN has the conventional name of an agent's work, and the calls as children."""
     attributes: dict[str, Value | None] = {"tugline.stage": status.value}
     name = status.value
-    marks: tuple[Mark, ...] = ()
+    events: tuple[SpanEvent, ...] = ()
     children: tuple[Span, ...] = ()
     if status is Status.RUN:
         agent = rollout.task.harness.name
@@ -131,38 +130,38 @@ def _stage_span(rollout: Rollout, status: Status, start: float, end: float) -> S
             "gen_ai.conversation.id": rollout.session.id,
             "gen_ai.request.model": rollout.model,
         }
-        children = tuple(_call_span(call, rollout.model) for call in rollout.calls)
+        children = tuple(_make_call_span(call, rollout.model) for call in rollout.calls)
     reward = rollout.trajectory.reward
     if status is Status.EVAL and reward is not None:
-        found: dict[str, Value] = {
+        score: dict[str, Value] = {
             "gen_ai.evaluation.name": rollout.task.evaluator.name,
             "gen_ai.evaluation.score.value": reward.value,
         }
-        marks = (Mark("gen_ai.evaluation.result", end, found),)
+        events = (SpanEvent("gen_ai.evaluation.result", end, score),)
     failure = rollout.trajectory.failure
-    broke = failure is not None and status is rollout.began[-1][0]
+    failed_here = failure is not None and status is rollout.stages[-1][0]
     return Span(
         name=name,
         start=start,
         end=end,
-        attributes=_known(attributes),
-        marks=marks,
+        attributes=_drop_empty(attributes),
+        events=events,
         children=children,
-        error=failure.message if broke and failure is not None else None,
+        error=failure.message if failed_here and failure is not None else None,
     )
 
 
-def _call_span(call: Call, model: str) -> Span:
+def _make_call_span(call: Call, model: str) -> Span:
     """A model call, from its arrival at the gateway to its last token."""
     times, sampling = call.timings, call.sampling
     first, last = times.first_token, times.last_token
     address = urlsplit(call.replicas[-1]) if call.replicas else None
-    lost = call.outcome is not CallOutcome.COMPLETE
+    incomplete = call.outcome is not CallOutcome.COMPLETE
     return Span(
         name=f"chat {model}".rstrip(),
         start=times.received,
         end=max(times.received, last or times.sent or times.received),
-        attributes=_known(
+        attributes=_drop_empty(
             {
                 "gen_ai.operation.name": "chat",
                 "gen_ai.provider.name": call.engine,
@@ -184,7 +183,7 @@ def _call_span(call: Call, model: str) -> Span:
                 ),
                 "server.address": address.hostname if address else None,
                 "server.port": address.port if address else None,
-                "error.type": call.outcome.value if lost else None,
+                "error.type": call.outcome.value if incomplete else None,
                 "tugline.call": call.number,
                 "tugline.parent": call.parent,
                 "tugline.branch": None if call.branch is None else call.branch.value,
@@ -195,11 +194,11 @@ def _call_span(call: Call, model: str) -> Span:
                 "tugline.versions": tuple(str(one.version) for one in call.versions) or None,
             }
         ),
-        marks=() if first is None else (Mark("first token", first),),
+        events=() if first is None else (SpanEvent("first token", first),),
         remote=True,
-        error=call.outcome.value if lost else None,
+        error=call.outcome.value if incomplete else None,
     )
 
 
-def _known(values: Mapping[str, Value | None]) -> dict[str, Value]:
+def _drop_empty(values: Mapping[str, Value | None]) -> dict[str, Value]:
     return {key: value for key, value in values.items() if value is not None and value != ""}

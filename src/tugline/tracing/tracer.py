@@ -1,7 +1,6 @@
-"""Whether traces are sent, and to whom; asked for by the environment, as everywhere else.
+"""Open the tracer that the environment asks for.
 
-``OTEL_EXPORTER_OTLP_ENDPOINT`` switches it on. The library that sends is an extra, and imported
-only then.
+``OTEL_EXPORTER_OTLP_ENDPOINT`` switches it on. The exporter is an extra, imported only then.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from tugline.errors import UsageError
 from tugline.tracing.spans import Rollout
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""The address itself, and one that the path of traces is added to."""
+"""The URL itself, and one that the path of traces is appended to."""
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_SPOKEN = "http/protobuf"
+_SUPPORTED = "http/protobuf"
 
 
 class Tracer(Protocol):
-    """Takes sessions that are over. It blocks no session, fails none, and forgets what is late."""
+    """Exports sessions that have ended, without delaying or failing any."""
 
-    def tell(self, rollout: Rollout) -> None:
-        """Queue the spans of a session; call it in a thread, for many calls are many spans."""
+    def export(self, rollout: Rollout) -> None:
+        """Queue the spans of a session. Blocks while they are made; call it in a thread."""
         ...
 
     def close(self) -> None:
@@ -31,18 +30,15 @@ class Tracer(Protocol):
 
 
 def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
-    """What the environment asks for; None if that is nothing. Raises `UsageError`.
-
-    `node` is the name of the node whose sessions are told.
-    """
+    """The tracer of the node called `node`; None unless asked for. Raises `UsageError`."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     whole, base = (environ.get(name, "") for name in ENDPOINTS)
     if not whole and not base:
         return None
-    protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), _SPOKEN)
-    if protocol != _SPOKEN:
-        msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by {_SPOKEN} alone"
+    protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), _SUPPORTED)
+    if protocol != _SUPPORTED:
+        msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by {_SUPPORTED} alone"
         raise UsageError(msg)
     try:
         from tugline.tracing.otlp import Otlp  # noqa: PLC0415 - an optional dependency

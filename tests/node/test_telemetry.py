@@ -1,3 +1,5 @@
+"""Traces of a node's sessions."""
+
 from __future__ import annotations
 
 import re
@@ -10,32 +12,32 @@ from tugline.tracing.spans import Rollout
 from tugline.types import Status
 
 
-class Kept:
-    """A tracer that keeps what it is told."""
+class MemoryTracer:
+    """A tracer that keeps what it exports."""
 
     def __init__(self) -> None:
-        self.told: list[Rollout] = []
+        self.exported: list[Rollout] = []
 
-    def tell(self, rollout: Rollout) -> None:
+    def export(self, rollout: Rollout) -> None:
         """Keep it."""
-        self.told.append(rollout)
+        self.exported.append(rollout)
 
     def close(self) -> None:
         """Nothing is left to send."""
 
 
-async def test_each_attempt_is_told_with_its_stages_and_calls(tmp_path: Path) -> None:
+async def test_each_attempt_is_traced_with_its_stages_and_calls(tmp_path: Path) -> None:
     """Of one that completes all stages, of one that fails those it had; each with its calls."""
-    tracer = Kept()
+    tracer = MemoryTracer()
     async with observed(tmp_path, tracer=tracer) as rig:
         await rig.run(task("good"), task("bad", "exit(3)"))
-    by_epoch = {(one.session.id, one.session.epoch): one for one in tracer.told}
+    by_epoch = {(one.session.id, one.session.epoch): one for one in tracer.exported}
     assert sorted(by_epoch) == [("bad-0", 1), ("bad-0", 2), ("good-0", 1)]
     good, bad = by_epoch["good-0", 1], by_epoch["bad-0", 2]
     stages = [Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL]
-    assert [status for status, _ in good.began] == stages
-    assert [status for status, _ in bad.began] == stages[:4]
-    times = [at for _, at in good.began] + [good.ended]
+    assert [status for status, _ in good.stages] == stages
+    assert [status for status, _ in bad.stages] == stages[:4]
+    times = [at for _, at in good.stages] + [good.ended]
     assert times == sorted(times)
     assert len(good.calls) == 1
     assert len(bad.calls) == 0
@@ -48,7 +50,7 @@ class Broken:
 
     closed = False
 
-    def tell(self, _rollout: Any) -> None:
+    def export(self, _rollout: Any) -> None:
         """Fail."""
         msg = "no"
         raise ValueError(msg)
@@ -63,8 +65,8 @@ async def test_traces_that_break_cost_no_session(tmp_path: Path) -> None:
     tracer = Broken()
     async with observed(tmp_path, tracer=tracer) as rig:
         await rig.run(task("good"))
-        await until(lambda: rig.watch.untold > 0)
-        page = await rig.metrics.page()
+        await until(lambda: rig.telemetry.untraced > 0)
+        page = await rig.metrics.render()
         assert (await rig.control.database.read(stats.counts)).sessions == {"completed": 1}
     assert re.search(rb"^tugline_node_untraced_total 1\.0$", page, re.MULTILINE)
     assert tracer.closed

@@ -1,0 +1,222 @@
+"""Pools of stage slots, and how many sessions a node prepares ahead of a free slot.
+
+RUN is the stage that counts: an engine without an agent is idle. Sessions are prepared before a
+slot is free, as many as slots x (time in INIT / time in RUN), with a margin because both vary
+widely; at most `ready_max`, and none while memory is short. Slots go to the oldest group first, so
+that whole groups finish. BUILD and EVAL have pools of their own; the node takes no new work when
+too many sessions wait there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from tugline.node.admission import Admission
+from tugline.node.settings import NodeSettings
+from tugline.rollout.stages import StageSlots
+from tugline.types import Status
+
+Turn = tuple[int, int]
+"""Priority: number of the group in the order of arrival, sample."""
+_MEMORY_POLL_S = 1.0
+
+
+class Pool:
+    """`size` slots; waiting sessions get them by turn, not by arrival."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.busy = size, 0
+        self._queue: list[tuple[Turn, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a slot."""
+        return sum(not future.done() for _, _, future in self._queue)
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, turn: Turn) -> AsyncIterator[None]:
+        """Hold a slot; waits until there is one."""
+        if self.busy < self.size:
+            self.busy += 1
+        else:
+            await self._wait(turn)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _wait(self, turn: Turn) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (turn, next(self._numbers), future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # it got the slot as it was cancelled
+                self._release()
+            future.cancel()
+            raise
+
+    def _release(self) -> None:
+        while self._queue:
+            future = heapq.heappop(self._queue)[-1]
+            if not future.done():
+                future.set_result(None)
+                return
+        self.busy -= 1
+
+
+class RunningMean:
+    """A mean in which the last few dozen values count."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self._count = min(self._count + 1, 32)
+        before = self.value or 0.0
+        self.value = before + (value - before) / self._count
+
+
+class Pools:
+    """Pools by stage, and the room that they leave."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        admission: Admission,
+        on_room: Callable[[], None] = lambda: None,
+        read_available_mb: Callable[[], float] | None = None,
+    ) -> None:
+        """`on_room` is called whenever there may be more room than before."""
+        self._settings, self.admission, self.on_room = settings, admission, on_room
+        self._read_available_mb = read_available_mb or _read_available_mb
+        self.by_stage = {
+            Status.INIT: Pool(settings.init_slots),
+            Status.RUN: Pool(settings.slots),
+            Status.BUILD: Pool(settings.max_building),
+            Status.EVAL: Pool(settings.eval_slots),
+        }
+        self.prewarm = asyncio.Semaphore(settings.prewarm_slots)
+        self.sessions = 0
+        """Sessions in all stages."""
+        self.before_run = 0
+        """Of these, the ones that have not started RUN."""
+        self.before_ready = 0
+        """Of these, the ones in INIT."""
+        self.mean_s = {Status.INIT: RunningMean(), Status.RUN: RunningMean()}
+        self._groups: dict[str, tuple[int, int]] = {}
+        """Task to its number in the order of arrival and its sessions on this node."""
+        self._numbers = itertools.count()
+        self._memory = (-math.inf, True)
+        """Time of the last look, and whether there was enough."""
+
+    @contextlib.contextmanager
+    def enter(self, task: str, sample: int, total_s: float | None) -> Iterator[PooledSlots]:
+        """The slots of one more session, counted while the block lasts."""
+        number, members = self._groups.get(task, (-1, 0))
+        if not members:
+            number = next(self._numbers)
+        self._groups[task] = (number, members + 1)
+        slots = PooledSlots(self, (number, sample), total_s)
+        self.sessions += 1
+        self.before_run += 1
+        self.before_ready += 1
+        try:
+            yield slots
+        finally:
+            self.sessions -= 1
+            slots.note_passed(Status.RUN)
+            number, members = self._groups.pop(task)
+            if members > 1:
+                self._groups[task] = (number, members - 1)
+            self.on_room()
+
+    @property
+    def target(self) -> int:
+        """How many sessions should be in INIT or READY while all slots are taken."""
+        init, run = (self.mean_s[stage].value for stage in (Status.INIT, Status.RUN))
+        if init is None or not run:
+            return min(1, self._settings.ready_limit)
+        # Slots become free about like a Poisson process: a margin of two standard deviations.
+        mean = self._settings.slots * init / run
+        return min(math.ceil(mean + 2 * math.sqrt(mean)) + 1, self._settings.ready_limit)
+
+    def count_room(self) -> int:
+        """How many more sessions could begin INIT now."""
+        running = self.by_stage[Status.RUN].busy - self.admission.waiting
+        free = self._settings.slots - running
+        ahead = self.target if self._has_memory() else 0
+        return max(
+            0,
+            min(
+                self._settings.init_slots - self.before_ready,
+                free + ahead - self.before_run,
+                self._settings.capacity - self.sessions,
+            ),
+        )
+
+    def _has_memory(self) -> bool:
+        looked, enough = self._memory
+        if time.monotonic() - looked > _MEMORY_POLL_S:
+            enough = self._read_available_mb() >= self._settings.memory_floor_mb
+            self._memory = (time.monotonic(), enough)
+        return enough
+
+
+class PooledSlots(StageSlots):
+    """The slots of one session in a node's pools."""
+
+    def __init__(self, pools: Pools, turn: Turn, total_s: float | None) -> None:
+        super().__init__(total_s, prewarm=pools.prewarm)
+        self._pools, self.turn = pools, turn
+        self._before_ready = self._before_run = True
+
+    def note_passed(self, status: Status) -> None:
+        """The session is done with INIT, or has started RUN."""
+        self._pools.before_ready -= self._before_ready
+        self._before_ready = False
+        if status is Status.RUN:
+            self._pools.before_run -= self._before_run
+            self._before_run = False
+
+    def acquire(self, status: Status) -> AbstractAsyncContextManager[None]:
+        """Hold a slot in the pool of this stage, for RUN after admission."""
+        return self._acquire(status)
+
+    @contextlib.asynccontextmanager
+    async def _acquire(self, status: Status) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._pools.by_stage[status].acquire(self.turn))
+            if status is Status.RUN:
+                await stack.enter_async_context(self._pools.admission.admit())
+                self.note_passed(status)
+                self._pools.on_room()
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                if status in self._pools.mean_s:
+                    self._pools.mean_s[status].add(time.monotonic() - began)
+        self.note_passed(status)
+        self._pools.on_room()
+
+
+def _read_available_mb() -> float:
+    """Memory available without swapping; infinite without ``/proc``."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return math.inf
+    kilobytes = next(line.split()[1] for line in text.splitlines() if "MemAvailable" in line)
+    return int(kilobytes) / 1024

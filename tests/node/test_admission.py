@@ -1,0 +1,135 @@
+"""Admission of agents by the load of the engines, as their metrics pages report it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from tugline.node.admission import Admission
+from tugline.node.engines import EngineLoad, Engines
+from tugline.web.serve import serve
+
+VLLM = """\
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 4.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+"""
+SGLANG = "# HELP sglang:num_queue_reqs x\nsglang:num_queue_reqs 2\nsglang:token_usage 0.9\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "waiting", "kv"),
+    [
+        (VLLM, 7, 0.25),
+        (SGLANG, 2, 0.9),
+        ('tugline:num_requests_waiting{model_name="m"} 1\n', 1, 0),
+        ("nothing 1\n", None, 0),
+    ],
+)
+def test_queue_and_kv_memory_are_read(page: str, waiting: float | None, kv: float) -> None:
+    """Of all data-parallel engines of vLLM, SGLang, the embedded one; others report nothing."""
+    load = EngineLoad()
+    load.update(page, 0.0)
+    assert (load.waiting, load.kv) == (waiting, kv)
+
+
+@pytest.mark.parametrize(
+    ("pages", "seconds"),
+    [
+        ([(0, 'vllm:num_requests_running{a="b"} 2.0'), (2, "vllm:num_requests_running{} 1")], 2),
+        ([(0, "sglang:num_running_reqs 0"), (2, "sglang:num_running_reqs 0.0")], 0),
+        ([(0, "vllm:num_requests_running 1"), (60, "vllm:num_requests_running 1")], 4),
+        ([(0, "tugline:forward_seconds_total 5"), (2, "tugline:forward_seconds_total 6.5")], 1.5),
+        ([(0, "tugline:forward_seconds_total 5"), (2, "tugline:forward_seconds_total 1")], 1),
+    ],
+)
+def test_busy_time(pages: list[tuple[float, str]], seconds: float) -> None:
+    """It was busy where requests ran, while it was polled; a count of its own takes precedence."""
+    load = EngineLoad()
+    for at, text in pages:
+        load.update(text, at)
+    assert load.busy_s == pytest.approx(seconds)
+
+
+async def test_engines_are_polled_over_http() -> None:
+    """One that is gone or has no such page is down and left out."""
+    page = PlainTextResponse("vllm:num_requests_waiting 5\n")
+    app = Starlette(routes=[Route("/metrics", lambda _request: page)])
+    async with (
+        serve(app) as url,
+        Engines([f"{url}/", "http://127.0.0.1:9", f"{url}/elsewhere"]) as engines,
+    ):
+        (load,) = await engines.poll()
+        assert load.waiting == 5
+        assert [one.up for one in engines.loads.values()] == [True, False, False]
+
+
+class Reports:
+    """Engines that report what a test wants."""
+
+    def __init__(self, *loads: EngineLoad) -> None:
+        self.loads: Sequence[EngineLoad] = loads
+        self.polls = 0
+
+    async def __call__(self) -> Sequence[EngineLoad]:
+        """Count, and report it."""
+        self.polls += 1
+        return self.loads
+
+
+async def start(gate: Admission, count: int) -> list[asyncio.Task[None]]:
+    """So many agents that are admitted, or wait, once all others of this loop had a turn."""
+
+    async def enter() -> None:
+        async with gate.admit():
+            pass
+
+    tasks = [asyncio.create_task(enter()) for _ in range(count)]
+    for _ in range(5 * count):
+        await asyncio.sleep(0)
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("engines", "admitted"),
+    [
+        ([EngineLoad(0, 0.0)], 9),
+        ([EngineLoad(0, 0.5)], 5),
+        ([EngineLoad(9, 0.5)], 0),
+        ([EngineLoad(0, 0.99)], 0),
+        ([EngineLoad(3, 0.5)], 2),
+        ([EngineLoad(9, 0.0), EngineLoad(0, 0.0)], 9),
+        ([EngineLoad(9, 0.5), EngineLoad(0, 0.94)], 1),
+        ([EngineLoad(9, 0.5), EngineLoad(0, 0.97)], 0),
+        ([], 9),
+    ],
+)
+async def test_who_may_begin(engines: list[EngineLoad], admitted: int) -> None:
+    """As many as fit the queue and the KV memory of any engine; all, if none reports."""
+    reports = Reports(*engines)
+    gate = Admission(reports, waiting=4, clock=lambda: 0.0)
+    gate.running = 6
+    tasks = await start(gate, 9)
+    assert sum(task.done() for task in tasks) == admitted
+    assert (reports.polls, gate.running, gate.waiting) == (1, 6, 9 - admitted)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def test_the_gate_opens_again() -> None:
+    """Those that wait are admitted after a later poll, and the time they waited is known."""
+    reports = Reports(EngineLoad(9, 0.0))
+    gate = Admission(reports, waiting=4, clock=map(float, itertools.count()).__next__, every_s=1.0)
+    [task] = await start(gate, 1)
+    assert gate.waiting == 1
+    reports.loads = [EngineLoad(0, 0.0)]
+    await asyncio.wait_for(task, 1)
+    assert gate.waiting == 0
+    assert gate.waited_s > 0

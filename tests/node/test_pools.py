@@ -1,0 +1,111 @@
+"""Pools of stage slots and the room they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from tugline.node.admission import Admission
+from tugline.node.pools import Pool, Pools
+from tugline.node.settings import NodeSettings
+from tugline.types import Status
+
+
+def make_pools(**settings: object) -> Pools:
+    """Pools of a node with 4 slots."""
+    return Pools(NodeSettings(slots=4, memory_floor_mb=0, **settings), Admission())
+
+
+async def test_a_pool_goes_by_turn() -> None:
+    """Who came first is not who goes first, and a place that nobody wants is free again."""
+    pool, order = Pool(1), []
+
+    async def one(turn: tuple[int, int]) -> None:
+        async with pool.acquire(turn):
+            order.append(turn)
+
+    async with pool.acquire((9, 9)):
+        tasks = [asyncio.create_task(one(turn)) for turn in ((2, 0), (1, 1), (1, 0), (0, 5))]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        await asyncio.sleep(0)
+        assert (pool.busy, pool.waiting) == (1, 3)
+    await asyncio.wait(tasks)
+    assert order == [(1, 0), (1, 1), (2, 0)]
+    assert (pool.busy, pool.waiting) == (0, 0)
+
+
+async def test_a_place_given_to_somebody_who_leaves_goes_to_the_next() -> None:
+    """Cancelled in the moment in which the place came: it is not lost."""
+    pool = Pool(1)
+    got = asyncio.Event()
+
+    async def one() -> None:
+        async with pool.acquire((0, 0)):
+            got.set()
+
+    async with pool.acquire((0, 0)):
+        first = asyncio.create_task(one())
+        await asyncio.sleep(0)
+        second = asyncio.create_task(one())
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait_for(got.wait(), 1)
+    await second
+    assert pool.busy == 0
+
+
+@pytest.mark.parametrize(
+    ("init", "run", "most", "target"),
+    [
+        (None, None, None, 1),
+        (None, None, 0, 0),
+        (1.0, 100.0, None, 2),
+        (50.0, 100.0, None, 4),
+        (50.0, 100.0, 9, 6),
+        (500.0, 100.0, 9, 9),
+    ],
+)
+async def test_how_many_are_made_ready_ahead(
+    init: float | None, run: float | None, most: int | None, target: int
+) -> None:
+    """One until times are known, then slots x INIT / RUN and a margin, up to the bound."""
+    node = make_pools(ready_max=most)
+    if init is not None and run is not None:
+        node.mean_s[Status.INIT].add(init)
+        node.mean_s[Status.RUN].add(run)
+    assert node.target == target
+
+
+async def test_room_is_what_can_begin_at_once() -> None:
+    """As many as INIT takes; with little memory no more than slots are free; behind a jam none."""
+    node = make_pools(max_initializing=3, ready_max=1, max_evaluating=1, max_building=1)
+    assert node.count_room() == 3
+    with contextlib.ExitStack() as stack:
+        slots = [stack.enter_context(node.enter("a", n, None)) for n in range(3)]
+        assert node.count_room() == 0
+        for one in slots:
+            one.note_passed(Status.INIT)
+        assert node.count_room() == 2  # slots 4 + 1 ahead - 3
+        low = Pools(NodeSettings(slots=4, ready_max=1), Admission(), read_available_mb=lambda: 0.0)
+        assert low.count_room() == 4
+        for one in slots:
+            one.note_passed(Status.RUN)
+        more = [stack.enter_context(node.enter("b", n, None)) for n in range(5)]
+        for one in more:
+            one.note_passed(Status.RUN)
+        assert node.sessions == 8
+        assert node.count_room() == 0  # slots 4 + 1 ahead + 2 in or before EVAL + 1 in BUILD
+    assert (node.sessions, node.before_run, node.before_ready) == (0, 0, 0)
+
+
+async def test_groups_are_numbered_as_they_come() -> None:
+    """And forgotten when their last session is gone."""
+    node = make_pools()
+    with node.enter("a", 0, None) as first, node.enter("b", 1, None) as other:
+        assert (first.turn, other.turn) == ((0, 0), (1, 1))
+        with node.enter("a", 1, None) as second:
+            assert second.turn == (0, 1)
+    assert not node._groups

@@ -1,0 +1,311 @@
+"""A node with a simulated harness, runtime and evaluator, at work on a real control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from stub_model import StubGateway
+from tugline.errors import ServerError
+from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.harnesses.base import Harness, Launch, LaunchContext
+from tugline.node.app import Node
+from tugline.node.settings import NodeSettings
+from tugline.protocol import SessionView
+from tugline.recording.trajectories import unpack
+from tugline.rollout.parts import Parts
+from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.files import put
+from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
+from tugline.server.blobs import open_blobs
+from tugline.server.control import ControlPlane
+from tugline.server.store import sessions, stats
+from tugline.server.store.database import open_database
+from tugline.types import Limits, PluginSpec, Reward, Status, Task, Trajectory
+
+
+@contextlib.asynccontextmanager
+async def open_plane(folder: Path, lease_s: float = 1.0) -> AsyncIterator[ControlPlane]:
+    """A control plane on SQLite."""
+    database = open_database(f"sqlite:{folder / 'server.db'}")
+    async with ControlPlane(
+        database, open_blobs(str(folder / "blobs")), folder=folder, lease_s=lease_s
+    ) as control:
+        yield control
+
+
+class Link:
+    """The control plane as a node sees it: it may be away, and its requests are noted."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self.control, self.away = control, False
+        self.requests: list[str] = []
+        self.commits = asyncio.Event()
+        """Cleared while commits get no answer."""
+        self.commits.set()
+
+    def __getattr__(self, name: str) -> Any:
+        async def request(*args: Any) -> Any:
+            self.requests.append(name)
+            if self.away:
+                msg = "connection refused"
+                raise ServerError(msg)
+            if name == "commit":
+                await self.commits.wait()
+            return await getattr(self.control.dispatcher, name)(*args)
+
+        return request
+
+
+class HoldingGateway(StubGateway):
+    """A stub that holds agents while it is paused and notes what a node does to it."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.actions: list[object] = []
+        self.open_gate = asyncio.Event()
+        self.open_gate.set()
+
+    async def pause(self, mode: str, *, within_s: float = 600.0) -> None:
+        """Hold agents' calls."""
+        self.actions.append(("pause", str(mode)))
+        self.open_gate.clear()
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self.actions.append("resume")
+        self.open_gate.set()
+
+    def set_weights_version(self, version: int) -> None:
+        """Note the version."""
+        self.actions.append(version)
+
+
+class Script(Harness, Runtime):
+    """Harness and runtime, and the state of both and of the evaluator."""
+
+    name = "simulated"
+
+    def __init__(self, gateway: HoldingGateway) -> None:
+        self.gateway = gateway
+        self.now = {"init": 0, "run": 0, "eval": 0, "sandboxes": 0}
+        self.most = dict(self.now)
+        self.held = {stage: asyncio.Event() for stage in ("init", "run", "eval")}
+        for event in self.held.values():
+            event.set()
+        self.hang: frozenset[str] = frozenset()
+        """Sessions that never end, besides those with the instruction ``hang``."""
+        self.order: list[str] = []
+        """Sessions in the order in which they began to run."""
+        self.cancelled: list[str] = []
+        """Sessions whose agents did not end by themselves."""
+
+    def hold(self, stage: str) -> None:
+        """Have all sessions wait in a stage until `release`."""
+        self.held[stage].clear()
+
+    def release(self, stage: str) -> None:
+        """Let them go on."""
+        self.held[stage].set()
+
+    @contextlib.contextmanager
+    def count(self, stage: str) -> Iterator[None]:
+        """Count one more in a stage while the block lasts."""
+        self.now[stage] += 1
+        self.most[stage] = max(self.most[stage], self.now[stage])
+        try:
+            yield
+        finally:
+            self.now[stage] -= 1
+
+    def launch(self, context: LaunchContext) -> Launch:
+        """The instruction, and the session's name."""
+        return Launch(argv=(context.instruction, context.base_url.rpartition("/")[-1]))
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, directory: Path, spec: SandboxSpec | None = None
+    ) -> AsyncIterator[Sandbox]:
+        """A sandbox in a folder; the agent's waits in INIT."""
+        for name in ("work", "home", "logs"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        if directory.name == "agent":
+            with self.count("init"):
+                await self.held["init"].wait()
+        with self.count("sandboxes"):
+            yield SimulatedSandbox(self, directory)
+
+
+class SimulatedEvaluator(Evaluator):
+    """Half a point for everybody."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def evaluate(self, outcome: SessionOutcome) -> Verdict:
+        """Open a sandbox and wait while EVAL is held."""
+        with self._script.count("eval"):
+            async with outcome.open_sandbox({}):
+                await self._script.held["eval"].wait()
+        return Verdict(Reward(0.5), {})
+
+
+class SimulatedSandbox(Sandbox):
+    """Its program calls the model once, writes a line and ends."""
+
+    def __init__(self, script: Script, directory: Path) -> None:
+        self.workdir, self.home = directory / "work", directory / "home"
+        self.logs = directory / "logs"
+        self._script = script
+
+    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
+        """Write them."""
+        put(Path(root), files)
+
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+        """Never called."""
+        return None
+
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
+        """No changes."""
+        return Patch()
+
+    async def expose(self, url: str) -> str:
+        """As it is."""
+        return url
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float | PausableTimeout,
+        log_name: str = "agent",
+    ) -> Exit:
+        """Wait while the gateway or RUN is held, or forever."""
+        instruction, session = argv
+        script = self._script
+        script.order.append(session)
+        with script.count("run"):
+            script.gateway.requests.setdefault(session, []).append({})
+            (self.logs / f"{log_name}.log").write_text(f"I am {session}\n")
+            try:
+                async with enforce_timeout(timeout_s):
+                    await script.gateway.open_gate.wait()
+                    await script.held["run"].wait()
+                    if instruction == "hang" or session in script.hang:
+                        await asyncio.Event().wait()
+            except TimeoutError:
+                return Exit(-15, timed_out=True, seconds=0.0)
+            except asyncio.CancelledError:
+                script.cancelled.append(session)
+                raise
+        return Exit(0, timed_out=False, seconds=0.0)
+
+
+class SimulatedParts(Parts):
+    """Everything but the builder is the script."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self.script = script
+
+    def _make(self, kind: str, spec: PluginSpec) -> Any:
+        if kind == "builder":
+            return super()._make(kind, spec)
+        return SimulatedEvaluator(self.script) if kind == "evaluator" else self.script
+
+
+def make_task(name: str = "t", *, what: str = "work", samples: int = 1, **limits: float) -> Task:
+    """Work for the script."""
+    return Task(
+        id=name,
+        instruction=what,
+        harness=PluginSpec("simulated"),
+        evaluator=PluginSpec("simulated"),
+        samples=samples,
+        limits=Limits(**limits),
+    )
+
+
+async def until(check: Callable[[], Any], within_s: float = 20.0) -> None:
+    """Wait until a check, which may be asynchronous, is true."""
+    async with asyncio.timeout(within_s):
+        while True:
+            value = check()
+            if await value if inspect.isawaitable(value) else value:
+                return
+            await asyncio.sleep(0.005)
+
+
+class Bench:
+    """A node and its control plane."""
+
+    def __init__(self, folder: Path, control: ControlPlane, **settings: Any) -> None:
+        self.folder, self.control = folder, control
+        self.link = Link(control)
+        self.gateway = HoldingGateway()
+        self.script = Script(self.gateway)
+        given = {"name": "n", "slots": 4, "memory_floor_mb": 0, "disk_floor_gb": 0.0, **settings}
+        self.settings = NodeSettings(**given)
+        self.node = self.make_node()
+
+    def make_node(self, **options: Any) -> Node:
+        """A node in the same folder, as after a restart."""
+        parts = SimulatedParts(self.script)
+        return Node(self.link, self.gateway, parts, self.folder, self.settings, **options)
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[asyncio.Task[None]]:
+        """The node runs while the block lasts."""
+        running = asyncio.create_task(self.node.run())
+        try:
+            yield running
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    async def statuses(self) -> dict[str, Status]:
+        """Status of every session with a result."""
+        return {one.session: one.status for one in (await self.control.results(limit=1000)).items}
+
+    async def read_session(self, session: str) -> SessionView:
+        """A session as the server has it."""
+        return await self.control.database.read(sessions.get_view, session)
+
+    async def count_by_status(self) -> dict[str, int]:
+        """Sessions by status."""
+        return (await self.control.database.read(stats.counts)).sessions
+
+    async def wait_for_results(self, count: int) -> dict[str, Trajectory]:
+        """The trajectories, once there are so many."""
+
+        async def there() -> bool:
+            return len(await self.statuses()) >= count
+
+        await until(there)
+        return {name: unpack(await self.control.trajectory(name)) for name in await self.statuses()}
+
+    async def wait_in(self, stage: str, count: int = 1) -> None:
+        """Wait until so many sessions are in a stage."""
+        await until(lambda: self.script.now[stage] == count)
+
+    @property
+    def journal(self) -> list[str]:
+        """Names of the files in the node's journal."""
+        return sorted(path.name for path in (self.folder / "journal").glob("*"))
+
+
+@contextlib.asynccontextmanager
+async def open_bench(folder: Path, **settings: Any) -> AsyncIterator[Bench]:
+    """A node at work on a control plane of its own while the block lasts."""
+    async with open_plane(folder) as control:
+        bench = Bench(folder, control, **settings)
+        async with bench.working():
+            yield bench
