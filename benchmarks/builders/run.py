@@ -186,7 +186,7 @@ def made_up(turns: int, base: int, sampled: int, added: int) -> Recorded:
     held[base + sampled - 1 :: sampled + added] = 0  # every answer ends with an end-of-turn id
     calls = []
     for number in range(turns):
-        asked = base + number * (sampled + added)
+        prompt_length = base + number * (sampled + added)
         calls.append(
             Call(
                 session="made-up",
@@ -195,8 +195,8 @@ def made_up(turns: int, base: int, sampled: int, added: int) -> Recorded:
                 dialect=f"{turns} turns",
                 messages=(),
                 sampling=Sampling(),
-                prompt_ids=held[:asked],
-                sampled_ids=held[asked : asked + sampled],
+                prompt_ids=held[:prompt_length],
+                sampled_ids=held[prompt_length : prompt_length + sampled],
                 logprobs=np.full(sampled, -0.5, np.float32),
                 versions=(VersionSpan(0, 0, sampled),),
                 finish=Finish.STOP,
@@ -291,10 +291,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--sessions", type=Path, help="folder with recorded sessions")
-    asked = parser.parse_args()
+    prompt_length = parser.parse_args()
     try:
-        if asked.sessions is not None:
-            sessions = recorded(asked.sessions)
+        if prompt_length.sessions is not None:
+            sessions = recorded(prompt_length.sessions)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 note("recording: every harness against a scripted model, some minutes")
@@ -305,12 +305,12 @@ def main() -> None:
     except TuglineError as error:
         note(f"tugline: {error}")
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    if asked.json:
-        told = {
+    if prompt_length.json:
+        result = {
             "rows": [asdict(row) | {"ratio": round(ratio(row), 3)} for row in rows],
             "groups": [asdict(group) for group in groups],
         }
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(result) + "\n")
     else:
         show(rows, groups)
 

@@ -169,7 +169,7 @@ def run(size: str) -> dict[str, Any]:
         parts = decoding(words, Path(folder), repeats)
     hundred = found[100]
     limit = _SLACK * (hundred["unique_ids"] * _ALLOWANCE + hundred["sampled"] * _LOGPROB)
-    told: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "slope_time": slope(found, "build_ms"),
         "slope_bytes": slope(found, "recording_bytes"),
         "slope_read": slope(found, "read_ms"),
@@ -184,22 +184,22 @@ def run(size: str) -> dict[str, Any]:
             for turns, one in found.items()
         },
     }
-    told["session"] = {"base": BASE, "sampled_a_turn": SAMPLED, "result_a_turn": RESULT}
-    told["machine"] = {
+    figures["session"] = {"base": BASE, "sampled_a_turn": SAMPLED, "result_a_turn": RESULT}
+    figures["machine"] = {
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "repeats": repeats,
         "seconds": round(time.time() - began),
     }
-    return told
+    return figures
 
 
 def _rounded(value: float) -> float:
     return value if isinstance(value, int) else round(value, 3)
 
 
-def table(told: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """The result for people."""
     columns = (
         "recording_bytes",
@@ -210,10 +210,10 @@ def table(told: dict[str, Any]) -> str:
     )
     head = f"{'turns':>6}{'unique ids':>12}" + "".join(f"{name:>27}" for name in columns)
     rows = [head]
-    for turns, one in told["by_turns"].items():
+    for turns, one in figures["by_turns"].items():
         row = f"{turns:>6}{one['unique_ids']:>12}"
         rows.append(row + "".join(f"{one[name]:>27}" for name in columns))
-    plain = {key: value for key, value in told.items() if key != "by_turns"}
+    plain = {key: value for key, value in figures.items() if key != "by_turns"}
     return "\n".join([*rows, *(f"{key}: {value}" for key, value in plain.items())])
 
 
@@ -226,8 +226,8 @@ def main() -> None:
     parser.add_argument("--size", choices=REPEATS, help=argparse.SUPPRESS)
     parser.set_defaults(size="full")
     options = parser.parse_args()
-    told = run(options.size)
-    print(json.dumps(told) if options.json else table(told))
+    figures = run(options.size)
+    print(json.dumps(figures) if options.json else table(figures))
 
 
 if __name__ == "__main__":

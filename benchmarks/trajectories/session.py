@@ -86,8 +86,8 @@ def turn(words: Words, number: int) -> Turn:
     call = f'<tool_call>\n{{"name": "write", "arguments": {written}}}\n</tool_call><|im_end|>'
     ids, text = words.exactly(SAMPLED, "", call)
     tail, result = words.exactly(RESULT, *TAIL.split("%s"))
-    asked = ToolCall(f"call_{number}", "write", written)
-    return Turn(ids, Message(Role.ASSISTANT, text, tool_calls=(asked,)), result, tail)
+    tool_call = ToolCall(f"call_{number}", "write", written)
+    return Turn(ids, Message(Role.ASSISTANT, text, tool_calls=(tool_call,)), result, tail)
 
 
 def calls(words: Words, turns: int, *, raw: bool = True) -> Iterator[Call]:
@@ -97,7 +97,7 @@ def calls(words: Words, turns: int, *, raw: bool = True) -> Iterator[Call]:
     tools = tuple(Tool(name, words.quote(40), schema) for name in ("read", "write", "bash"))
     base, system = words.exactly(BASE, "", "")
     prompt, added = np.array(base, np.int32), (Message(Role.SYSTEM, system),)
-    told = [compact({"role": "system", "content": system})]
+    history = [compact({"role": "system", "content": system})]
     functions = [
         {"type": "function", "function": {"name": t.name, "description": t.description}}
         for t in tools
@@ -125,15 +125,15 @@ def calls(words: Words, turns: int, *, raw: bool = True) -> Iterator[Call]:
             engine="vllm",
             replicas=("http://127.0.0.1:8000",),
             timings=Timings(at, at + 0.004, at + 0.21, at + 6.03),
-            request=_request(told, options) if raw else b"",
+            request=_request(history, options) if raw else b"",
         )
         prompt = np.concatenate((prompt, np.array([*step.ids, *step.tail], np.int32)))
         added = (Message(Role.TOOL, step.result, tool_call_id=f"call_{number}"),)
-        told += [compact(one) for one in _echo(step, number)]
+        history += [compact(one) for one in _echo(step, number)]
 
 
-def _request(told: list[bytes], options: bytes) -> bytes:
-    return b'{"model":"bench","messages":[' + b",".join(told) + b"]," + options
+def _request(history: list[bytes], options: bytes) -> bytes:
+    return b'{"model":"bench","messages":[' + b",".join(history) + b"]," + options
 
 
 def _echo(step: Turn, number: int) -> list[dict[str, Any]]:

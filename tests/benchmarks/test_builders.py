@@ -61,7 +61,7 @@ def write(path: Path, task: str, calls: Sequence[Call]) -> None:
             writer.append(one)
 
 
-def told(folder: Path) -> dict[str, Any]:
+def run_benchmark(folder: Path) -> dict[str, Any]:
     """The program's JSON object."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--json", "--sessions", str(folder)],
@@ -99,7 +99,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     stages = {"plain": TURNS, "team": EDITED, "title": TITLE, "budget": TURNS}
     for stage, calls in stages.items():
         write(folder / "pi-openai_chat" / stage / "recordings" / "check-0.0.rec", "check", calls)
-    return {(row["harness"], row["stage"]): row for row in told(folder)["rows"]}
+    return {(row["harness"], row["stage"]): row for row in run_benchmark(folder)["rows"]}
 
 
 def test_an_exact_session_costs_each_token_once(
@@ -154,7 +154,7 @@ def test_samples_of_a_task_share_what_they_begin_with(tmp_path: Path) -> None:
     other = [call(0, [1, 2], [4, 4, END])]
     write(tmp_path / "recordings" / "a.1.rec", "t", TURNS[:1])
     write(tmp_path / "recordings" / "b.1.rec", "t", other)
-    (group,) = told(tmp_path)["groups"]
+    (group,) = run_benchmark(tmp_path)["groups"]
     assert group == {"task": "t", "sessions": 2, "prefix_merging": 9, "tree": 9, "forest": 7}
 
 

@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "trajectories" / "run.py"
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def figures() -> dict[str, Any]:
     """Sessions of 10 and 100 turns, with few repetitions."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--json", "--size", "smoke"],
@@ -28,33 +28,33 @@ def told() -> dict[str, Any]:
     return result
 
 
-def test_the_session_is_the_one_that_is_spoken_of(told: dict[str, Any]) -> None:
+def test_the_session_is_the_one_that_is_spoken_of(figures: dict[str, Any]) -> None:
     """8,000 tokens, then 600 a turn, of which 300 are sampled."""
-    assert told["unique_ids_100"] == 8000 + 600 * 100 - 300
-    assert told["sampled_100"] == 300 * 100
+    assert figures["unique_ids_100"] == 8000 + 600 * 100 - 300
+    assert figures["sampled_100"] == 300 * 100
 
 
-def test_bytes_are_linear_and_few(told: dict[str, Any]) -> None:
+def test_bytes_are_linear_and_few(figures: dict[str, Any]) -> None:
     """Raw requests included, and these cost little."""
-    limit = 1.5 * (told["unique_ids_100"] * 1.4 + told["sampled_100"] * 4)
-    assert told["sampled_100"] * 4 < told["recording_bytes_100"] <= limit
-    assert told["recording_bytes_100"] < 1.1 * told["recording_bytes_without_raw_100"]
-    assert 0 < told["slope_bytes"] <= 1.1
+    limit = 1.5 * (figures["unique_ids_100"] * 1.4 + figures["sampled_100"] * 4)
+    assert figures["sampled_100"] * 4 < figures["recording_bytes_100"] <= limit
+    assert figures["recording_bytes_100"] < 1.1 * figures["recording_bytes_without_raw_100"]
+    assert 0 < figures["slope_bytes"] <= 1.1
 
 
-def test_memory_is_linear_and_little(told: dict[str, Any]) -> None:
+def test_memory_is_linear_and_little(figures: dict[str, Any]) -> None:
     """Building holds less than four times the ids, reading less than twice the build's bound."""
-    ids = 4 * told["unique_ids_100"]
-    assert ids < told["peak_bytes_100"] <= 4 * ids
-    assert told["read_peak_bytes_100"] < 8 * ids
-    assert told["slope_peak"] <= 1.1
+    ids = 4 * figures["unique_ids_100"]
+    assert ids < figures["peak_bytes_100"] <= 4 * ids
+    assert figures["read_peak_bytes_100"] < 8 * ids
+    assert figures["slope_peak"] <= 1.1
 
 
-def test_times_are_told(told: dict[str, Any]) -> None:
+def test_times_are_told(figures: dict[str, Any]) -> None:
     """CPU times; the bounds leave a busy machine some room, the accepted ones are in the docs."""
-    assert 0 < told["build_ms_100"] <= 50
-    assert 0 < told["decode_ms_40"] <= 20
-    assert 0 < told["slope_time"] < 1.5
-    assert told["decode_parts_ms_40"].keys() == {
+    assert 0 < figures["build_ms_100"] <= 50
+    assert 0 < figures["decode_ms_40"] <= 20
+    assert 0 < figures["slope_time"] < 1.5
+    assert figures["decode_parts_ms_40"].keys() == {
         "checksums", "zstd", "msgpack", "json, numpy and joining",
     }  # fmt: skip

@@ -34,11 +34,11 @@ class Tab:
 
     async def _read(self) -> None:
         async for message in self.socket:
-            said = message.json()
-            if "id" in said:
-                self.answers.pop(said["id"]).set_result(said)
+            reply = message.json()
+            if "id" in reply:
+                self.answers.pop(reply["id"]).set_result(reply)
             else:
-                self._note(said["method"], said["params"])
+                self._note(reply["method"], reply["params"])
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
@@ -56,18 +56,18 @@ class Tab:
         number = next(self.numbers)
         answer = self.answers[number] = asyncio.get_running_loop().create_future()
         await self.socket.send_json({"id": number, "method": method, "params": params})
-        said = await asyncio.wait_for(answer, 60)
-        assert "error" not in said, (method, said)
-        result: dict[str, Any] = said["result"]
+        reply = await asyncio.wait_for(answer, 60)
+        assert "error" not in reply, (method, reply)
+        result: dict[str, Any] = reply["result"]
         return result
 
     async def js(self, code: str) -> Any:
         """The value of an expression, awaited if it is a promise."""
-        said = await self.send(
+        reply = await self.send(
             "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in said, (code, said["exceptionDetails"])
-        return said["result"].get("value")
+        assert "exceptionDetails" not in reply, (code, reply["exceptionDetails"])
+        return reply["result"].get("value")
 
     async def open(self, path: Path) -> None:
         """Go to a file and wait until the page has been put together."""

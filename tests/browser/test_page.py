@@ -46,12 +46,12 @@ def page(recording: Path) -> tuple[Path, ViewedSession]:
     """Its page, written beside it, and what it tells."""
     found = read(recording)
     assert found.header
-    told = view_session(recording, found)
+    session = view_session(recording, found)
     file = recording.with_suffix(".html")
     file.write_text(
-        render_page(told, TokenText(load_tokenizer(recording, found.header))), encoding="utf-8"
+        render_page(session, TokenText(load_tokenizer(recording, found.header))), encoding="utf-8"
     )
-    return file, told
+    return file, session
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ async def test_a_long_session_scrolls_with_few_elements(
     tab: Tab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """100k tokens: the document stays small wherever one scrolls, and the last token is reached."""
-    file, told = page(long(tmp_path))
-    last = told.view.traces[0].length - 1
+    file, session = page(long(tmp_path))
+    last = session.view.traces[0].length - 1
     assert last > 90_000
     await tab.open(file)
     ready = await tab.js("performance.now()")
@@ -92,19 +92,19 @@ async def test_a_long_session_scrolls_with_few_elements(
 
 async def test_a_click_on_a_token_tells_what_is_known_of_it(tab: Tab, tmp_path: Path) -> None:
     """Its id, logprob, version and call are those of the recording."""
-    file, told = page(small(tmp_path))
-    trace = told.traces[0]
+    file, session = page(small(tmp_path))
+    trace = session.traces[0]
     span = trace.spans[1]
     k = span.start + 2
     await tab.open(file)
     await tab.js(f"tugline.openTrace(0, {span.start})")
     await tab.click(f'[data-k="{k}"]')
-    said = await tab.js("document.getElementById('token').innerText")
-    assert f"id {trace.ids[k]}" in said
-    assert f"call {span.call}" in said
-    assert f"version {span.version}" in said
-    assert f"logprob −{-trace.logprobs[k]:.3f}" in said  # noqa: RUF001 - a minus sign
-    assert "trained" in said
+    text = await tab.js("document.getElementById('token').innerText")
+    assert f"id {trace.ids[k]}" in text
+    assert f"call {span.call}" in text
+    assert f"version {span.version}" in text
+    assert f"logprob −{-trace.logprobs[k]:.3f}" in text  # noqa: RUF001 - a minus sign
+    assert "trained" in text
     colour = await tab.js("document.querySelector('.k.here').className")
     for key, kind in (("2", " h"), ("3", " h"), ("4", " v"), ("1", " trained")):
         await tab.key(key)
@@ -117,10 +117,10 @@ async def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab, tmp_path: P
     file, _ = page(small(tmp_path))
     await tab.open(file)
     await tab.js("tugline.openTurn(1)")
-    said = await tab.js("document.getElementById('conversation').innerText")
-    assert HOSTILE.split(" \x1b")[0] in said
-    assert "\\u{1b}[31m" in said
-    assert "\u202e" not in said
+    text = await tab.js("document.getElementById('conversation').innerText")
+    assert HOSTILE.split(" \x1b")[0] in text
+    assert "\\u{1b}[31m" in text
+    assert "\u202e" not in text
     assert await tab.js("document.images.length") == 0
     await tab.js("tugline.showTokens()")
     stream = await tab.js("[...document.querySelectorAll('.k')].map(k => k.textContent).join('')")
@@ -132,7 +132,7 @@ async def test_what_a_model_wrote_is_text_and_nothing_else(tab: Tab, tmp_path: P
 @pytest.mark.parametrize("view", ["conversation", "tokens"])
 async def test_search_finds_a_word_far_away(tab: Tab, tmp_path: Path, view: str) -> None:
     """Typed like a person does: `/`, the word, Enter; the place is in sight and marked."""
-    file, told = page(long(tmp_path, turns=40, base=500))
+    file, session = page(long(tmp_path, turns=40, base=500))
     await tab.open(file)
     await tab.key("t" if view == "tokens" else "c")
     await tab.key("/")
@@ -144,14 +144,14 @@ async def test_search_finds_a_word_far_away(tab: Tab, tmp_path: Path, view: str)
         assert await tab.js(hits) == LAST_WORD
     else:
         assert await tab.js("document.querySelector('mark').textContent") == LAST_WORD
-        assert await tab.js("tugline.call") == told.calls[-1].number
+        assert await tab.js("tugline.call") == session.calls[-1].number
     await tab.key("Escape")
     assert not await tab.js("document.querySelector('mark, .hit')")
 
 
 async def test_the_keyboard_leads_everywhere(tab: Tab, tmp_path: Path) -> None:
     """Turns, views, answers, theme and help without a mouse."""
-    file, told = page(small(tmp_path))
+    file, session = page(small(tmp_path))
     await tab.open(file)
     await tab.key("j")
     await tab.key("j")
@@ -163,9 +163,9 @@ async def test_the_keyboard_leads_everywhere(tab: Tab, tmp_path: Path) -> None:
     await tab.key("Home")
     await tab.key("]")
     await tab.key("]")
-    assert await tab.js("tugline.tokens.here") == told.traces[0].spans[1].start
+    assert await tab.js("tugline.tokens.here") == session.traces[0].spans[1].start
     await tab.key("ArrowRight")
-    assert await tab.js("tugline.tokens.here") == told.traces[0].spans[1].start + 1
+    assert await tab.js("tugline.tokens.here") == session.traces[0].spans[1].start + 1
     ground = "getComputedStyle(document.body).backgroundColor"
     light = await tab.js(ground)
     await tab.key("d")
@@ -176,22 +176,22 @@ async def test_the_keyboard_leads_everywhere(tab: Tab, tmp_path: Path) -> None:
 
 async def test_a_fork_links_to_where_it_left(tab: Tab, tmp_path: Path) -> None:
     """The tree shows each trace below its parent, with a link to the last token they share."""
-    file, told = page(small(tmp_path))
+    file, session = page(small(tmp_path))
     await tab.open(file)
     await tab.click("[data-list='traces']")
-    await tab.until(f"document.querySelectorAll('#traces .entry').length === {len(told.traces)}")
+    await tab.until(f"document.querySelectorAll('#traces .entry').length === {len(session.traces)}")
     await tab.click("#traces .entry:nth-child(2) a")
     assert await tab.js("tugline.index") == 0
-    assert await tab.js("tugline.tokens.here") == told.view.traces[1].shared - 1
+    assert await tab.js("tugline.tokens.here") == session.view.traces[1].shared - 1
 
 
 async def test_each_trace_is_put_together_from_what_its_parent_has(
     tab: Tab, tmp_path: Path
 ) -> None:
     """The ids and logprobs in the page are those of the builder's traces, one by one."""
-    file, told = page(small(tmp_path))
+    file, session = page(small(tmp_path))
     await tab.open(file)
-    for index, trace in enumerate(told.traces):
+    for index, trace in enumerate(session.traces):
         one = f"tugline.traces[{index}]"
         ids = await tab.js(f"[...{one}.places].map(place => {one}.page.ids[place])")
         assert ids == trace.ids.tolist()

@@ -32,10 +32,13 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
     split = ["--split", "train=0.7,test=0.3", "--stratify", "level", "--seed", "1", "--dedupe"]
     done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["kept"] + sum(told["left_out"].values()) == told["found"] == 8
-    assert told["left_out"] == {"low_reward": 3, "tag": 2}
-    assert {name: one["sessions"] for name, one in told["files"].items()} == {"train": 2, "test": 1}
+    output = json.loads(done.stdout)
+    assert output["kept"] + sum(output["left_out"].values()) == output["found"] == 8
+    assert output["left_out"] == {"low_reward": 3, "tag": 2}
+    assert {name: one["sessions"] for name, one in output["files"].items()} == {
+        "train": 2,
+        "test": 1,
+    }
     assert (out / "test.jsonl").read_text().count("\n") == 1
 
     done = export("parquet", tmp_path / "in", "--out", tmp_path / "p", "--builder", "per_request")
@@ -71,8 +74,8 @@ def test_a_mistake_is_one_line(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert line in told
+    (output,) = capsys.readouterr().err.splitlines()
+    assert line in output
 
 
 def test_without_pyarrow_the_extra_is_named() -> None:

@@ -37,9 +37,9 @@ def test_a_folder_is_rebuilt_with_another_builder_and_its_options(
     options = ("--builder", "per_request", "--option", "max_length=500", "--out", tmp_path / "out")
     done = rebuild(recordings, *options, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["builder"] == {"name": "per_request", "options": {"max_length": 500}}
-    (entry,) = told["entries"]
+    index = json.loads(done.stdout)
+    assert index["builder"] == {"name": "per_request", "options": {"max_length": 500}}
+    (entry,) = index["entries"]
     assert (entry["session"], entry["file"], entry["traces"]) == ("s1", "s1.traj", 4)
     (one,) = read_folder(tmp_path / "out")
     assert len(one.traces) == 4

@@ -63,9 +63,9 @@ def test_a_difference_is_told_to_people_and_to_scripts(run: Path, tmp_path: Path
     assert lines[1].startswith("request 1, beside call 1: message 3 (tool), the result of bash ")
     assert lines[2:4] == ["  - tool: wallaby", "  - <time>"]
     assert "  + tool: walrus" in lines
-    told = tugline(changed, "--json", "--keep", tmp_path / "kept")
-    assert told.returncode == 1
-    (session,) = json.loads(told.stdout)["sessions"]
+    output = tugline(changed, "--json", "--keep", tmp_path / "kept")
+    assert output.returncode == 1
+    (session,) = json.loads(output.stdout)["sessions"]
     assert (session["replayed"], session["differences"][0]["request"]) == (1, 1)
     assert Path(session["recording"]).is_relative_to(tmp_path / "kept")
     assert Path(session["recording"]).exists()

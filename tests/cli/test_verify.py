@@ -47,8 +47,8 @@ def test_a_session_by_its_id_is_told_turn_by_turn(run: Path) -> None:
 
 def test_json_has_every_turn_and_the_sum(run: Path) -> None:
     """One object on stdout, for a folder as for a session."""
-    told = json.loads(verify(run, "--json").stdout)
-    (session,) = told["sessions"]
+    output = json.loads(verify(run, "--json").stdout)
+    (session,) = output["sessions"]
     assert session["session"] == "s1"
     assert [turn["continuation"] for turn in session["turns"]] == [
         "first",
@@ -57,8 +57,8 @@ def test_json_has_every_turn_and_the_sum(run: Path) -> None:
         "forked",
     ]
     assert {check["verdict"] for check in session["checks"].values()} == {"pass"}
-    assert told["summary"]["sessions"] == 1
-    assert told["summary"]["failed"] == 0
+    assert output["summary"]["sessions"] == 1
+    assert output["summary"]["failed"] == 0
     assert "max_dlogprob" in session["turns"][0]
 
 

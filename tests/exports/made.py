@@ -37,17 +37,17 @@ READ = Tool("read", "Read a file", {"type": "object", "properties": {"path": {"t
 def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **fields: Any) -> Call:
     """A call that goes on from the one before, and is answered with a tool call until the last."""
     use = ToolCall(f"c{number}", "read", f'{{"path":"{number}.py"}}')
-    asked = (
+    added = (
         Message(Role.TOOL, f"file {number}", tool_call_id=f"c{number - 1}")
         if number
         else Message(Role.USER, "Mend it.")
     )
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "session": "s",
         "number": number,
         "parent": number - 1 if number else None,
         "dialect": "openai_chat",
-        "messages": (asked,),
+        "messages": (added,),
         "answer": Message(Role.ASSISTANT, f"Look {number}.", (use,), reasoning="Hm."),
         "tools": (READ,),
         "sampling": Sampling(),
@@ -59,7 +59,7 @@ def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **fields: A
         "engine": "embedded",
         "timings": Timings(1.0, 1.5, 2.0, 3.0),
     }
-    return Call(**told | fields)
+    return Call(**defaults | fields)
 
 
 def two_turns(first: int = 10) -> list[Call]:
@@ -99,11 +99,11 @@ def record(
         for one in two_turns() if calls is None else calls:
             writer.append(replace(one, session=session))
         if status is not None:
-            judged = None if reward is None else Reward(reward, {"passed": reward})
+            reward_given = None if reward is None else Reward(reward, {"passed": reward})
             ledger = Ledger(sampled=3, trained=3)
             builder = "prefix_merging"
             writer.append_record(
-                Result(status=status, builder=builder, ledger=ledger, reward=judged)
+                Result(status=status, builder=builder, ledger=ledger, reward=reward_given)
             )
     return path
 

@@ -79,8 +79,10 @@ def test_a_row_is_a_trace_with_all_that_is_known_of_it(tmp_path: Path, form: str
     assert row["tags"] == [{"key": "a", "value": "1"}, {"key": "b", "value": "2"}]
     assert row["reward_parts"] == [{"key": "passed", "value": 0.5}]
     assert row["ledger"] == {"sampled": 3, "trained": 3, "masked": [], "dropped": []}
-    told = {name: row[name] for name in ("session", "kind", "exact", "reward", "status", "harness")}
-    assert told == {
+    expected = {
+        name: row[name] for name in ("session", "kind", "exact", "reward", "status", "harness")
+    }
+    assert expected == {
         "session": "a",
         "kind": "main",
         "exact": True,
@@ -230,12 +232,12 @@ def test_chat_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
 
 def test_the_longest_conversation_of_each_thread_is_taken(tmp_path: Path) -> None:
     """A retry that led nowhere is counted; a sub-agent has a line of its own, a title none."""
-    asked = (Message(Role.DEVELOPER, "Be brief."), Message(Role.SYSTEM, "Now."))
+    prompt = (Message(Role.DEVELOPER, "Be brief."), Message(Role.SYSTEM, "Now."))
     agent = {"kind": TraceKind.SUBAGENT, "thread": "sub", "branch": Branch.NEW_THREAD}
     calls = [
         *two_turns(),
         call(2, [10, 11], [30], parent=None),
-        call(3, [60], [61], parent=1, messages=(*asked, Message(Role.USER, "Go.")), **agent),
+        call(3, [60], [61], parent=1, messages=(*prompt, Message(Role.USER, "Go.")), **agent),
         call(4, [70], [71], parent=None, kind=TraceKind.SIDE),
     ]
     record(tmp_path, "a", calls=calls)
@@ -300,8 +302,8 @@ async def test_a_template_renders_a_line_to_what_the_model_saw(tmp_path: Path) -
     traces = PrefixMerging().build(it.calls).traces
     (trace,) = traces
     assert len(trace.spans) == line["metadata"]["turns"] == 2
-    told, seen = (RENDERING.tokenizer.decode(list(one)) for one in (ids, trace.ids))
-    unthought = told.replace("<think>\n\n</think>\n\n", "")  # Qwen3 adds it to recent turns
+    expected, seen = (RENDERING.tokenizer.decode(list(one)) for one in (ids, trace.ids))
+    unthought = expected.replace("<think>\n\n</think>\n\n", "")  # Qwen3 adds it to recent turns
     assert unthought.startswith(seen)
 
 

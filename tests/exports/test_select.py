@@ -19,7 +19,7 @@ from tugline.types import Status
 
 def entry(name: str, **fields: Any) -> SessionSummary:
     """A completed session of task ``t`` that earned 1."""
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "path": Path(f"runs/{name}.0.rec"),
         "session": name,
         "task": "t",
@@ -31,7 +31,7 @@ def entry(name: str, **fields: Any) -> SessionSummary:
         "tokenizer": "",
         "answers": name.encode(),
     }
-    return SessionSummary(**told | fields)
+    return SessionSummary(**defaults | fields)
 
 
 def kept(

@@ -80,10 +80,10 @@ messages = st.builds(
 
 
 @st.composite
-def bodies(draw: st.DrawFn, said: list[Message], before: list[bytes]) -> bytes:
+def bodies(draw: st.DrawFn, history: list[Message], before: list[bytes]) -> bytes:
     """Raw requests: one that holds the messages, an earlier one, cut ones, nothing."""
-    told = [[m.content, [image.url.partition(",")[2] for image in m.images]] for m in said]
-    own = json.dumps(told, ensure_ascii=draw(st.booleans())).encode()
+    contents = [[m.content, [image.url.partition(",")[2] for image in m.images]] for m in history]
+    own = json.dumps(contents, ensure_ascii=draw(st.booleans())).encode()
     body = draw(st.sampled_from([own, own + draw(st.binary(max_size=9)), b"", *before[-2:]]))
     return body[: draw(st.integers(0, len(body)))] if draw(st.booleans()) else body
 
@@ -93,7 +93,7 @@ def sessions(draw: st.DrawFn) -> list[Call]:
     """Calls that extend, fork from, repeat or ignore earlier ones, in any order of numbers."""
     few = st.lists(st.integers(0, 3), max_size=6).map(lambda ids: np.array(ids, np.int32))
     calls: list[Call] = []
-    said: list[Message] = []
+    history: list[Message] = []
     for number in draw(st.permutations(range(draw(st.integers(1, 8))))):
         base = draw(st.sampled_from(calls)) if calls and draw(st.booleans()) else None
         start = np.empty(0, np.int32)
@@ -101,7 +101,7 @@ def sessions(draw: st.DrawFn) -> list[Call]:
             whole = np.concatenate((base.prompt_ids, base.sampled_ids))
             start = whole[: draw(st.integers(0, len(whole))) if draw(st.booleans()) else None]
         added = draw(st.lists(messages, max_size=3))
-        said += added
+        history += added
         calls.append(
             call(
                 number,
@@ -116,7 +116,7 @@ def sessions(draw: st.DrawFn) -> list[Call]:
                     Tool(name, "", {"n": [1, 0.1, None]})
                     for name in draw(st.sets(words, max_size=1))
                 ),
-                request=draw(bodies(said, [one.request for one in calls])),
+                request=draw(bodies(history, [one.request for one in calls])),
             )
         )
     return calls
@@ -152,18 +152,18 @@ def test_floats_keep_every_bit(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "contents",
     [
         {"type": "image_url", "image_url": {"url": LARGE}},
         {"type": "image", "source": {"type": "base64", "data": LARGE.partition(",")[2]}},
     ],
     ids=["url", "base64"],
 )
-def test_a_picture_is_kept_once(tmp_path: Path, told: dict[str, Any]) -> None:
+def test_a_picture_is_kept_once(tmp_path: Path, contents: dict[str, Any]) -> None:
     """However many calls hold it, in messages and in raw requests, extended or rendered anew."""
     path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     picture = Message(Role.USER, "look", images=(Image(LARGE, 2),))
-    calls, history = [], [json.dumps(told).encode()]
+    calls, history = [], [json.dumps(contents).encode()]
     for number in range(12):
         anew = number % 4 == 0
         body = b'{"n": %d, "messages": [%s]}' % (number if anew else 0, b",".join(history))

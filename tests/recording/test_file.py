@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tugline.errors import CaptureError, EngineError
 from tugline.recording.file import MAGIC, Writer, read
-from tugline.recording.recorder import Sampled
+from tugline.recording.recorder import SampledTokens
 from tugline.types import (
     Call,
     Finish,
@@ -227,14 +227,14 @@ def test_a_full_disk_leaves_what_was_acknowledged(tmp_path: Path) -> None:
 
 def test_versions_join_into_spans() -> None:
     """Tokens of one policy version form one span; a swap starts another."""
-    sampled = Sampled()
+    sampled = SampledTokens()
     for version in (3, 3, 4):
         sampled.add(np.ones(2, np.int32), np.zeros(2, np.float32), version)
     assert sampled.versions == [VersionSpan(3, 0, 4), VersionSpan(4, 4, 6)]
-    assert [len(array) for array in sampled.joined()] == [6, 6]
+    assert [len(array) for array in sampled.join()] == [6, 6]
 
 
 def test_tokens_without_logprobs_are_refused() -> None:
     """An engine that leaves logprobs out is told so at the first token (I2)."""
     with pytest.raises(EngineError, match="2 token ids but 0 logprobs"):
-        Sampled().add(np.ones(2, np.int32), np.zeros(0, np.float32), 0)
+        SampledTokens().add(np.ones(2, np.int32), np.zeros(0, np.float32), 0)

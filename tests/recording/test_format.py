@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 READER = ROOT / "examples" / "read_recording.py"
 
 
-def told(path: Path) -> list[dict[str, Any]]:
+def read_by_example(path: Path) -> list[dict[str, Any]]:
     """What the example says of a recording."""
     done = subprocess.run(
         [sys.executable, str(READER), str(path), "--json"],
@@ -52,7 +52,7 @@ async def test_the_example_reads_what_a_gateway_wrote(tmp_path: Path) -> None:
     path = tmp_path / "s1.0.rec"
     calls = read(path).calls
     assert len(calls) == 3
-    assert told(path) == [ours(call) for call in calls]
+    assert read_by_example(path) == [ours(call) for call in calls]
 
 
 def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
                 writer.append(call)
                 writer.append_record(Event(EventKind.RESPONSE, 1.0, call.number, data=b"{}"))
     path.write_bytes(path.read_bytes() + b"torn")
-    assert told(path) == [ours(call) for call in calls]
+    assert read_by_example(path) == [ours(call) for call in calls]
 
 
 def test_the_example_owes_nothing_to_the_package() -> None:

@@ -15,12 +15,12 @@ messages = [
 ]
 while True:
     body = {"model": "m", "messages": messages, "tools": [{"type": "function", "function": TOOL}]}
-    asked = urllib.request.Request(  # noqa: S310 - the gateway's address
+    request = urllib.request.Request(  # noqa: S310 - the gateway's address
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps(body).encode(),
         {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
     )
-    with urllib.request.urlopen(asked) as reply:  # noqa: S310
+    with urllib.request.urlopen(request) as reply:  # noqa: S310
         answer = json.load(reply)["choices"][0]["message"]
     messages.append(answer)
     if not answer.get("tool_calls"):
@@ -28,5 +28,5 @@ while True:
     for call in answer["tool_calls"]:
         command = json.loads(call["function"]["arguments"])["command"]
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-        said = done.stdout + done.stderr or "(no output)"
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+        output = done.stdout + done.stderr or "(no output)"
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})

@@ -34,8 +34,8 @@ def unhurried(case: Case) -> Scenario:
 
     def slow(turn: Turn) -> Turn:
         calls = [
-            (name, {**told, case.argument: f"{told[case.argument]}; sleep 0.3"})
-            for name, told in turn.calls
+            (name, {**options, case.argument: f"{options[case.argument]}; sleep 0.3"})
+            for name, options in turn.calls
         ]
         return msgspec.structs.replace(turn, calls=tuple(calls))
 
@@ -66,10 +66,10 @@ async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> 
         lambda calls: [*calls[:3], saying(calls[3], "heron", "bittern")],
     )
     report = await replay(RecordedSession.load(changed), tmp_path / "told")
-    (told,) = report.differences
-    assert (told.request, told.call) == (3, 3)
-    assert "(tool), the result of" in told.where
-    assert ("bittern" in told.recorded, "heron" in told.replayed) == (True, True)
+    (options,) = report.differences
+    assert (options.request, options.call) == (3, 3)
+    assert "(tool), the result of" in options.where
+    assert ("bittern" in options.recorded, "heron" in options.replayed) == (True, True)
 
 
 @pytest.mark.harness

@@ -27,9 +27,9 @@ async def test_programs_find_their_folder_at_another_place(
         script = 'pwd; echo "$HOME $TMPDIR $WHERE"; ls; cat "$HOME/settings"; echo b > b.txt'
         env = {"WHERE": str(box.workdir / "a.txt")}
         done = await box.run(("sh", "-c", script), env=env, timeout_s=20)
-        told = (box.logs / "agent.log").read_text().splitlines()
-    assert done.code == 0, told
-    assert told == [
+        output = (box.logs / "agent.log").read_text().splitlines()
+    assert done.code == 0, output
+    assert output == [
         f"{old}/work",
         f"{old / 'home'} {old / 'tmp'} {old / 'work' / 'a.txt'}",
         "a.txt",

@@ -97,11 +97,11 @@ async def test_the_first_difference_is_told_with_its_tool_call(
         lambda calls: [calls[0], saying(calls[1], "walrus", "wallaby"), calls[2]],
     )
     report = await replay(RecordedSession.load(changed), tmp_path / "again")
-    (told,) = report.differences
-    assert (told.request, told.call, report.replayed) == (1, 1, 1)
-    assert told.where.startswith("message 3 (tool), the result of bash ")
-    assert "cat one.txt" in told.where
-    assert (told.recorded[:13], told.replayed[:12]) == ("tool: wallaby", "tool: walrus")
+    (difference,) = report.differences
+    assert (difference.request, difference.call, report.replayed) == (1, 1, 1)
+    assert difference.where.startswith("message 3 (tool), the result of bash ")
+    assert "cat one.txt" in difference.where
+    assert (difference.recorded[:13], difference.replayed[:12]) == ("tool: wallaby", "tool: walrus")
 
 
 async def test_after_a_difference_the_rest_can_be_seen_too(recording: Path, tmp_path: Path) -> None:
@@ -140,8 +140,12 @@ async def test_other_wishes_are_told_and_answered(recording: Path, tmp_path: Pat
         ],
     )
     report = await replay(RecordedSession.load(changed), tmp_path / "again")
-    (told,) = report.differences
-    assert (told.where, told.recorded, told.replayed) == ("sampling.temperature", "0.25", "None")
+    (difference,) = report.differences
+    assert (difference.where, difference.recorded, difference.replayed) == (
+        "sampling.temperature",
+        "0.25",
+        "None",
+    )
     assert report.replayed == 3
 
 
@@ -149,9 +153,9 @@ async def test_more_and_fewer_requests_are_differences(recording: Path, tmp_path
     """One request beyond the recording, and one that was not made."""
     short = tampered(recording, tmp_path / "short", lambda calls: list(calls[:2]))
     report = await replay(RecordedSession.load(short), tmp_path / "again")
-    (told,) = report.differences
-    assert (told.request, told.call) == (2, 1)
-    assert told.where == "one request more than recorded: message 5 (assistant) is new"
+    (difference,) = report.differences
+    assert (difference.request, difference.call) == (2, 1)
+    assert difference.where == "one request more than recorded: message 5 (assistant) is new"
 
     def longer(calls: object) -> list[object]:
         *all_, last = calls  # type: ignore[misc]
@@ -160,9 +164,9 @@ async def test_more_and_fewer_requests_are_differences(recording: Path, tmp_path
 
     long = tampered(recording, tmp_path / "long", longer)  # type: ignore[arg-type]
     report = await replay(RecordedSession.load(long), tmp_path / "once more")
-    (told,) = report.differences
-    assert (told.request, told.call, report.replayed) == (3, 3, 3)
-    assert told.where == "the end: 1 of the recorded requests were not made"
+    (difference,) = report.differences
+    assert (difference.request, difference.call, report.replayed) == (3, 3, 3)
+    assert difference.where == "the end: 1 of the recorded requests were not made"
 
 
 async def test_an_answer_that_was_taken_up_is_one_answer(recording: Path, tmp_path: Path) -> None:
@@ -255,8 +259,8 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
         recorded = len(recording.calls[0].sampled_ids)
         assert ledger.masked == {Reason.REPLAYED: recorded}
         assert ledger.trained == sum(len(call.sampled_ids) for call in forked.calls[1:])
-        judged = verify_session(path, forked, TextVerifier())
-        assert not judged.failed, judged
+        verified = verify_session(path, forked, TextVerifier())
+        assert not verified.failed, verified
     with pytest.raises(UsageError, match="must be from 0 to 3"):
         await fork(recording, tmp_path / "beyond", Live(model.upstream, 4))
 

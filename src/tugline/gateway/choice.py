@@ -30,7 +30,7 @@ from tugline.gateway.engine import EngineContext
 from tugline.gateway.policy import classify_call
 from tugline.gateway.prefix import Prompt
 from tugline.gateway.transcript import Transcript
-from tugline.recording.recorder import Sampled, replayed
+from tugline.recording.recorder import SampledTokens, mark_replayed
 from tugline.recording.records import EventKind
 from tugline.types import (
     Call,
@@ -67,7 +67,7 @@ class Choice:
         """Replay buffer: everything that clients are sent, from the beginning."""
         self.answer: Response | None = None
         self.error: TuglineError | None = None
-        self.sampled = Sampled()
+        self.sampled = SampledTokens()
         self._request, self._sampling = request, sampling
         self._transcript, self._engine = transcript, engine
         self._nonce = secrets.token_hex(4)
@@ -107,7 +107,7 @@ class Choice:
     def resume(self, earlier: Choice) -> None:
         """Continue an answer that broke off: its ids become context, its pieces are replayed."""
         if self._decoder is not None:
-            self._resumed = np.concatenate((earlier._resumed, earlier.sampled.joined()[0]))
+            self._resumed = np.concatenate((earlier._resumed, earlier.sampled.join()[0]))
             self.pieces = list(self._decoder.feed(self._resumed))
             self.prompt = replace(self.prompt, parent=earlier.number, branch=None, added=())
 
@@ -201,7 +201,7 @@ class Choice:
         one_call = not request.parallel and markers.call_end >= 0
         context = self._context()
         if self.sampled.length:
-            context = context.extend(self.sampled.joined()[0])
+            context = context.extend(self.sampled.join()[0])
         return EngineRequest(
             model=engine.card.id,
             request_id=request_id,
@@ -222,7 +222,7 @@ class Choice:
         version = self._engine.version if delta.version is None else delta.version
         sampled.add(delta.ids, delta.logprobs, version)
         if delta.spans:
-            sampled.reversion(delta.spans)
+            sampled.set_versions(delta.spans)
         sampled.finish = delta.finish or sampled.finish
         sampled.stop = delta.stop or sampled.stop
         sampled.unreported_tokens += delta.unreported_tokens
@@ -236,7 +236,7 @@ class Choice:
 
     def _cut_at_stop(self, decoder: StreamParser) -> None:
         """Drop what was sampled after a complete stop string."""
-        self.sampled.cut(max(0, decoder.length - len(self._resumed)))
+        self.sampled.truncate(max(0, decoder.length - len(self._resumed)))
         self.sampled.finish, self.sampled.stop = Finish.STOP, decoder.matched_stop
 
     # ----------------------------------------------------------------------- the end
@@ -276,7 +276,7 @@ class Choice:
     async def _record(self, outcome: CallOutcome, message: Message | None) -> Ids:
         """Append the call to the recording; returns its sampled ids."""
         engine, request, sampled = self._engine, self._request, self.sampled
-        ids, logprobs = sampled.joined()
+        ids, logprobs = sampled.join()
         call = Call(
             session=self._transcript.session_id,
             number=self.number,
@@ -310,7 +310,7 @@ class Choice:
             request=request.body,
         )
         self._recorded = True
-        call = call if self._replayed is None else replayed(call, self._replayed)
+        call = call if self._replayed is None else mark_replayed(call, self._replayed)
         await self._transcript.append(call)
         return ids
 

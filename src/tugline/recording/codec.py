@@ -165,11 +165,11 @@ class Packer:
     def _find_body_base(self, body: bytes) -> tuple[int, int, int]:
         """Return the call whose body starts and ends like this one, and how many bytes of each."""
         base, best, best_back = -1, 0, 0
-        mine = np.frombuffer(body, np.uint8)
+        own = np.frombuffer(body, np.uint8)
         for number, other in reversed(self.bodies):
             theirs = np.frombuffer(other, np.uint8)
-            front = shared_prefix(theirs, mine)
-            back = shared_prefix(theirs[front:][::-1], mine[front:][::-1])
+            front = shared_prefix(theirs, own)
+            back = shared_prefix(theirs[front:][::-1], own[front:][::-1])
             if front + back > best + best_back:
                 base, best, best_back = number, front, back
             if len(body) - front - back < _SMALL:

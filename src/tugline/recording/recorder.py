@@ -1,8 +1,8 @@
-"""Collect one answer while it is sampled, and close it into an immutable `Call`.
+"""Collect the tokens of an answer while they are sampled.
 
-Arrays are kept as the engine sent them and joined once, so recording costs O(tokens) (I7). Ids,
+Arrays are stored as the engine sent them and joined once, so recording costs O(tokens) (I7). Ids,
 logprobs and policy versions must cover the same tokens; a gap is an error at once, because a
-token without its logprob cannot be trained on later (I2).
+token without its logprob cannot be trained (I2).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tugline.types import Call, Finish, Ids, Logprobs, VersionSpan
 
 
 @dataclass(slots=True)
-class Sampled:
-    """The answer so far. A reply is what one engine request gave; a fault begins another."""
+class SampledTokens:
+    """The answer so far; a reply is the part that one engine request gave."""
 
     ids: list[Ids] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -28,10 +28,10 @@ class Sampled:
     finish: Finish | None = None
     stop: str | None = None
     unreported_tokens: int = 0
-    """Tokens that the engine only counted."""
+    """Tokens whose ids the engine did not report."""
     length: int = 0
     reply_start: int = 0
-    """Where the current reply's first token is."""
+    """Index of the current reply's first token."""
     first_at: float | None = None
     last_at: float | None = None
 
@@ -50,32 +50,35 @@ class Sampled:
         self.ids.append(ids)
         self.logprobs.append(logprobs)
         start, self.length = self.length, self.length + len(ids)
-        self._span(VersionSpan(version, start, self.length))
+        self._add_span(VersionSpan(version, start, self.length))
 
-    def reversion(self, spans: Iterable[VersionSpan]) -> None:
-        """The versions of the current reply, told late; counted from its first token."""
+    def set_versions(self, spans: Iterable[VersionSpan]) -> None:
+        """Set the versions of the current reply; spans count from its first token.
+
+        Raises `EngineError` if they do not cover it.
+        """
         shift, before = self.reply_start, self.versions
         self._trim_versions(shift)
         for span in spans:
             end = min(span.end + shift, self.length)
             if span.start + shift < end:
-                self._span(VersionSpan(span.version, span.start + shift, end))
+                self._add_span(VersionSpan(span.version, span.start + shift, end))
         covered = self.versions[-1].end if self.versions else 0
         if covered != self.length:
             self.versions = before
             msg = f"the engine's weight_versions cover {covered} of {self.length} sampled tokens"
             raise EngineError(msg)
 
-    def cut(self, length: int) -> None:
-        """Keep the first `length` tokens: what follows a stop string is not of the answer."""
+    def truncate(self, length: int) -> None:
+        """Drop the tokens after the first `length`, such as those after a stop string."""
         if length >= self.length:
             return
-        ids, logprobs = self.joined()
+        ids, logprobs = self.join()
         self.ids, self.logprobs, self.length = [ids[:length]], [logprobs[:length]], length
         self._trim_versions(length)
 
-    def joined(self) -> tuple[Ids, Logprobs]:
-        """All ids (int32) and logprobs (float32), each of shape ``(length,)``."""
+    def join(self) -> tuple[Ids, Logprobs]:
+        """Return all ids (int32) and logprobs (float32), each of shape ``(length,)``."""
         if not self.ids:
             return np.empty(0, np.int32), np.empty(0, np.float32)
         if len(self.ids) > 1:
@@ -83,7 +86,7 @@ class Sampled:
             self.logprobs = [np.concatenate(self.logprobs)]
         return self.ids[0], self.logprobs[0]
 
-    def _span(self, span: VersionSpan) -> None:
+    def _add_span(self, span: VersionSpan) -> None:
         last = self.versions[-1] if self.versions else None
         if last is not None and last.version == span.version and last.end == span.start:
             self.versions[-1] = VersionSpan(span.version, last.start, span.end)
@@ -98,8 +101,8 @@ class Sampled:
         ]
 
 
-def replayed(call: Call, old: Call) -> Call:
-    """`call`, whose answer was sampled when `old` was: under its terms and by its engine."""
+def mark_replayed(call: Call, old: Call) -> Call:
+    """Return `call` as a replay of `old`, with the sampling and the engine of that call."""
     return msgspec.structs.replace(
         call,
         replayed=True,

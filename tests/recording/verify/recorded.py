@@ -36,7 +36,7 @@ def read_in(folder: Path) -> tuple[Path, Recording]:
     return path, recordings.read(path)
 
 
-def judged(folder: Path, tokenizer: Path | None = None) -> SessionReport:
+def verify(folder: Path, tokenizer: Path | None = None) -> SessionReport:
     """What is found out about it."""
     return verify_session(*read_in(folder), TextVerifier(tokenizer))
 
@@ -53,14 +53,14 @@ async def work(folder: Path) -> None:
         reply = await it.ask()
         text, use = reply["content"]
         use["input"] = {"n": 1, "path": "a.py"}
-        told = [*ASK, {"role": "assistant", "content": [text, use]}, result(use["id"], "def f")]
-        reply = await it.ask(told)
+        history = [*ASK, {"role": "assistant", "content": [text, use]}, result(use["id"], "def f")]
+        reply = await it.ask(history)
         more = [
             {"role": "assistant", "content": reply["content"]},
             {"role": "user", "content": "?"},
         ]
-        await it.ask([*told, *more])
-        await it.ask([{"role": "user", "content": "Mend it, please."}, *told[1:], *more])
+        await it.ask([*history, *more])
+        await it.ask([{"role": "user", "content": "Mend it, please."}, *history[1:], *more])
 
 
 def rewritten(path: Path, recording: Recording, change: Callable[[Call], Call]) -> None:

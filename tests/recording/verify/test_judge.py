@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from recording.verify.recorded import LOOK, changed, judged, read_in, rewritten, work
+from recording.verify.recorded import LOOK, changed, read_in, rewritten, verify, work
 from rig import RENDERING, ids, rig, says
 from tugline.chat.response import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
@@ -48,7 +48,7 @@ LONG = " ".join(f"word{i}" for i in range(20))
 async def test_a_session_passes_and_says_how_each_turn_goes_on(tmp_path: Path) -> None:
     """Exact, healed and forked are told apart; every check passes; what is missing is noted."""
     await work(tmp_path)
-    found = judged(tmp_path)
+    found = verify(tmp_path)
     seams = [(turn.continuation, turn.detail) for turn in found.turns]
     assert seams == [
         (Continuation.FIRST, ""),
@@ -121,7 +121,7 @@ async def test_what_is_false_is_found(
     await work(tmp_path)
     path, recording = read_in(tmp_path)
     rewritten(path, recording, change)
-    found = judged(tmp_path)
+    found = verify(tmp_path)
     failed = {name for name, check in found.checks.items() if check.verdict is Verdict.FAIL}
     assert failed == wrong
     assert words in " ".join(fault for turn in found.turns for fault in turn.faults)
@@ -134,12 +134,12 @@ async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
     path, recording = read_in(tmp_path)
     ledger = PrefixMerging().build(recording.calls).ledger
     write_result(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger))
-    found = judged(tmp_path)
+    found = verify(tmp_path)
     assert found.checks["ledger"].verdict is Verdict.PASS
     assert found.notes == []
     wrong = replace(ledger, trained=ledger.trained - 1, masked={})
     write_result(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=wrong))
-    assert judged(tmp_path).checks["ledger"].verdict is Verdict.FAIL
+    assert verify(tmp_path).checks["ledger"].verdict is Verdict.FAIL
 
 
 class Careless:
@@ -203,7 +203,7 @@ async def test_answers_that_the_gateway_shaped_are_read_back(
     async with rig(tmp_path, says(answer)) as it:
         reply = await it.ask(**fields)
         assert reply["status"] == 200, reply
-    found = judged(tmp_path)
+    found = verify(tmp_path)
     assert found.checks["text"].verdict is Verdict.PASS, found.checks
     assert read_in(tmp_path)[1].calls[0].answer is not None
 
@@ -224,9 +224,9 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
         await asyncio.sleep(0.15)
         response.close()
         await asyncio.sleep(0.8)
-        (told,) = (await it.ask(**fields))["content"]
-    assert told.get("text") == LONG or told["input"] == {"path": LONG, "n": 1}
-    found = judged(tmp_path)
+        (received,) = (await it.ask(**fields))["content"]
+    assert received.get("text") == LONG or received["input"] == {"path": LONG, "n": 1}
+    found = verify(tmp_path)
     path, recording = read_in(tmp_path)
     assert [call.outcome for call in recording.calls] == [
         CallOutcome.CLIENT_GONE,
@@ -235,7 +235,7 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
     assert [turn.continuation for turn in found.turns] == [Continuation.FIRST, Continuation.EXACT]
     assert not found.failed, found.checks
     rewritten(path, recording, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
-    assert judged(tmp_path).checks["text"].verdict is Verdict.FAIL
+    assert verify(tmp_path).checks["text"].verdict is Verdict.FAIL
 
 
 def _joined(pieces: list[Piece]) -> Message:
@@ -300,11 +300,11 @@ def test_whatever_is_sampled_reads_the_same_again(
     if not folder.exists():
         folder.mkdir()
         RENDERING.tokenizer.save(folder)
-    told = _joined(pieces) if gone else decoder.finish()[1]
+    received = _joined(pieces) if gone else decoder.finish()[1]
     outcome = CallOutcome.CLIENT_GONE if gone else CallOutcome.COMPLETE
-    call = _call(sampled[: decoder.length], told, outcome, stop)
+    call = _call(sampled[: decoder.length], received, outcome, stop)
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [call]) == {}
-    lie = replace(call, answer=replace(told, content=told.content + "!"))
+    lie = replace(call, answer=replace(received, content=received.content + "!"))
     assert TextVerifier(folder).find_faults(folder / "s.rec", HEADER, [lie])
 
 
@@ -355,6 +355,6 @@ def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path:
 def test_findings_are_json(tmp_path: Path) -> None:
     """What a script reads has every verdict by its name."""
     found = verify_session(*_observed(tmp_path, Mode.OBSERVED), TextVerifier())
-    told = msgspec.json.decode(msgspec.json.encode(found))
-    assert told["turns"][0]["continuation"] == "first"
-    assert told["checks"]["lineage"] == {"verdict": "pass", "detail": ""}
+    received = msgspec.json.decode(msgspec.json.encode(found))
+    assert received["turns"][0]["continuation"] == "first"
+    assert received["checks"]["lineage"] == {"verdict": "pass", "detail": ""}

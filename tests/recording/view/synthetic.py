@@ -89,7 +89,7 @@ class Script:
     def call(
         self,
         prompt: list[int],
-        said: str,
+        answer: str,
         *,
         messages: tuple[Message, ...] = (),
         versions: tuple[int, ...] = (4,),
@@ -98,7 +98,7 @@ class Script:
     ) -> Call:
         """Append one call; its answer is split evenly among the versions."""
         number = len(self.calls)
-        sampled = encode(said)
+        sampled = encode(answer)
         cuts = [len(sampled) * i // len(versions) for i in range(len(versions) + 1)]
         logprobs = [-self.random.expovariate(2.0) for _ in sampled]
         fields: dict[str, object] = {
@@ -107,7 +107,7 @@ class Script:
             "parent": number - 1 if number else None,
             "dialect": "openai_chat",
             "messages": messages,
-            "answer": Message(Role.ASSISTANT, said, tools),
+            "answer": Message(Role.ASSISTANT, answer, tools),
             "sampling": Sampling(temperature=1.0),
             "prompt_ids": np.array(prompt, np.int32),
             "sampled_ids": np.array(sampled, np.int32),
@@ -153,9 +153,9 @@ def small(folder: Path) -> Path:
     first = script.call(
         encode("You mend code. " + script.words(400)), "I read it.", messages=(system,), tools=read
     )
-    asked = (Message(Role.TOOL, HOSTILE, tool_call_id="1"),)
+    messages = (Message(Role.TOOL, HOSTILE, tool_call_id="1"),)
     second = script.call(
-        [*whole(first), *encode(HOSTILE)], f"It says {HOSTILE}", messages=asked, versions=(4, 5)
+        [*whole(first), *encode(HOSTILE)], f"It says {HOSTILE}", messages=messages, versions=(4, 5)
     )
     script.writer.append_record(Event(EventKind.WEIGHTS, START + 3.9, detail="version 5"))
     gone = {"outcome": CallOutcome.CLIENT_GONE, "finish": Finish.ABORT, "answer": None}

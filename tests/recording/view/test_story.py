@@ -27,14 +27,14 @@ from tugline.traces.lineage import Continuation
 from tugline.types import Branch, CallOutcome, EchoChange, Mode, Reason, TraceKind
 
 
-def told_of(path: Path, builder: str | None = None) -> ViewedSession:
+def view_of(path: Path, builder: str | None = None) -> ViewedSession:
     """The story of a recording."""
     return view_session(path, read(path), builder)
 
 
 def test_each_turn_says_how_it_goes_on(tmp_path: Path) -> None:
     """First, exact and forked are told from the ids, with the reason that was recorded."""
-    turns = told_of(small(tmp_path)).view.turns
+    turns = view_of(small(tmp_path)).view.turns
     assert [(turn.continuation, turn.reasons) for turn in turns] == [
         (Continuation.FIRST, ()),
         (Continuation.EXACT, ()),
@@ -61,7 +61,7 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
     script.call(whole(gone)[:-1], "d", parent=3)
     script.call([], "seven", mode=Mode.TEXT, parent=None)
     script.writer.close()
-    turns = told_of(script.path).view.turns
+    turns = view_of(script.path).view.turns
     assert [(turn.continuation, turn.reasons) for turn in turns[1:]] == [
         (Continuation.ECHO_CHANGED, ("arguments",)),
         (Continuation.BROKEN, ("ids_differ",)),
@@ -74,7 +74,7 @@ def test_a_record_that_ids_contradict_is_not_believed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("builder", ["prefix_merging", "per_request", "tree"])
 def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
     """Whatever the builder: each turn balances, and their sum is the session's."""
-    story = told_of(small(tmp_path), builder).view
+    story = view_of(small(tmp_path), builder).view
     assert all(turn.ledger.balanced for turn in story.turns)
     assert sum_ledgers(turn.ledger for turn in story.turns) == story.ledger
     assert story.turns[2].ledger.masked == {Reason.CLIENT_GONE: story.turns[2].sampled}
@@ -84,7 +84,7 @@ def test_the_ledgers_of_the_turns_add_up(tmp_path: Path, builder: str) -> None:
 
 def test_events_stand_between_the_turns(tmp_path: Path) -> None:
     """In seconds since the session began, with the call they happened to."""
-    events = told_of(small(tmp_path)).view.events
+    events = view_of(small(tmp_path)).view.events
     assert [(event.kind.value, round(event.at, 2), event.call) for event in events] == [
         ("weights", 3.9, None),
         ("engine_fault", 5.2, 2),
@@ -93,23 +93,25 @@ def test_events_stand_between_the_turns(tmp_path: Path) -> None:
 
 def test_the_json_has_every_field_and_few_bytes(tmp_path: Path) -> None:
     """Without --full neither messages nor tokens; with it both, as they are in the recording."""
-    told = told_of(small(tmp_path))
-    brief = msgspec.json.decode(encode_json(told, turn=None, full=False))
-    assert set(brief) == set(told.view.__struct_fields__)
+    session = view_of(small(tmp_path))
+    brief = msgspec.json.decode(encode_json(session, turn=None, full=False))
+    assert set(brief) == set(session.view.__struct_fields__)
     assert "detail" not in brief["turns"][0]
     assert "tokens" not in brief["traces"][0]
     assert (brief["result"]["status"], brief["started"]) == ("completed", START)
     assert brief["header"]["task"]["files"] == {}, "a workspace may be large"
-    full = msgspec.json.decode(encode_json(told, turn=None, full=True))
-    assert full["turns"][1]["detail"]["messages"][0]["content"] == told.calls[1].messages[0].content
-    trace, tokens = told.traces[0], full["traces"][0]["tokens"]
+    full = msgspec.json.decode(encode_json(session, turn=None, full=True))
+    assert (
+        full["turns"][1]["detail"]["messages"][0]["content"] == session.calls[1].messages[0].content
+    )
+    trace, tokens = session.traces[0], full["traces"][0]["tokens"]
     assert tokens["ids"] == trace.ids.tolist()
     assert tokens["trained"] == trace.mask.tolist()
     sampled = [place for place, call in enumerate(tokens["calls"]) if call is not None]
     assert sampled == [k for span in trace.spans for k in range(span.start, span.end)]
     assert [tokens["logprobs"][k] for k in sampled] == trace.logprobs[sampled].tolist()
     assert tokens["logprobs"][0] is None
-    one = msgspec.json.decode(encode_json(told, turn=3, full=False))
+    one = msgspec.json.decode(encode_json(session, turn=3, full=False))
     assert [turn["call"] for turn in one["turns"]] == [3]
     assert one["turns"][0]["detail"]["answer"]["content"] == "A fork."
 
@@ -119,7 +121,7 @@ def test_a_session_that_cannot_be_built_is_told_all_the_same(tmp_path: Path) -> 
     script = Script(tmp_path)
     script.call(encode("one"), "two", logprobs=np.empty(0, np.float32))
     script.writer.close()
-    story = told_of(script.path).view
+    story = view_of(script.path).view
     assert "logprobs" in story.build_error
     assert story.traces == ()
     assert story.turns[0].mean_logprob is None
@@ -139,7 +141,7 @@ def test_a_wrong_builder_is_named(tmp_path: Path) -> None:
     """The unknown one with the known ones; the known one with options it lacks."""
     path = small(tmp_path)
     with pytest.raises(UsageError, match="per_request"):
-        told_of(path, "per_requests")
+        view_of(path, "per_requests")
     recording = read(path)
     assert recording.header
     part = msgspec.structs.replace(recording.header.task.builder, options={"no_such": 1})
@@ -155,7 +157,7 @@ def test_a_branch_that_keeps_its_ids_is_still_a_fork(tmp_path: Path) -> None:
     first = script.call(encode("one"), "two")
     script.call([*whole(first), *encode("three")], "four", branch=Branch.NEW_THREAD)
     script.writer.close()
-    turn = told_of(script.path).view.turns[1]
+    turn = view_of(script.path).view.turns[1]
     assert (turn.continuation, turn.reasons, turn.shared) == (
         Continuation.FORKED,
         ("new_thread",),

@@ -20,8 +20,12 @@ from tugline.recording.view.terminal import ColourBy, Terminal
 from tugline.recording.view.token_text import TokenText, visible
 
 
-def shown(
-    told: ViewedSession, *, texts: TokenText | None = None, turn: int | None = None, **how: object
+def render(
+    session: ViewedSession,
+    *,
+    texts: TokenText | None = None,
+    turn: int | None = None,
+    **how: object,
 ) -> str:
     """What is printed; with `colour` as a terminal gets it."""
     file = io.StringIO()
@@ -30,21 +34,21 @@ def shown(
     console = Console(
         file=file, force_terminal=colour, color_system=system, width=140, highlight=False
     )
-    view = Terminal(console, told, texts or TokenText(tokenizer()), **how)  # type: ignore[arg-type]
+    view = Terminal(console, session, texts or TokenText(tokenizer()), **how)  # type: ignore[arg-type]
     view.print_session() if turn is None else view.print_turn(turn)
     return file.getvalue()
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> ViewedSession:
+def session(tmp_path: Path) -> ViewedSession:
     """The small session."""
     path = small(tmp_path)
     return view_session(path, read(path))
 
 
-def test_all_is_said_in_words(told: ViewedSession) -> None:
+def test_all_is_said_in_words(session: ViewedSession) -> None:
     """Without colour: who ran, each turn, what happened between, each trace, the ledger."""
-    text = shown(told)
+    text = render(session)
     assert "\x1b" not in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "completed, reward 0.5 (tests 0.5)" in lines["status"]
@@ -60,68 +64,68 @@ def test_all_is_said_in_words(told: ViewedSession) -> None:
 
 
 @pytest.mark.parametrize(("by", "says"), [(ColourBy.LOGPROB, "-0.45"), (ColourBy.VERSION, "v4")])
-def test_what_colour_means_is_also_a_word(told: ViewedSession, by: ColourBy, says: str) -> None:
+def test_what_colour_means_is_also_a_word(session: ViewedSession, by: ColourBy, says: str) -> None:
     """The gutter has the mean logprob, or the version, of each answer."""
-    line = next(line for line in shown(told, by=by).splitlines() if "I read it." in line)
+    line = next(line for line in render(session, by=by).splitlines() if "I read it." in line)
     assert says in line
 
 
-def test_colour_follows_the_mask(told: ViewedSession) -> None:
+def test_colour_follows_the_mask(session: ViewedSession) -> None:
     """On a terminal, trained tokens are green and those that are not are yellow."""
-    text = shown(told, colour=True)
+    text = render(session, colour=True)
     assert "\x1b[32mI read it." in text
     assert "\x1b[33mnever heard" in text
 
 
-def test_nothing_that_was_written_reaches_the_terminal_raw(told: ViewedSession) -> None:
+def test_nothing_that_was_written_reaches_the_terminal_raw(session: ViewedSession) -> None:
     """Escape sequences and marks of direction of models and tools are spelled out."""
-    for text in (shown(told, full=True), shown(told, turn=1, full=True)):
+    for text in (render(session, full=True), render(session, turn=1, full=True)):
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert "\\x1b[31m red \\u202e backwards 界🙂" in text
 
 
-def test_one_turn_shows_all_that_was_said(told: ViewedSession) -> None:
+def test_one_turn_shows_all_that_was_said(session: ViewedSession) -> None:
     """Its messages, its answer, its tokens and what became of them."""
-    text = shown(told, turn=1)
+    text = render(session, turn=1)
     assert visible(HOSTILE) in text.split("tool\n")[1]
     assert "assistant (as the harness received it)" in text
     assert "sampled 58 = trained 58" in text
     assert "engine_fault" not in text
-    assert "engine_fault" in shown(told, turn=2)
+    assert "engine_fault" in render(session, turn=2)
 
 
 def test_hundreds_of_turns_stay_a_page_or_two(tmp_path: Path) -> None:
     """A line per turn, the first and last answers; everything only with --full, and in time."""
     path = long(tmp_path, turns=400, base=400, words=20)
-    told = view_session(path, read(path))
+    session = view_session(path, read(path))
     began = time.process_time()
-    text = shown(told)
+    text = render(session)
     assert time.process_time() - began < 5
     lines = text.splitlines()
     assert len(lines) < 401 + 300
     assert "… 388 more answers" in text
     assert LAST_WORD in "\n".join(lines[-60:])
-    whole = shown(told, full=True)
-    assert all(f"  call {call.number:<3} " in whole for call in told.calls)
+    whole = render(session, full=True)
+    assert all(f"  call {call.number:<3} " in whole for call in session.calls)
 
 
 def test_many_traces_are_a_line_each_and_folded(tmp_path: Path) -> None:
     """`per_request` makes one for each call: the first and last are told, all of them on demand."""
     path = long(tmp_path, turns=40, base=50, words=5)
-    told = view_session(path, read(path), "per_request")
-    assert "… 17 more traces" in shown(told)
-    assert "trace 20  main" in shown(told, full=True)
+    session = view_session(path, read(path), "per_request")
+    assert "… 17 more traces" in render(session)
+    assert "trace 20  main" in render(session, full=True)
 
 
-def test_without_a_tokenizer_ids_are_shown(told: ViewedSession) -> None:
+def test_without_a_tokenizer_ids_are_shown(session: ViewedSession) -> None:
     """Numbers instead of words, as many as there are tokens."""
     line = next(
         line
-        for line in shown(told, texts=TokenText(None)).splitlines()
+        for line in render(session, texts=TokenText(None)).splitlines()
         if line.startswith("  call 0 ")
     )
-    assert line.split()[3:] == [str(token) for token in told.calls[0].sampled_ids]
+    assert line.split()[3:] == [str(token) for token in session.calls[0].sampled_ids]
 
 
 def test_tokens_keep_their_spaces_where_a_tokenizer_drops_the_first() -> None:

@@ -91,8 +91,8 @@ def _encode_block(view: SessionView, traces: Sequence[Trace], texts: TokenText) 
     tokens: list[ArraySlice] = []
     logprobs: list[ArraySlice] = []
     at = 0
-    for shown, trace in zip(view.traces, traces, strict=True):
-        own = np.searchsorted(ids, trace.ids[shown.shared :]).astype(np.int32)
+    for trace_view, trace in zip(view.traces, traces, strict=True):
+        own = np.searchsorted(ids, trace.ids[trace_view.shared :]).astype(np.int32)
         sampled = [trace.logprobs[span.start : span.end] for span in trace.spans]
         values = np.concatenate([*sampled, np.empty(0, np.float32)]).astype(np.float32)
         for array, slices in ((own, tokens), (values, logprobs)):

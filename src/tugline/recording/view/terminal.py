@@ -226,7 +226,7 @@ class Terminal:
         self.print_line(f"{count} of {view.builder}, coloured by {self.by.value}")
         levels = indent_levels(view.traces)
         first, last = (size, size) if self.full else fold_range(size, _RUNS, _RUNS)
-        for index, (shown, trace) in enumerate(zip(view.traces, self.session.traces, strict=True)):
+        for index, (item, trace) in enumerate(zip(view.traces, self.session.traces, strict=True)):
             if index == first:
                 self.print_line((f"… {last - first:,} more traces (--full shows them) …", "dim"))
             if first <= index < last:
@@ -234,7 +234,7 @@ class Terminal:
             with_tokens = index < _RUNS or self.full
             if with_tokens:
                 self.print_line("")
-            self._print_trace(shown, "  " * min(levels[index], 8))
+            self._print_trace(item, "  " * min(levels[index], 8))
             if with_tokens:
                 self._print_tokens(trace)
 
@@ -403,14 +403,14 @@ def _wrap(tokens: Sequence[tuple[str, str]], room: int) -> Iterator[list[tuple[s
     used = 0
     for text, style in tokens:
         for part in text.splitlines(keepends=True) if "\n" in text else [text]:
-            shown = visible(part)
-            width = cell_len(shown)
+            escaped = visible(part)
+            width = cell_len(escaped)
             if line and used + width > room:
                 yield _join_styles(line)
                 line, used = [], 0
-            line.append((shown, style))
+            line.append((escaped, style))
             used += width
-            if shown.endswith(NEWLINE):
+            if escaped.endswith(NEWLINE):
                 yield _join_styles(line)
                 line, used = [], 0
     if line:
