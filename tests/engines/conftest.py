@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines import servers, tool_model
 from engines.tool_model import Folders
-from tugline.gateway.probe.diagnosis import Report
-from tugline.gateway.probe.probe import probe
+from tugline.gateway.engine_report import Report
+from tugline.gateway.probe import probe
 from tugline.trainers.weights import (
     EmbeddedWeightUpdater,
     Running,

@@ -27,8 +27,8 @@ from tugline.chat.engines.base import EngineFormat
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.probe.diagnosis import ROUTES, Outcome
-from tugline.gateway.probe.direct import Direct
+from tugline.gateway.engine_report import ROUTES, CheckOutcome
+from tugline.gateway.probe import count_running
 from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer
 from tugline.recording.verify.report import Verdict
@@ -47,6 +47,7 @@ from tugline.types import (
     Task,
 )
 from tugline.types import CallOutcome as End
+from tugline.web.engine_http import EngineHttp
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 ROUTE_NAMES = ("generate", "completions", "chat")
@@ -95,8 +96,8 @@ class Bench:
 
     async def running(self) -> int:
         """Requests on the engine."""
-        async with Direct(self.served.url) as engine:
-            count = await engine.running()
+        async with EngineHttp(self.served.url) as engine:
+            count = await count_running(engine)
         assert count is not None
         return count
 
@@ -188,7 +189,7 @@ async def test_the_doctor_finds_what_each_engine_is(served: Served) -> None:
     assert report.mode is Mode.EXACT
     assert report.sound
     assert report.logprob_meaning is meanings.get(served.name, LogprobMeaning.PROCESSED)
-    assert [check for check in report.checks if check.outcome is not Outcome.PASS] == []
+    assert [check for check in report.checks if check.outcome is not CheckOutcome.PASS] == []
     assert report.wire(Mode.OBSERVED).mode is Mode.OBSERVED
     flags = " ".join(report.advice)
     assert ("--logprobs-mode processed_logprobs" in flags) is (served.name == "vllm")

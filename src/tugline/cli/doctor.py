@@ -21,13 +21,13 @@ from rich.table import Table
 from tugline.cli.options import Folder, Server, Token, connect
 from tugline.client.health import HealthCheck, examine
 from tugline.errors import UsageError
-from tugline.gateway.probe.diagnosis import Outcome, Report
-from tugline.gateway.probe.probe import probe
+from tugline.gateway.engine_report import CheckOutcome, Report
+from tugline.gateway.probe import probe
 from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime
 from tugline.types import Mode
 
-_COLOUR = {Outcome.PASS: "green", Outcome.FAIL: "red", Outcome.UNKNOWN: "yellow"}
+_COLOUR = {CheckOutcome.PASS: "green", CheckOutcome.FAIL: "red", CheckOutcome.UNKNOWN: "yellow"}
 
 
 def doctor(  # noqa: PLR0913 - each is a flag
@@ -63,7 +63,7 @@ def doctor(  # noqa: PLR0913 - each is a flag
     except UsageError as error:
         refusal = str(error)
     if as_json:
-        typer.echo(msgspec.json.encode(report.told() | {"refused": refusal or None}))
+        typer.echo(msgspec.json.encode(report.to_dict() | {"refused": refusal or None}))
     else:
         _show(report, refusal)
     if refusal:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tugline import log
 from tugline.errors import UsageError
-from tugline.gateway.probe.connect import connect
+from tugline.gateway.probe import connect
 from tugline.recording.folder import RUNS, locate
 from tugline.replay.matching import Difference
 from tugline.replay.run import Options, RecordedSession, Report, fork

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
@@ -36,7 +35,7 @@ from tugline.gateway.asgi import Http, Message, Receive, Send, lifespan
 from tugline.gateway.completion import Completion
 from tugline.gateway.engine import EngineContext
 from tugline.gateway.policy import contract_for
-from tugline.gateway.replicas import ModelCard, TokenSource
+from tugline.gateway.replicas import TokenSource
 from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions
 from tugline.gateway.settings import DEFAULTS, Settings
 from tugline.gateway.transcript import Transcript
@@ -45,6 +44,7 @@ from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import EventKind, Result, truncate
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
+from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
 
 _RETRY = "x-stainless-retry-count"
@@ -121,12 +121,7 @@ class Gateway:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         await self._stack.aclose()
 
     # ----------------------------------------------------------------------- for a node

@@ -14,12 +14,13 @@ from tugline.chat.request import ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import ContextOverflow, EngineError, Unsupported
 from tugline.gateway.policy import check_request
-from tugline.gateway.replicas import ModelCard, TokenSource
+from tugline.gateway.replicas import TokenSource
 from tugline.gateway.settings import DEFAULTS, Settings
 from tugline.histogram import MOMENTS, Distribution
 from tugline.recording.folder import save_tokenizer
 from tugline.recording.records import Header
 from tugline.types import Call, Mode, Session, Task
+from tugline.web.engine_http import ModelCard
 
 
 @dataclass(slots=True)

@@ -13,36 +13,20 @@ import contextlib
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
 from typing import Self
 
 import aiohttp
-import msgspec
 
 from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Post
 from tugline.errors import EngineError, TuglineError, UsageError
 from tugline.gateway.settings import DEFAULTS, Settings
+from tugline.web.engine_http import ModelCard, fetch_card
 from tugline.web.sse import read_payloads
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 _log = log.get("gateway.replicas")
-
-
-class ModelCard(msgspec.Struct, frozen=True):
-    """One model as ``/v1/models`` lists it."""
-
-    id: str
-    max_model_len: int = 0
-    """Context window in tokens; 0 where the engine does not say."""
-    owned_by: str = ""
-
-
-class ModelList(msgspec.Struct):
-    """Body of ``/v1/models``."""
-
-    data: list[ModelCard]
 
 
 class Replica:
@@ -80,12 +64,7 @@ class TokenSource(ABC):
     async def __aenter__(self) -> Self: ...
 
     @abstractmethod
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *_exc: object) -> None: ...
 
     @abstractmethod
     async def model(self) -> ModelCard:
@@ -147,12 +126,7 @@ class Upstream(TokenSource):
         self._probes = asyncio.create_task(self._probe_ejected(), name="probe-replicas")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         if self._probes is not None:
             self._probes.cancel()
             await asyncio.wait({self._probes})
@@ -248,34 +222,14 @@ class Upstream(TokenSource):
             raise EngineError(msg)
 
     async def _fetch_card(self, replica: Replica) -> ModelCard:
-        try:
-            async with (
-                asyncio.timeout(self._settings.probe_timeout_s),
-                self._session.get(f"{replica.url}/v1/models") as response,
-            ):
-                body = await response.read()
-                if response.status != 200:
-                    raise self.wire.parse_error(response.status, body, None)
-                cards = msgspec.json.decode(body, type=ModelList).data
-                return [card for card in cards if self.name in {None, card.id}][0]  # noqa: RUF015
-        except EngineError:
-            raise
-        except (
-            aiohttp.ClientError,
-            TimeoutError,
-            msgspec.DecodeError,
-            IndexError,
-            TuglineError,
-        ) as error:
-            reason = str(error) or type(error).__name__
-            msg = f"no usable engine at {replica.url}: {reason}; start it or correct its address"
-            raise EngineError(msg) from error
+        timeout_s = self._settings.probe_timeout_s
+        return await fetch_card(self._session, replica.url, self.name, timeout_s)
 
     async def _probe_ejected(self) -> None:
         while True:
             await asyncio.sleep(self._settings.probe_every_s)
             for replica in [r for r in self.replicas if r.ejected]:
-                with contextlib.suppress(EngineError):
+                with contextlib.suppress(TuglineError):
                     await self._fetch_card(replica)
                     replica.mark_healthy()
 

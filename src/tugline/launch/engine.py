@@ -17,7 +17,7 @@ from tugline.chat.templates.base import CONFIGS
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import EngineError, UsageError
-from tugline.gateway.probe.connect import connect
+from tugline.gateway.probe import connect
 from tugline.gateway.replicas import Upstream
 from tugline.inference.base import GenerationEngine
 from tugline.inference.load import load

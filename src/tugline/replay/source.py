@@ -13,7 +13,6 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -25,7 +24,7 @@ from tugline.chat.request import Request
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import BudgetExhausted
 from tugline.gateway.canonical import MessageDigest
-from tugline.gateway.replicas import ModelCard, Replica, TokenSource
+from tugline.gateway.replicas import Replica, TokenSource
 from tugline.recording.records import Header
 from tugline.replay.matching import (
     Difference,
@@ -38,6 +37,7 @@ from tugline.replay.matching import (
 )
 from tugline.replay.normalizer import Normalizer
 from tugline.types import Call, Message, Mode, shared_prefix
+from tugline.web.engine_http import ModelCard
 
 _DELTA_TOKENS = 16
 _NOT_IN_ANSWERS = frozenset({"time", "duration", "order"})
@@ -154,14 +154,9 @@ class RecordedSource(TokenSource):
             await self._live.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         if self._live is not None:
-            await self._live.__aexit__(kind, error, trace)
+            await self._live.__aexit__(*exc)
 
     async def model(self) -> ModelCard:
         """Return the engine's model, or the recorded one."""

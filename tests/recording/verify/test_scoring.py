@@ -164,6 +164,6 @@ async def test_an_engine_that_cannot_score_says_so(tmp_path: Path) -> None:
         async with connect_scorer(url) as scorer:
             with pytest.raises(EngineError, match="prompt_logprobs=0 cannot be served"):
                 await verify_logprobs(found, recording, scorer)
-    with pytest.raises(EngineError, match="no engine answers at"):
+    with pytest.raises(EngineError, match="no usable engine at"):
         async with connect_scorer("http://127.0.0.1:9"):
             pass

@@ -19,10 +19,10 @@ import numpy as np
 from tugline.chat.engines.base import parse_engine_error, parse_version
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError
-from tugline.gateway.probe.direct import Card, Direct
 from tugline.recording.verify.report import CallReport
 from tugline.traces.base import build_chains
 from tugline.types import Call, Ids, LogprobMeaning, Logprobs
+from tugline.web.engine_http import EngineHttp, ModelCard
 
 T = TypeVar("T")
 _OWNERS = {"tugline": "/v1/models", "vllm": "/weight_info", "sglang": "/model_info"}
@@ -53,8 +53,8 @@ class _Generated(msgspec.Struct):
 class Scorer:
     """An engine that computes log probabilities of given ids; see `connect_scorer`."""
 
-    direct: Direct
-    card: Card
+    engine: EngineHttp
+    card: ModelCard
     version: int | None
     """Of its weights; None if not reported."""
     max_ids: int | None
@@ -108,14 +108,11 @@ class Scorer:
 
     async def _post(self, path: str, before: bytes, ids: Ids, body: dict[str, Any]) -> bytes:
         data = TokenSequence(ids).to_json(before, b"]," + msgspec.json.encode(body)[1:])
-        headers = {"content-type": "application/json"}
         try:
-            async with self.direct.client.post(
-                self.direct.url + path, data=data, headers=headers
-            ) as response:
+            async with self.engine.post(path, data) as response:
                 raw = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            msg = f"the engine at {self.direct.url} was lost: {error or type(error).__name__}"
+            msg = f"the engine at {self.engine.url} was lost: {error or type(error).__name__}"
             raise EngineError(msg) from error
         if response.status != 200:
             raise parse_engine_error(response.status, raw, None)
@@ -125,28 +122,28 @@ class Scorer:
 @asynccontextmanager
 async def connect_scorer(url: str) -> AsyncIterator[Scorer]:
     """Connect to the engine at `url`. Raises `EngineError` if it is not there or cannot score."""
-    async with Direct(url) as direct:
-        card = await direct.card(None)
+    async with EngineHttp(url) as engine:
+        card = await engine.card(None)
         if card.owned_by not in _OWNERS:
             msg = (
                 f"{url} is not vLLM, SGLang or the embedded engine, so it cannot recompute logprobs"
             )
             raise EngineError(msg)
-        facts = await direct.facts(_OWNERS[card.owned_by])
+        facts = await engine.get_object(_OWNERS[card.owned_by])
         facts = facts["data"][0] if card.owned_by == "tugline" else facts
         version = facts.get("weight_version")
         yield Scorer(
-            direct,
+            engine,
             card,
             version=None if version is None else parse_version(str(version)),
-            max_ids=await _read_max_ids(direct, card),
+            max_ids=await _read_max_ids(engine, card),
         )
 
 
-async def _read_max_ids(direct: Direct, card: Card) -> int | None:
+async def _read_max_ids(engine: EngineHttp, card: ModelCard) -> int | None:
     """Engines reserve one id for the answer, SGLang a few; the bound it reports is one too many."""
     if card.owned_by == "sglang":
-        bound = (await direct.facts("/server_info")).get("max_req_input_len")
+        bound = (await engine.get_object("/server_info")).get("max_req_input_len")
         if isinstance(bound, int):
             return bound - 1
     return card.max_model_len - 1 if card.max_model_len else None

@@ -1,4 +1,4 @@
-"""What was found out about an engine, and the ways of asking it that follow from it."""
+"""Routes of every kind of engine, and the result of probing one."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from tugline.types import LogprobMeaning, Mode
 
 
 class Route(NamedTuple):
-    """One way to ask an engine, and what opens it where it is closed."""
+    """One way to ask an engine."""
 
     mode: Mode
     make: Callable[[LogprobMeaning], EngineFormat]
     advice: str
+    """What opens the route where it is closed."""
 
 
-_PARSERS = (
-    "start it with --enable-auto-tool-choice --tool-call-parser NAME (and --reasoning-parser)"
-)
-_TEXT = Route(Mode.TEXT, lambda _meaning: TextChat(), "give it a chat template")
+_TEXT = Route(Mode.TEXT, lambda _: TextChat(), "give it a chat template")
+_PARSERS = "start it with --enable-auto-tool-choice --tool-call-parser NAME"
 ROUTES: dict[str, dict[str, Route]] = {
     "embedded": {
-        "generate": Route(Mode.EXACT, lambda _meaning: Embedded(), "this is no engine of ours"),
+        "generate": Route(Mode.EXACT, lambda _: Embedded(), "this is no engine of ours"),
     },
     "vllm": {
         "generate": Route(Mode.EXACT, VllmGenerate, "start vLLM with --enable-scale-out"),
         "completions": Route(Mode.EXACT, VllmCompletions, "upgrade to vLLM 0.10.2 or later"),
-        "chat": Route(Mode.OBSERVED, VllmChat, _PARSERS),
+        "chat": Route(Mode.OBSERVED, VllmChat, f"{_PARSERS} (and --reasoning-parser)"),
         "text": _TEXT,
     },
     "sglang": {
@@ -51,28 +50,28 @@ ROUTES: dict[str, dict[str, Route]] = {
         "text": _TEXT,
     },
 }
-"""Of each kind of engine its routes, the best first."""
+"""Routes by kind of engine, the best first."""
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """How a check ended."""
 
     PASS = "pass"  # noqa: S105 - a verdict
     FAIL = "fail"
     UNKNOWN = "unknown"
-    """It could not be found out."""
+    """It could not be determined."""
 
 
 class Check(msgspec.Struct, frozen=True):
     """One thing that was tried."""
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     detail: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is, which modes are sound on it, and what to change."""
+    """What an engine supports, and what to change."""
 
     url: str
     engine: str
@@ -90,20 +89,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mode(self) -> Mode | None:
-        """The best sound mode; None if nothing works."""
+        """The best mode that works; None if nothing does."""
         return next(iter(self.routes.values()), None)
 
     @property
     def sound(self) -> bool:
-        """Whether what it samples can be trained on."""
+        """Whether its samples have token ids."""
         return self.mode in {Mode.EXACT, Mode.OBSERVED}
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As plain data, with the verdict."""
         return {**msgspec.structs.asdict(self), "mode": self.mode, "sound": self.sound}
 
     def wire(self, mode: Mode | None = None) -> EngineFormat:
-        """The format to use, for `mode` or the best. Raises `UsageError` if it is not sound."""
+        """The format to use, for `mode` or the best. Raises `UsageError` if it does not work."""
         for name, found in self.routes.items():
             if found is mode or (mode is None and found is not Mode.TEXT):
                 route = ROUTES[self.engine][name]

@@ -1,4 +1,4 @@
-"""The doctor in front of engines that do well, and of a stub that errs in one way at a time."""
+"""The probe before engines that do well, and before a stub with one fault at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tiny import rendering
+from rig import RENDERING, says
 from tugline.errors import EngineError, UsageError
-from tugline.gateway.probe.diagnosis import Outcome, Report
-from tugline.gateway.probe.probe import probe
+from tugline.gateway.app import Gateway
+from tugline.gateway.engine_report import CheckOutcome, Report
+from tugline.gateway.probe import connect, probe
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Ids, LogprobMeaning, Mode
@@ -164,7 +165,7 @@ async def examine(stub: Stub) -> Report:
         return await probe(url)
 
 
-def outcomes(report: Report) -> dict[str, Outcome]:
+def outcomes(report: Report) -> dict[str, CheckOutcome]:
     """Checks by name."""
     return {check.name: check.outcome for check in report.checks}
 
@@ -172,12 +173,11 @@ def outcomes(report: Report) -> dict[str, Outcome]:
 # --------------------------------------------------------------------------- engines that do well
 async def test_the_scripted_engine_is_sound() -> None:
     """Exact mode, hang-ups noticed, overflow told; certain tokens tell no meaning."""
-    made = rendering()
 
     def reply(_prompt: Ids, _request: str) -> Reply:
-        return Reply(made.tokenizer.encode("word " * 60 + "<|im_end|>"), delay_s=0.002)
+        return Reply(RENDERING.tokenizer.encode("word " * 60 + "<|im_end|>"), delay_s=0.002)
 
-    engine = ScriptedEngine(reply, vocab_size=made.tokenizer.size, max_model_len=2048)
+    engine = ScriptedEngine(reply, vocab_size=RENDERING.tokenizer.size, max_model_len=2048)
     app = create_app(engine, model_name="scripted")
     async with serve(app) as url:
         report = await probe(f"{url}/v1", "scripted")
@@ -185,8 +185,8 @@ async def test_the_scripted_engine_is_sound() -> None:
     assert list(report.routes.items()) == [("generate", Mode.EXACT)]
     assert report.advice == ()
     found = outcomes(report)
-    assert found.pop("logprobs") is Outcome.UNKNOWN
-    assert set(found.values()) == {Outcome.PASS}
+    assert found.pop("logprobs") is CheckOutcome.UNKNOWN
+    assert set(found.values()) == {CheckOutcome.PASS}
     assert report.wire().mode is Mode.EXACT
     with pytest.raises(UsageError, match="no sound text mode"):
         report.wire(Mode.TEXT)
@@ -212,7 +212,7 @@ async def test_an_engine_that_drops_ids_is_refused() -> None:
     with pytest.raises(UsageError, match="--enable-scale-out"):
         report.wire()
     assert report.wire(Mode.TEXT).mode is Mode.TEXT
-    assert outcomes(report)["chat: stream"] is Outcome.FAIL
+    assert outcomes(report)["chat: stream"] is CheckOutcome.FAIL
 
 
 async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
@@ -229,8 +229,8 @@ async def test_without_a_tool_parser_observed_mode_is_not_sound() -> None:
 )
 async def test_other_faults_are_told(fault: dict[str, Any], check: str) -> None:
     """An engine that works on for nobody, and one that hides that a prompt is too long."""
-    assert outcomes(await examine(Stub(**fault)))[check] is Outcome.FAIL
-    assert outcomes(await examine(Stub()))[check] is Outcome.PASS
+    assert outcomes(await examine(Stub(**fault)))[check] is CheckOutcome.FAIL
+    assert outcomes(await examine(Stub()))[check] is CheckOutcome.PASS
 
 
 async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
@@ -243,11 +243,51 @@ async def test_an_unknown_server_is_asked_for_what_all_have() -> None:
 
 async def test_nothing_there_is_one_clear_error() -> None:
     """No engine, and no such model."""
-    with pytest.raises(EngineError, match="no engine answers at"):
+    with pytest.raises(EngineError, match="no usable engine at"):
         await probe("http://127.0.0.1:9")
     async with served(Stub()) as url:
         with pytest.raises(UsageError, match="serves no model 'x'; it serves m"):
             await probe(url, "x")
+
+
+# --------------------------------------------------------------------------- connecting
+def engine(window: int = 4096) -> ScriptedEngine:
+    """One that answers anything."""
+    play = says("word " * 60, delay_s=0.002)
+    return ScriptedEngine(play, vocab_size=RENDERING.tokenizer.size, max_model_len=window)
+
+
+async def test_a_sound_engine_is_connected_in_its_best_mode(tmp_path: Path) -> None:
+    """What the probe found is what the gateway then uses."""
+    app = create_app(engine(), model_name="scripted")
+    async with serve(app) as one, serve(create_app(engine(), model_name="scripted")) as other:
+        upstream = await connect([one, other])
+        assert upstream.wire.mode is Mode.EXACT
+        async with Gateway(upstream, RENDERING, tmp_path) as gateway:
+            assert gateway.card.id == "scripted"
+
+
+async def test_replicas_that_differ_are_refused() -> None:
+    """A conversation must be able to go on on another replica."""
+    apps = [create_app(engine(window), model_name="scripted") for window in (4096, 2048)]
+    async with serve(apps[0]) as one, serve(apps[1]) as other:
+        with pytest.raises(UsageError, match=r"window is 4096 at .* and 2048 at "):
+            await connect([one, other])
+
+
+async def test_a_wanted_mode_that_is_not_sound_is_refused() -> None:
+    """An engine without a tokenizer cannot render."""
+    async with serve(create_app(engine(), model_name="scripted")) as url:
+        with pytest.raises(UsageError, match="no sound observed mode"):
+            await connect([url], mode=Mode.OBSERVED)
+
+
+async def test_no_engine_is_an_error_at_once() -> None:
+    """The address is named."""
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
+        await connect(["http://127.0.0.1:9"])
+    with pytest.raises(UsageError, match="at least one address"):
+        await connect([])
 
 
 # --------------------------------------------------------------------------- the command

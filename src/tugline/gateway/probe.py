@@ -1,0 +1,400 @@
+"""Probe a running engine: which modes work, what its logprobs mean, and what to change.
+
+Versions are not trusted. Every route is tried whole and streamed, with tools where the engine
+renders; the meaning of logprobs is measured; a request is left alone to see whether the engine
+drops it. A node runs the same probe when it starts, so an engine that loses token ids is refused
+before the first session (I1, I2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from tugline import log
+from tugline.chat.engines.base import NO_IDS, Delta, EngineFormat, EngineRequest
+from tugline.chat.tokens import TokenSequence
+from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
+from tugline.gateway.engine_report import ROUTES, Check, CheckOutcome, Report
+from tugline.gateway.replicas import Upstream
+from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
+from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
+from tugline.web.sse import read_payloads
+
+_ABORT_WITHIN_S = 2.0
+"""How soon a request without a client must be off the engine."""
+_TALK = (Message(Role.USER, "Please say in two sentences what you see, then stop."),)
+_WORK = (Message(Role.USER, "Read the file notes.txt and tell me what it says."),)
+_TOOL = Tool(
+    "read",
+    "Read a file.",
+    {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+)
+_ANY_IDS = np.arange(10, 42, dtype=np.int32)
+"""A prompt for engines that report none of theirs; every vocabulary has these."""
+_COOL = 0.05
+"""Nearly greedy: the likeliest token's processed logprob is about 0, its raw one unchanged."""
+_MIN_LOGPROB = 0.1
+"""A logprob closer to 0 does not distinguish raw from processed, in nats."""
+_MIN_SHIFT = 0.15
+"""Share by which processed logprobs shift at least; raw ones in half precision shift by 0.03."""
+_MIN_TOKENS = 4
+"""Distinguishing tokens that are enough; a confident model yields few per request."""
+_CONTROL = "pause, reload and resume over HTTP"
+_FAULTS = (aiohttp.ClientError, TimeoutError, TuglineError)
+_RUNNING = re.compile(
+    rb"^\w+:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE
+)
+
+_log = log.get("gateway.probe")
+
+
+async def probe(url: str, model: str | None = None) -> Report:
+    """Probe the engine at `url`. Raises `EngineError` if it does not answer at all."""
+    async with EngineHttp(url) as engine:
+        return await _Probe(engine, await engine.card(model)).run()
+
+
+async def connect(
+    urls: Sequence[str], *, mode: Mode | None = None, model: str | None = None
+) -> Upstream:
+    """Probe the replicas at `urls`, and use them in `mode` or the best that works.
+
+    Raises `EngineError` if one does not answer, `UsageError` naming the flag to add if the mode
+    does not work, the models there are if it is none of them, or what differs between replicas.
+    """
+    reports = await asyncio.gather(*(probe(url, model) for url in urls))
+    if not reports:
+        msg = "an engine needs at least one address, such as http://127.0.0.1:8000"
+        raise UsageError(msg)
+    first, wires = reports[0], [report.wire(mode) for report in reports]
+    for report in reports[1:]:
+        for field in ("engine", "model", "window", "logprob_meaning"):
+            left, right = getattr(first, field), getattr(report, field)
+            if left != right:
+                where = f"{left} at {first.url} and {right} at {report.url}"
+                msg = f"replicas must be alike: {field} is {where}"
+                raise UsageError(msg)
+    for report, wire in zip(reports, wires, strict=True):
+        _log.info("engine", url=report.url, engine=wire.name, mode=wire.mode, model=report.model)
+    card = ModelCard(first.model, first.window)
+    return Upstream(urls, wires[0], model=card.id, card=card)
+
+
+# --------------------------------------------------------------------------- requests
+@dataclass(slots=True)
+class SampledReply:
+    """Everything that one request returned."""
+
+    deltas: list[Delta]
+    events: int = 0
+
+    @property
+    def ids(self) -> Ids:
+        """All sampled ids."""
+        return np.concatenate([NO_IDS, *(delta.ids for delta in self.deltas)])
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One number for each id."""
+        return [float(value) for delta in self.deltas for value in delta.logprobs]
+
+    @property
+    def unreported_tokens(self) -> int:
+        """Sampled tokens without an id."""
+        return sum(delta.unreported_tokens for delta in self.deltas)
+
+    @property
+    def prompt(self) -> bytes | None:
+        """The prompt's ids as the engine wrote them."""
+        return next((delta.prompt for delta in self.deltas if delta.prompt is not None), None)
+
+
+async def sample(engine: EngineHttp, wire: EngineFormat, request: EngineRequest) -> SampledReply:
+    """Sample once. Raises the engine's error, or `EngineError` for a malformed reply."""
+    post, reader, reply = wire.build_request(request), wire.make_reader(request), SampledReply([])
+    async with engine.post(post.path, post.body, post.headers) as response:
+        if response.status != 200:
+            raise wire.parse_error(response.status, await response.read(), None)
+        if not request.stream:
+            reply.deltas = reader.read_body(await response.read())
+        else:
+            async for payloads in read_payloads(response.content):
+                reply.events += len(payloads)
+                reply.deltas += reader.read_events(payloads)
+    if not any(delta.finish for delta in reply.deltas):
+        msg = "the reply has no finish reason"
+        raise EngineError(msg)
+    return reply
+
+
+async def _hang_up(engine: EngineHttp, wire: EngineFormat, request: EngineRequest) -> int:
+    """Begin a streamed answer and leave after four events or more; returns their number."""
+    post, events = wire.build_request(request), 0
+    async with engine.post(post.path, post.body, post.headers) as response:
+        async for payloads in read_payloads(response.content):
+            events += len(payloads)
+            if events >= 4:
+                response.close()
+                break
+    return events
+
+
+async def count_running(engine: EngineHttp) -> int | None:
+    """Requests on the engine; None if it does not say."""
+    if found := _RUNNING.findall(await engine.get("/metrics")):
+        return int(sum(map(float, found)))
+    loads = (await engine.get_object("/v1/loads")).get("loads")
+    if isinstance(loads, list):
+        return sum(int(load["num_running_reqs"] + load["num_waiting_reqs"]) for load in loads)
+    return None
+
+
+# --------------------------------------------------------------------------- checks
+class _Probe:
+    """One examination."""
+
+    def __init__(self, engine: EngineHttp, card: ModelCard) -> None:
+        self._engine, self._card = engine, card
+        self._checks: list[Check] = []
+        self._advice: list[str] = []
+        self._prompt = _ANY_IDS
+        self._number = 0
+
+    async def run(self) -> Report:
+        """Run all checks, in the order of the report."""
+        kind, version = await self._identify()
+        window = self._card.max_model_len
+        self._note("window", bool(window) or None, f"{window} tokens" if window else "not reported")
+        await self._learn_prompt(kind)
+        working: dict[str, Mode] = {}
+        for name, route in ROUTES[kind].items():
+            if await self._check_route(name, route.make(LogprobMeaning.RAW)):
+                working[name] = route.mode
+            elif route.mode is not Mode.TEXT:
+                self._advice.append(f"{name}: {route.advice}")
+        meaning = None
+        if working:
+            wire = ROUTES[kind][next(iter(working))].make(LogprobMeaning.RAW)
+            await self._check_abort(wire)
+            await self._check_overflow(wire)
+            meaning = await self._measure_logprobs(wire)
+        await self._check_control(kind, meaning)
+        return Report(
+            url=self._engine.url,
+            engine=kind,
+            version=version,
+            model=self._card.id,
+            window=window,
+            routes=working,
+            logprob_meaning=meaning,
+            checks=tuple(self._checks),
+            advice=tuple(self._advice),
+        )
+
+    async def _identify(self) -> tuple[str, str]:
+        owners = {"tugline": "embedded", "vllm": "vllm", "sglang": "sglang"}
+        kind = owners.get(self._card.owned_by, "openai")
+        path = {"vllm": "/version", "sglang": "/v1/loads"}.get(kind)
+        facts = await self._engine.get_object(path) if path else {}
+        return kind, str(facts.get("version", ""))
+
+    async def _learn_prompt(self, kind: str) -> None:
+        """Get the ids of a real conversation, so that token-in is tried with a sensible prompt."""
+        chat = ROUTES[kind].get("chat")
+        if chat is None:
+            return
+        with contextlib.suppress(*_FAULTS):
+            answer = await self._sample(chat.make(LogprobMeaning.RAW), 1, stream=False)
+            if answer.prompt is not None:
+                ids = msgspec.json.decode(answer.prompt, type=list[int])
+                self._prompt = np.array(ids, np.int32)
+
+    def _request(
+        self, wire: EngineFormat, count: int, *, stream: bool, **fields: Any
+    ) -> EngineRequest:
+        self._number += 1
+        exact = wire.mode is Mode.EXACT
+        default: dict[str, Any] = {
+            "model": self._card.id,
+            "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=count),
+            "request_id": f"probe-{time.time_ns()}-{self._number}",
+            "stream": stream,
+            "prompt": TokenSequence(self._prompt) if exact else None,
+            "messages": () if exact else _TALK,
+        }
+        return EngineRequest(**(default | fields))
+
+    async def _sample(
+        self, wire: EngineFormat, count: int, *, stream: bool, **fields: Any
+    ) -> SampledReply:
+        request = self._request(wire, count, stream=stream, **fields)
+        return await sample(self._engine, wire, request)
+
+    async def _check_route(self, name: str, wire: EngineFormat) -> bool:
+        """Whether a route gives complete answers, whole and streamed, and with tools."""
+        tries: list[tuple[str, int, dict[str, Any]]] = [("", 24, {})]
+        if wire.mode is Mode.OBSERVED:
+            tries.append((", tools", 160, {"messages": _WORK, "tools": (_TOOL,)}))
+        passed = True
+        for suffix, count, fields in tries:
+            for stream in (False, True):
+                label = f"{name}: {'stream' if stream else 'whole'}{suffix}"
+                answer = self._sample(wire, count, stream=stream, **fields)
+                passed = await self._try(label, self._check_complete(wire, answer)) and passed
+        return passed
+
+    async def _check_complete(self, wire: EngineFormat, sampling: Awaitable[SampledReply]) -> str:
+        answer = await sampling
+        ids, logprobs, missing = len(answer.ids), len(answer.logprobs), answer.unreported_tokens
+        if wire.mode is Mode.TEXT:
+            return f"about {missing} tokens, none of which can be trained on"
+        if not ids or ids != logprobs or missing:
+            msg = f"{ids} token ids, {logprobs} logprobs and {missing} tokens without ids"
+            raise EngineError(msg)
+        if wire.mode is Mode.OBSERVED and answer.prompt is None:
+            msg = "the prompt's ids are not reported"
+            raise EngineError(msg)
+        versioned = any(delta.spans or delta.version is not None for delta in answer.deltas)
+        versions = "with weight versions" if versioned else "weight versions as announced"
+        events = f" in {answer.events} events" if answer.events else ""
+        return f"{ids} ids and logprobs{events}, {versions}"
+
+    async def _check_abort(self, wire: EngineFormat) -> None:
+        """Hang up in the middle of a long answer, and see the engine drop it."""
+        if await count_running(self._engine) is not None:
+            await self._try("abort", self._measure_abort(wire))
+        else:
+            self._note("abort", None, "the engine does not report what is running")
+
+    async def _measure_abort(self, wire: EngineFormat) -> str:
+        before = await count_running(self._engine) or 0
+        window = self._card.max_model_len or 4096
+        long = max(64, min(4096, window - 2 * len(self._prompt) - 64))
+        request = self._request(wire, long, stream=True)
+        events = await _hang_up(self._engine, wire, request)
+        left = time.monotonic()
+        await asyncio.sleep(_ABORT_WITHIN_S / 4)
+        while (await count_running(self._engine) or 0) > before:
+            if time.monotonic() - left > _ABORT_WITHIN_S:
+                msg = f"a request still runs {_ABORT_WITHIN_S:g} s after its client hung up"
+                raise EngineError(msg)
+            await asyncio.sleep(0.05)
+        return f"off the engine within {time.monotonic() - left:.1f} s, left after {events} events"
+
+    async def _check_overflow(self, wire: EngineFormat) -> None:
+        """A prompt beyond the window must be refused as such, since harnesses compact on it."""
+        if window := self._card.max_model_len:
+            await self._try("context overflow", self._provoke_overflow(wire, window))
+        else:
+            self._note("context overflow", None, "the window is not known")
+
+    async def _provoke_overflow(self, wire: EngineFormat, window: int) -> str:
+        fields: dict[str, Any] = {"messages": (Message(Role.USER, "word " * (window + 64)),)}
+        if wire.mode is Mode.EXACT:
+            ids = np.full(window + 64, self._prompt[-1], np.int32)
+            fields = {"prompt": TokenSequence(ids)}
+        try:
+            await self._sample(wire, 1, stream=True, **fields)
+        except ContextOverflow as error:
+            return f"reported as such: {str(error).partition('. ')[0]}"
+        msg = "a prompt beyond the window was answered"
+        raise EngineError(msg)
+
+    # ----------------------------------------------------------------------- logprobs
+    async def _measure_logprobs(self, wire: EngineFormat) -> LogprobMeaning | None:
+        """Whether logprobs at a low temperature are those of temperature 1."""
+        if wire.mode is Mode.TEXT:
+            return None
+        pairs: list[tuple[float, float]] = []
+        try:
+            for _ in range(3):
+                both = await self._sample_at_both_temperatures(wire)
+                pairs += [(warm, cool) for warm, cool in both if warm < -_MIN_LOGPROB]
+                if len(pairs) >= _MIN_TOKENS:
+                    break
+        except _FAULTS as error:
+            self._note("logprobs", False, str(error) or type(error).__name__)
+            return None
+        if not pairs:
+            self._note("logprobs", None, "the model was too certain to tell raw from processed")
+            return None
+        shift = sum(abs(cool - warm) for warm, cool in pairs) / -sum(warm for warm, _ in pairs)
+        raw = shift < _MIN_SHIFT
+        detail = "before temperature (raw)" if raw else "after temperature (processed)"
+        counted = f"{len(pairs)} tokens sampled at both {_COOL} and 1 moved by {shift:.0%}"
+        self._note("logprobs", True, f"{detail}: {counted}")
+        return LogprobMeaning.RAW if raw else LogprobMeaning.PROCESSED
+
+    async def _sample_at_both_temperatures(self, wire: EngineFormat) -> list[tuple[float, float]]:
+        """Logprobs of tokens that were sampled in one context at temperature 1 and at `_COOL`."""
+        contexts: list[dict[str, Any]] = [{}]
+        if wire.mode is Mode.EXACT:
+            ids = (await self._sample(wire, 24, stream=False)).ids
+            fronts = [np.concatenate((self._prompt, ids[:n])) for n in range(0, len(ids), 2)]
+            contexts = [{"prompt": TokenSequence(front)} for front in fronts]
+        pairs: list[tuple[float, float]] = []
+        for context in contexts:
+            warm, cool = [await self._sample_tokens(wire, t, context) for t in (1.0, _COOL)]
+            pairs += [(warm[token], cool[token]) for token in warm.keys() & cool.keys()]
+        return pairs
+
+    async def _sample_tokens(
+        self, wire: EngineFormat, temperature: float, context: dict[str, Any]
+    ) -> dict[int, float]:
+        """Logprobs of eight single tokens, by id."""
+        sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, max_tokens=1)
+        fields = {**context, "sampling": sampling}
+        samples = (self._sample(wire, 1, stream=False, **fields) for _ in range(8))
+        answers = await asyncio.gather(*samples)
+        return {int(a.ids[0]): a.logprobs[0] for a in answers if len(a.ids)}
+
+    # ----------------------------------------------------------------------- the rest
+    async def _check_control(self, kind: str, meaning: LogprobMeaning | None) -> None:
+        """Whether weights can be swapped over HTTP, and which flags are worth setting."""
+        if kind == "vllm":
+            control = bool(await self._engine.get("/is_paused"))
+            self._note("weight control", control, _CONTROL)
+            if not control:
+                self._advice.append("weights: start vLLM with VLLM_SERVER_DEV_MODE=1 to swap them")
+            if meaning is LogprobMeaning.RAW:
+                self._advice.append(
+                    "logprobs: start vLLM with --logprobs-mode processed_logprobs unless every task"
+                    " samples at temperature 1, top_p 1 and without top_k"
+                )
+        if kind == "sglang":
+            info = await self._engine.get_object("/server_info")
+            self._note("weight control", bool(info), _CONTROL)
+            if info.get("incremental_streaming_output") is False:
+                self._advice.append(
+                    "streams: start SGLang with --incremental-streaming-output; without it each "
+                    "event repeats the whole answer"
+                )
+            if meaning is LogprobMeaning.PROCESSED:
+                self._advice.append(
+                    "logprobs: they are after temperature but before top_p and top_k; leave those "
+                    "off, or set SGLANG_RETURN_ORIGINAL_LOGPROB=1 for raw ones"
+                )
+
+    async def _try(self, name: str, work: Awaitable[str]) -> bool:
+        """Note how `work` ended; its result is the detail."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                self._note(name, True, await work)
+        except _FAULTS as error:
+            self._note(name, False, str(error) or type(error).__name__)
+            return False
+        return True
+
+    def _note(self, name: str, passed: bool | None, detail: str) -> None:  # noqa: FBT001 - a verdict
+        outcomes = {True: CheckOutcome.PASS, False: CheckOutcome.FAIL, None: CheckOutcome.UNKNOWN}
+        self._checks.append(Check(name, outcomes[passed], detail))

@@ -1,0 +1,100 @@
+"""Plain HTTP to one inference engine: which models it serves, and what it reports of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from tugline.errors import EngineError, UsageError
+
+ANSWER_TIMEOUT_S = 120.0
+"""For one whole answer: the first of a fresh engine may take half a minute."""
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One model as ``/v1/models`` lists it."""
+
+    id: str
+    max_model_len: int = 0
+    """Context window in tokens; 0 where the engine does not say."""
+    owned_by: str = ""
+
+
+class _Models(msgspec.Struct):
+    data: list[ModelCard]
+
+
+async def fetch_card(
+    client: aiohttp.ClientSession, url: str, model: str | None, timeout_s: float = ANSWER_TIMEOUT_S
+) -> ModelCard:
+    """The model of this name, or the first. Raises `EngineError` or `UsageError`."""
+    try:
+        async with asyncio.timeout(timeout_s), client.get(f"{url}/v1/models") as response:
+            response.raise_for_status()
+            cards = msgspec.json.decode(await response.read(), type=_Models).data
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        reason = str(error) or type(error).__name__
+        msg = f"no usable engine at {url}/v1/models: {reason}; start it or correct its address"
+        raise EngineError(msg) from error
+    for card in cards:
+        if model in {None, card.id}:
+            return card
+    names = ", ".join(card.id for card in cards) or "none"
+    msg = f"the engine at {url} serves no model {model!r}; it serves {names}"
+    raise UsageError(msg)
+
+
+class EngineHttp:
+    """An engine's address and a connection pool; no retries."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._client: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, connect=10)
+        self._client = aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20)
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    @property
+    def client(self) -> aiohttp.ClientSession:
+        """The pool. Raises `EngineError` outside the block."""
+        if self._client is None:
+            msg = "the engine's connections are not open; enter it with `async with`"
+            raise EngineError(msg)
+        return self._client
+
+    async def card(self, model: str | None) -> ModelCard:
+        """See `fetch_card`."""
+        return await fetch_card(self.client, self.url, model)
+
+    def post(
+        self, path: str, body: bytes, headers: dict[str, str] | None = None
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send JSON; raises aiohttp's errors."""
+        named = {"content-type": "application/json", **(headers or {})}
+        return self.client.post(self.url + path, data=body, headers=named)
+
+    async def get(self, path: str) -> bytes:
+        """A body; empty unless the status is 200."""
+        try:
+            async with self.client.get(self.url + path) as response:
+                return await response.read() if response.status == 200 else b""
+        except (aiohttp.ClientError, TimeoutError):
+            return b""
+
+    async def get_object(self, path: str) -> dict[str, Any]:
+        """A JSON object; empty if there is none."""
+        try:
+            value = msgspec.json.decode(await self.get(path) or b"{}")
+        except msgspec.DecodeError:
+            return {}
+        return value if isinstance(value, dict) else {}
