@@ -94,7 +94,7 @@ def test_damage_is_told_and_salvaged(tmp_path: Path) -> None:
     [
         (["nobody"], 2, "there is no recording 'nobody', and no session of that id below runs/"),
         (["."], 2, "holds no recording (*.rec)"),
-        (["s1", "--engine", "http://127.0.0.1:9"], 1, "no engine answers at http://127.0.0.1:9"),
+        (["s1", "--engine", "http://127.0.0.1:9"], 1, "no usable engine at http://127.0.0.1:9"),
         (["s1", "--tokenizer", "nowhere"], 2, "cannot read the tokenizer nowhere"),
     ],
 )

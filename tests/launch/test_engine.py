@@ -68,7 +68,7 @@ async def test_exact_mode_needs_a_tokenizer() -> None:
 async def test_an_engine_that_never_answers_is_given_up() -> None:
     """After `wait_s`, naming its address."""
     told = EngineSettings(urls=(f"http://127.0.0.1:{free_port()}",), wait_s=0)
-    with pytest.raises(EngineError, match="no engine answers at"):
+    with pytest.raises(EngineError, match="no usable engine at"):
         async with open_engine(told, slots=1):
             pass
 
