@@ -25,7 +25,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.files import packed
+from tugline.sandbox.files import pack_files
 from tugline.sandbox.patch import Patch, PatchLimits, diff_archives
 from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.types import Workspace
@@ -99,7 +99,7 @@ class RemoteSandbox(Sandbox):
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """Remove what is in the way, unpack an archive."""
-        archive = packed(files)
+        archive = pack_files(files)
         await self.call(f"cd {root} && rm -rf -- {shlex.join(files)} && tar -x", archive)
 
     async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:

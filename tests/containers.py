@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tugline.sandbox.container.engine import Docker, Engine, service
-from tugline.sandbox.container.images import find
+from tugline.sandbox.container.engine import Docker, Engine, service_command
+from tugline.sandbox.container.images import find_image
 from tugline.sandbox.container.runtime import Container
 from tugline.sandbox.container.sandbox import DIRECTORY
 
@@ -49,7 +49,7 @@ def serving(folder: Path) -> Iterator[str]:
     path = folder / "podman.sock"
     path.unlink(missing_ok=True)
     with (folder / "log").open("wb") as log:
-        argv = (*service(path), "--time=0")
+        argv = (*service_command(path), "--time=0")
         begun = subprocess.Popen(argv, stdout=log, stderr=log, cwd=folder)
     try:
         until = time.monotonic() + 20
@@ -70,7 +70,7 @@ def container(podman: str) -> Container:
 
 def left(engine: str, directory: Path) -> list[str]:
     """Containers of boxes below `directory`, and mounts there."""
-    found = Engine(engine).blocking(lambda docker: docker.containers.list(all=True))
+    found = Engine(engine).run_blocking(lambda docker: docker.containers.list(all=True))
     places = [one["Labels"].get(DIRECTORY, "") for one in found]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return [one for one in places + mounts if str(directory) in one]
@@ -78,7 +78,7 @@ def left(engine: str, directory: Path) -> list[str]:
 
 def exists(engine: str, image: str) -> bool:
     """Whether the engine has an image."""
-    return Engine(engine).blocking(lambda docker: find(docker, image)) is not None
+    return Engine(engine).run_blocking(lambda docker: find_image(docker, image)) is not None
 
 
 def unbuilt(engine: str, *images: str) -> None:
@@ -86,10 +86,10 @@ def unbuilt(engine: str, *images: str) -> None:
 
     async def remove(docker: Docker) -> None:
         for name in images:
-            if await find(docker, name) is not None:
+            if await find_image(docker, name) is not None:
                 await docker.images.delete(name, force=True)
 
-    Engine(engine).blocking(remove)
+    Engine(engine).run_blocking(remove)
 
 
 def _missing() -> str:

@@ -31,7 +31,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "shell": "tugline.harnesses.shell:Shell",
     },
     "runtime": {
-        "apptainer": "tugline.sandbox.apptainer.runtime:Apptainer",
+        "apptainer": "tugline.sandbox.apptainer:Apptainer",
         "auto": "tugline.sandbox.auto:Auto",
         "bubblewrap": "tugline.sandbox.bubblewrap.runtime:Bubblewrap",
         "container": "tugline.sandbox.container.runtime:Container",

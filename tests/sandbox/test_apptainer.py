@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
-from tugline.sandbox.apptainer.runtime import Apptainer
+from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import HOME, WORKDIR, Mount, SandboxSpec
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.sandbox.workspace.mounts import unmount_all
@@ -243,7 +243,7 @@ async def test_what_a_killed_node_left_is_ended(
     script = f"""if True:
         import asyncio
         from pathlib import Path
-        from tugline.sandbox.apptainer.runtime import Apptainer
+        from tugline.sandbox.apptainer import Apptainer
         from tugline.sandbox.base import SandboxSpec
         from tugline.types import Workspace
         async def main():
@@ -276,7 +276,7 @@ async def test_an_archive_is_made_a_sandbox_directory_once(
     for name in ("one", "two"):
         async with runtime.open(tmp_path / name, place) as box:
             assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
-    made = [path for path in (tmp_path / "cache" / "bases").iterdir() if path.is_dir()]
+    made = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
     assert len(made) == 1
     with pytest.raises(ImageError, match=r"'docker://none' cannot be had: .*no such image"):
         async with runtime.open(

@@ -37,9 +37,9 @@ async def test_without_one_it_says_once_what_is_open(
                 done = await box.run(("sh", "-c", "ulimit -n"), env={}, timeout_s=5)
                 assert done.code == 0
                 assert (box.logs / "agent.log").read_text() == "100\n"
-    assert [entry["event"] for entry in said] == ["no sandbox here"]
+    assert [entry["event"] for entry in said] == ["no isolation here"]
     assert said[0]["ignored"] == ["memory_mb"]
-    assert "apt install bubblewrap" in said[0]["why"]
+    assert "apt install bubblewrap" in said[0]["problem"]
     assert "the network is open" in said[0]["so"]
     assert runtime.list_weaknesses()
     assert runtime.reap(tmp_path) == 0

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import ConfigError, UsageError, WorkspaceError
+from tugline.sandbox.cache import WorkspaceCache
+from tugline.sandbox.local import Local
 from tugline.sandbox.workspace import repos
-from tugline.sandbox.workspace.cache import WorkspaceCache
-from tugline.sandbox.workspace.mounts import mounted
+from tugline.sandbox.workspace.mounts import is_mounted
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 from tugline.types import Workspace
 
@@ -60,7 +61,7 @@ def python(script: str, *argv: str) -> subprocess.Popen[str]:
     begin = "import asyncio, sys\nfrom pathlib import Path\nfrom tugline import log\n"
     begin += "log.configure()\n"
     begin += (
-        "from tugline.sandbox.workspace.cache import Bases\nfrom tugline.types import Workspace\n"
+        "from tugline.sandbox.cache import WorkspaceCache\nfrom tugline.types import Workspace\n"
     )
     argv = (sys.executable, "-c", begin + script + "\nasyncio.run(main())", *argv)
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
@@ -110,8 +111,8 @@ async def test_many_at_once_make_it_once(repo: Path, tmp_path: Path) -> None:
     """In one process and in several, and nothing is left of the making."""
     script = (
         "async def main():\n"
-        "  async with Bases(Path(sys.argv[1])).open(Workspace(repo=sys.argv[2])) as base:\n"
-        "    print(base.stat().st_ino)"
+        "  async with WorkspaceCache(Path(sys.argv[1])).open(Workspace(repo=sys.argv[2])) as b:\n"
+        "    print(b.stat().st_ino)"
     )
     others = [python(script, str(tmp_path / "cache"), f"file://{repo}") for _ in range(2)]
     bases = WorkspaceCache(tmp_path / "cache")
@@ -149,7 +150,7 @@ async def test_what_cannot_be_had_says_what_and_why(
             async with bases.open(workspace):
                 pass
         assert "word" not in str(caught.value)
-    assert len(await bases.prefetch(cases.values())) == len(cases)
+    assert len(await Local().prefetch(cases.values())) == len(cases)
     assert not [
         path for path in bases.folder.iterdir() if path.name.startswith("git-") and path.is_dir()
     ]
@@ -181,11 +182,11 @@ async def test_an_address_that_does_not_answer_does_not_hang(
     bases: WorkspaceCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Git is ended with all its children when its time is over."""
-    monkeypatch.setattr(repos, "_ASK_S", 0.3)
+    monkeypatch.setattr(repos, "_QUERY_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"git://127.0.0.1:{silent.getsockname()[1]}/x"
         began = time.monotonic()
-        with pytest.raises(WorkspaceError, match=r"git had not answered after .* can this node"):
+        with pytest.raises(WorkspaceError, match=r"git did not finish within .* can this node"):
             async with bases.open(Workspace(repo=url)):
                 pass
         assert time.monotonic() - began < 5
@@ -201,9 +202,9 @@ async def test_who_stops_waiting_does_not_stop_the_making(bases: WorkspaceCache)
         (into / "x").touch()
 
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05), bases.filled("image-1", fill):
+        async with asyncio.timeout(0.05), bases.entry("image-1", fill):
             pass
-    async with bases.filled("image-1", fill) as base:
+    async with bases.entry("image-1", fill) as base:
         assert (base / "x").exists()
     assert len(made) == 1
 
@@ -223,16 +224,16 @@ async def test_a_making_that_failed_leaves_nothing_and_is_tried_again(
 
     for _ in range(2):
         with pytest.raises(WorkspaceError, match="no"):
-            async with bases.filled("k", fails):
+            async with bases.entry("k", fails):
                 pass
     assert not [path for path in bases.folder.iterdir() if path.is_dir()]
-    async with bases.filled("k", fill) as base:
+    async with bases.entry("k", fill) as base:
         assert base.is_dir()
 
 
 async def test_what_was_used_least_recently_makes_room(tmp_path: Path) -> None:
     """The bound holds over all, what is in use stays, and what is gone is made again."""
-    bases = WorkspaceCache(tmp_path / "cache", most_gb=0.0025)
+    bases = WorkspaceCache(tmp_path / "cache", max_gb=0.0025)
     made: list[str] = []
 
     async def fill(into: Path) -> None:
@@ -240,19 +241,19 @@ async def test_what_was_used_least_recently_makes_room(tmp_path: Path) -> None:
         (into / "x").write_bytes(os.urandom(1_000_000))
         await asyncio.sleep(0.02)  # so that times of use differ
 
-    async with bases.filled("a", fill):
-        async with bases.filled("b", fill):
+    async with bases.entry("a", fill):
+        async with bases.entry("b", fill):
             pass
-        async with bases.filled("c", fill):
+        async with bases.entry("c", fill):
             pass
-        async with bases.filled("d", fill):
+        async with bases.entry("d", fill):
             kept = {path.name for path in bases.folder.iterdir() if path.is_dir()}
             assert kept == {"a", "d"}
-        async with bases.filled("b", fill):
+        async with bases.entry("b", fill):
             pass
     assert made == ["a", "b", "c", "d", "b"]
-    with pytest.raises(ConfigError, match="bases_gb is 0, must be a number of gigabytes above 0"):
-        WorkspaceCache(most_gb=0)
+    with pytest.raises(ConfigError, match="cache_gb is 0, must be a number of gigabytes above 0"):
+        WorkspaceCache(max_gb=0)
 
 
 def test_what_killed_processes_left_is_swept_up(tmp_path: Path) -> None:
@@ -278,14 +279,14 @@ async def test_a_base_used_by_another_process_is_not_evicted(tmp_path: Path) -> 
     script = (
         "async def fill(into): (into / 'x').write_bytes(b'x' * 1_000_000)\n"
         "async def main():\n"
-        "  async with Bases(Path(sys.argv[1])).filled('a', fill):\n"
+        "  async with WorkspaceCache(Path(sys.argv[1])).entry('a', fill):\n"
         "    print('holding', flush=True); await asyncio.sleep(60)"
     )
     other = python(script, str(tmp_path / "cache"))
     try:
         assert other.stdout is not None
         assert await asyncio.to_thread(other.stdout.readline) == "holding\n"
-        bases = WorkspaceCache(tmp_path / "cache", most_gb=0.0001)
+        bases = WorkspaceCache(tmp_path / "cache", max_gb=0.0001)
         assert bases.evict() == 0
         other.kill()
         await asyncio.to_thread(other.wait)
@@ -312,7 +313,7 @@ async def test_the_status_in_a_box_reads_no_file_again(repo: Path, bases: Worksp
         await asyncio.to_thread(layer.make)
         await asyncio.to_thread(layer.mount)
         try:
-            if not mounted(layer.work):
+            if not is_mounted(layer.work):
                 pytest.skip("no overlay may be mounted here")
             index = layer.work / ".git" / "index"
             before = index.read_bytes()
@@ -336,7 +337,7 @@ def test_two_loops_may_use_the_same_cache(tmp_path: Path) -> None:
         (into / "x").touch()
 
     async def use() -> None:
-        async with bases.filled("k", fill) as base:
+        async with bases.entry("k", fill) as base:
             assert (base / "x").exists()
 
     threads = [threading.Thread(target=lambda: asyncio.run(use())) for _ in range(3)]

@@ -19,8 +19,8 @@ import pytest
 from tugline.errors import ConfigError, SandboxError, UsageError, WorkspaceError
 from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
-from tugline.sandbox.bubblewrap.view import pythons
-from tugline.sandbox.exec.limits import places
+from tugline.sandbox.bubblewrap.view import python_folders
+from tugline.sandbox.exec.limits import find_cgroup_parent
 from tugline.sandbox.patch import FileChange
 from tugline.types import Cause, Workspace
 
@@ -115,7 +115,9 @@ async def test_a_program_sees_only_what_it_is_given(
     assert seen == {"PATH", "LANG", "HOME", "TMPDIR", "GIVEN"}
     hidden = "/home/* /var/* /run/* /tmp/* /mnt /media /srv /boot /sys /etc/shadow"
     await sh(box, f"echo ===; ls -d {hidden} 2>/dev/null")
-    ours = {str(up) for one in pythons() for up in (Path(one), *Path(one).parents)}  # anywhere
+    ours = {
+        str(up) for one in python_folders() for up in (Path(one), *Path(one).parents)
+    }  # anywhere
     there = [one for one in log(box).rpartition("===")[2].split() if one not in ours]
     assert there == ["/home/agent", "/run/tugline", "/var/tmp"]  # noqa: S108
     done = await sh(box, "touch /x /usr/x /etc/x /dev/x /run/tugline/x 2>&1 | grep -c Read-only")
@@ -201,7 +203,7 @@ async def test_a_sandbox_that_cannot_be_ended_leaves_no_files(
 
     (box.logs.parent / "tmp" / "x").write_text("x")
     with monkeypatch.context() as patched:
-        patched.setattr(box, "_down", hangs)
+        patched.setattr(box, "_stop", hangs)
         with pytest.raises(SandboxError, match="hangs"):
             await ended()
     assert not (box.logs.parent / "tmp").exists()
@@ -304,7 +306,7 @@ async def test_one_server_is_reached_and_nothing_else(box: Sandbox) -> None:
 @pytest.mark.usefixtures("runtime")
 async def test_memory_is_bounded(tmp_path: Path) -> None:
     """What takes too much is ended and told; the box goes on. Small programs are not touched."""
-    if places().memory is None:
+    if find_cgroup_parent().memory is None:
         pytest.skip("no memory control group can be made here")
     async with Bubblewrap(memory_mb=64).open(tmp_path) as box:
         eat = ("python3", "-c", "x = b'x' * (300 << 20); print(len(x))")
@@ -320,7 +322,7 @@ async def test_memory_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("runtime")
 async def test_a_fork_bomb_goes_off_in_its_box(tmp_path: Path) -> None:
     """It gets as many processes as it may, is over with its time, and the box goes on."""
-    if places().processes is None and os.geteuid() == 0:
+    if find_cgroup_parent().processes is None and os.geteuid() == 0:
         pytest.skip("no control group for processes can be made here")
     sleep = unique_sleep()
     async with Bubblewrap(processes=50).open(tmp_path) as box:
@@ -487,7 +489,7 @@ def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> 
     forged = tmp_path / "box" / "work" / "x.groups"
     forged.parent.mkdir(exist_ok=True)
     forged.write_text('["/sys/fs/cgroup/tugline-x"]')
-    where = places()
+    where = find_cgroup_parent()
     assert len(records) == (1 if where.memory or where.processes else 0)
     groups = [path for path in (where.memory, where.processes) if path]
     assert runtime.reap(tmp_path) == len(set(groups))

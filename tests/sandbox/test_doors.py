@@ -22,7 +22,7 @@ from tugline.errors import ConfigError, SandboxNetworkError
 from tugline.sandbox.network import netns, proxy
 from tugline.sandbox.network.port_forwards import PORT, PROXY_PORT, PortForwards
 from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.network.relay import CONNECTIONS, Relay, join
+from tugline.sandbox.network.relay import MAX_CONNECTIONS, Relay, join
 
 WITHIN = 10.0
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -129,7 +129,7 @@ print(got)
 async def test_programs_reach_the_one_server_and_no_other(place: int) -> None:
     """The URL inside has the same path; another listener of this machine is not there."""
     async with server(page) as wanted, server(page) as other, doors() as made:
-        url = await made.open(place, f"http://127.0.0.1:{wanted}/s/abc")
+        url = await made.add(place, f"http://127.0.0.1:{wanted}/s/abc")
         assert url == f"http://127.0.0.1:{PORT}/s/abc"
         fetch = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1]).read().decode())"
         assert "GET /s/abc/v1/models" in await said(place, fetch, f"{url}/v1/models")
@@ -141,14 +141,14 @@ async def test_programs_reach_the_one_server_and_no_other(place: int) -> None:
 async def test_a_door_is_made_once(place: int) -> None:
     """The same server has the same port again, another server the next one."""
     async with server(page) as one, server(page) as two, doors() as made:
-        ports = [await made.open(place, f"http://127.0.0.1:{port}") for port in (one, two, one)]
+        ports = [await made.add(place, f"http://127.0.0.1:{port}") for port in (one, two, one)]
         assert ports == [f"http://127.0.0.1:{PORT + n}" for n in (0, 1, 0)]
 
 
 async def test_an_end_is_passed_on_and_the_answer_still_comes(place: int) -> None:
     """Ten megabytes come back after the sender has ended: nothing is lost at a half-close."""
     async with server(echo) as port, doors() as made:
-        await made.open(place, f"http://127.0.0.1:{port}")
+        await made.add(place, f"http://127.0.0.1:{port}")
         assert await said(place, SEND, str(PORT), str(10 << 20)) == f"{10 << 20}\n"
 
 
@@ -164,7 +164,7 @@ async def test_a_reader_that_does_not_read_holds_the_sender(place: int) -> None:
             sent += 1
 
     async with server(pour) as port, doors() as made:
-        await made.open(place, f"http://127.0.0.1:{port}")
+        await made.add(place, f"http://127.0.0.1:{port}")
         quiet = "import socket, sys, time; s = socket.create_connection(('127.0.0.1', "
         await said(place, f"{quiet}{PORT})); time.sleep(1)")
         assert 0 < sent < 30
@@ -187,13 +187,13 @@ def heard(one):
         return one.recv(1)
     except ConnectionResetError:
         return b""
-held = [socket.create_connection(("127.0.0.1", {PORT}), 9) for _ in range({CONNECTIONS + 50})]
+held = [socket.create_connection(("127.0.0.1", {PORT}), 9) for _ in range({MAX_CONNECTIONS + 50})]
 print([heard(one) for one in held].count(b""))
 """
     async with server(hold) as port, doors() as made:
-        await made.open(place, f"http://127.0.0.1:{port}")
+        await made.add(place, f"http://127.0.0.1:{port}")
         assert await said(place, many) == "50\n"
-        assert held == CONNECTIONS + 1  # one of them looked whether the server is there
+        assert held == MAX_CONNECTIONS + 1  # one of them looked whether the server is there
 
 
 async def test_what_is_open_ends_with_the_doors(place: int) -> None:
@@ -201,7 +201,7 @@ async def test_what_is_open_ends_with_the_doors(place: int) -> None:
     before = descriptors()
     async with server(echo) as port:
         made = PortForwards()
-        await made.open(place, f"http://127.0.0.1:{port}")
+        await made.add(place, f"http://127.0.0.1:{port}")
         waiting = f"""
 import socket
 s = socket.create_connection(("127.0.0.1", {PORT}), 5)
@@ -268,7 +268,7 @@ async def test_names_without_an_answer_hold_up_nothing_else(
         raise socket.gaierror(-3, "temporary failure")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    monkeypatch.setattr(proxy, "_NAMES_S", 0.5)
+    monkeypatch.setattr(proxy, "_RESOLVE_S", 0.5)
     listener = socket.create_server(("127.0.0.1", 0))
     relay = await Relay(proxy.Proxy(proxy.AllowList(["*.test:80"])).dial).serve(listener)
     asked = []
@@ -295,7 +295,7 @@ async def test_doors_move_to_a_sandbox_that_was_started_again(place: int) -> Non
         async with server(echo) as port, doors() as made:
             await made.move(new)
             assert not made._relays
-            await made.open(place, f"http://127.0.0.1:{port}")
+            await made.add(place, f"http://127.0.0.1:{port}")
             await made.move(new)
             assert await said(new, SEND, str(PORT), "5") == "5\n"
             done = await asyncio.to_thread(in_place, place, SEND, str(PORT), "1")
@@ -304,7 +304,7 @@ async def test_doors_move_to_a_sandbox_that_was_started_again(place: int) -> Non
 
 async def test_without_the_right_to_enter_a_helper_makes_the_socket(place: int) -> None:
     """It enters the user namespace that owns the network, and hands the socket over."""
-    made = await asyncio.to_thread(netns._by_helper, place, PORT)
+    made = await asyncio.to_thread(netns._in_helper, place, PORT)
     with made:
         assert made.getsockname() == ("127.0.0.1", PORT)
         made.settimeout(WITHIN)
@@ -327,14 +327,14 @@ async def test_what_cannot_be_reached_is_told(place: int, url: str, says: str) -
     """The way is at fault, and the message says which."""
     async with doors() as made:
         with pytest.raises(SandboxNetworkError, match=says):
-            await made.open(place, url)
+            await made.add(place, url)
 
 
 async def test_a_sandbox_that_is_gone_is_told() -> None:
     """No namespace can be entered for a process that has ended."""
     async with server(page) as port, doors() as made:
         with pytest.raises(SandboxNetworkError, match="no socket can be made"):
-            await made.open(2**22 + 1, f"http://127.0.0.1:{port}")
+            await made.add(2**22 + 1, f"http://127.0.0.1:{port}")
 
 
 # --------------------------------------------------------------------------- the allow-list
@@ -354,7 +354,7 @@ async def through(pid: int, env: Mapping[str, str], *curl: str) -> str:
 async def proxied(pid: int, made: PortForwards, *curl: str) -> str:
     """The same, once the doors are made (to a gateway that is not asked)."""
     async with server(page) as gateway:
-        await made.open(pid, f"http://127.0.0.1:{gateway}")
+        await made.add(pid, f"http://127.0.0.1:{gateway}")
         return await through(pid, made.env, *curl)
 
 
@@ -442,7 +442,7 @@ try:
 except ConnectionResetError: print("reset")
 """
     async with server(page) as gateway, doors("example.com:443") as made:
-        await made.open(place, f"http://127.0.0.1:{gateway}")
+        await made.add(place, f"http://127.0.0.1:{gateway}")
         got = await said(place, send, sent.hex()) if len(sent) < 9999 else ""
         assert not got or "400 Bad Request" in got
         assert "403 Forbidden" in await through(place, made.env, "-i", "http://example.org")
@@ -451,11 +451,11 @@ except ConnectionResetError: print("reset")
 async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
     """No variable tells of one; with a list they do as soon as the box reaches its gateway."""
     async with server(page) as port, doors() as without, doors("example.com:443") as made:
-        await without.open(place, f"http://127.0.0.1:{port}")
+        await without.add(place, f"http://127.0.0.1:{port}")
         assert without.env == {}
         assert made.env == {}
     async with server(page) as port, doors("example.com:443") as made:
-        await made.open(place, f"http://127.0.0.1:{port}")
+        await made.add(place, f"http://127.0.0.1:{port}")
         assert made.env["HTTPS_PROXY"] == f"http://127.0.0.1:{PROXY_PORT}"
         assert made.env["NO_PROXY"].split(",") == ["127.0.0.1", "localhost"]
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tugline.errors import DiskFull, SandboxError, UsageError
-from tugline.sandbox.files import folder, get, put, remove
+from tugline.sandbox.files import open_folder, read_file, remove, write_files
 from tugline.sandbox.patch import FileChange
 
 
@@ -36,11 +36,11 @@ def names(directory: Path) -> list[str]:
 
 def test_what_is_put_is_there_byte_for_byte(root: Path) -> None:
     """Text, bytes, modes and links; a mode survives new text; None removes."""
-    put(
+    write_files(
         root,
         {"a/b.sh": FileChange(b"#!/bin/sh\r\n", executable=True), "c": b"\0\xff", "d": "d\r\n"},
     )
-    put(
+    write_files(
         root, {"a/b.sh": "new", "e": FileChange(b"a/b.sh", link=True), "d": None, "none/none": None}
     )
     assert (root / "a" / "b.sh").read_text() == "new"
@@ -49,7 +49,7 @@ def test_what_is_put_is_there_byte_for_byte(root: Path) -> None:
     assert (root / "c").stat().st_mode & 0o777 == 0o644
     assert (root / "e").readlink() == Path("a/b.sh")
     assert names(root) == ["a", "c", "e"]
-    assert get(root, "a/b.sh") == b"new"
+    assert read_file(root, "a/b.sh") == b"new"
 
 
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "a\0b", "", ".", "a\\b"])
@@ -58,7 +58,7 @@ def test_a_path_that_leaves_the_root_is_refused_before_anything_is_made(
 ) -> None:
     """The caller's mistake, so the caller hears of it."""
     with pytest.raises(UsageError, match="must be relative"):
-        put(root, {"fine": "x", path: "x"})
+        write_files(root, {"fine": "x", path: "x"})
     assert not (root / "fine").exists()
 
 
@@ -68,40 +68,45 @@ def test_planted_links_lead_nowhere(root: Path) -> None:
         (root / name).symlink_to(root.parent / "secret")
     (root / "up").symlink_to("..")
     (root / "file").symlink_to(root.parent / "secret" / "key")
-    assert get(root, "folder/key") is None
-    assert get(root, "file") is None
-    assert get(root, "up/secret/key") is None
-    put(root, {"folder/key": "x", "deep/er/key": "x", "file": "x", "gone/key": None})
+    assert read_file(root, "folder/key") is None
+    assert read_file(root, "file") is None
+    assert read_file(root, "up/secret/key") is None
+    write_files(root, {"folder/key": "x", "deep/er/key": "x", "file": "x", "gone/key": None})
     assert secret(root) == "secret"
-    assert get(root, "folder/key") == get(root, "deep/er/key") == get(root, "file") == b"x"
+    assert (
+        read_file(root, "folder/key")
+        == read_file(root, "deep/er/key")
+        == read_file(root, "file")
+        == b"x"
+    )
     assert (root / "gone").is_symlink()
 
 
 def test_a_hard_link_is_not_written_through(root: Path) -> None:
     """The other name keeps its content."""
     os.link(root.parent / "secret" / "key", root / "a")
-    put(root, {"a": "mine"})
+    write_files(root, {"a": "mine"})
     assert secret(root) == "secret"
-    assert get(root, "a") == b"mine"
+    assert read_file(root, "a") == b"mine"
 
 
 def test_pipes_sockets_and_devices_neither_block_nor_answer(root: Path) -> None:
     """They are no files, and give way to one."""
     os.mkfifo(root / "pipe")
-    assert get(root, "pipe") is None
-    assert get(root, "pipe/below") is None
-    put(root, {"pipe": "x"})
+    assert read_file(root, "pipe") is None
+    assert read_file(root, "pipe/below") is None
+    write_files(root, {"pipe": "x"})
     os.mkfifo(root / "folder")
-    put(root, {"folder/x": "x"})
-    assert get(root, "pipe") == get(root, "folder/x") == b"x"
+    write_files(root, {"folder/x": "x"})
+    assert read_file(root, "pipe") == read_file(root, "folder/x") == b"x"
 
 
 def test_a_file_gives_way_to_a_folder_and_a_folder_to_a_file(root: Path) -> None:
     """Whatever the agent made of a place, it becomes what is put there."""
-    put(root, {"a": "file", "b/c/d": "x"})
-    put(root, {"a/b": "x", "b": "file"})
-    assert get(root, "a/b") == b"x"
-    assert get(root, "b") == b"file"
+    write_files(root, {"a": "file", "b/c/d": "x"})
+    write_files(root, {"a/b": "x", "b": "file"})
+    assert read_file(root, "a/b") == b"x"
+    assert read_file(root, "b") == b"file"
 
 
 def test_a_folder_deeper_than_any_path_is_removed(root: Path) -> None:
@@ -115,8 +120,8 @@ def test_a_folder_deeper_than_any_path_is_removed(root: Path) -> None:
         here = below
     os.close(here)
     before = len(names(Path("/proc/self/fd")))
-    put(root, {"deeper": "x"})
-    assert get(root, "deeper") == b"x"
+    write_files(root, {"deeper": "x"})
+    assert read_file(root, "deeper") == b"x"
     remove(root.parent, "work")
     remove(root.parent, "work")
     assert not root.exists()
@@ -131,7 +136,7 @@ def test_modes_that_forbid_it_do_not_keep_a_folder(root: Path, tmp_path: Path) -
             folder_above.chmod(0o711)
     root.chmod(0o777)
     script = (
-        "import os, pathlib, sys; from tugline.sandbox.files import put, remove;"
+        "import os, pathlib, sys; from tugline.sandbox.files import remove, write_files;"
         "os.setgroups([]); os.setgid(12345); os.setuid(12345); os.chdir(sys.argv[1]);"
         "here = pathlib.Path(sys.argv[1]);"
         "os.makedirs('a/b/c'); open('a/b/f', 'w').close();"
@@ -148,7 +153,7 @@ def test_modes_that_forbid_it_do_not_keep_a_folder(root: Path, tmp_path: Path) -
 def test_new_files_belong_to_whom_their_folder_belongs_to(root: Path) -> None:
     """A program that runs as another user can change what was put for it."""
     os.chown(root, 1234, 1235)
-    put(root, {"a/b": "x", "link": FileChange(b"a", link=True)})
+    write_files(root, {"a/b": "x", "link": FileChange(b"a", link=True)})
     for path in ("a", "a/b", "link"):
         found = (root / path).lstat()
         assert (found.st_uid, found.st_gid) == (1234, 1235), path
@@ -157,30 +162,30 @@ def test_new_files_belong_to_whom_their_folder_belongs_to(root: Path) -> None:
 def test_an_open_folder_will_do_for_a_root(root: Path) -> None:
     """Such as one in another mount namespace; it stays open."""
     handle = os.open(root, os.O_RDONLY)
-    put(handle, {"a/b": "x"})
-    assert get(handle, "a/b") == b"x"
-    with folder(handle, PurePosixPath("a")) as below:
-        assert get(below, "b") == b"x"
-    with pytest.raises(FileNotFoundError), folder(handle, PurePosixPath("a/none")):
+    write_files(handle, {"a/b": "x"})
+    assert read_file(handle, "a/b") == b"x"
+    with open_folder(handle, PurePosixPath("a")) as below:
+        assert read_file(below, "b") == b"x"
+    with pytest.raises(FileNotFoundError), open_folder(handle, PurePosixPath("a/none")):
         pass
     os.close(handle)
 
 
 def test_what_is_too_large_is_not_read(root: Path) -> None:
     """The bound is one byte sharp."""
-    put(root, {"a": b"12345"})
-    assert get(root, "a", 5) == b"12345"
-    assert get(root, "a", 4) is None
+    write_files(root, {"a": b"12345"})
+    assert read_file(root, "a", 5) == b"12345"
+    assert read_file(root, "a", 4) is None
 
 
 def test_errors_of_the_disk_are_told_apart(root: Path, tmp_path: Path) -> None:
     """A full disk is the node's, a long name the caller's, text without UTF-8 too."""
     with pytest.raises(UsageError, match="File name too long"):
-        put(root, {"x" * 300: "x"})
+        write_files(root, {"x" * 300: "x"})
     with pytest.raises(UsageError, match="UTF-8"):
-        put(root, {"a": "\ud800"})
+        write_files(root, {"a": "\ud800"})
     with pytest.raises(SandboxError, match=r"cannot write .*none/a: No such file"):
-        put(tmp_path / "none", {"a": "x"})
+        write_files(tmp_path / "none", {"a": "x"})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which takes root")
@@ -189,11 +194,11 @@ def test_a_full_disk_and_a_read_only_one(root: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", root], check=True)
     try:
         with pytest.raises(DiskFull, match="No space left"):
-            put(root, {"a": b"x" * 200_000})
+            write_files(root, {"a": b"x" * 200_000})
         assert names(root) == []
         subprocess.run(["mount", "-o", "remount,ro", root], check=True)
         with pytest.raises(SandboxError, match="Read-only file system") as caught:
-            put(root, {"a": "x"})
+            write_files(root, {"a": "x"})
         assert not isinstance(caught.value, DiskFull)
     finally:
         subprocess.run(["umount", root], check=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tugline.sandbox.artifacts import keep
+from tugline.sandbox.files import collect_artifacts
 
 
 def test_what_matches_is_kept_under_the_same_path(tmp_path: Path) -> None:
@@ -19,11 +19,15 @@ def test_what_matches_is_kept_under_the_same_path(tmp_path: Path) -> None:
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(path)
     logs.mkdir()
-    kept = keep(home, (".a/log/**/*.jsonl", ".b/*/c.json"), logs)
+    kept = collect_artifacts(home, (".a/log/**/*.jsonl", ".b/*/c.json"), logs)
     assert sorted(kept) == [".a/log/2026/11/y.jsonl", ".a/log/x.jsonl", ".b/1/c.json"]
     assert (logs / "home/.a/log/2026/11/y.jsonl").read_text() == ".a/log/2026/11/y.jsonl"
     assert not (logs / "home/c.json").exists()
-    assert keep(home, (), logs) == keep(tmp_path / "none", ("*",), logs) == ()
+    assert (
+        collect_artifacts(home, (), logs)
+        == collect_artifacts(tmp_path / "none", ("*",), logs)
+        == ()
+    )
 
 
 def test_strange_names_are_left(tmp_path: Path) -> None:
@@ -33,7 +37,7 @@ def test_strange_names_are_left(tmp_path: Path) -> None:
     logs.mkdir()
     for name in ("x\\y.log", "a\nb.log", os.fsdecode(b"\xff.log"), "good.log"):
         (home / name).write_text("x")
-    assert keep(home, ("*.log",), logs) == ("good.log",)
+    assert collect_artifacts(home, ("*.log",), logs) == ("good.log",)
 
 
 def test_no_link_is_followed_and_no_pipe_opened(tmp_path: Path) -> None:
@@ -48,4 +52,4 @@ def test_no_link_is_followed_and_no_pipe_opened(tmp_path: Path) -> None:
     with (home / "huge.log").open("wb") as file:
         file.truncate(65 << 20)
     (home / "own.log").write_text("mine")
-    assert keep(home, ("**/*.log",), logs) == ("own.log",)
+    assert collect_artifacts(home, ("**/*.log",), logs) == ("own.log",)

@@ -14,7 +14,7 @@ import pytest
 from tugline.errors import SandboxError
 from tugline.sandbox.patch import FileChange, Patch, PatchLimits
 from tugline.sandbox.workspace import overlay
-from tugline.sandbox.workspace.mounts import mounted, unmount_all
+from tugline.sandbox.workspace.mounts import is_mounted, unmount_all
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 
 FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
@@ -46,7 +46,7 @@ def base(tmp_path: Path) -> Path:
 def by_kernel(layer: OverlayWorkspace, script: str) -> None:
     """Run a script where the layer is mounted on this machine, or skip."""
     layer.mount()
-    if not mounted(layer.work) or layer.own == layer.work:
+    if not is_mounted(layer.work) or layer.own == layer.work:
         pytest.skip("no overlay may be mounted here")
     _run(script, layer.work)
 
@@ -54,19 +54,19 @@ def by_kernel(layer: OverlayWorkspace, script: str) -> None:
 def by_copy(layer: OverlayWorkspace, script: str) -> None:
     """Run it in a copy."""
     refusing = pytest.MonkeyPatch()
-    refusing.setattr(overlay, "overlay", lambda *_: "refused")
-    refusing.setattr(overlay, "fuse_overlay", lambda *_: False)
+    refusing.setattr(overlay, "mount_overlay", lambda *_: "refused")
+    refusing.setattr(overlay, "mount_fuse_overlay", lambda *_: False)
     with refusing.context():
         layer.mount()
     refusing.undo()
-    assert not mounted(layer.work)
+    assert not is_mounted(layer.work)
     _run(script, layer.work)
 
 
 def by_fuse(layer: OverlayWorkspace, script: str) -> None:
     """Run it in an overlay of fuse-overlayfs, or skip."""
     refusing = pytest.MonkeyPatch()
-    refusing.setattr(overlay, "overlay", lambda *_: "refused")
+    refusing.setattr(overlay, "mount_overlay", lambda *_: "refused")
     if shutil.which("fuse-overlayfs") is None or not os.access("/dev/fuse", os.W_OK):
         refusing.undo()
         pytest.skip("fuse-overlayfs is not installed, or /dev/fuse is not ours")
@@ -78,7 +78,7 @@ def by_fuse(layer: OverlayWorkspace, script: str) -> None:
 
 def in_private(layer: OverlayWorkspace, script: str) -> None:
     """Run it in a mount namespace of its own, without privileges, or skip."""
-    options = layer.prepare(private=True)
+    options = layer.mount_options(private=True)
     mount = 'mount -t overlay -o "$1" none "$2" && cd "$2" && exec sh -ec "$3"'
     argv = ["unshare", "-Urm", "sh", "-c", mount, "sh", options, str(layer.work), script]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -305,7 +305,7 @@ def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
     again.make()
     assert again.diff() == patch
     with pytest.raises(SandboxError, match="no base"):
-        layer.prepare(private=False)
+        layer.mount_options(private=False)
 
 
 def test_a_folder_is_not_used_twice(layer: OverlayWorkspace, base: Path, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_what_a_killed_process_left_mounted_is_found(
         assert unmount_all(tmp_path / "bo") == 0
         assert unmount_all(tmp_path / "box") == 1
         assert unmount_all(tmp_path / "box") == 0
-        assert not mounted(layer.work)
+        assert not is_mounted(layer.work)
     finally:
         sitting.kill()
         sitting.wait()
@@ -347,7 +347,7 @@ def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path
     by_kernel(layer, "rm a.py")
     assert layer.diff() == Patch({"a.py": None})
     layer.clear()
-    assert not mounted(layer.work)
+    assert not is_mounted(layer.work)
 
 
 def test_a_layer_costs_the_same_for_a_large_base(tmp_path: Path) -> None:

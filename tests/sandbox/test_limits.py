@@ -16,20 +16,19 @@ import pytest
 
 from tugline.errors import ConfigError, SandboxError
 from tugline.sandbox.base import Exit
-from tugline.sandbox.bubblewrap.seccomp import seccomp
-from tugline.sandbox.exec import resource_monitor as share_module
 from tugline.sandbox.exec.limits import (
     RECORD,
-    Group,
-    Kills,
+    Cgroup,
     Limits,
-    Places,
-    places,
-    reap,
-    restrain,
-    unenforced,
+    OomKills,
+    SandboxCgroup,
+    find_cgroup_parent,
+    list_unenforced,
+    reap_cgroups,
+    set_rlimits,
 )
-from tugline.sandbox.exec.resource_monitor import ResourceMonitor, used
+from tugline.sandbox.exec.resource_monitor import ResourceMonitor, disk_usage
+from tugline.sandbox.hardening import bpf_filter
 from tugline.types import Cause
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -52,37 +51,37 @@ def program(*argv: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def where() -> Places:
-    """Where groups can be made."""
-    found = places()
+def parent() -> Cgroup:
+    """Where groups can be created."""
+    found = find_cgroup_parent()
     if found.memory is None or found.processes is None:
         pytest.skip("no control groups can be made here")
     return found
 
 
-def test_a_group_bounds_memory_and_counts_what_it_killed(where: Places, tmp_path: Path) -> None:
+def test_a_group_bounds_memory_and_counts_what_it_killed(parent: Cgroup, tmp_path: Path) -> None:
     """What takes too much is killed; the group and its record are gone afterwards."""
-    group = Group(where, tmp_path)
-    group.make(Limits(memory_mb=30))
+    group = SandboxCgroup(parent, tmp_path)
+    group.create(Limits(memory_mb=30))
     assert len(list(tmp_path.glob(f"*{RECORD}"))) == 1
     with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
-        group.join(eater.pid)
-        assert group.kills() == Kills()
+        group.add(eater.pid)
+        assert group.group.count_oom_kills() == OomKills()
         eater.communicate("go\n", timeout=20)
         assert eater.returncode == -9
-    assert group.kills() == Kills(own=1)
+    assert group.group.count_oom_kills() == OomKills(own=1)
     group.remove()
     group.remove()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_group_bounds_the_number_of_processes(where: Places, tmp_path: Path) -> None:
+def test_a_group_bounds_the_number_of_processes(parent: Cgroup, tmp_path: Path) -> None:
     """The next one cannot be made."""
-    group = Group(where, tmp_path)
-    group.make(Limits(processes=5))
+    group = SandboxCgroup(parent, tmp_path)
+    group.create(Limits(processes=5))
     script = "for i in 1 2 3 4 5 6 7 8; do sleep 9 & echo $i; done"
     with program("sh", "-c", script) as bomb:
-        group.join(bomb.pid)
+        group.add(bomb.pid)
         assert bomb.stdin is not None
         assert bomb.stdout is not None
         bomb.stdin.write("go\n")
@@ -95,32 +94,32 @@ def test_a_group_bounds_the_number_of_processes(where: Places, tmp_path: Path) -
 
 
 def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
-    where: Places, tmp_path: Path
+    parent: Cgroup, tmp_path: Path
 ) -> None:
     """By its record; a record of anything else is left alone."""
-    group = Group(where, tmp_path)
-    group.make(Limits())
+    group = SandboxCgroup(parent, tmp_path)
+    group.create(Limits())
     (record,) = tmp_path.glob(f"*{RECORD}")
     with program("sleep", "60") as left:
-        group.join(left.pid)
-        assert reap(record) == len({where.memory, where.processes})
+        group.add(left.pid)
+        assert reap_cgroups(record) == len({parent.memory, parent.processes})
         assert left.wait(timeout=5) == -9
     assert not record.exists()
     foreign = tmp_path / f"x{RECORD}"
     own = tmp_path / "tugline-x"
     own.mkdir()
     foreign.write_bytes(msgspec.json.encode([str(own), "/sys/fs/cgroup/unified"]))
-    assert reap(foreign) == 0
+    assert reap_cgroups(foreign) == 0
     assert own.exists()
     foreign.write_bytes(b"no record")
-    assert reap(foreign) == 0
+    assert reap_cgroups(foreign) == 0
 
 
 def test_without_groups_each_process_is_bounded() -> None:
     """Data, not address space; cores are off; what is not enforced is said."""
     limits = Limits(memory_mb=50, open_files=64, cpu_s=7, file_mb=3)
     with program("sleep", "60") as one:
-        restrain(one.pid, limits, Places())
+        set_rlimits(one.pid, limits, Cgroup())
         assert resource.prlimit(one.pid, resource.RLIMIT_DATA) == (50 << 20, 50 << 20)
         assert resource.prlimit(one.pid, resource.RLIMIT_FSIZE) == (3 << 20, 3 << 20)
         assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
@@ -128,45 +127,45 @@ def test_without_groups_each_process_is_bounded() -> None:
         assert resource.prlimit(one.pid, resource.RLIMIT_CORE) == (0, 0)
         assert resource.prlimit(one.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
         assert os.getpriority(os.PRIO_PROCESS, one.pid) > 0
-        restrain(one.pid, Limits(), Places())  # nothing is raised again
+        set_rlimits(one.pid, Limits(), Cgroup())  # nothing is raised again
         assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
-    lines = unenforced(Places())
+    lines = list_unenforced(Cgroup())
     assert len(lines) == 2
-    assert "memory is bounded for each process" in lines[0]
-    assert unenforced(Places(Path("/x"), Path("/x"))) == []
+    assert "memory is limited for each process" in lines[0]
+    assert list_unenforced(Cgroup(Path("/x"), Path("/x"))) == []
 
 
 def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:
     """Version 2: one group for both, no swap, kills counted where it has them."""
     root = tmp_path / "groups"
     root.mkdir()
-    assert not Places(root, root).v2
+    assert not Cgroup(root, root).unified
     (root / "cgroup.controllers").write_text("cpu memory pids")
-    group = Group(Places(root, root), tmp_path)
-    group.make(Limits(memory_mb=2, processes=7))
+    group = SandboxCgroup(Cgroup(root, root), tmp_path)
+    group.create(Limits(memory_mb=2, processes=7))
     (made,) = root.glob("tugline-*")
     texts = {path.name: path.read_text() for path in made.iterdir()}
     assert texts == {"memory.max": "2097152", "memory.swap.max": "0", "pids.max": "7"}
     (made / "memory.events").write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
-    assert group.kills() == Kills(own=3)
+    assert group.group.count_oom_kills() == OomKills(own=3)
     (made / "memory.events").write_text("oom 0\noom_kill 2\noom_group_kill 0\n")
-    assert group.kills() == Kills(others=2)
+    assert group.group.count_oom_kills() == OomKills(others=2)
 
 
-async def test_a_node_out_of_memory_is_not_the_boxs_doing(where: Places, tmp_path: Path) -> None:
+async def test_a_node_out_of_memory_is_not_the_boxs_doing(parent: Cgroup, tmp_path: Path) -> None:
     """Killed by what the node runs in, within its own limit: no cause of the agent's."""
-    assert where.memory is not None
-    if where.v2:
+    assert parent.memory is not None
+    if parent.unified:
         pytest.skip("a group below another one needs its controllers there")
-    node = where.memory / f"tugline-node-{tmp_path.name}"
+    node = parent.memory / f"tugline-node-{tmp_path.name}"
     node.mkdir()
     try:
         (node / "memory.limit_in_bytes").write_text(str(40 << 20))
-        group = Group(Places(node, None), tmp_path)
-        group.make(Limits(memory_mb=4096))
+        group = SandboxCgroup(Cgroup(node, None), tmp_path)
+        group.create(Limits(memory_mb=4096))
         with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
-            group.join(eater.pid)
-            share = ResourceMonitor(100, list, group.kills, _nothing)
+            group.add(eater.pid)
+            share = ResourceMonitor(100, list, group.group.count_oom_kills, _nothing)
 
             async def run() -> Exit:
                 await asyncio.to_thread(eater.communicate, "go\n", timeout=20)
@@ -174,14 +173,14 @@ async def test_a_node_out_of_memory_is_not_the_boxs_doing(where: Places, tmp_pat
 
             with pytest.raises(SandboxError, match="the node is out of memory"):
                 await share.run(run, eater.pid)
-        assert group.kills() == Kills(others=1)
+        assert group.group.count_oom_kills() == OomKills(others=1)
         group.remove()
     finally:
         node.rmdir()
 
 
 async def _nothing() -> None:
-    """Kills nothing."""
+    """OomKills nothing."""
 
 
 async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
@@ -195,9 +194,9 @@ async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
     for number in range(500):
         (many / str(number)).touch()
     (tmp_path / "out").symlink_to("/usr")
-    total = used([tmp_path], None, 1 << 40)
+    total = disk_usage([tmp_path], None, 1 << 40)
     assert 600_000 < total < 700_000
-    assert used([tmp_path], None, 1000) > 1000
+    assert disk_usage([tmp_path], None, 1000) > 1000
     here = os.open(tmp_path, os.O_RDONLY)
     for _ in range(30):  # deeper than any path is long
         os.mkdir("d" * 200, dir_fd=here)
@@ -205,7 +204,7 @@ async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
         os.close(here)
         here = below
     os.close(here)
-    assert used([tmp_path], None, 1 << 40) > 1 << 40
+    assert disk_usage([tmp_path], None, 1 << 40) > 1 << 40
     await asyncio.to_thread(subprocess.run, ["rm", "-rf", str(tmp_path / ("d" * 200))], check=True)
 
 
@@ -222,7 +221,7 @@ async def looked_at(share: ResourceMonitor, seconds: float) -> Exit:
 async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: Path) -> None:
     """A copy of a large workspace is not the agent's doing; what comes later is."""
     (tmp_path / "copied").write_bytes(b"x" * (3 << 20))
-    share = ResourceMonitor(2, lambda: [tmp_path], Kills, _nothing)
+    share = ResourceMonitor(2, lambda: [tmp_path], OomKills, _nothing)
     assert (await looked_at(share, 0)).cause is None
     await asyncio.sleep(0.2)
     (tmp_path / "new").write_bytes(b"x" * (3 << 20))
@@ -230,10 +229,9 @@ async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: 
 
 
 async def test_a_box_that_could_not_be_ended_is_ended_at_the_next_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The engine did not answer once."""
-    monkeypatch.setattr(share_module, "_WATCH_S", 0.1)
     tried = []
 
     async def kill() -> None:
@@ -242,7 +240,7 @@ async def test_a_box_that_could_not_be_ended_is_ended_at_the_next_look(
             msg = "not ended within 60 s"
             raise SandboxError(msg)
 
-    share = ResourceMonitor(1, lambda: [tmp_path / "w"], Kills, kill)
+    share = ResourceMonitor(1, lambda: [tmp_path / "w"], OomKills, kill, interval_s=0.1)
     assert (await looked_at(share, 0)).cause is None
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / "x").write_bytes(b"x" * (3 << 20))
@@ -250,12 +248,8 @@ async def test_a_box_that_could_not_be_ended_is_ended_at_the_next_look(
     assert len(tried) == 2
 
 
-async def test_very_many_files_are_looked_at_seldom_but_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_very_many_files_are_looked_at_seldom_but_they_are() -> None:
     """A look that takes long is not repeated after each quick program; the rest has a bound."""
-    monkeypatch.setattr(share_module, "_REST_S", 1.0)
-    monkeypatch.setattr(share_module, "_WATCH_S", 0.1)
     looks = []
 
     def slow(*_: object) -> int:
@@ -263,8 +257,9 @@ async def test_very_many_files_are_looked_at_seldom_but_they_are(
         time.sleep(0.3)
         return 0
 
-    share = ResourceMonitor(1, list, Kills, _nothing)
-    monkeypatch.setattr(share_module, "used", slow)
+    share = ResourceMonitor(
+        1, list, OomKills, _nothing, interval_s=0.1, max_pause_s=1.0, measure=slow
+    )
     for _ in range(5):
         await looked_at(share, 0)
     assert len(looks) == 2  # what was there at first, and after the first one
@@ -283,7 +278,7 @@ def test_deleted_files_that_are_still_open_count(tmp_path: Path) -> None:
         writer.stdin.flush()
         assert writer.stdout.readline() == "done\n"
         deadline = time.monotonic() + 5
-        while used([tmp_path], Path("/"), 1 << 40) < 3_000_000:
+        while disk_usage([tmp_path], Path("/"), 1 << 40) < 3_000_000:
             assert time.monotonic() < deadline
 
 
@@ -299,6 +294,6 @@ def test_wrong_limits_are_named(name: str) -> None:
 def test_the_filter_of_system_calls_is_whole() -> None:
     """Eight bytes an instruction on each processor that is known, nothing on others."""
     for machine in ("x86_64", "aarch64"):
-        assert len(seccomp(machine)) % 8 == 0
-        assert len(seccomp(machine)) > 300
-    assert seccomp("riscv64") == b""
+        assert len(bpf_filter(machine)) % 8 == 0
+        assert len(bpf_filter(machine)) > 300
+    assert bpf_filter("riscv64") == b""

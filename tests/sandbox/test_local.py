@@ -14,7 +14,7 @@ import pytest
 
 from tugline.errors import ConfigError, SandboxError, UsageError
 from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
-from tugline.sandbox.exec.processes import MARK, Started, end, start_time
+from tugline.sandbox.exec.processes import MARK, ProgramRecord, end_program, start_time
 from tugline.sandbox.local import Local
 from tugline.sandbox.patch import FileChange
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
@@ -168,9 +168,9 @@ def test_a_recycled_pid_is_not_hit() -> None:
     try:
         started = start_time(bystander.pid)
         assert started is not None
-        assert end(Started(bystander.pid, started - 1, "m" * 32), grace_s=0.0) == 0
+        assert end_program(ProgramRecord(bystander.pid, started - 1, "m" * 32), grace_s=0.0) == 0
         assert alive(bystander.pid)
-        assert end(Started(bystander.pid, started, "m" * 32), grace_s=0.0) == 1
+        assert end_program(ProgramRecord(bystander.pid, started, "m" * 32), grace_s=0.0) == 1
     finally:
         bystander.kill()
         bystander.wait()
@@ -235,9 +235,9 @@ def test_what_a_killed_parent_mounted_is_unmounted(tmp_path: Path) -> None:
     """A view of a base outlives its process, but not the next start."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "a").write_text("1")
-    layer = OverlayWorkspace(tmp_path / "box", tmp_path / "base", {})
-    layer.make()
-    layer.mount()
+    workspace = OverlayWorkspace(tmp_path / "box", tmp_path / "base", {})
+    workspace.make()
+    workspace.mount()
     if str(tmp_path) not in mounted():
         pytest.skip("no overlay can be mounted here: workspaces are copied")
     assert Local().reap(tmp_path) == 1
@@ -286,7 +286,7 @@ def test_a_forged_record_is_no_record(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as bystander:
         try:
-            started = Started(bystander.pid, start_time(bystander.pid), "m" * 32)
+            started = ProgramRecord(bystander.pid, start_time(bystander.pid), "m" * 32)
             (tmp_path / "work" / "x.started").write_bytes(msgspec.json.encode(started))
             (tmp_path / "home" / "x.started").write_bytes(msgspec.json.encode(started))
             assert Local().reap(tmp_path) == 0

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import SandboxError
-from tugline.sandbox.files import put
-from tugline.sandbox.patch import FileChange, Gatherer, Patch, PatchLimits, compare, diff_archives
+from tugline.sandbox.files import write_files
+from tugline.sandbox.patch import (
+    ChangeCollector,
+    FileChange,
+    Patch,
+    PatchLimits,
+    diff_archives,
+    diff_folder,
+)
 
 BEFORE = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n", "pkg/c.py": "z = 3\n"}
 
@@ -29,7 +36,7 @@ def test_nothing_done_is_an_empty_patch(workdir: Path) -> None:
     """Caches that programs leave behind are nobody's work."""
     (workdir / "__pycache__").mkdir()
     (workdir / "__pycache__" / "a.pyc").write_bytes(b"\0")
-    assert compare(BEFORE, workdir) == Patch({})
+    assert diff_folder(BEFORE, workdir) == Patch({})
 
 
 def test_changes_additions_and_deletions_are_found(workdir: Path) -> None:
@@ -39,7 +46,7 @@ def test_changes_additions_and_deletions_are_found(workdir: Path) -> None:
     (workdir / "new" / "deep" / "d.bin").write_bytes(b"\0\xff")
     (workdir / "pkg" / "b.py").unlink()
     (workdir / "pkg" / "c.py").chmod(0o755)
-    assert compare(BEFORE, workdir) == Patch(
+    assert diff_folder(BEFORE, workdir) == Patch(
         {
             "a.py": FileChange(b"x = 2\r\n"),
             "new/deep/d.bin": FileChange(b"\0\xff"),
@@ -57,7 +64,7 @@ def test_links_are_taken_as_links_and_pipes_noted(workdir: Path) -> None:
     (workdir / "a.py").symlink_to("../secret.txt")
     os.mkfifo(workdir / "pipe")
     (workdir / "pkg" / "b.py").write_text("y" * 5000)
-    patch = compare(BEFORE, workdir, PatchLimits(file_bytes=1000))
+    patch = diff_folder(BEFORE, workdir, PatchLimits(file_bytes=1000))
     assert patch.files == {
         "a.py": FileChange(b"../secret.txt", link=True),
         "out": FileChange(b"../secret.txt", link=True),
@@ -70,7 +77,7 @@ def test_what_is_past_the_bound_in_all_is_left_out_with_a_note(workdir: Path) ->
     """What still fits is taken along."""
     for number in range(4):
         (workdir / f"f{number}").write_text("x" * 10)
-    patch = compare(BEFORE, workdir, PatchLimits(total_bytes=25))
+    patch = diff_folder(BEFORE, workdir, PatchLimits(total_bytes=25))
     assert list(patch.files) == ["f0", "f1"]
     assert patch.notes == tuple(
         f"f{number}: past 25 bytes in all, change left out" for number in (2, 3)
@@ -83,7 +90,7 @@ def test_programs_that_were_installed_are_noted_not_taken_along(workdir: Path) -
         path = workdir / "node_modules" / f"p{number}"
         path.mkdir(parents=True)
         (path / "index.js").touch()
-    patch = compare(BEFORE, workdir, PatchLimits(seen_files=20))
+    patch = diff_folder(BEFORE, workdir, PatchLimits(seen_files=20))
     assert patch == Patch({}, ("node_modules: a folder of installed programs, left out",))
 
 
@@ -91,7 +98,7 @@ def test_a_flood_of_files_is_not_taken_along(workdir: Path) -> None:
     """A million files cost the agent its patch, not us our disk; deletions are not made up."""
     for number in range(30):
         (workdir / f"f{number}").write_text("x")
-    patch = compare(BEFORE, workdir, PatchLimits(files=20))
+    patch = diff_folder(BEFORE, workdir, PatchLimits(files=20))
     assert patch.files == {}
     assert "no change is taken along" in patch.notes[0]
 
@@ -100,7 +107,7 @@ def test_strange_names_are_noted(workdir: Path) -> None:
     """A name that is no text cannot break JSON or a terminal."""
     (workdir / "a\nb").write_text("x")
     Path(os.fsdecode(os.fsencode(workdir) + b"/\xff")).write_text("x")
-    patch = compare(BEFORE, workdir)
+    patch = diff_folder(BEFORE, workdir)
     assert patch.files == {}
     assert len(patch.notes) == 2
     assert all(note.isprintable() for note in patch.notes)
@@ -110,13 +117,13 @@ def test_a_name_that_no_box_can_be_given_is_noted(tmp_path: Path) -> None:
     """A backslash, too; and that something of such a name is gone."""
     (tmp_path / "x\\y").write_text("x")
     (tmp_path / "good").write_text("x")
-    patch = compare({}, tmp_path)
+    patch = diff_folder({}, tmp_path)
     assert patch == Patch({"good": FileChange(b"x")}, ("x\\y: a name with a backslash",))
-    put(tmp_path, patch.files)
-    gatherer = Gatherer(PatchLimits(), lambda _path: None)
+    write_files(tmp_path, patch.files)
+    collector = ChangeCollector(PatchLimits(), lambda _path: None)
     for path in ("a\tb", "a\\b", "ab"):
-        gatherer.gone(path)
-    patch = gatherer.patch()
+        collector.add_removed(path)
+    patch = collector.build_patch()
     assert patch.files == {"ab": None}
     assert [note.split(": ")[1] for note in patch.notes] == [
         "a name with control or undecodable characters, its removal left out",
@@ -130,8 +137,8 @@ def test_a_patch_can_be_applied_in_order(tmp_path: Path) -> None:
     (now / "a").mkdir(parents=True)
     (now / "a" / "b").write_text("new")
     then.mkdir()
-    put(then, {"a": "x"})
-    put(then, compare({"a": "x"}, now).files)
+    write_files(then, {"a": "x"})
+    write_files(then, diff_folder({"a": "x"}, now).files)
     assert (then / "a" / "b").read_text() == "new"
 
 

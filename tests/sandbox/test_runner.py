@@ -13,7 +13,7 @@ import pytest
 
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Exit
-from tugline.sandbox.exec.runner import ARGV, INSIDE, KILLED, Gone, Runner, program
+from tugline.sandbox.exec.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded, program_script
 
 if shutil.which("bwrap") is None:
     pytest.skip("no bwrap here: apt install bubblewrap", allow_module_level=True)
@@ -25,7 +25,7 @@ class Sandbox:
     def __init__(self, folder: Path, shell: Sequence[str] = ("/bin/sh",)) -> None:
         self.folder = folder
         self.shell = shell
-        self.runner = Runner(folder / "control", self.kill, most=1 << 20)
+        self.runner = Runner(folder / "control", self.kill, max_log_bytes=1 << 20)
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -34,11 +34,11 @@ class Sandbox:
         self.process = await asyncio.create_subprocess_exec(
             *("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
             *("--bind", self.folder, "/mnt", "--tmpfs", "/run"),
-            *("--ro-bind", self.folder / "control", INSIDE),
+            *("--ro-bind", self.folder / "control", CONTROL),
             *("--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1"),
             *(*self.shell, *ARGV[1:]),
         )
-        await self.runner.ready(asyncio.ensure_future(self.process.wait()))
+        await self.runner.wait_ready(asyncio.ensure_future(self.process.wait()))
 
     async def kill(self) -> None:
         """End it."""
@@ -165,17 +165,17 @@ async def test_a_sandbox_that_dies_is_noticed(sandbox: Sandbox) -> None:
     running = asyncio.create_task(sandbox.sh("sleep 99"))
     await asyncio.sleep(0.2)
     sandbox.process.kill()
-    with pytest.raises(Gone):
+    with pytest.raises(SandboxEnded):
         await asyncio.wait_for(running, 5)
 
 
 async def test_programs_can_neither_speak_for_the_shell_nor_order_more(sandbox: Sandbox) -> None:
     """The pipes have no names by then, and what is forced into them is passed over."""
     script = f"""
-        ls {INSIDE}
+        ls {CONTROL}
         for i in 1 2 3; do
           for fd in /proc/1/fd/*; do echo "ended 1 0 x" 2>/dev/null >$fd; done
-          echo "x 1" 2>/dev/null >{INSIDE}/ask
+          echo "x 1" 2>/dev/null >{CONTROL}/ask
         done
         exit 9"""
     began = time.monotonic()
@@ -205,4 +205,4 @@ def test_what_no_program_can_be_given_is_refused() -> None:
     """A NUL byte and a half of a surrogate pair are the caller's mistake, told as one."""
     for word in ("a\0b", "\ud800"):
         with pytest.raises(UsageError):
-            program(("echo", word), {}, PurePosixPath("/"))
+            program_script(("echo", word), {}, PurePosixPath("/"))

@@ -22,7 +22,7 @@ from tugline import log
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Mount
-from tugline.sandbox.variables import filled
+from tugline.sandbox.variables import expand_variables
 from tugline.schema import decode, list_structs, read_text, read_values
 from tugline.types import PluginSpec, Task, Workspace
 
@@ -154,7 +154,7 @@ class HarborTaskSet(TaskSet):
         config = _read(folder, set())
         return Solution(
             argv=("sh", "-c", _SOLVE, "/solution/solve.sh"),
-            env=filled(config.environment.env | config.solution.env, self._pass_env),
+            env=expand_variables(config.environment.env | config.solution.env, self._pass_env),
             mounts=(Mount("/solution", str(folder / "solution")),),
         )
 

@@ -32,7 +32,7 @@ from tugline.evaluators.filters import Rules, check_patterns, find_match
 from tugline.evaluators.script import ScriptRunner, allow_network, open_runner, start_deadline
 from tugline.sandbox.base import Exit, Mount, Sandbox
 from tugline.sandbox.patch import FileChange
-from tugline.sandbox.variables import check_variables, filled
+from tugline.sandbox.variables import check_variables, expand_variables
 from tugline.types import Reward, Task
 
 TESTS = PurePosixPath("/tests")
@@ -143,7 +143,7 @@ class HarborEvaluator(Evaluator):
             await allow_network(sandbox)
         end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
-            env={"HOME": str(sandbox.home), **filled(self._env, self._pass)},
+            env={"HOME": str(sandbox.home), **expand_variables(self._env, self._pass)},
             timeout_s=self._timeout_s,
             log_name="tests",
         )

@@ -39,8 +39,8 @@ from tugline.rollout.failures import classify, make_failure, make_total_timeout
 from tugline.rollout.parts import Parts
 from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
 from tugline.rollout.stages import StageSlots
-from tugline.sandbox.artifacts import keep
 from tugline.sandbox.base import Exit, Sandbox
+from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch
 from tugline.traces.base import Built
 from tugline.types import Call, Cause, Failure, Ledger, Session, Status, Task, Trajectory
@@ -172,7 +172,7 @@ class _Rollout:
             end = await sandbox.run(launch.argv, env=launch.env, timeout_s=timeout)
             _check_disk(self.directory)
             home = self.directory / "agent" / "home"  # where built-in runtimes have it
-            await asyncio.to_thread(keep, home, self.harness.log_globs, sandbox.logs)
+            await asyncio.to_thread(collect_artifacts, home, self.harness.log_globs, sandbox.logs)
             patch = await sandbox.diff()
             tail = await asyncio.to_thread(read_tail, sandbox.logs / "agent.log")
             self.agent_run = _AgentRun(end, patch, tail)

@@ -1,7 +1,7 @@
-"""The best place that this machine has: bubblewrap where it works, else plain processes.
+"""Choose the best runtime of this machine: bubblewrap where it works, else plain processes.
 
-What is chosen is said once, when it is first used. A task that must not run without a sandbox
-names `bubblewrap` or `container` itself.
+The choice is logged once, on first use. A task that must not run without isolation names
+`bubblewrap` or `container` itself.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.sandbox.local import Local
 from tugline.types import Workspace
 
-_log = log.get("runtimes")
+_log = log.get("sandbox")
 
 
 class Auto(Runtime):
-    """Boxes of `Bubblewrap`, or of `Local` where there is none; `options` are those of the former.
+    """Opens sandboxes of `Bubblewrap`, or of `Local` where that does not work.
 
-    Options that `Local` does not have are dropped with it, and said to be.
+    `options` are those of `Bubblewrap`; those that `Local` does not have are then ignored.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,10 +35,10 @@ class Auto(Runtime):
         for name in options.keys() - known.keys():
             msg = f"runtime 'auto': no option {name!r} (its options: {', '.join(known)})"
             raise ConfigError(msg)
-        self._sandbox = Bubblewrap(**options)
+        self._bubblewrap = Bubblewrap(**options)
         fit = inspect.signature(Local).parameters
-        self._plain = Local(**{name: value for name, value in options.items() if name in fit})
-        self._dropped = sorted(options.keys() - fit.keys())
+        self._local = Local(**{name: value for name, value in options.items() if name in fit})
+        self._ignored = sorted(options.keys() - fit.keys())
         self._chosen: Runtime | None = None
         self._choosing = threading.Lock()
 
@@ -46,36 +46,32 @@ class Auto(Runtime):
     async def open(
         self, directory: Path, spec: SandboxSpec | None = None
     ) -> AsyncIterator[Sandbox]:
-        """A box under `directory`."""
+        """Open a sandbox of the chosen runtime."""
         runtime = await asyncio.to_thread(self._choose)
-        async with runtime.open(directory, spec) as box:
-            yield box
+        async with runtime.open(directory, spec) as sandbox:
+            yield sandbox
 
     async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
-        """As what was chosen has it."""
+        """Fill the caches of the chosen runtime."""
         runtime = await asyncio.to_thread(self._choose)
         return await runtime.prefetch(workspaces)
 
     def reap(self, directory: Path) -> int:
-        """What either left: another choice may have been made before."""
-        return self._plain.reap(directory) + self._sandbox.reap(directory)
-
-    def check_available(self) -> str | None:
-        """Nothing: there is always this machine."""
-        return None
+        """End what either left: another choice may have been made before."""
+        return self._local.reap(directory) + self._bubblewrap.reap(directory)
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Those of what was chosen."""
+        """Return those of the chosen runtime."""
         return self._choose().list_weaknesses()
 
     def _choose(self) -> Runtime:
         """Blocks the first time."""
         with self._choosing:
             if self._chosen is None:
-                why = self._sandbox.check_available()
-                self._chosen = self._plain if why else self._sandbox
-                if why:
-                    open_ = "; ".join(self._plain.list_weaknesses())
-                    ignored = {"ignored": self._dropped} if self._dropped else {}
-                    _log.warning("no sandbox here", why=why, so=open_, **ignored)
+                problem = self._bubblewrap.check_available()
+                self._chosen = self._local if problem else self._bubblewrap
+                if problem:
+                    weaknesses = "; ".join(self._local.list_weaknesses())
+                    ignored = {"ignored": self._ignored} if self._ignored else {}
+                    _log.warning("no isolation here", problem=problem, so=weaknesses, **ignored)
             return self._chosen

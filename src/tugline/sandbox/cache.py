@@ -1,12 +1,327 @@
-"""Where this machine keeps what is made once: programs, images, bases, views."""
+"""Folders that are made once, shared read-only by all sandboxes, and bounded on disk.
+
+An entry never changes after it was made: a checkout of one commit, or a folder out of an image. It
+is made beside its final place and renamed, under a lock that also holds between processes; whoever
+uses one holds a shared lock on it, so an entry that is evicted (least recently used first) is never
+in use, and the locks of a killed process are released with it. A session that gives up waiting does
+not end the making: the next one finds it done.
+
+Under ``<folder>``: ``<key>/`` the entry, ``<key>.json`` its description and size, ``<key>.use`` and
+``<key>.make`` its locks, ``<key>.part`` one that is being made, ``<key>.<hex>.part`` one that is
+being removed, itself locked.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
 import os
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
+
+import msgspec
+
+from tugline import log
+from tugline.errors import ConfigError, UsageError, WorkspaceError
+from tugline.sandbox.files import remove, translate_errors
+from tugline.sandbox.workspace.repos import Source, resolve, source_of
+from tugline.types import Workspace
+
+Fill = Callable[[Path], Awaitable[None]]
+"""Makes the content of a new, empty folder."""
+
+_GB = 1_000_000_000
+_RESOLVED_FOR_S = 60.0
+_LOCK_PAUSE_S = 0.1
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_BEING_REMOVED = re.compile(r".+\.[0-9a-f]{8}")
+_log = log.get("sandbox")
 
 
 def cache_folder() -> Path:
-    """``$TUGLINE_CACHE``, else ``~/.cache/tugline``."""
+    """Where this machine keeps what is made once: ``$TUGLINE_CACHE``, or ``~/.cache/tugline``."""
     given = os.environ.get("TUGLINE_CACHE")
     return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "tugline"
+
+
+def digest(*parts: str) -> str:
+    """Return a short name for the parts."""
+    return sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    description: str
+    bytes: int
+
+
+class WorkspaceCache:
+    """Entries under `folder`, together at most `max_gb` as far as they are not in use."""
+
+    def __init__(self, folder: Path | None = None, *, max_gb: float = 50.0) -> None:
+        if isinstance(max_gb, bool) or not isinstance(max_gb, (int, float)) or max_gb <= 0:
+            msg = f"cache_gb is {max_gb!r}, must be a number of gigabytes above 0"
+            raise ConfigError(msg)
+        self._folder = folder
+        self._max_bytes = max_gb * _GB
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._resolved: dict[tuple[str, str | None], tuple[float, str]] = {}
+        """When a repository was asked for a tag or branch, and the commit."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the entries are."""
+        return self._folder or cache_folder() / "workspaces"
+
+    @contextlib.asynccontextmanager
+    async def open(self, workspace: Workspace) -> AsyncIterator[Path | None]:
+        """Hold the folder of a workspace's `repo` or `folder`; None if it has neither.
+
+        Raises `WorkspaceError` if it cannot be made.
+        """
+        check_workspace(workspace)
+        if workspace.folder is not None:
+            yield await asyncio.to_thread(_existing_folder, workspace.folder)
+        elif workspace.repo is None:
+            yield None
+        else:
+            source = source_of(workspace.repo)
+            commit = await self._resolve(source, workspace.commit)
+            key = f"git-{digest(source.where, commit)}"
+            fill = partial(self._check_out, source, commit)
+            async with self.entry(key, fill, f"{source} at {commit}") as folder:
+                yield folder
+
+    @contextlib.asynccontextmanager
+    async def entry(self, key: str, fill: Fill, description: str = "") -> AsyncIterator[Path]:
+        """Hold the entry of that key, which `fill` makes if there is none."""
+        while (lock := await self._acquire(key)) is None:
+            await self._ensure_made(key, fill, description)
+        try:
+            yield self.folder / key
+        finally:
+            os.close(lock)
+
+    async def _resolve(self, source: Source, wanted: str | None) -> str:
+        """Return the full hash; a branch is resolved once a minute, not for every session."""
+        when, commit = self._resolved.get((source.where, wanted), (-_RESOLVED_FOR_S, ""))
+        if time.monotonic() - when > _RESOLVED_FOR_S:
+            commit = await resolve(source, wanted)
+            self._resolved[source.where, wanted] = (time.monotonic(), commit)
+        return commit
+
+    async def _check_out(self, source: Source, commit: str, into: Path) -> None:
+        if source.local:
+            await source.check_out(Path(source.where), commit, into)
+            return
+        key, description = f"mirror-{digest(source.where)}", f"mirror of {source}"
+        async with self.entry(key, source.begin_mirror, description) as mirror:
+            async with self._exclusive(key):
+                if await source.update_mirror(mirror, commit):
+                    await asyncio.to_thread(self._describe, key, mirror, description)
+            await source.check_out(mirror, commit, into)
+
+    # ------------------------------------------------------------------ one entry
+    async def _acquire(self, key: str) -> int | None:
+        """Return a shared lock on an entry, to be closed; None if there is no such entry."""
+        task = asyncio.ensure_future(asyncio.to_thread(self._lock_entry, key))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_release)
+            raise
+
+    def _lock_entry(self, key: str) -> int | None:
+        if not (self.folder / key).is_dir():
+            return None
+        with translate_errors(f"cannot use {self.folder / key}"):
+            lock = _open_lock(self.folder / f"{key}.use")
+            fcntl.flock(lock, fcntl.LOCK_SH)  # waits for an eviction, which does not take long
+            os.utime(lock)
+        if (self.folder / key).is_dir():
+            return lock
+        os.close(lock)
+        return None
+
+    async def _ensure_made(self, key: str, fill: Fill, description: str) -> None:
+        """Wait until it is made, by whomever; a cancelled wait does not end the making."""
+        task = self._making.get(key)
+        if task is None or task.get_loop() is not asyncio.get_running_loop():
+            task = self._making[key] = asyncio.create_task(self._make(key, fill, description))
+            task.add_done_callback(lambda _: self._making.pop(key, None))
+            # If nobody waits for it any more, its failure is not worth a warning.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(task)
+
+    async def _make(self, key: str, fill: Fill, description: str) -> None:
+        entry, part = self.folder / key, self.folder / f"{key}.part"
+        async with self._exclusive(key):
+            if await asyncio.to_thread(entry.is_dir):
+                return
+            began = time.monotonic()
+            await asyncio.to_thread(self._begin, part)
+            try:
+                await fill(part)
+                await asyncio.to_thread(self._describe, key, part, description)
+                await asyncio.to_thread(part.rename, entry)
+            except BaseException:
+                await asyncio.shield(asyncio.to_thread(remove, self.folder, part.name))
+                raise
+            seconds = time.monotonic() - began
+            _log.info("workspace made", key=key, what=description, seconds=seconds)
+        await asyncio.to_thread(self.evict, key)
+
+    def _begin(self, part: Path) -> None:
+        with translate_errors(f"cannot make {part}"):
+            remove(self.folder, part.name)
+            part.mkdir()
+
+    def _describe(self, key: str, folder: Path, description: str) -> None:
+        with translate_errors(f"cannot write {self.folder / key}.json"):
+            entry = _Entry(description, _disk_bytes(folder))
+            (self.folder / f"{key}.json").write_bytes(msgspec.json.encode(entry))
+
+    @contextlib.asynccontextmanager
+    async def _exclusive(self, key: str) -> AsyncIterator[None]:
+        """Keep others from making or changing the entry."""
+        with translate_errors(f"cannot write to {self.folder}, set TUGLINE_CACHE elsewhere"):
+            await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
+            lock = _open_lock(self.folder / f"{key}.make")
+        try:
+            while not _try_lock(lock):  # noqa: ASYNC110 - another process holds it
+                await asyncio.sleep(_LOCK_PAUSE_S)
+            yield
+        finally:
+            os.close(lock)
+
+    # ------------------------------------------------------------------ all of them
+    def evict(self, keep: str = "") -> int:
+        """Remove the least recently used entries until the rest fits; return how many.
+
+        Also removes what killed processes left half-made or half-removed. Blocks.
+        """
+        for part in self.folder.glob("*.part"):
+            self._sweep(part)
+        entries = self._list_entries()
+        total = sum(size for _, _, size in entries)
+        count = 0
+        for _, key, size in entries:
+            if total <= self._max_bytes:
+                break
+            if key != keep and self._try_evict(key):
+                total -= size
+                count += 1
+        if total > self._max_bytes:
+            gb, limit = total / _GB, self._max_bytes / _GB
+            _log.warning("workspaces in use exceed their limit", gb=gb, limit_gb=limit)
+        return count
+
+    def _list_entries(self) -> list[tuple[float, str, int]]:
+        """Time of last use, key and bytes of each; the one used longest ago first."""
+        found = []
+        for path in self.folder.glob("*.json"):
+            # Another process may evict it meanwhile.
+            with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+                size = msgspec.json.decode(path.read_bytes(), type=_Entry).bytes
+                use = path.with_suffix(".use")
+                used = use if use.exists() else path
+                found.append((used.stat().st_mtime, path.stem, size))
+        return sorted(found)
+
+    def _try_evict(self, key: str) -> bool:
+        lock = _open_lock(self.folder / f"{key}.use")
+        removed = self.folder / f"{key}.{secrets.token_hex(4)}.part"
+        removing = -1
+        try:
+            if not _try_lock(lock):
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                removing = os.open(self.folder / key, _FOLDER)
+                _try_lock(removing)  # until it is removed: see `_sweep`
+                (self.folder / key).rename(removed)
+            (self.folder / f"{key}.json").unlink(missing_ok=True)
+            os.close(lock)
+            lock = -1
+            remove(self.folder, removed.name)
+        finally:
+            for handle in (lock, removing):
+                if handle >= 0:
+                    os.close(handle)
+        _log.info("workspace evicted", key=key)
+        return True
+
+    def _sweep(self, part: Path) -> None:
+        """Remove what is half-made or half-removed, unless another process is at it."""
+        key = part.name.removesuffix(".part")
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if _BEING_REMOVED.fullmatch(key):
+                lock = os.open(part, _FOLDER)
+            else:
+                lock = _open_lock(self.folder / f"{key}.make")
+            try:
+                if _try_lock(lock):
+                    remove(self.folder, part.name)
+            finally:
+                os.close(lock)
+
+
+def check_workspace(workspace: Workspace) -> None:
+    """Refuse contradictions. Raises `UsageError` that names the field."""
+    if workspace.repo is not None and workspace.folder is not None:
+        msg = "workspace: repo and folder are both given; one of them is where the files come from"
+        raise UsageError(msg)
+    if workspace.commit is not None and workspace.folder is not None:
+        msg = f"workspace.commit is {workspace.commit!r}, but workspace.folder is used as it is"
+        raise UsageError(msg)
+    sources = (workspace.repo, workspace.image, workspace.build)
+    if workspace.commit is not None and not any(sources):
+        msg = f"workspace.commit is {workspace.commit!r}, but there is no workspace.repo"
+        raise UsageError(msg)
+    if workspace.folder is not None and not Path(workspace.folder).is_absolute():
+        msg = f"workspace.folder is {workspace.folder!r}, must be an absolute path of the node"
+        raise UsageError(msg)
+
+
+def _existing_folder(folder: str) -> Path:
+    found = Path(folder).resolve()
+    if not found.is_dir():
+        msg = f"workspace.folder is {folder!r}, which is no folder on this node"
+        raise WorkspaceError(msg)
+    if found == Path(found.anchor):
+        msg = f"workspace.folder is {folder!r}: the root of the node cannot be a workspace"
+        raise UsageError(msg)
+    return found
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _release(task: asyncio.Future[int | None]) -> None:
+    if not task.cancelled() and task.exception() is None and (lock := task.result()) is not None:
+        os.close(lock)
+
+
+def _disk_bytes(folder: Path) -> int:
+    total = 0
+    stack = [os.fspath(folder)]
+    while stack:
+        with os.scandir(stack.pop()) as entries:
+            for entry in entries:
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    stack.append(entry.path)
+    return total

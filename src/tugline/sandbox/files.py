@@ -1,11 +1,11 @@
-"""Files put into, read from and removed beneath a folder that a hostile program owns.
+"""Read, write and remove files beneath a folder that a hostile program owns.
 
 Every step down is taken from an open folder to a name in it and follows no link, so whatever the
-agent has planted (links, pipes, devices, a folder swapped while we look) leads nowhere but below
-the root, and nothing blocks (I6). A file is written beside its place and renamed into it: what
-stood there is replaced, never written through, so a hard link or a pipe cannot carry a byte out.
+agent has planted (links, pipes, devices, a folder that is swapped meanwhile) leads nowhere but
+below the root, and nothing blocks (I6). A file is written beside its destination and renamed to it:
+an old file is replaced, never written through, so a hard link or a pipe cannot carry data out.
 
-The root itself is trusted: it is given as a path whose last part is no link, or as an open folder.
+The root itself is trusted: a path whose last part is no link, or an open folder.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ import contextlib
 import errno
 import io
 import os
+import re
 import secrets
 import stat
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
 from tugline.errors import DiskFull, SandboxError, UsageError
 from tugline.sandbox.base import MAX_READ_BYTES, Content, check_path
-from tugline.sandbox.patch import FileChange
+from tugline.sandbox.patch import FileChange, unusable_name
 
+ARTIFACTS = "home"
+"""Folder of a sandbox's logs that `collect_artifacts` copies to."""
+_MAX_ARTIFACT_ENTRIES = 20_000
+_MAX_ARTIFACT_BYTES = 64 << 20
+_MAX_ARTIFACTS_BYTES = 256 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
@@ -32,48 +38,47 @@ Root = Path | int
 """A folder: its path, or an open descriptor, which stays open."""
 
 
-def folder_of(root: PurePath, folders: Mapping[PurePosixPath, Path]) -> Path:
-    """The folder on this machine that programs see at `root`. Raises `UsageError` if none is."""
-    if (folder := folders.get(PurePosixPath(root))) is not None:
-        return folder
-    msg = f"files are put under {' or '.join(map(str, folders))}, not under {root}"
-    raise UsageError(msg)
+def resolve_path(
+    path: PurePath, folders: Mapping[PurePosixPath, Path], *, is_root: bool = False
+) -> tuple[Path, str]:
+    """Return the folder on this machine that holds a sandbox's `path`, and the rest of the path.
 
-
-def placed(path: PurePath, folders: Mapping[PurePosixPath, Path]) -> tuple[Path, str]:
-    """The folder on this machine that a box's `path` is in, and the rest of the path.
-
-    `folders` by where programs see them; the innermost is the one that they see. Raises
-    `UsageError` for a path that is in none.
+    `folders` are keyed by where programs see them; the innermost wins. With `is_root`, `path` is
+    one of them itself. Raises `UsageError` for a path that is in none.
     """
-    for up in path.parents:
-        if (folder := folders.get(PurePosixPath(up))) is not None:
-            return folder, str(path.relative_to(up))
-    msg = f"{path} is not below {' or '.join(map(str, folders))}"
+    for parent in (path,) if is_root else path.parents:
+        if (folder := folders.get(PurePosixPath(parent))) is not None:
+            return folder, str(path.relative_to(parent))
+    known = " or ".join(map(str, folders))
+    msg = (
+        f"files are put under {known}, not under {path}"
+        if is_root
+        else f"{path} is not below {known}"
+    )
     raise UsageError(msg)
 
 
-def put(root: Root, files: Mapping[str, Content]) -> None:
-    """Make each path beneath `root` what `files` says. All paths are checked before any is made.
+def write_files(root: Root, files: Mapping[str, Content]) -> None:
+    """Write each path beneath `root`. All paths are checked before the first is written.
 
-    A file where a folder must be gives way, and the reverse. Text and bytes keep an old file's
-    executable bit. New files belong to whom their folder belongs to. Raises `UsageError` for a path
+    A file in the place of a folder is replaced, and the reverse. Text and bytes keep an old file's
+    executable bit. New files belong to the owner of their folder. Raises `UsageError` for a path
     that leaves `root`, `DiskFull`, `SandboxError` when the disk refuses otherwise.
     """
     for path in files:
         check_path(path)
     for path, content in files.items():
-        with faults(f"cannot write {_shown(root, path)}"):
+        with translate_errors(f"cannot write {path if isinstance(root, int) else root / path}"):
             try:
                 data = content.encode() if isinstance(content, str) else content
             except UnicodeEncodeError as error:
                 msg = f"file {path!r} is not text that UTF-8 can hold: {error.reason}"
                 raise UsageError(msg) from error
-            _put(root, PurePosixPath(path), data)
+            _write_path(root, PurePosixPath(path), data)
 
 
-def packed(files: Mapping[str, Content]) -> bytes:
-    """A tar archive of `files`, for a box on another machine; those to be removed are not in it.
+def pack_files(files: Mapping[str, Content]) -> bytes:
+    """Pack `files` into a tar archive for a sandbox on another machine, without removed ones.
 
     Raises `UsageError` for a path that leaves its root.
     """
@@ -94,10 +99,10 @@ def packed(files: Mapping[str, Content]) -> bytes:
     return archive.getvalue()
 
 
-def get(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-    """A regular file's bytes; None if there is none, a link is in the way or it is larger."""
+def read_file(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+    """Return a regular file's bytes; None if there is none, it is a link or too large."""
     parts = PurePosixPath(check_path(path))
-    with contextlib.suppress(OSError), folder(root, parts.parent) as parent:
+    with contextlib.suppress(OSError), open_folder(root, parts.parent) as parent:
         if not stat.S_ISREG(os.lstat(parts.name, dir_fd=parent).st_mode):
             return None  # not even opened: a device may do something then
         with os.fdopen(os.open(parts.name, _READ, dir_fd=parent), "rb") as file:
@@ -107,9 +112,48 @@ def get(root: Root, path: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
     return None
 
 
+def collect_artifacts(home: Path, patterns: Sequence[str], logs: Path) -> tuple[str, ...]:
+    """Copy regular files below an agent's `home` to ``<logs>/home``; return their paths.
+
+    A pattern is a relative POSIX path with ``*`` within a name and ``**`` for any folders. Files
+    over 64 MiB, those beyond 256 MiB in all and those with unusable names are left out. Blocks.
+    Raises as `write_files` does.
+    """
+    wanted = re.compile("|".join(map(_glob_regex, patterns)) or r"(?!)")
+    collected: list[str] = []
+    bytes_left = _MAX_ARTIFACTS_BYTES
+    for path in _walk_files(home) if home.is_dir() else ():
+        if wanted.fullmatch(path) is None or unusable_name(path) is not None:
+            continue
+        data = read_file(home, path, min(_MAX_ARTIFACT_BYTES, bytes_left))
+        if data is not None:
+            (logs / ARTIFACTS).mkdir(exist_ok=True)
+            write_files(logs / ARTIFACTS, {path: data})
+            collected.append(path)
+            bytes_left -= len(data)
+    return tuple(collected)
+
+
+def _walk_files(folder: Path) -> Iterator[str]:
+    seen = 0
+    for here, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            yield os.path.relpath(os.path.join(here, name), folder)  # noqa: PTH118 - quicker
+        seen += len(folders) + len(names)
+        if seen > _MAX_ARTIFACT_ENTRIES:
+            return
+
+
+def _glob_regex(pattern: str) -> str:
+    parts = re.split(r"(\*\*/|\*)", pattern)
+    wildcards = {"**/": "(?:.*/)?", "*": "[^/]*"}
+    return "".join(wildcards.get(part, re.escape(part)) for part in parts)
+
+
 @contextlib.contextmanager
-def folder(root: Root, path: PurePosixPath, *, make: bool = False) -> Iterator[int]:
-    """The folder at `path` beneath `root`, open. With `make`, what is in its way is replaced."""
+def open_folder(root: Root, path: PurePosixPath, *, make: bool = False) -> Iterator[int]:
+    """Open the folder at `path` beneath `root`. With `make`, files in its way are replaced."""
     here = os.dup(root) if isinstance(root, int) else os.open(root, _FOLDER)
     try:
         for name in path.parts:
@@ -122,8 +166,8 @@ def folder(root: Root, path: PurePosixPath, *, make: bool = False) -> Iterator[i
 
 
 @contextlib.contextmanager
-def faults(what: str) -> Iterator[None]:
-    """Errors of the system as ours: `DiskFull`, `UsageError` (a long name) or `SandboxError`."""
+def translate_errors(what: str) -> Iterator[None]:
+    """Raise system errors as `DiskFull`, `UsageError` (a long name) or `SandboxError`."""
     try:
         yield
     except OSError as error:
@@ -136,30 +180,30 @@ def faults(what: str) -> Iterator[None]:
 
 
 def remove(root: Root, name: str) -> None:
-    """Remove what is at `name` in the folder `root`, if anything; a folder with all that is in it.
+    """Remove `name` in the folder `root`, with all that is in it; it may be missing.
 
-    It may be deeper than any path is long, and its modes may forbid it. Raises `OSError`.
+    Works for trees deeper than any path is long, and for modes that forbid it. Raises `OSError`.
     """
-    with folder(root, PurePosixPath()) as parent:
+    with open_folder(root, PurePosixPath()) as parent:
         try:
             os.unlink(name, dir_fd=parent)
         except FileNotFoundError:
             return
         except (IsADirectoryError, PermissionError):  # the latter for a folder, on some systems
-            _empty(parent, name)
+            _remove_contents(parent, name)
             os.rmdir(name, dir_fd=parent)
 
 
-def _put(root: Root, path: PurePosixPath, data: bytes | FileChange | None) -> None:
+def _write_path(root: Root, path: PurePosixPath, data: bytes | FileChange | None) -> None:
     if data is None:
-        gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with gone, folder(root, path.parent) as parent:
+        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with missing, open_folder(root, path.parent) as parent:
             remove(parent, path.name)
         return
-    with folder(root, path.parent, make=True) as parent:
+    with open_folder(root, path.parent, make=True) as parent:
         new = f".{secrets.token_hex(8)}.new"
         try:
-            _write(parent, new, path.name, data)
+            _write_new(parent, new, path.name, data)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISDIR(os.lstat(path.name, dir_fd=parent).st_mode):
                     remove(parent, path.name)
@@ -170,27 +214,29 @@ def _put(root: Root, path: PurePosixPath, data: bytes | FileChange | None) -> No
             raise
 
 
-def _write(parent: int, new: str, name: str, data: bytes | FileChange) -> None:
-    change = data if isinstance(data, FileChange) else FileChange(data, _executable(parent, name))
+def _write_new(parent: int, new: str, name: str, data: bytes | FileChange) -> None:
+    change = (
+        data if isinstance(data, FileChange) else FileChange(data, _is_executable(parent, name))
+    )
     if change.link:
         os.symlink(change.data, os.fsencode(new), dir_fd=parent)
-        _give(parent, new)
+        _copy_owner(parent, new)
         return
     with os.fdopen(os.open(new, _NEW, 0o600, dir_fd=parent), "wb") as file:
         file.write(change.data)
         os.fchmod(file.fileno(), 0o755 if change.executable else 0o644)
-    _give(parent, new)
+    _copy_owner(parent, new)
 
 
-def _executable(parent: int, name: str) -> bool:
+def _is_executable(parent: int, name: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(name, dir_fd=parent).st_mode
         return stat.S_ISREG(mode) and bool(mode & stat.S_IXUSR)
     return False
 
 
-def _give(parent: int, name: str) -> None:
-    """To the owner of the folder that it is in, where that is another than we are."""
+def _copy_owner(parent: int, name: str) -> None:
+    """Give a file to the owner of its folder, where we are root and that is not."""
     owner = os.fstat(parent)
     if os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (0, 0):
         os.chown(name, owner.st_uid, owner.st_gid, dir_fd=parent, follow_symlinks=False)
@@ -203,7 +249,7 @@ def _step(here: int, name: str, *, make: bool) -> int:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     remove(here, name)
     os.mkdir(name, 0o755, dir_fd=here)
-    _give(here, name)
+    _copy_owner(here, name)
     return _enter(here, name)
 
 
@@ -216,21 +262,21 @@ def _enter(here: int, name: str) -> int:
         raise
 
 
-def _empty(parent: int, name: str) -> None:
-    """Remove all that is below, with two descriptors whatever the depth."""
-    here, above = _opened(parent, name), [os.fstat(parent)]
+def _remove_contents(parent: int, name: str) -> None:
+    """Remove everything in a folder, with two descriptors whatever its depth."""
+    here, above = _open_for_removal(parent, name), [os.fstat(parent)]
     names = [name]
     try:
         while True:
-            below = _clear(here)
+            below = _remove_entries(here)
             if below is not None:
                 above.append(os.fstat(here))
                 names.append(below)
-                here = _moved(here, _opened(here, below))
+                here = _replace_handle(here, _open_for_removal(here, below))
                 continue
             if len(names) == 1:
                 return
-            here = _moved(here, os.open("..", _FOLDER, dir_fd=here))
+            here = _replace_handle(here, os.open("..", _FOLDER, dir_fd=here))
             if not os.path.samestat(os.fstat(here), above.pop()):
                 msg = f"{names[-1]} was moved while it was removed"
                 raise OSError(errno.EBUSY, msg)
@@ -239,13 +285,13 @@ def _empty(parent: int, name: str) -> None:
         os.close(here)
 
 
-def _moved(old: int, new: int) -> int:
+def _replace_handle(old: int, new: int) -> int:
     os.close(old)
     return new
 
 
-def _clear(here: int) -> str | None:
-    """Remove what is no folder, and folders that are empty; the name of one that is not."""
+def _remove_entries(here: int) -> str | None:
+    """Remove files and empty folders; return the name of the first folder that is not empty."""
     with os.scandir(here) as entries:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -260,8 +306,8 @@ def _clear(here: int) -> str | None:
     return None
 
 
-def _opened(parent: int, name: str) -> int:
-    """A folder that is about to be emptied; a mode that forbids it is changed."""
+def _open_for_removal(parent: int, name: str) -> int:
+    """Open a folder to remove its contents; a mode that forbids it is changed."""
     if os.geteuid() != 0 and hasattr(os, "O_PATH"):
         handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
         try:
@@ -270,7 +316,3 @@ def _opened(parent: int, name: str) -> int:
         finally:
             os.close(handle)
     return os.open(name, _FOLDER, dir_fd=parent)
-
-
-def _shown(root: Root, path: str) -> str:
-    return path if isinstance(root, int) else str(root / path)

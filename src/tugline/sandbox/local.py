@@ -3,10 +3,10 @@
 Each program gets its own session, a clean environment (PATH, LANG, HOME, TMPDIR and what it is
 given), no stdin, a log file and resource limits. It can read what this user can read and reach the
 network: use it for agents and tasks you would run in your own shell. docs/runtimes.md says what is
-kept apart and what is not.
+isolated and what is not.
 
-Invariant I3 in small: what was started is written to ``<mark>.started`` before it is waited for, so
-that after ``kill -9`` of this process the next one ends the orphans (`reap`).
+What was started is written to ``<mark>.started`` before it is waited for, so that after ``kill -9``
+of this process the next one ends the orphans (`reap`).
 """
 
 from __future__ import annotations
@@ -17,34 +17,42 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from tugline.errors import ConfigError, SandboxError, UsageError
-from tugline.sandbox import files as beneath
-from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.exec.output import MOST_MB, Output
-from tugline.sandbox.exec.processes import MARK, Started, end, finish, records, start_time
-from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.errors import SandboxError, UsageError
+from tugline.sandbox.base import Exit, SandboxSpec
+from tugline.sandbox.exec.limits import check_whole_numbers
+from tugline.sandbox.exec.processes import (
+    MARK,
+    MAX_LOG_MB,
+    OutputLog,
+    ProgramRecord,
+    end_program,
+    find_records,
+    finish,
+    start_time,
+)
+from tugline.sandbox.files import translate_errors
+from tugline.sandbox.host import HostRuntime, HostSandbox
 from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
-from tugline.sandbox.workspace.cache import WorkspaceCache
 from tugline.sandbox.workspace.mounts import unmount_all
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 
 _RECORD = ".started"
-_ENDERS = 32
+_KILL_THREADS = 32
 
 
-class Local(Runtime):
-    """Boxes that are folders, programs that are children of this process.
+class Local(HostRuntime):
+    """Sandboxes that are folders, with programs that are children of this process.
 
     `cpu_s` is processor time of each single process, `file_mb` the largest file it may write,
     `open_files` how many it may hold open, `output_mb` the largest log. `grace_s` lies between
-    SIGTERM and SIGKILL; `bases_gb` bounds the cache of workspaces.
+    SIGTERM and SIGKILL; `cache_gb` limits the cache of workspaces.
     """
 
     def __init__(
@@ -54,66 +62,52 @@ class Local(Runtime):
         file_mb: int = 512,
         open_files: int = 4096,
         grace_s: float = 2.0,
-        output_mb: int = MOST_MB,
-        bases_gb: float = 50.0,
+        output_mb: int = MAX_LOG_MB,
+        cache_gb: float = 50.0,
     ) -> None:
-        given = {"cpu_s": cpu_s, "file_mb": file_mb, "open_files": open_files}
-        for name, value in (given | {"output_mb": output_mb}).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"runtime 'local': {name} is {value!r}, must be a whole number from 1"
-                raise ConfigError(msg)
-        self._limits = f"ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_mb * 2048}"
+        super().__init__(cache_gb)
+        whole = {"cpu_s": cpu_s, "file_mb": file_mb, "open_files": open_files}
+        check_whole_numbers("local", whole | {"output_mb": output_mb})
+        self._ulimits = f"ulimit -c 0; ulimit -t {cpu_s}; ulimit -f {file_mb * 2048}"
         # A lower limit than asked for may already be in force; that one stays then.
-        self._limits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
-        self._grace_s = grace_s
-        self._most = output_mb << 20
-        self._bases = WorkspaceCache(most_gb=bases_gb)
+        self._ulimits += f'; ulimit -n {open_files} 2>/dev/null; exec "$@"'
+        self._max_log_bytes = output_mb << 20
         # Many agents may ignore SIGTERM at once; nothing else must wait for a thread meanwhile.
-        self._enders = ThreadPoolExecutor(_ENDERS, thread_name_prefix="tugline-end")
+        killers = ThreadPoolExecutor(_KILL_THREADS, thread_name_prefix="tugline-kill")
+        self._end_program = partial(_end_in_thread, killers, grace_s)
 
-    @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[LocalSandbox]:
-        """A box under `directory` with its files in its workdir; leaving it deletes nothing."""
-        spec = spec or SandboxSpec()
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> LocalSandbox:
         _check(spec)
-        async with self._bases.open(spec.workspace) as base:
-            layer = OverlayWorkspace(Path.cwd() / directory, base, spec.files, spec.snapshot)
-            box = LocalSandbox(
-                Path.cwd() / directory, layer, self._limits, self._grace_s, self._enders, self._most
-            )
-            try:
-                await finish(asyncio.create_task(asyncio.to_thread(box.make)))
-                yield box
-            finally:
-                await finish(asyncio.create_task(asyncio.to_thread(layer.unmount)))
+        base = await self._prepare(spec.workspace, stack)
+        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        return LocalSandbox(
+            directory, workspace, self._ulimits, self._max_log_bytes, self._end_program
+        )
 
     def reap(self, directory: Path) -> int:
-        """End what a killed process left running in boxes under `directory`."""
+        """End what a killed process left running in sandboxes under `directory`."""
         count = 0
-        for record in records(directory, _RECORD):
+        for path in find_records(directory, _RECORD):
             with contextlib.suppress(msgspec.DecodeError):
-                count += end(msgspec.json.decode(record.read_bytes(), type=Started), grace_s=0.0)
-                record.unlink(missing_ok=True)
+                record = msgspec.json.decode(path.read_bytes(), type=ProgramRecord)
+                count += end_program(record, grace_s=0.0)
+                path.unlink(missing_ok=True)
         return count + unmount_all(directory)
 
-    def check_available(self) -> str | None:
-        """Nothing: there is always this machine."""
-        return None
-
     def list_weaknesses(self) -> Sequence[str]:
-        """What docs/runtimes.md says at length."""
+        """Return what docs/runtimes.md explains."""
         return (
             "files of this user can be read and changed",
             "processes of this user can be seen and ended",
             "the network is open",
-            "memory and the number of processes have no bound",
+            "memory and the number of processes have no limit",
         )
 
 
-class LocalSandbox(Sandbox):
-    """See `tugline.sandbox.base.Sandbox`."""
+class LocalSandbox(HostSandbox):
+    """A folder on this machine; see `tugline.sandbox.base.Sandbox`."""
 
     workdir: Path
     home: Path
@@ -121,55 +115,31 @@ class LocalSandbox(Sandbox):
     def __init__(
         self,
         directory: Path,
-        layer: OverlayWorkspace,
-        limits: str,
-        grace_s: float,
-        enders: ThreadPoolExecutor,
-        most: int,
+        workspace: OverlayWorkspace,
+        ulimits: str,
+        max_log_bytes: int,
+        end_program: Callable[[ProgramRecord], Awaitable[None]],
     ) -> None:
-        self.workdir = layer.work
+        self.workdir = workspace.work
         self.home = directory / "home"
-        self.logs = directory / "logs"
+        folders = {PurePosixPath(folder): folder for folder in (self.workdir, self.home)}
+        super().__init__(directory, workspace, folders)
         self._tmp = directory / "tmp"
-        self._directory = directory
-        self._workspace = layer
-        self._limits = limits
-        self._grace_s = grace_s
-        self._enders = enders
-        self._most = most
+        self._ulimits = ulimits
+        self._max_log_bytes = max_log_bytes
+        self._end_program = end_program
 
-    def make(self) -> None:
-        """Make the folders; a workdir with something in it is an error, not a head start."""
-        with beneath.faults(f"cannot make {self._directory}"):
-            for folder in (self.home, self.logs, self._tmp):
-                folder.mkdir(parents=True, exist_ok=True)
-        self._workspace.make()
-        self._workspace.mount()
-
-    async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
-        """Put `files` under `root`."""
-        await asyncio.to_thread(beneath.put, Path(root), files)
-
-    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
-        """A regular file's bytes."""
-        own = {PurePosixPath(root): root for root in (self.workdir, self.home)}
-        folder, below = beneath.placed(path, own)
-        return await asyncio.to_thread(beneath.get, folder, below, max_bytes)
-
-    async def diff(self, limits: PatchLimits | None = None) -> Patch:
-        """What differs from what it was opened with."""
-        return await asyncio.to_thread(self._workspace.diff, limits)
-
-    async def snapshot(self, to: Path) -> None:
-        """Copy what was done to the workdir."""
-        await asyncio.to_thread(self._workspace.snapshot, to)
+    def _create_folders(self) -> None:
+        super()._create_folders()
+        with translate_errors(f"cannot make {self._tmp}"):
+            self._tmp.mkdir(exist_ok=True)
 
     async def expose(self, url: str) -> str:
-        """The same: this machine's network is the programs' own."""
+        """Return `url`: this machine's network is the programs' own."""
         return url
 
     def read_folder_state(self) -> object:
-        """What cannot stay the same when its folders are changed or replaced."""
+        """Return a value that changes when its folders are changed or replaced."""
         found = []
         for folder in (self.workdir, self.home):
             stat = folder.lstat()
@@ -184,36 +154,36 @@ class LocalSandbox(Sandbox):
         timeout_s: float | PausableTimeout,
         log_name: str = "agent",
     ) -> Exit:
-        """Run `argv` in the workdir; on timeout, cancellation or its end, all of it is ended."""
+        """Run `argv` in the workdir; when it ends, times out or is cancelled, end all of it."""
         began = time.monotonic()
-        started = Started(pid=0, start=None, mark=secrets.token_hex(16))
-        await asyncio.to_thread(self._remember, started)
-        output = Output(self.logs / f"{log_name}.log", self._most)
+        record = ProgramRecord(pid=0, start=None, mark=secrets.token_hex(16))
+        await asyncio.to_thread(self._write_record, record)
+        output = OutputLog(self.logs / f"{log_name}.log", self._max_log_bytes)
         process: asyncio.subprocess.Process | None = None
         timed_out = False
         try:
-            process = await self._spawn(argv, env, started.mark, output)
-            started = Started(process.pid, start_time(process.pid), started.mark)
-            await asyncio.to_thread(self._remember, started)
+            process = await self._spawn(argv, env, record.mark, output)
+            record = ProgramRecord(process.pid, start_time(process.pid), record.mark)
+            await asyncio.to_thread(self._write_record, record)
             async with enforce_timeout(timeout_s):
                 await process.wait()
         except TimeoutError:
             timed_out = True
         finally:
-            await finish(asyncio.create_task(self._end(process, started, output)))
+            await finish(self._end(process, record, output))
         code = process.returncode if process and process.returncode is not None else 0
         return Exit(code, timed_out, time.monotonic() - began)
 
     async def _spawn(
-        self, argv: Sequence[str], env: Mapping[str, str], mark: str, output: Output
+        self, argv: Sequence[str], env: Mapping[str, str], mark: str, output: OutputLog
     ) -> asyncio.subprocess.Process:
         read, write = os.pipe()
         try:
             os.set_blocking(read, False)
             output.open(read)
-            output.follow()
+            output.start()
             return await asyncio.create_subprocess_exec(
-                *("sh", "-c", self._limits, "sh", *argv),
+                *("sh", "-c", self._ulimits, "sh", *argv),
                 cwd=self.workdir,
                 env={**self._environment(), **env, MARK: mark},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -228,43 +198,48 @@ class LocalSandbox(Sandbox):
             os.close(write)
 
     async def _end(
-        self, process: asyncio.subprocess.Process | None, started: Started, output: Output
+        self,
+        process: asyncio.subprocess.Process | None,
+        record: ProgramRecord,
+        output: OutputLog,
     ) -> None:
-        """Without a process, cancelled while it was being made, the mark finds what there is."""
-        ending = partial(end, started, grace_s=self._grace_s)
-        await asyncio.get_running_loop().run_in_executor(self._enders, ending)
+        """Without a process, cancelled while it was being started, the mark finds what there is."""
+        await self._end_program(record)
         if process is not None:
             await process.wait()
         await output.finish()
-        self._record(started).unlink(missing_ok=True)
+        self._record_path(record).unlink(missing_ok=True)
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "/bin")])
         lang = os.environ.get("LANG", "C.UTF-8")
         return {"PATH": path, "LANG": lang, "HOME": str(self.home), "TMPDIR": str(self._tmp)}
 
-    def _record(self, started: Started) -> Path:
-        return self._directory / f"{started.mark}{_RECORD}"
+    def _record_path(self, record: ProgramRecord) -> Path:
+        return self._directory / f"{record.mark}{_RECORD}"
 
-    def _remember(self, started: Started) -> None:
-        """Once before the program starts, by its mark alone, and once after."""
-        record = self._record(started)
-        part = record.with_suffix(".part")
-        try:
-            part.write_bytes(msgspec.json.encode(started))
-            part.replace(record)
-        except OSError as error:
-            msg = f"cannot write {record}: {error.strerror}"
-            raise SandboxError(msg) from error
+    def _write_record(self, record: ProgramRecord) -> None:
+        """Write it before the program starts, with its mark alone, and again after."""
+        path = self._record_path(record)
+        part = path.with_suffix(".part")
+        with translate_errors(f"cannot write {path}"):
+            part.write_bytes(msgspec.json.encode(record))
+            part.replace(path)
+
+
+async def _end_in_thread(
+    killers: ThreadPoolExecutor, grace_s: float, record: ProgramRecord
+) -> None:
+    ending = partial(end_program, record, grace_s=grace_s)
+    await asyncio.get_running_loop().run_in_executor(killers, ending)
 
 
 def _check(spec: SandboxSpec) -> None:
-    """Raises `UsageError` for what only a sandbox can give."""
+    """Raise `UsageError` for what only an isolated sandbox can provide."""
     workspace = spec.workspace
-    for name in ("image", "build", "path"):
-        value = getattr(workspace, name)
-        if value is not None:
-            other = "container" if name != "path" else "bubblewrap"
+    fields = {"image": "container", "build": "container", "path": "bubblewrap"}
+    for name, other in fields.items():
+        if (value := getattr(workspace, name)) is not None:
             msg = f"runtime 'local' cannot give workspace.{name} ({value!r}); take {other!r}"
             raise UsageError(msg)
     for mount in spec.mounts:

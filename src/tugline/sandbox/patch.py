@@ -1,4 +1,4 @@
-"""What an agent did to its files: compared without git, read without trust.
+"""Collect the files that an agent changed, without git and without trusting them.
 
 The workdir is hostile ground: links that point out of it, pipes that never end, names that are no
 text, trees without bottom. Only regular files are opened, no link is followed (where it leads is
@@ -23,40 +23,40 @@ from tugline.errors import SandboxError
 SKIPPED = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".git"})
 """Folders that programs leave behind; not part of anybody's work."""
 INSTALLED = frozenset({"node_modules", ".venv", ".tox", ".nox"})
-"""Folders of other people's programs, left out with a note."""
-PASSED = SKIPPED | INSTALLED
+"""Folders of installed programs, left out with a note."""
+IGNORED = SKIPPED | INSTALLED
 
 _MAX_NOTES = 20
 _BLOCK = 1 << 20
-_FLOOD = "more files than are looked at; no change is taken along"
+_TOO_MANY = "more files than are looked at; no change is taken along"
 
 
 class PatchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of what an agent did is taken along."""
+    """How many changes a patch may hold."""
 
     files: int = 500
-    """Files that are new or changed; files that are gone count among those looked at."""
+    """New and changed files; removed ones count among those looked at."""
     seen_files: int = 20_000
-    """Files looked at; of a workspace with a base, only what was touched is."""
+    """Files looked at; of a workspace with a base, only those that were touched."""
     file_bytes: int = 1 << 20
     """Size of one file."""
     total_bytes: int = 16 << 20
     """Size of all together."""
     diff_lines: int = 2000
-    """Length of a file, before or after, that is shown in a diff."""
+    """Longest file, before or after, that is shown in a diff."""
 
 
 class FileChange(msgspec.Struct, frozen=True):
-    """What stands at a path now."""
+    """New content of a path."""
 
     data: bytes
-    """Content of a regular file, or where a symbolic link leads."""
+    """Content of a regular file, or the target of a symbolic link."""
     executable: bool = False
     link: bool = False
 
     @property
     def text(self) -> str | None:
-        """The content, if it is that of a regular file and UTF-8."""
+        """The content of a regular file, if it is UTF-8."""
         try:
             return None if self.link else self.data.decode()
         except UnicodeDecodeError:
@@ -64,20 +64,20 @@ class FileChange(msgspec.Struct, frozen=True):
 
 
 class Patch(msgspec.Struct, frozen=True):
-    """Changed files (None for one that is gone) by relative POSIX path, and what was left out."""
+    """Changed files (None for a removed one) by relative POSIX path, and what was left out."""
 
     files: dict[str, FileChange | None] = {}
     notes: tuple[str, ...] = ()
 
 
-class _FloodError(Exception):
-    """There is more than the limits allow to look at."""
+class _TooManyError(Exception):
+    """There are more files than the limits allow to look at."""
 
 
-class Gatherer:
+class ChangeCollector:
     """Collects changes within `limits` and notes what it leaves out.
 
-    `before` tells what stood at a path: a file or link, or None.
+    `before` returns the old file or link at a path, or None.
     """
 
     def __init__(self, limits: PatchLimits, before: Callable[[str], FileChange | None]) -> None:
@@ -87,35 +87,35 @@ class Gatherer:
         self._notes: dict[str, None] = {}
         self._seen = self._bytes = 0
 
-    def look(self) -> None:
+    def count(self) -> None:
         """Count a file that is looked at."""
         self._seen += 1
         if self._seen > self.limits.seen_files:
-            raise _FloodError
+            raise _TooManyError
 
-    def note(self, path: str, why: str) -> None:
-        """Say that what is at `path` is left out; it is then taken for unchanged."""
-        self._notes[f"{path if path.isprintable() else ascii(path)[:200]}: {why}"] = None
+    def note(self, path: str, reason: str) -> None:
+        """Note that `path` is left out, and therefore taken for unchanged."""
+        self._notes[f"{path if path.isprintable() else ascii(path)[:200]}: {reason}"] = None
 
-    def gone(self, path: str) -> None:
-        """Nothing is at `path` any more, or something that is no file."""
-        self.look()
-        if (why := strange(path)) is None:
+    def add_removed(self, path: str) -> None:
+        """Add a path with no file any more."""
+        self.count()
+        if (reason := unusable_name(path)) is None:
             self._changed[path] = None
         else:
-            self.note(path, f"{why}, its removal left out")
+            self.note(path, f"{reason}, its removal left out")
 
-    def file(self, path: str, found: os.DirEntry[str]) -> None:
-        """What is at `path` now."""
-        change = read(found.path, self.limits.file_bytes)
+    def add_entry(self, path: str, entry: os.DirEntry[str]) -> None:
+        """Add the file that is at `path` now."""
+        change = read_change(entry.path, self.limits.file_bytes)
         if isinstance(change, FileChange):
-            self.now(path, change)
+            self.add(path, change)
         else:
             self._changed.pop(path, None)
             self.note(path, change)
 
-    def now(self, path: str, change: FileChange) -> None:
-        """The same, read already."""
+    def add(self, path: str, change: FileChange) -> None:
+        """Add new content, unless it is the old."""
         self._changed.pop(path, None)
         if change == self._before(path):
             return
@@ -125,11 +125,11 @@ class Gatherer:
             self.note(path, f"past {self.limits.total_bytes} bytes in all, change left out")
             return
         self._changed[path] = change
-        if len(self._changed) > self.limits.files and self._new() > self.limits.files:
-            raise _FloodError
+        if len(self._changed) > self.limits.files and self._count_new() > self.limits.files:
+            raise _TooManyError
 
-    def entries(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """What is in a folder, with paths, in order of name; names that are strange are noted."""
+    def list_folder(self, prefix: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield paths and entries of a folder, sorted; unusable names are noted."""
         try:
             with os.scandir(folder) as listing:
                 found = sorted(listing, key=lambda entry: entry.name)
@@ -138,104 +138,106 @@ class Gatherer:
             return
         for entry in found:
             path = f"{prefix}{entry.name}"
-            if (why := strange(path)) is None:
+            if (reason := unusable_name(path)) is None:
                 yield path, entry
             else:
-                self.look()
-                self.note(path, why)
+                self.count()
+                self.note(path, reason)
 
-    def files(self, workdir: Path, *, counted: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """All files and links below, without the folders that are nobody's work."""
+    def walk(self, workdir: Path, *, counted: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield all files and links below, without ignored folders."""
         stack = [("", str(workdir))]
         while stack:
-            for path, entry in self.entries(*stack.pop()):
+            for path, entry in self.list_folder(*stack.pop()):
                 if counted:
-                    self.look()
+                    self.count()
                 if not entry.is_dir(follow_symlinks=False):
                     yield path, entry
-                elif self.enters(path, entry.name):
+                elif self.should_enter(path, entry.name):
                     stack.append((f"{path}/", entry.path))
 
-    def enters(self, path: str, name: str) -> bool:
-        """Whether a folder is looked into."""
+    def should_enter(self, path: str, name: str) -> bool:
+        """Return whether a folder is searched."""
         if name in INSTALLED:
             self.note(path, "a folder of installed programs, left out")
-        return name not in PASSED
+        return name not in IGNORED
 
-    def patch(self) -> Patch:
-        """All of it, what is gone first: applied in order it takes away nothing that is new."""
-        gone: dict[str, FileChange | None] = {
+    def build_patch(self) -> Patch:
+        """Return all changes, removals first: applied in order they remove nothing that is new."""
+        removed: dict[str, FileChange | None] = {
             path: None for path, change in self._changed.items() if change is None
         }
         notes, rest = list(self._notes), len(self._notes) - _MAX_NOTES
         more = (f"and {rest} more notes",) if rest > 0 else ()
-        return Patch(gone | self._changed, (*notes[:_MAX_NOTES], *more))
+        return Patch(removed | self._changed, (*notes[:_MAX_NOTES], *more))
 
-    def _new(self) -> int:
+    def _count_new(self) -> int:
         return sum(change is not None for change in self._changed.values())
 
 
-def strange(path: str) -> str | None:
-    """Why a path is not taken along, if its name is such that no box could be given it."""
+def unusable_name(path: str) -> str | None:
+    """Return why no sandbox could be given a file of that name, if so."""
     if not path.isprintable():
         return "a name with control or undecodable characters"
     return "a name with a backslash" if "\\" in path else None
 
 
-def gathered(gatherer: Gatherer, gather: Callable[[Gatherer], None]) -> Patch:
-    """What `gather` finds; nothing but a note if it is too much."""
+def collect_patch(collector: ChangeCollector, collect: Callable[[ChangeCollector], None]) -> Patch:
+    """Return what `collect` finds; only a note if there are too many files."""
     try:
-        gather(gatherer)
-    except _FloodError:
-        return Patch({}, (_FLOOD,))
-    return gatherer.patch()
+        collect(collector)
+    except _TooManyError:
+        return Patch({}, (_TOO_MANY,))
+    return collector.build_patch()
 
 
-def compare(before: Mapping[str, str], workdir: Path, limits: PatchLimits | None = None) -> Patch:
-    """The changes that turn `before` into what `workdir` holds now."""
+def diff_folder(
+    before: Mapping[str, str], workdir: Path, limits: PatchLimits | None = None
+) -> Patch:
+    """Return the changes that turn `before` into what `workdir` holds now."""
     known = {str(PurePosixPath(path)): FileChange(text.encode()) for path, text in before.items()}
 
-    def gather(gatherer: Gatherer) -> None:
+    def collect(collector: ChangeCollector) -> None:
         # A file that is too large or unreadable now stays as it was; it is not taken for deleted.
         seen = set()
-        for path, found in gatherer.files(workdir, counted=True):
+        for path, entry in collector.walk(workdir, counted=True):
             seen.add(path)
-            gatherer.file(path, found)
+            collector.add_entry(path, entry)
         for path in known.keys() - seen:
-            if not set(path.split("/")) & PASSED:
-                gatherer.gone(path)
+            if not set(path.split("/")) & IGNORED:
+                collector.add_removed(path)
 
-    return gathered(Gatherer(limits or PatchLimits(), known.get), gather)
+    return collect_patch(ChangeCollector(limits or PatchLimits(), known.get), collect)
 
 
 def diff_archives(before: BinaryIO, after: BinaryIO, limits: PatchLimits | None = None) -> Patch:
-    """The changes between two tar archives of a workdir, for boxes on another machine.
+    """Return the changes between two tar archives of a workdir, for remote sandboxes.
 
     Both must be seekable; nothing is unpacked. Raises `SandboxError` for what is no archive.
     """
-    # Of what was before only digests are kept: it may be a whole repository.
-    known = {path: _digest(tar, member) for tar, path, member in _members(before)}
+    # Only digests of the old files are kept: it may be a whole repository.
+    known = {path: _member_digest(tar, member) for tar, path, member in _read_members(before)}
 
-    def gather(gatherer: Gatherer) -> None:
+    def collect(collector: ChangeCollector) -> None:
         seen = set()
-        for tar, path, member in _members(after):
+        for tar, path, member in _read_members(after):
             seen.add(path)
-            if known.get(path) == _digest(tar, member):
+            if known.get(path) == _member_digest(tar, member):
                 continue
-            gatherer.look()
-            change = _member(tar, member, gatherer.limits.file_bytes)
+            collector.count()
+            change = _read_member(tar, member, collector.limits.file_bytes)
             if isinstance(change, FileChange):
-                gatherer.now(path, change)
+                collector.add(path, change)
             else:
-                gatherer.note(path, change)
+                collector.note(path, change)
         for path in known.keys() - seen:
-            gatherer.gone(path)
+            collector.add_removed(path)
 
-    return gathered(Gatherer(limits or PatchLimits(), lambda _path: None), gather)
+    return collect_patch(ChangeCollector(limits or PatchLimits(), lambda _path: None), collect)
 
 
-def read(path: str, most: int) -> FileChange | str:
-    """A file's or a link's content; in words, why not."""
+def read_change(path: str, max_bytes: int) -> FileChange | str:
+    """Return a file's or a link's content, or the reason why it cannot be read."""
     try:
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
@@ -245,53 +247,53 @@ def read(path: str, most: int) -> FileChange | str:
         # NONBLOCK and NOFOLLOW: a pipe must not hold us, nor a link lead us out.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with os.fdopen(handle, "rb") as file:
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if len(data) > most:
-        return f"larger than {most} bytes, change left out"
+    if len(data) > max_bytes:
+        return f"larger than {max_bytes} bytes, change left out"
     return FileChange(data, executable=bool(mode & stat.S_IXUSR))
 
 
-def _members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tarfile.TarInfo]]:
+def _read_members(archive: BinaryIO) -> Iterator[tuple[tarfile.TarFile, str, tarfile.TarInfo]]:
     try:
         with tarfile.open(fileobj=archive, mode="r:") as tar:
             for member in tar:
                 path = str(PurePosixPath(member.name))
-                if not member.isdir() and not set(path.split("/")) & PASSED:
+                if not member.isdir() and not set(path.split("/")) & IGNORED:
                     yield tar, path, member
     except (tarfile.TarError, OSError) as error:
-        msg = f"what came back is no tar archive: {error}"
+        msg = f"the archive of a workdir is no tar archive: {error}"
         raise SandboxError(msg) from error
 
 
-def _member(tar: tarfile.TarFile, member: tarfile.TarInfo, most: int) -> FileChange | str:
+def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, max_bytes: int) -> FileChange | str:
     if ".." in member.name.split("/") or member.name.startswith("/"):
         return "a name that leaves its folder"
-    if (why := strange(member.name)) is not None:
-        return why
+    if (reason := unusable_name(member.name)) is not None:
+        return reason
     if member.issym():
         return FileChange(os.fsencode(member.linkname), link=True)
-    file = _content(tar, member)
+    file = _open_member(tar, member)
     if file is None:
         return "not a regular file"
-    data = file.read(most + 1)
-    if len(data) > most:
-        return f"larger than {most} bytes, change left out"
+    data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        return f"larger than {max_bytes} bytes, change left out"
     return FileChange(data, executable=bool(member.mode & stat.S_IXUSR))
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
+def _open_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
     try:
         return tar.extractfile(member) if member.isfile() or member.islnk() else None
     except KeyError:  # a hard link to what is not in it
         return None
 
 
-def _digest(tar: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[str, bytes, bool]:
-    """Of what kind it is, what it holds and whether it can be run."""
+def _member_digest(tar: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[str, bytes, bool]:
+    """Return its kind, a digest of its content and whether it is executable."""
     digest = sha256(os.fsencode(member.linkname) if member.issym() else b"")
-    file = _content(tar, member)
+    file = _open_member(tar, member)
     while file is not None and (block := file.read(_BLOCK)):
         digest.update(block)
     kind = "file" if file is not None else str(member.type)

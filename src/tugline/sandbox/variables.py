@@ -1,7 +1,7 @@
-"""Variables of the node in a task's environment: ``${NAME}`` and ``${NAME:-default}``.
+"""Expand variables of the node in a task's environment: ``${NAME}`` and ``${NAME:-default}``.
 
-Whoever wrote the task must not read what the node keeps there, keys above all: only names that the
-run lists are filled in.
+A task's author must not be able to read the node's environment, keys above all: only names that the
+run lists are expanded.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 def check_variables(env: Mapping[str, str], passed: Collection[str], option: str) -> None:
-    """Raises `ConfigError` for a variable without default that `passed` does not have."""
+    """Raise `ConfigError` for a variable without default that `passed` does not have."""
     for name, value in env.items():
-        for hit in _VARIABLE.finditer(value):
-            if hit[1] not in passed and hit[2] is None:
-                must = f"list {hit[1]!r} in pass_env to fill it in from the node"
+        for match in _VARIABLE.finditer(value):
+            if match[1] not in passed and match[2] is None:
+                must = f"list {match[1]!r} in pass_env to fill it in from the node"
                 msg = f"{option}.{name} is {value!r}: {must}"
                 raise ConfigError(msg)
 
 
-def filled(env: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:
-    """`env` with the variables' values, as far as `passed` has them, else their defaults."""
+def expand_variables(env: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:
+    """Return `env` with values of the variables that `passed` has, else their defaults."""
 
-    def value_of(hit: re.Match[str]) -> str:
-        given = os.environ.get(hit[1]) if hit[1] in passed else None
-        return given or hit[2] or ""
+    def expand(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1]) if match[1] in passed else None
+        return value or match[2] or ""
 
-    return {name: _VARIABLE.sub(value_of, value) for name, value in env.items()}
+    return {name: _VARIABLE.sub(expand, value) for name, value in env.items()}

@@ -19,9 +19,9 @@ from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
 from tugline.sandbox.base import Mount, SandboxSpec
 from tugline.sandbox.container.engine import Engine
-from tugline.sandbox.container.images import name_of
+from tugline.sandbox.container.images import build_name
 from tugline.sandbox.container.runtime import Container
-from tugline.sandbox.container.sandbox import Record
+from tugline.sandbox.container.sandbox import ContainerRecord
 from tugline.sandbox.patch import FileChange
 from tugline.sandbox.workspace import mounts, overlay
 from tugline.types import Cause, Workspace
@@ -177,7 +177,7 @@ async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> N
 import asyncio
 from pathlib import Path
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.container.images import name_of
+from tugline.sandbox.container.images import build_name
 from tugline.sandbox.container.runtime import Container
 from tugline.types import Workspace
 async def main():
@@ -342,14 +342,14 @@ async def test_cancelled_while_mounting(
     container: Container, podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount that comes after its session was given up is undone."""
-    real, mounting = mounts.overlay, threading.Event()
+    real, mounting = mounts.mount_overlay, threading.Event()
 
     def slow(*given: Any) -> Any:
         mounting.set()
         time.sleep(0.3)
         return real(*given)
 
-    monkeypatch.setattr(overlay, "overlay", slow)
+    monkeypatch.setattr(overlay, "mount_overlay", slow)
     (tmp_path / "base").mkdir()
     place = SandboxSpec(workspace=Workspace(folder=str(tmp_path / "base")))
 
@@ -441,7 +441,7 @@ async def test_no_shell_is_said(podman: str, tmp_path: Path) -> None:
             async with runtime.open(tmp_path / "box", place):
                 pass
     finally:
-        unbuilt(podman, name_of(context))
+        unbuilt(podman, build_name(context))
     assert left(podman, tmp_path) == []
 
 
@@ -490,7 +490,7 @@ async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None
     lines = await asyncio.to_thread(container.weaknesses)
     assert facts.seccomp
     assert facts.guard is not None
-    unguarded = msgspec.structs.replace(facts, guard=None).list_weaknesses()
+    unguarded = msgspec.structs.replace(facts, hardening=None).list_weaknesses()
     assert any("take over the shell" in line for line in {*unguarded} - {*lines})
     assert facts.rootless is (os.geteuid() != 0)
     assert any("memory has no bound" in line for line in lines) is not facts.memory
@@ -514,7 +514,7 @@ async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
 
 def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes a connection and says nothing does not hold up a node's start."""
-    monkeypatch.setattr(Engine.blocking, "__defaults__", (0.5,))
+    monkeypatch.setattr(Engine.run_blocking, "__defaults__", (0.5,))
     hello = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
     held = []
 
@@ -533,7 +533,7 @@ def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
         server.listen()
         thread = threading.Thread(target=answer, args=(server,), daemon=True)
         thread.start()
-        record = msgspec.json.encode(Record("x", str(tmp_path / "hung")))
+        record = msgspec.json.encode(ContainerRecord("x", str(tmp_path / "hung")))
         (tmp_path / "container.json").write_bytes(record)
         began = time.monotonic()
         assert Container().reap(tmp_path) == 0

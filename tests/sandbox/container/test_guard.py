@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tugline.sandbox.container import hardening
+from tugline.sandbox import hardening
 
 ALLOW, ERRNO = "SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO"
 PROFILE = {
@@ -30,7 +30,7 @@ def holds(rule: dict[str, Any], value: int) -> bool:
 
 def test_calls_that_name_process_1_are_left_out() -> None:
     """By the 32 bits that the kernel looks at; everybody else, and oneself by 0, may be named."""
-    rules = hardening.narrowed(PROFILE)["syscalls"]
+    rules = hardening.narrow_profile(PROFILE)["syscalls"]
     for name, argument in (("ptrace", 1), ("prlimit64", 0)):
         mine = [rule for rule in rules if name in rule["names"]]
         assert {rule["args"][0]["index"] for rule in mine} == {argument}
@@ -43,7 +43,7 @@ def test_calls_that_name_process_1_are_left_out() -> None:
 
 def test_what_bubblewrap_refuses_is_refused() -> None:
     """User namespaces and keyrings; what the profile allows under a condition stays as it is."""
-    rules = hardening.narrowed(PROFILE)["syscalls"]
+    rules = hardening.narrow_profile(PROFILE)["syscalls"]
     allowed = {name for rule in rules if rule["action"] == ALLOW for name in rule["names"]}
     assert allowed == {"read", "ptrace", "prlimit64", "clone", "unshare"}
     assert [rule for rule in rules if "clone3" in rule["names"]] == [
@@ -61,15 +61,15 @@ def test_profile_is_text_for_docker_and_a_file_for_podman(
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "profile").write_text(json.dumps(PROFILE))
     security = [f"name=seccomp,profile={tmp_path / 'profile'}", "name=rootless"]
-    docker, podman = (hardening.found(kind, security) for kind in ("docker", "podman"))
+    docker, podman = (hardening.find_hardening(kind, security) for kind in ("docker", "podman"))
     assert docker is not None
     assert podman is not None
-    (text,) = docker.asked()["SecurityOpt"]
-    assert json.loads(text.removeprefix("seccomp=")) == hardening.narrowed(PROFILE)
-    assert {*hardening.MASKED, "/proc/kcore"} < {*docker.asked()["MaskedPaths"]}
-    mask, file = podman.asked()["SecurityOpt"]
+    (text,) = docker.host_config()["SecurityOpt"]
+    assert json.loads(text.removeprefix("seccomp=")) == hardening.narrow_profile(PROFILE)
+    assert {*hardening.MASKED, "/proc/kcore"} < {*docker.host_config()["MaskedPaths"]}
+    mask, file = podman.host_config()["SecurityOpt"]
     assert mask == "mask=/proc/1/mem:/proc/1/task"
-    assert json.loads(Path(file.removeprefix("seccomp=")).read_text()) == hardening.narrowed(
+    assert json.loads(Path(file.removeprefix("seccomp=")).read_text()) == hardening.narrow_profile(
         PROFILE
     )
 
@@ -78,4 +78,4 @@ def test_no_profile_is_no_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Nor is one that allows what it does not name."""
     (tmp_path / "open").write_text(json.dumps({**PROFILE, "defaultAction": ALLOW}))
     monkeypatch.setattr(hardening, "_PROFILES", (str(tmp_path / "open"), str(tmp_path / "none")))
-    assert hardening.found("docker", ["name=seccomp,profile=builtin"]) is None
+    assert hardening.find_hardening("docker", ["name=seccomp,profile=builtin"]) is None

@@ -15,7 +15,7 @@ from containers import BUSYBOX, DEBIAN, exists, unbuilt
 from tugline.errors import ImageError
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container.engine import Engine
-from tugline.sandbox.container.images import BUILT, name_of
+from tugline.sandbox.container.images import BUILT, build_name
 from tugline.sandbox.container.runtime import Container
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
@@ -40,7 +40,7 @@ def context(folder: Path, dockerfile: str) -> Workspace:
 
 def names(*workspaces: Workspace) -> list[str]:
     """What they build."""
-    return [name_of(Path(one.build or "")) for one in workspaces]
+    return [build_name(Path(one.build or "")) for one in workspaces]
 
 
 def built(engine: str, *workspaces: Workspace) -> list[str]:
@@ -177,7 +177,7 @@ async def test_cancelled_look_into_an_image_leaves_no_container(
 ) -> None:
     """Neither while its container is made nor while it is removed."""
     runtime = Container(engine=podman, image=BUSYBOX)
-    await asyncio.to_thread(runtime.facts)
+    await asyncio.to_thread(runtime.inspect)
     reached = asyncio.Event()
 
     def slowly(real: Any) -> Any:
@@ -245,7 +245,7 @@ def test_name_is_the_content(tmp_path: Path) -> None:
     (tmp_path / "c" / "sub" / "f").write_text("2")
     (tmp_path / "d" / "sub" / "f").chmod(0o755)
     (tmp_path / "e" / "sub" / "f").rename(tmp_path / "e" / "sub" / "g")
-    found = [name_of(tmp_path / folder) for folder in "abcde"]
+    found = [build_name(tmp_path / folder) for folder in "abcde"]
     assert found[0] == found[1]
     assert len(set(found)) == 4
     assert all(name.startswith(f"{BUILT}:") for name in found)

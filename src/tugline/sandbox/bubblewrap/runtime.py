@@ -1,14 +1,11 @@
 """Run agents in bubblewrap sandboxes: all namespaces, a few milliseconds, no image, no daemon.
 
 Programs see the system's folders read-only (`view`), their workdir, a home and a ``/tmp`` of their
-own, and a network with nothing in it but doors that were asked for (`network.doors`). Process 1 is
-the runner's shell. The box's files lie in its directory on this machine: ``work``, or ``upper``
-and ``scratch`` over a base that is mounted in a mount namespace of the sandbox's own, so that
-nothing is mounted on this machine.
+own, and a network with nothing in it but forwarded ports (`network.port_forwards`). The sandbox's
+files are in its directory on this machine: ``work``, or ``upper`` and ``scratch`` over a base that
+is mounted in a mount namespace of the sandbox's own, so that nothing is mounted on this machine.
 
-A sandbox lives as long as its box unless a program outlives its time or its share: then all of it
-is killed, and the next program gets a new one with the same files. It dies with this process,
-whatever kills that (`--die-with-parent`, and the runner's pipe).
+A sandbox dies with this process, whatever kills that (`--die-with-parent`, and the runner's pipe).
 """
 
 from __future__ import annotations
@@ -19,25 +16,33 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath, PurePosixPath
+
+import msgspec
 
 from tugline.errors import ConfigError, SandboxError, UsageError
-from tugline.sandbox.base import HOME, WORKDIR, Runtime, SandboxSpec
+from tugline.sandbox import files
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.bubblewrap import view
-from tugline.sandbox.bubblewrap.command import end_strays
-from tugline.sandbox.bubblewrap.sandbox import BubblewrapSandbox, Ground
-from tugline.sandbox.bubblewrap.seccomp import seccomp
+from tugline.sandbox.bubblewrap.command import BubblewrapCommand, kill_strays
 from tugline.sandbox.cache import cache_folder
-from tugline.sandbox.exec import limits
-from tugline.sandbox.exec.limits import Limits
-from tugline.sandbox.exec.processes import finish, records
+from tugline.sandbox.exec.limits import (
+    RECORD,
+    Cgroup,
+    Limits,
+    find_cgroup_parent,
+    list_unenforced,
+    reap_cgroups,
+)
+from tugline.sandbox.exec.processes import find_records, finish
+from tugline.sandbox.exec.runner import CONTROL, Runner
+from tugline.sandbox.hardening import bpf_filter
+from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
 from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.workspace.cache import WorkspaceCache
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
-from tugline.types import Workspace
 
-_TAKEN = frozenset(
+_SYSTEM_FOLDERS = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
 )
 _PROBE_S = 20.0
@@ -46,13 +51,29 @@ _HINT = (
     "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
     "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
 )
+_OVERLAY = (
+    'mount -t overlay overlay -o "nosuid,nodev,$1" "$2" 2>/dev/null ||'
+    ' mount -t overlay overlay -o "nosuid,nodev,${1%,volatile}" "$2" || exit 71; shift 2; exec "$@"'
+)
 
 
-class Bubblewrap(Runtime):
-    """Boxes that are bubblewrap sandboxes.
+class _Machine(msgspec.Struct, frozen=True):
+    """What all sandboxes of a runtime have in common on this machine."""
+
+    first_arguments: tuple[str, ...]
+    """Of bwrap, before ``/tmp``."""
+    visible_folders: tuple[str, ...]
+    """Arguments after ``/tmp``."""
+    seccomp: bytes
+    """Filter of system calls; empty where there is none."""
+    cgroup_parent: Cgroup
+
+
+class Bubblewrap(HostRuntime):
+    """Opens bubblewrap sandboxes.
 
     `allow` names hosts that programs may reach, such as ``example.org:443``; `readable` are folders
-    of this machine that they see, read-only; `bases_gb` bounds the cache of workspaces. The other
+    of this machine that they see, read-only; `cache_gb` limits the cache of workspaces. The other
     options are those of `Limits`.
     """
 
@@ -68,8 +89,9 @@ class Bubblewrap(Runtime):
         output_mb: int = 64,
         allow: Sequence[str] = (),
         readable: Sequence[str] = (),
-        bases_gb: float = 50.0,
+        cache_gb: float = 50.0,
     ) -> None:
+        super().__init__(cache_gb)
         self._limits = Limits(
             memory_mb=memory_mb,
             processes=processes,
@@ -81,56 +103,36 @@ class Bubblewrap(Runtime):
         )
         self._limits.check("bubblewrap")
         self._allow = AllowList(allow)
-        self._readable = _checked(readable)
-        self._bases = WorkspaceCache(most_gb=bases_gb)
-        self._ground: Ground | None = None
+        self._readable = _check_readable(readable)
+        self._machine: _Machine | None = None
 
-    @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[BubblewrapSandbox]:
-        """A box under `directory`, whose sandbox runs when it is given."""
-        spec = spec or SandboxSpec()
-        _check(spec.workspace)
-        ground = self._look() if self._ground else await asyncio.to_thread(self._look)
-        async with self._bases.open(spec.workspace) as base:
-            layer = OverlayWorkspace(
-                directory := Path.cwd() / directory, base, spec.files, spec.snapshot
-            )
-            box = BubblewrapSandbox(directory, spec, layer, self._limits, self._allow, ground)
-            try:
-                await box.start()
-                yield box
-            finally:
-                await finish(asyncio.create_task(box.aclose()))
-
-    async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
-        """Have repositories checked out; returns why, for each that cannot be had."""
-        return await self._bases.prefetch(workspaces)
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> BubblewrapSandbox:
+        workdir = _check(spec)
+        machine = self._inspect() if self._machine else await asyncio.to_thread(self._inspect)
+        base = await self._prepare(spec.workspace, stack)
+        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        mounts = [one for one in spec.mounts if not (one.optional and view.shows(one.target))]
+        layout = Layout(directory, workspace, workdir, mounts)
+        return BubblewrapSandbox(layout, self._limits, self._allow, machine)
 
     def reap(self, directory: Path) -> int:
-        """End and remove what is left of sandboxes; those that ran have died with their parent."""
-        strays = end_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
-        return strays + sum(limits.reap(record) for record in records(directory, limits.RECORD))
+        """Kill and remove what is left of sandboxes; those that ran have died with their parent."""
+        strays = kill_strays(Path.cwd() / directory) if sys.platform == "linux" else 0
+        return strays + sum(map(reap_cgroups, find_records(directory, RECORD)))
 
     def check_available(self) -> str | None:
-        """Tried by starting one."""
+        """Try to start a sandbox."""
         if sys.platform != "linux":
             return "bubblewrap needs Linux"
         if shutil.which("bwrap") is None:
             return "there is no bwrap on PATH: apt install bubblewrap, dnf install bubblewrap"
         try:
-            ground = self._look()
+            machine = self._inspect()
+            argv = ["bwrap", *machine.first_arguments, *machine.visible_folders]
             done = subprocess.run(
-                [
-                    "bwrap",
-                    *ground.arguments,
-                    *ground.shown,
-                    *view.closing(),
-                    "/bin/sh",
-                    "-c",
-                    "exit 0",
-                ],
+                [*argv, *view.last_arguments(), "/bin/sh", "-c", "exit 0"],
                 capture_output=True,
                 timeout=_PROBE_S,
                 check=False,
@@ -138,14 +140,15 @@ class Bubblewrap(Runtime):
         except (OSError, SandboxError, subprocess.TimeoutExpired) as error:
             return f"bwrap cannot be used here: {error}"
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
-            return f"bwrap cannot make a sandbox here ({said}); {_HINT}"
+            reason = done.stderr.decode(errors="replace").strip()
+            return f"bwrap cannot make a sandbox here ({reason}); {_HINT}"
         return None
 
     def list_weaknesses(self) -> Sequence[str]:
-        """Limits that nothing enforces here, and what is not filtered."""
-        lines = limits.unenforced(self._look().places)
-        if not self._look().filter:
+        """Return limits that nothing enforces here, and what is not filtered."""
+        machine = self._inspect()
+        lines = list_unenforced(machine.cgroup_parent)
+        if not machine.seccomp:
             lines.append("system calls are not filtered on this kind of processor")
         if self._allow.patterns:
             lines.append("hosts of the allow-list are reached, and whatever they pass on")
@@ -153,36 +156,103 @@ class Bubblewrap(Runtime):
             lines.append("sandboxes are run by root, without its rights: a normal user is safer")
         return lines
 
-    def _look(self) -> Ground:
+    def _inspect(self) -> _Machine:
         """Blocks the first time."""
-        if self._ground is None:
+        if self._machine is None:
             try:
-                etc = view.copied_etc(cache_folder() / "etc")
+                etc = view.copy_etc(cache_folder() / "etc")
             except OSError as error:
                 place = f"{cache_folder()}: {error.strerror}; set TUGLINE_CACHE elsewhere"
                 msg = f"cannot write to {place}"
                 raise SandboxError(msg) from error
-            first, shown = view.arguments(etc), view.shown(self._readable)
-            self._ground = Ground(tuple(first), tuple(shown), seccomp(), limits.places())
-        return self._ground
+            visible = tuple(view.visible_folders(self._readable))
+            arguments = tuple(view.first_arguments(etc))
+            self._machine = _Machine(arguments, visible, bpf_filter(), find_cgroup_parent())
+        return self._machine
 
 
-def _check(workspace: Workspace) -> None:
+class BubblewrapSandbox(IsolatedSandbox):
+    """One bubblewrap sandbox."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        limits: Limits,
+        allow: AllowList,
+        machine: _Machine,
+    ) -> None:
+        super().__init__(layout, limits, allow, machine.cgroup_parent)
+        self._machine = machine
+        self._command = BubblewrapCommand()
+
+    async def _start(self, runner: Runner) -> int:
+        prefix = await finish(asyncio.to_thread(self._prefix))
+        command = self._command = BubblewrapCommand()
+        await command.start(runner, prefix, self._arguments(), self._machine.seccomp)
+        return command.pid
+
+    async def _kill_processes(self) -> None:
+        await self._command.kill()
+
+    async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
+        """Return the folders; an overlay is seen only in its sandbox, which is started for it."""
+        if self._workspace.lower is None or not path.is_relative_to(self.workdir):
+            return self._folders
+        await self._ensure_started()
+        return {**self._folders, self.workdir: Path(f"/proc/{self._pid}/root{self.workdir}")}
+
+    def _prefix(self) -> list[str]:
+        """Return the command that mounts the overlay before it starts bwrap, if there is one."""
+        if self._workspace.lower is None:
+            return []
+        private = os.geteuid() != 0
+        unshare = ["unshare", "--mount", *(["--user", "--map-root-user"] if private else [])]
+        options = self._workspace.mount_options(private=private)
+        return [*unshare, "/bin/sh", "-c", _OVERLAY, "sh", options, str(self._workspace.work)]
+
+    def _arguments(self) -> list[str]:
+        tmp = PurePosixPath("/tmp")  # noqa: S108 - its own
+        arguments = [*self._machine.first_arguments]
+        arguments += ["--ro-bind", str(self._directory / "control"), CONTROL]
+        arguments += ["--bind", str(self._folders[tmp]), str(tmp), *self._machine.visible_folders]
+        binds = {target: ("--ro-bind", source) for target, source in self._read_only.items()}
+        binds |= {target: ("--bind", str(folder)) for target, folder in self._folders.items()}
+        del binds[tmp]
+        for target in sorted(binds, key=lambda path: len(path.parts)):  # parents before children
+            arguments += [*binds[target], str(target)]
+        return [*arguments, *view.last_arguments()]
+
+    def _mount_workspace(self) -> None:
+        """Nothing: each start mounts it in a namespace of its own."""
+
+    def _clean_up(self) -> None:
+        self._own_cgroup.remove()
+        if not self._directory.is_dir():  # it could not be created
+            return
+        useless = {"control", "tmp", "scratch"}
+        if self._monitor.over_limit:
+            useless |= {"home", "upper"}
+            useless |= {"work"} if self._workspace.lower is None else set()
+        with files.translate_errors(f"cannot clear {self._directory}"):
+            for name in useless:
+                files.remove(self._directory, name)
+
+
+def _check(spec: SandboxSpec) -> PurePosixPath:
+    """Return the workdir. Raises `UsageError` for a workspace that it cannot provide."""
+    workspace = spec.workspace
     if workspace.image or workspace.build:
         name = "image" if workspace.image else "build"
         msg = f"runtime 'bubblewrap' has no container images (workspace.{name}); take 'container'"
         raise UsageError(msg)
-    workdir = PurePosixPath(workspace.path or WORKDIR)
-    parts = workdir.parts
-    if parts[0] != "/" or len(parts) == 1 or ".." in parts or parts[1] in _TAKEN:
+    workdir = resolve_workdir(workspace)
+    if len(workdir.parts) == 1 or workdir.parts[1] in _SYSTEM_FOLDERS:
         msg = f"workspace.path is {workspace.path!r}, must be absolute and no folder of the system"
         raise UsageError(msg)
-    if workdir in {HOME, *HOME.parents}:
-        msg = f"workspace.path is {str(workdir)!r}, must be an absolute folder other than {HOME}"
-        raise UsageError(msg)
+    return workdir
 
 
-def _checked(readable: Sequence[str]) -> tuple[str, ...]:
+def _check_readable(readable: Sequence[str]) -> tuple[str, ...]:
     wrong = [one for one in readable if not (isinstance(one, str) and Path(one).is_absolute())]
     if isinstance(readable, str) or wrong or "/" in readable:
         msg = f"runtime 'bubblewrap': readable is {readable!r}, must be a list of absolute paths"

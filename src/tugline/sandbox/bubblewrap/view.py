@@ -1,8 +1,8 @@
-"""What a program in a bubblewrap sandbox sees of this machine: a list, and nothing beside it.
+"""Arguments of bwrap that decide what a program sees of this machine; nothing else is visible.
 
 System folders are read-only; of ``/etc`` only what programs need to start, to speak TLS and to
 know the time; no ``/home``, ``/root``, ``/var``, ``/run``, ``/tmp``, ``/mnt`` and ``/sys``; a
-``/proc`` without the keeper (process 1) and without the kernel's own business; a ``/dev`` of
+``/proc`` without process 1 (the runner's shell) and without the kernel's internals; a ``/dev`` of
 harmless devices. This Python is there, with its packages, at its own path and first on PATH.
 """
 
@@ -46,38 +46,39 @@ SHARED_MB = 256
 """Size of ``/dev/shm``."""
 
 
-def arguments(etc: Path) -> list[str]:
-    """For ``bwrap``: the namespaces and all that boxes have in common. `etc` is `copied_etc`'s.
+def first_arguments(etc: Path) -> list[str]:
+    """Return the namespaces and mounts that all sandboxes share. `etc` comes from `copy_etc`.
 
-    The root stays writable until `closing`, for what a box adds: its ``/tmp``, then `shown`.
+    The root stays writable until `last_arguments`, for a sandbox's own mounts: its ``/tmp``, then
+    `visible_folders`.
     """
     args = [*_NAMESPACES, "--ro-bind", "/usr", "/usr", *_system_links()]
     args += ["--ro-bind", str(etc), "/etc"]
     args += ["--dev", "/dev", "--size", str(SHARED_MB << 20), "--tmpfs", "/dev/shm"]  # noqa: S108
-    args += ["--remount-ro", "/dev", *_proc()]
-    args += ["--setenv", "PATH", path(), "--setenv", "LANG", "C.UTF-8"]
+    args += ["--remount-ro", "/dev", *_proc_arguments()]
+    args += ["--setenv", "PATH", search_path(), "--setenv", "LANG", "C.UTF-8"]
     return [*args, "--setenv", "HOME", str(HOME), "--setenv", "TMPDIR", "/tmp"]  # noqa: S108
 
 
-def shown(readable: Sequence[str]) -> list[str]:
-    """Further arguments: folders at their own paths, also below ``/tmp`` or ``/var/tmp``."""
-    seen = (*pythons(), *readable)
+def visible_folders(readable: Sequence[str]) -> list[str]:
+    """Return the mounts of folders at their own paths, also below ``/tmp`` or ``/var/tmp``."""
+    seen = (*python_folders(), *readable)
     other = ["--symlink", "/tmp", "/var/tmp"]  # noqa: S108
     if any(Path(one).is_relative_to("/var/tmp") for one in seen):  # noqa: S108
         other = ["--size", str(SHARED_MB << 20), "--tmpfs", "/var/tmp"]  # noqa: S108
     return [*other, *(word for one in seen for word in ("--ro-bind", one, one))]
 
 
-def closing() -> list[str]:
-    """The last arguments: the root as it is from now on."""
+def last_arguments() -> list[str]:
+    """Return the arguments that make the root read-only."""
     return ["--chdir", "/", "--remount-ro", "/"]
 
 
-def copied_etc(folder: Path) -> Path:
-    """A folder below `folder` with what the sandbox has as ``/etc``, made if it is not there.
+def copy_etc(folder: Path) -> Path:
+    """Return a folder below `folder` with the sandbox's ``/etc``, made if it is not there.
 
-    One mount instead of forty makes a start 6 ms shorter. Users and hosts are the sandbox's own:
-    this machine's are nobody's business. Blocks.
+    One mount instead of forty makes a start 6 ms shorter. Users and hosts are the sandbox's own.
+    Blocks.
     """
     sources = [source for name in _ETC if (source := Path("/etc", name)).exists()]
     stamps = [
@@ -102,28 +103,28 @@ def copied_etc(folder: Path) -> Path:
         if not one.is_symlink():
             one.chmod(0o755 if one.is_dir() else 0o644)
     part.chmod(0o755)
-    with contextlib.suppress(OSError):  # somebody else was first
+    with contextlib.suppress(OSError):  # another process was first
         part.rename(made)
     shutil.rmtree(part, ignore_errors=True)
     return made
 
 
-def pythons() -> list[str]:
-    """Folders that this Python is in, as far as they are not in ``/usr``."""
+def python_folders() -> list[str]:
+    """Return the folders that this Python is in, unless they are in ``/usr``."""
     executable = Path(sys.executable)
     found = [sys.prefix, sys.base_prefix, str(executable.resolve().parent.parent)]
     outside = dict.fromkeys(one for one in found if not Path(one).is_relative_to("/usr"))
     return [one for one in outside if one != "/"]
 
 
-def path() -> str:
-    """Where programs are looked for."""
+def search_path() -> str:
+    """Return the PATH of programs."""
     system = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
     return os.pathsep.join([f"{sys.prefix}/bin", *system])
 
 
 def shows(target: str) -> bool:
-    """Whether `target` is there without being mounted, such as a C library."""
+    """Return whether `target` is visible without being mounted, such as a C library."""
     return Path(target).exists() and Path(target).resolve().is_relative_to("/usr")
 
 
@@ -136,7 +137,7 @@ def _system_links() -> Iterator[str]:
             yield from ("--ro-bind", str(place), str(place))
 
 
-def _proc() -> Iterator[str]:
+def _proc_arguments() -> Iterator[str]:
     yield from ("--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
     # Run by root, bwrap takes this for closed already; its files belong to root, and so to us.
     yield from ("--ro-bind", "/proc/sys", "/proc/sys")

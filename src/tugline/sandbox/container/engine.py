@@ -1,12 +1,11 @@
-"""Find a container engine, and speak with it.
+"""Find a container engine and call its API.
 
 Docker and Podman answer the same API on a unix socket of this machine; a remote engine is refused,
-for folders of this machine are mounted. Where nothing listens and the ``podman`` program is there,
-it is told to listen at its usual place for as long as somebody asks (`_IDLE_S`), so a Podman
+because folders of this machine are mounted. Where nothing listens and the ``podman`` program is
+installed, it is started as a service that ends after `_IDLE_S` without requests, so a Podman
 without a daemon needs no set-up either.
 
-A client belongs to one event loop and one piece of work; making one costs less than a
-millisecond, and nothing of it is left behind.
+A client belongs to one event loop and one piece of work; creating one takes under a millisecond.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from tugline.errors import ConfigError, DiskFull, SandboxError
 try:
     from aiodocker import Docker, DockerError
     from aiohttp import ClientError
-except ImportError as _error:  # said by `unavailable`, on the machine that is to run something
+except ImportError as _error:  # reported by `check_available`, where containers are to run
     MISSING: str | None = f"containers need: pip install 'tugline[container]' ({_error})"
-    Docker = DockerError = ClientError = Exception  # type: ignore[misc,assignment] # never met
+    Docker = DockerError = ClientError = Exception  # type: ignore[misc,assignment] # never raised
 else:
     MISSING = None
 
@@ -43,10 +42,10 @@ __all__ = [
     "Docker",
     "DockerError",
     "Engine",
-    "Found",
-    "faults",
-    "service",
+    "FoundEngine",
+    "service_command",
     "stream",
+    "translate_errors",
 ]
 
 T = TypeVar("T")
@@ -59,7 +58,7 @@ _PING = b"GET /_ping HTTP/1.0\r\nHost: engine\r\n\r\n"
 _HOW = "install podman (or start docker), or name a socket with the option engine"
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundEngine(msgspec.Struct, frozen=True):
     """An engine that answers."""
 
     socket: str
@@ -70,7 +69,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Engine:
-    """The engine `wanted`: a ``unix://`` URL, ``podman``, ``docker``, or None for what there is."""
+    """The engine `wanted`: a ``unix://`` URL, ``podman``, ``docker``, or None for any."""
 
     def __init__(self, wanted: str | None) -> None:
         if wanted not in {None, "podman", "docker"} and not str(wanted).startswith("unix:///"):
@@ -81,30 +80,30 @@ class Engine:
             raise ConfigError(msg)
         self._wanted = wanted
         self._lock = threading.Lock()
-        self._last: Found | None = None
+        self._last: FoundEngine | None = None
 
-    def find(self) -> Found:
-        """The one that answers, started if need be. Blocks. Raises `SandboxError`."""
+    def find(self) -> FoundEngine:
+        """Return the engine that answers, started if need be. Blocks. Raises `SandboxError`."""
         if MISSING is not None:
             raise SandboxError(MISSING)
         with self._lock:
             last = self._last
-            if last is not None and (last := _ask(last.socket)) is not None:
+            if last is not None and (last := _ping(last.socket)) is not None:
                 return last
             self._last = self._search()
             return self._last
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[Docker]:
-        """A client for one piece of work; what goes wrong with it is a `SandboxError`."""
+        """Open a client for one piece of work; its errors become `SandboxError`."""
         found = await asyncio.to_thread(self.find)
         async with Docker(f"unix://{found.socket}", api_version=f"v{found.api}") as docker:
-            with faults("the container engine failed"):
+            with translate_errors("the container engine failed"):
                 yield docker
 
     @contextlib.asynccontextmanager
-    async def call(self, limit_s: float = CALL_S) -> AsyncIterator[Docker]:
-        """A client for work that must be done in time. Raises `SandboxError`."""
+    async def timed_client(self, limit_s: float = CALL_S) -> AsyncIterator[Docker]:
+        """Open a client for work that must be done in time. Raises `SandboxError`."""
         try:
             async with asyncio.timeout(limit_s), self.client() as docker:
                 yield docker
@@ -112,40 +111,42 @@ class Engine:
             msg = f"the container engine did not answer within {limit_s:.0f} s"
             raise SandboxError(msg) from error
 
-    def blocking(self, work: Callable[[Docker], Awaitable[T]], limit_s: float = CALL_S) -> T:
-        """What `work` returns, for callers that may block. Raises `SandboxError`."""
+    def run_blocking(self, work: Callable[[Docker], Awaitable[T]], limit_s: float = CALL_S) -> T:
+        """Run `work` and return its result. Blocks. Raises `SandboxError`."""
 
         async def run() -> T:
-            async with self.call(limit_s) as docker:
+            async with self.timed_client(limit_s) as docker:
                 return await work(docker)
 
         with ThreadPoolExecutor(1) as thread:  # the caller's may have a loop already
             return thread.submit(asyncio.run, run()).result()
 
-    def _search(self) -> Found:
-        places = [place for place in _places() if self._wanted in {None, place[0]}]
+    def _search(self) -> FoundEngine:
+        places = [place for place in _list_sockets() if self._wanted in {None, place[0]}]
         if self._wanted is not None and self._wanted.startswith("unix://"):
             places = [("", self._wanted.removeprefix("unix://"))]
         for _kind, path in places:
-            if (found := _ask(path)) is not None:
+            if (found := _ping(path)) is not None:
                 return found
-        ours = self._wanted in {None, "podman", f"unix://{_own_place()}"}
+        ours = self._wanted in {None, "podman", f"unix://{_own_socket()}"}
         if ours and shutil.which("podman"):
-            return _start(_own_place())
+            return _start(_own_socket())
         tried = ", ".join(path for _kind, path in places)
         msg = f"no container engine answers at {tried}; {_HOW}"
         raise SandboxError(msg)
 
 
 @contextlib.contextmanager
-def faults(what: str, kind: type[SandboxError] = SandboxError, *, hint: str = "") -> Iterator[None]:
-    """What the engine says, and that it does not answer, as an error of ours."""
+def translate_errors(
+    what: str, kind: type[SandboxError] = SandboxError, *, hint: str = ""
+) -> Iterator[None]:
+    """Raise errors of the engine, or of its connection, as ours."""
     try:
         yield
     except DockerError as error:
-        said = " ".join(str(error.message).split())[-600:]
-        msg = f"{what}: {said}{hint}"
-        full = "no space left" in said.lower() or "disk quota" in said.lower()
+        reason = " ".join(str(error.message).split())[-600:]
+        msg = f"{what}: {reason}{hint}"
+        full = "no space left" in reason.lower() or "disk quota" in reason.lower()
         raise (DiskFull if full else kind)(msg) from error
     except (ClientError, ConnectionError) as error:
         msg = f"{what}: {type(error).__name__}: {error}"
@@ -155,36 +156,37 @@ def faults(what: str, kind: type[SandboxError] = SandboxError, *, hint: str = ""
 async def stream(
     docker: Docker, path: str, params: Mapping[str, str], data: IO[bytes] | None = None
 ) -> AsyncGenerator[str, None]:
-    """What a long request says while it goes on; close it to give up. Raises `DockerError`."""
+    """Yield the progress of a long request; close it to give up. Raises `DockerError`."""
     url = f"unix://localhost/{docker.api_version}/{path}"
     tar = {"Content-Type": "application/x-tar"}
-    async with docker.session.post(url, params=params, data=data, headers=tar) as reply:
+    async with docker.session.post(url, params=params, data=data, headers=tar) as response:
         rest = b""
-        async for part in reply.content.iter_any():
+        async for part in response.content.iter_any():
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                yield _told(line, reply.status)
-        if rest or reply.status >= 400:
-            yield _told(rest or b"{}", reply.status)
+                yield _progress(line, response.status)
+        if rest or response.status >= 400:
+            yield _progress(rest or b"{}", response.status)
 
 
-def _told(line: bytes, status: int) -> str:
+def _progress(line: bytes, status: int) -> str:
     with contextlib.suppress(msgspec.DecodeError):
-        said = msgspec.json.decode(line, type=dict[str, Any])
-        if status >= 400 or "error" in said:
-            raise DockerError(status, str(said.get("message") or said.get("error") or said))
-        return str(said.get("stream", ""))
+        event = msgspec.json.decode(line, type=dict[str, Any])
+        if status >= 400 or "error" in event:
+            message = event.get("message") or event.get("error") or event
+            raise DockerError(status, str(message))
+        return str(event.get("stream", ""))
     if status >= 400:
         raise DockerError(status, line.decode(errors="replace"))
     return ""
 
 
-def _places() -> list[tuple[str, str]]:
-    """Kind and socket, in the order of trying."""
+def _list_sockets() -> list[tuple[str, str]]:
+    """Kind and socket of each candidate, in the order of trying."""
     own = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
     places = [
         ("podman", "/run/podman/podman.sock"),
-        ("podman", str(_own_place())),
+        ("podman", str(_own_socket())),
         ("docker", "/var/run/docker.sock"),
         ("docker", f"{own}/docker.sock"),
     ]
@@ -194,44 +196,44 @@ def _places() -> list[tuple[str, str]]:
     return places
 
 
-def _ask(path: str) -> Found | None:
-    """Who answers at a socket; None if nobody does."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
-        asked.settimeout(10.0)
-        asked.connect(path)
-        asked.sendall(_PING)
+def _ping(path: str) -> FoundEngine | None:
+    """Return the engine that answers at a socket, if one does."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10.0)
+        connection.connect(path)
+        connection.sendall(_PING)
         reply = b""
-        while b"\r\n\r\n" not in reply and (part := asked.recv(4096)):
+        while b"\r\n\r\n" not in reply and (part := connection.recv(4096)):
             reply += part
         lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
         headers = {name.lower(): value.strip() for name, _, value in lines}
         if "api-version" in headers:
             kind = "podman" if "libpod-api-version" in headers else "docker"
-            return Found(path, kind, headers["api-version"])
+            return FoundEngine(path, kind, headers["api-version"])
     return None
 
 
-def _own_place() -> Path:
-    """Where Podman listens by custom, or in a folder of this user."""
+def _own_socket() -> Path:
+    """Where Podman usually listens, or in a folder of this user."""
     own = os.environ.get("XDG_RUNTIME_DIR") if os.geteuid() else "/run"
     return Path(own or f"/tmp/tugline-{os.geteuid()}") / "podman" / "podman.sock"  # noqa: S108
 
 
-def _start(path: Path) -> Found:
-    """Have Podman listen; it stops by itself when nobody has asked for a while."""
+def _start(path: Path) -> FoundEngine:
+    """Start the service of Podman, which ends by itself after a while without requests."""
     log = path.with_name("tugline.log")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.parent.stat().st_uid != os.geteuid():
             msg = f"{path.parent} is another user's; set XDG_RUNTIME_DIR to a folder of your own"
             raise SandboxError(msg)
-        with log.open("wb") as said:
-            # By way of setsid, so that it is nobody's child and outlives who asked first.
+        with log.open("wb") as output:
+            # With setsid it is nobody's child and outlives the process that asked first.
             subprocess.run(
-                ("setsid", "-f", *service(path), f"--time={_IDLE_S}"),
+                ("setsid", "-f", *service_command(path), f"--time={_IDLE_S}"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=output,
                 cwd=path.parent,  # where conmon leaves a file for each container out of memory
                 check=True,
             )
@@ -240,16 +242,16 @@ def _start(path: Path) -> Found:
         raise SandboxError(msg) from error
     until = time.monotonic() + _START_S
     while time.monotonic() < until and b"Error:" not in log.read_bytes():
-        if (found := _ask(str(path))) is not None:
+        if (found := _ping(str(path))) is not None:
             return found
         time.sleep(0.05)
-    words = log.read_text(errors="replace").strip()[-600:]
-    msg = f"podman system service does not answer at {path}: {words or 'it says nothing'}"
+    output_text = log.read_text(errors="replace").strip()[-600:]
+    msg = f"podman system service does not answer at {path}: {output_text or 'no output'}"
     raise SandboxError(msg)
 
 
-def service(path: Path) -> tuple[str, ...]:
-    """The command that makes Podman listen at `path`."""
+def service_command(path: Path) -> tuple[str, ...]:
+    """Return the command that makes Podman listen at `path`."""
     # crun refuses a mixture of cgroup versions.
     mixed = not Path("/sys/fs/cgroup/cgroup.controllers").exists()
     runtime = ("--runtime", "runc") if mixed and shutil.which("runc") else ()

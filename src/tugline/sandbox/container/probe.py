@@ -1,4 +1,4 @@
-"""What an engine really does on this machine, found out once by one small container.
+"""Find out by one small container what an engine really does on this machine.
 
 Engines promise limits that they cannot keep, choose storage that copies whole images, or run in a
 virtual machine whose folders are not ours. So a container without an image (this machine's own
@@ -23,10 +23,10 @@ import msgspec
 
 from tugline import log
 from tugline.errors import SandboxError
-from tugline.sandbox.container import cgroups, hardening
-from tugline.sandbox.container.engine import Docker, DockerError, faults, stream
-from tugline.sandbox.container.hardening import Hardening
-from tugline.sandbox.container.images import LABEL, find
+from tugline.sandbox.container.engine import Docker, DockerError, stream, translate_errors
+from tugline.sandbox.container.images import LABEL, find_image
+from tugline.sandbox.exec.limits import Cgroup, cgroup_of
+from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
 
 _IMAGE = "localhost/tugline/probe:1"
 _DOCKERFILE = b"FROM scratch\nCOPY Dockerfile /Dockerfile\n"
@@ -37,16 +37,16 @@ _STALE_S = 3600.0
 _OPEN_FILES = 65536
 _MOST_PROCESSES = 32768
 _FOLDERS = tuple(map(Path, ("/bin", "/lib", "/lib64", "/usr")))
-_COPYING = {"vfs"}
-_log = log.get("runtimes")
+_COPYING_STORAGE = {"vfs"}
+_log = log.get("sandbox")
 
 
-class _Unguarded(Exception):
-    """The engine took the guard and did not do it."""
+class _NotHardenedError(Exception):
+    """The engine accepted the hardening and did not apply it."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine on this machine."""
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A container engine on this machine."""
 
     kind: str
     version: str
@@ -59,27 +59,27 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a limit of memory is in force."""
     processes: bool
     """Whether a limit of processes is in force."""
-    guard: Hardening | None
-    """What keeps programs from the shell that runs them, if the engine can be asked for it."""
+    hardening: ProcessHardening | None
+    """What protects the runner's shell from programs, if the engine supports it."""
 
     def list_weaknesses(self) -> tuple[str, ...]:
-        """What is not kept apart here, a line each."""
+        """Return what is not isolated here, one line each."""
         who = f"{self.kind} {self.version}{', rootless' * self.rootless}, cgroup v{self.cgroup}"
         found = []
         if not self.memory:
-            found.append(f"memory has no bound: {who} sets none")
+            found.append(f"memory has no limit: {who} sets none")
         if not self.processes:
-            found.append(f"the number of processes has no bound: {who} sets none")
+            found.append(f"the number of processes has no limit: {who} sets none")
         if not self.seccomp:
             found.append(f"no system call is refused: {who} has no seccomp profile")
-        if self.guard is None:
+        if self.hardening is None:
             found.append(
                 "a program can take over the shell that runs it, so forge its exit code and outlive"
                 f" its end: {who} hides no memory, or no seccomp.json is in /usr/share/containers"
             )
         if not self.rootless:
             found.append("root in a container is this machine's root with few of its rights")
-        if self.storage in _COPYING:
+        if self.storage in _COPYING_STORAGE:
             found.append(
                 f"slow: storage driver {self.storage} copies the image for each container; for"
                 ' podman, set driver = "overlay" in storage.conf and begin with empty storage'
@@ -88,7 +88,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ulimits() -> list[dict[str, Any]]:
-    """No more than this process has: an engine cannot raise them everywhere, and fails then."""
+    """Return limits that do not exceed this process's: not every engine could raise those."""
     limits = []
     for name, number, most in (
         ("nofile", resource.RLIMIT_NOFILE, _OPEN_FILES),
@@ -101,54 +101,53 @@ def ulimits() -> list[dict[str, Any]]:
     return limits
 
 
-async def probe(docker: Docker, kind: str) -> Facts:
-    """Find out. Raises `SandboxError` with the engine's words when it cannot run anything."""
+async def probe(docker: Docker, kind: str) -> EngineInfo:
+    """Run the container. Raises `SandboxError` with the engine's message if it cannot run one."""
     try:
         async with asyncio.timeout(_PROBE_S):
-            with faults(f"{kind} cannot run a container"):
+            with translate_errors(f"{kind} cannot run a container"):
                 info = await docker.system.info()
-                await _tidy(docker)
+                await _remove_stale(docker)
                 security = info.get("SecurityOptions") or ()
-                narrow = (
-                    hardening.found(kind, security) if "seccomp" in " ".join(security) else None
-                )
-                (memory, processes), narrow = await _guarded(docker, narrow)
+                filtered = "seccomp" in " ".join(security)
+                hardening = find_hardening(kind, security) if filtered else None
+                (memory, processes), hardening = await _try_hardening(docker, hardening)
     except TimeoutError as error:
         msg = f"{kind} did not run a container within {_PROBE_S:.0f} s"
         raise SandboxError(msg) from error
-    return Facts(
+    return EngineInfo(
         kind=kind,
         version=str(info.get("ServerVersion", "?")),
         rootless=bool(info.get("Rootless")) or "rootless" in " ".join(security),
         cgroup=str(info.get("CgroupVersion", "?")),
         storage=str(info.get("Driver", "?")),
         runtime=str(info.get("DefaultRuntime", "?")),
-        seccomp="seccomp" in " ".join(security),
+        seccomp=filtered,
         memory=memory,
         processes=processes,
-        guard=narrow,
+        hardening=hardening,
     )
 
 
-async def _guarded(
-    docker: Docker, narrow: Hardening | None
-) -> tuple[tuple[bool, bool], Hardening | None]:
-    """What is in force, and the guard if the engine has taken it."""
-    await _have_image(docker)
-    if narrow is not None:
+async def _try_hardening(
+    docker: Docker, hardening: ProcessHardening | None
+) -> tuple[tuple[bool, bool], ProcessHardening | None]:
+    """Return which limits are in force, and the hardening if the engine applies it."""
+    await _ensure_image(docker)
+    if hardening is not None:
         try:
-            return await _in_force(docker, narrow), narrow
+            return await _check_limits(docker, hardening), hardening
         except DockerError as error:
-            _log.warning("container not guarded", error=str(error.message)[-600:])
-        except _Unguarded as error:
-            _log.warning("container not guarded", error=str(error))
-    return await _in_force(docker, None), None
+            _log.warning("container not hardened", error=str(error.message)[-600:])
+        except _NotHardenedError as error:
+            _log.warning("container not hardened", error=str(error))
+    return await _check_limits(docker, None), None
 
 
-async def _in_force(docker: Docker, narrow: Hardening | None) -> tuple[bool, bool]:
-    """Whether a container that asks for limits of memory and of processes has them."""
+async def _check_limits(docker: Docker, hardening: ProcessHardening | None) -> tuple[bool, bool]:
+    """Return whether a container that asks for limits of memory and of processes has them."""
     mounts = [_bind(folder) for folder in _FOLDERS if folder.exists()]
-    asked: dict[str, Any] = {
+    config: dict[str, Any] = {
         "Image": _IMAGE,
         "Cmd": ["/bin/sh", "-c", "sleep 60"],
         "Labels": {LABEL: "probe"},
@@ -159,22 +158,22 @@ async def _in_force(docker: Docker, narrow: Hardening | None) -> tuple[bool, boo
             "MemorySwap": _MEMORY,
             "PidsLimit": _PROCESSES,
             "Ulimits": ulimits(),
-            **(await asyncio.to_thread(narrow.asked) if narrow else {}),
+            **(await asyncio.to_thread(hardening.host_config) if hardening else {}),
         },
     }
-    container = await docker.containers.create(asked, name=f"tugline-probe-{secrets.token_hex(6)}")
+    container = await docker.containers.create(config, name=f"tugline-probe-{secrets.token_hex(6)}")
     try:
         await container.start()
         state = (await container.show())["State"]
-        if narrow and not hardening.holds(state["Pid"]):
-            msg = "its engine has left out what was asked for"
-            raise _Unguarded(msg)
-        cgroup = cgroups.of(state["Pid"])
-        if cgroup == cgroups.Cgroup(None, None):
+        if hardening and not is_hardened(state["Pid"]):
+            msg = "the engine has left out what was requested"
+            raise _NotHardenedError(msg)
+        cgroup = cgroup_of(state["Pid"])
+        if cgroup == Cgroup():
             msg = "its containers are not processes of this machine: is it in a virtual machine?"
             raise SandboxError(msg)
         # A process that was left in our own group is under our limits, not under its own.
-        own = cgroups.of(os.getpid())
+        own = cgroup_of(os.getpid())
         memory, processes = cgroup.memory_limit, cgroup.process_limit
         return (
             memory is not None and memory <= _MEMORY and cgroup.memory != own.memory,
@@ -185,9 +184,9 @@ async def _in_force(docker: Docker, narrow: Hardening | None) -> tuple[bool, boo
             await container.delete(force=True, v=True)
 
 
-async def _have_image(docker: Docker) -> None:
-    """An image with nothing in it but what it was made of."""
-    if await find(docker, _IMAGE) is not None:
+async def _ensure_image(docker: Docker) -> None:
+    """Build an image with nothing in it but its Dockerfile, if there is none."""
+    if await find_image(docker, _IMAGE) is not None:
         return
     context = io.BytesIO()
     with tarfile.open(fileobj=context, mode="w") as archive:
@@ -195,13 +194,13 @@ async def _have_image(docker: Docker) -> None:
         file.size = len(_DOCKERFILE)
         archive.addfile(file, io.BytesIO(_DOCKERFILE))
     context.seek(0)
-    async with contextlib.aclosing(stream(docker, "build", {"t": _IMAGE}, context)) as words:
-        async for _ in words:
+    async with contextlib.aclosing(stream(docker, "build", {"t": _IMAGE}, context)) as progress:
+        async for _ in progress:
             pass
 
 
-async def _tidy(docker: Docker) -> None:
-    """Remove what probes and looks into images left behind when they were killed."""
+async def _remove_stale(docker: Docker) -> None:
+    """Remove containers that killed processes left of probing and of reading images."""
     for what in ("probe", "peek"):
         named = {"label": [f"{LABEL}={what}"]}
         for one in await docker.containers.list(all=True, filters=named):

@@ -1,8 +1,8 @@
-"""Containers of Docker or Podman: a task brings its own machine, as an image or a Dockerfile.
+"""Run agents in containers of Docker or Podman: a task brings its system, as image or Dockerfile.
 
-One driver for both engines. Each container has no network but the doors of its box, few of root's
+One driver for both engines. Each container has no network but forwarded ports, few of root's
 rights, no way to gain more, and limits of memory, processes and disk. What the engine does not
-keep of that on this machine is found out by trying (`probe`) and told by `weaknesses`.
+enforce of that on this machine is found out by trying (`probe`) and reported as weaknesses.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from tugline import log
-from tugline.errors import ConfigError, SandboxError, TuglineError, UsageError
-from tugline.sandbox.base import HOME, WORKDIR, Mount, Runtime, SandboxSpec
-from tugline.sandbox.cache import cache_folder
+from tugline.errors import ConfigError, SandboxError
+from tugline.sandbox.base import WORKDIR, Mount, SandboxSpec
+from tugline.sandbox.cache import cache_folder, digest
 from tugline.sandbox.container.engine import CALL_S, Docker, DockerError, Engine
-from tugline.sandbox.container.images import Image, Images
-from tugline.sandbox.container.probe import Facts, probe
+from tugline.sandbox.container.images import Image, ImageCache
+from tugline.sandbox.container.probe import EngineInfo, probe
 from tugline.sandbox.container.sandbox import (
     DIRECTORY,
+    ContainerOptions,
+    ContainerRecord,
     ContainerSandbox,
-    Limits,
-    Record,
-    forget,
-    recorded,
-    remove,
+    forget_record,
+    read_record,
+    remove_container,
 )
-from tugline.sandbox.exec.processes import finish
+from tugline.sandbox.exec.limits import Limits, check_whole_numbers
+from tugline.sandbox.host import HostRuntime, Layout, resolve_workdir
 from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.workspace.cache import WorkspaceCache, digest
 from tugline.sandbox.workspace.history import end_history
 from tugline.sandbox.workspace.mounts import unmount_all
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
@@ -44,18 +44,18 @@ _NOT_ROOT = (
     "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
     " remove what its root leaves: run both as root, or use a rootless engine"
 )
-_log = log.get("runtimes")
+_log = log.get("sandbox")
 
 
-class Container(Runtime):
-    """Boxes that are containers of one engine.
+class Container(HostRuntime):
+    """Opens containers of one engine.
 
     `engine` is ``podman``, ``docker`` or a ``unix://`` URL; None takes what there is. `image` is
-    for tasks whose workspace names none. `memory_mb`, `processes`, `cpus` and `disk_mb` bound a
-    box; `output_mb` each log. `user` runs programs, None is the image's own. `read_only` makes the
-    image so. `allow` are hosts that programs may reach: see `AllowList`. Images that are missing
-    are pulled (`pull`: ``missing`` or ``never``) within `pull_s`, built within `build_s`, and
-    removed when those made here take more than `images_gb`; `bases_gb` bounds repositories and
+    for tasks whose workspace names none. `memory_mb`, `processes`, `cpus` and `disk_mb` limit a
+    container; `output_mb` each log. `user` runs programs, None is the image's own. `read_only`
+    makes the image so. `allow` are hosts that programs may reach: see `AllowList`. Images that are
+    missing are pulled (`pull`: ``missing`` or ``never``) within `pull_s`, built within `build_s`,
+    and removed when those made here take more than `images_gb`; `cache_gb` limits repositories and
     folders out of images.
     """
 
@@ -76,157 +76,121 @@ class Container(Runtime):
         pull_s: float = 1800.0,
         build_s: float = 1800.0,
         images_gb: float = 100.0,
-        bases_gb: float = 50.0,
+        cache_gb: float = 50.0,
     ) -> None:
-        whole = {"memory_mb": (memory_mb, 6), "processes": (processes, 2)}
-        whole |= {"disk_mb": (disk_mb, 1), "output_mb": (output_mb, 1)}
-        for name, (value, least) in whole.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise _wrong(name, value, f"a whole number from {least}")
+        super().__init__(cache_gb)
+        check_whole_numbers("container", {"memory_mb": memory_mb}, minimum=6)
+        check_whole_numbers("container", {"processes": processes}, minimum=2)
+        check_whole_numbers("container", {"disk_mb": disk_mb, "output_mb": output_mb})
         times = {"cpus": 1.0 if cpus is None else cpus, "pull_s": pull_s, "build_s": build_s}
         for name, amount in (times | {"images_gb": images_gb}).items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
-                raise _wrong(name, amount, "a number above 0")
+                msg = f"runtime 'container': {name} is {amount!r}, must be a number above 0"
+                raise ConfigError(msg)
         if pull not in {"missing", "never"}:
-            raise _wrong(option="pull", value=pull, must="'missing' or 'never'")
-        self._limits = Limits(
-            memory_mb=memory_mb,
-            processes=processes,
+            msg = f"runtime 'container': pull is {pull!r}, must be 'missing' or 'never'"
+            raise ConfigError(msg)
+        self._options = ContainerOptions(
+            limits=Limits(
+                memory_mb=memory_mb, processes=processes, disk_mb=disk_mb, output_mb=output_mb
+            ),
             cpus=cpus,
-            disk_mb=disk_mb,
-            output_mb=output_mb,
             user=user,
             read_only=read_only,
             allow=AllowList(allow),
         )
         self._image = image
         self._engine = Engine(engine)
-        self._images = Images(
+        self._images = ImageCache(
             self._engine,
             cache_folder() / "images",
             pull=pull == "missing",
-            most_gb=images_gb,
+            max_gb=images_gb,
             pull_s=pull_s,
             build_s=build_s,
         )
-        self._bases = WorkspaceCache(most_gb=bases_gb)
-        self._facts: Facts | None = None
+        self._info: EngineInfo | None = None
         self._probing = threading.Lock()
 
-    @contextlib.asynccontextmanager
-    async def open(
-        self, directory: Path, spec: SandboxSpec | None = None
-    ) -> AsyncIterator[ContainerSandbox]:
-        """A container of the workspace's image, with its files mounted."""
-        spec = spec or SandboxSpec()
-        workspace = self._named(spec.workspace)
-        directory = Path.cwd() / directory
-        facts = await asyncio.to_thread(self.facts)
-        image = await self._images.have(workspace)
-        workdir = _workdir(workspace, image)
-        async with self._base(workspace, image, workdir) as base:
-            layer = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
-            await finish(asyncio.create_task(asyncio.to_thread(layer.make)))
-            mounts = await self._mounts(image, spec.mounts)
-            limits = msgspec.structs.replace(self._limits, guard=facts.guard)
-            box = ContainerSandbox(directory, self._engine, limits, image, workdir, layer, mounts)
-            try:
-                await box.open()
-                yield box
-            finally:
-                await box.close()
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> ContainerSandbox:
+        info = await asyncio.to_thread(self.inspect)
+        image, workdir, base = await self._prepare(spec.workspace, stack)
+        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        mounts = await self._needed_mounts(image, spec.mounts)
+        layout = Layout(directory, workspace, workdir, mounts)
+        options = msgspec.structs.replace(self._options, hardening=info.hardening)
+        return ContainerSandbox(layout, options, self._engine, image)
 
-    async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
-        """Have what tasks to come begin with; returns why, for each that cannot be had."""
-        failed = []
-        for workspace in dict.fromkeys(map(self._named, workspaces)):
-            try:
-                image = await self._images.have(workspace)
-                async with self._base(workspace, image, _workdir(workspace, image)):
-                    pass
-            except TuglineError as error:
-                failed.append(str(error))
-        return failed
+    async def _prepare(
+        self, workspace: Workspace, stack: contextlib.AsyncExitStack
+    ) -> tuple[Image, PurePosixPath, Path | None]:
+        """Hold the base of the workdir: a repository, a folder, or what the image has there."""
+        if workspace.image is None and workspace.build is None:
+            workspace = msgspec.structs.replace(workspace, image=self._image)
+        image = await self._images.get(workspace)
+        workdir = resolve_workdir(workspace, image.workdir or WORKDIR)
+        base: Path | None = await super()._prepare(workspace, stack)
+        if base is not None or not await self._images.find_paths(image, [str(workdir)]):
+            return image, workdir, base
+        description = f"{workdir} of {image.name}"
+
+        async def fill(into: Path) -> None:
+            await self._images.copy(image, workdir, into)
+            if workspace.commit is not None:
+                await asyncio.to_thread(end_history, into, workspace.commit, description)
+
+        key = f"image-{digest(image.id, str(workdir), workspace.commit or '')}"
+        entry = self._cache.entry(key, fill, description)
+        return image, workdir, await stack.enter_async_context(entry)
+
+    async def _needed_mounts(self, image: Image, mounts: Sequence[Mount]) -> list[Mount]:
+        """Leave out the optional ones that the image needs not."""
+        optional = tuple(mount.target for mount in mounts if mount.optional)
+        there = await self._images.find_paths(image, optional) if optional else frozenset()
+        return [mount for mount in mounts if not (mount.optional and mount.target in there)]
 
     def reap(self, directory: Path) -> int:
         """Remove containers and mounts that a killed process left below `directory`."""
         directory = Path.cwd() / directory
         count = 0
         for folder in (directory, *directory.glob("*/")):
-            if (record := recorded(folder)) is not None:
+            if (record := read_record(folder)) is not None:
                 count += _reap(record, folder)
         return count + unmount_all(directory)
 
     def check_available(self) -> str | None:
-        """Why no container can be run here."""
+        """Return why no container can be run here."""
         try:
-            self.facts()
+            self.inspect()
         except SandboxError as error:
             return str(error)
         return None
 
     def list_weaknesses(self) -> Sequence[str]:
-        """What the engine does not keep apart; nothing where there is no engine."""
+        """Return what the engine does not isolate; nothing where there is no engine."""
         try:
-            return self.facts().list_weaknesses()
+            return self.inspect().list_weaknesses()
         except SandboxError:
             return ()
 
-    def facts(self) -> Facts:
-        """What the engine does on this machine, found out once. Blocks. Raises `SandboxError`."""
+    def inspect(self) -> EngineInfo:
+        """Find out once what the engine does on this machine. Blocks. Raises `SandboxError`."""
         with self._probing:
-            if self._facts is None:
+            if self._info is None:
                 kind = self._engine.find().kind
-                facts = self._engine.blocking(lambda docker: probe(docker, kind), 2 * CALL_S)
-                if not facts.rootless and os.geteuid() != 0:
+                info = self._engine.run_blocking(lambda docker: probe(docker, kind), 2 * CALL_S)
+                if not info.rootless and os.geteuid() != 0:
                     raise SandboxError(_NOT_ROOT.format(kind=kind))
-                told = {**msgspec.structs.asdict(facts), "guard": facts.guard is not None}
-                _log.info("container engine", **told)
-                self._facts = facts
-            return self._facts
-
-    def _named(self, workspace: Workspace) -> Workspace:
-        if workspace.image is None and workspace.build is None:
-            return msgspec.structs.replace(workspace, image=self._image)
-        return workspace
-
-    @contextlib.asynccontextmanager
-    async def _base(
-        self, workspace: Workspace, image: Image, workdir: PurePosixPath
-    ) -> AsyncIterator[Path | None]:
-        """What the workdir holds at first: repository, folder, or what the image has there."""
-        async with self._bases.open(workspace) as base:
-            if base is not None or not await self._images.present(image, [str(workdir)]):
-                yield base
-                return
-        key = f"image-{digest(image.id, str(workdir), workspace.commit or '')}"
-        what = f"{workdir} of {image.name}"
-
-        async def fill(into: Path) -> None:
-            await self._images.copy(image, workdir, into)
-            if workspace.commit is not None:
-                await asyncio.to_thread(end_history, into, workspace.commit, what)
-
-        async with self._bases.filled(key, fill, what) as base:
-            yield base
-
-    async def _mounts(self, image: Image, mounts: Sequence[Mount]) -> list[Mount]:
-        """Those that are wanted in this image."""
-        optional = tuple(mount.target for mount in mounts if mount.optional)
-        there = await self._images.present(image, optional) if optional else frozenset()
-        return [mount for mount in mounts if not (mount.optional and mount.target in there)]
+                fields = {**msgspec.structs.asdict(info), "hardening": info.hardening is not None}
+                _log.info("container engine", **fields)
+                self._info = info
+            return self._info
 
 
-def _workdir(workspace: Workspace, image: Image) -> PurePosixPath:
-    workdir = PurePosixPath(workspace.path) if workspace.path else image.workdir or WORKDIR
-    if not workdir.is_absolute() or ".." in workdir.parts or workdir in {HOME, *HOME.parents}:
-        msg = f"workspace.path is {str(workdir)!r}, must be an absolute folder other than {HOME}"
-        raise UsageError(msg)
-    return workdir
-
-
-def _reap(record: Record, folder: Path) -> int:
-    """Remove the container that was recorded in `folder`, if it is the one; how many that was."""
+def _reap(record: ContainerRecord, folder: Path) -> int:
+    """Remove the container that was recorded in `folder`, if it is the one; return how many."""
 
     async def work(docker: Docker) -> int:
         try:
@@ -237,17 +201,13 @@ def _reap(record: Record, folder: Path) -> int:
             raise
         if found["Config"]["Labels"].get(DIRECTORY) != str(folder):
             return 0
-        await remove(docker, record.name)
+        await remove_container(docker, record.name)
         return 1
 
     try:
-        count = Engine(f"unix://{record.socket}").blocking(work)
+        count = Engine(f"unix://{record.socket}").run_blocking(work)
     except SandboxError as error:
         _log.warning("container not reaped", container=record.name, error=str(error))
         return 0
-    forget(folder)
+    forget_record(folder)
     return count
-
-
-def _wrong(option: str, value: object, must: str) -> ConfigError:
-    return ConfigError(f"runtime 'container': {option} is {value!r}, must be {must}")

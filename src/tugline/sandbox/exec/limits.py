@@ -1,10 +1,10 @@
-"""How much one box may take: memory, processes, processor time and files.
+"""Resource limits of a sandbox: memory, processes, processor time and files.
 
-Memory and the number of processes are bounded for the box as a whole by control groups (version 1
-or 2) where this user may make them, else for each process by rlimits, which root is not held to
-for the number of processes; `unenforced` says what is left open. A group has a record beside the
-box from before it is made until after it is gone, so that a later process removes it. The disk is
-watched: see `share`.
+Memory and the number of processes are limited for the whole sandbox by control groups (version 1
+or 2) where this user may create them, else for each process by rlimits, which do not limit the
+number of root's processes; `list_unenforced` says what is left open. A control group has a record
+beside the sandbox from before it is created until after it is removed, so that a later process can
+clean up. For the disk see `monitor`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,19 +25,20 @@ import msgspec
 from tugline.errors import ConfigError, SandboxError
 
 RECORD = ".groups"
-"""Ending of the name of a group's record."""
+"""Suffix of a control group's record."""
 
 _MB = 1 << 20
-_GROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "tugline-"
 _NICE = 5
-_NEAR = 0.95
-"""Of its limit: so much has a box taken that was ended for it."""
+_NEAR_LIMIT = 0.95
+"""Share of its limit that a group has used when a process was killed for the group's sake."""
 _REMOVE_S = 5.0
+_UNLIMITED = 1 << 60
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one box, or of each of its processes."""
+    """Limits of one sandbox, or of each of its processes."""
 
     memory_mb: int = 8192
     """Of all its processes, without what the kernel may drop."""
@@ -55,84 +56,114 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The largest log."""
 
     def check(self, runtime: str) -> None:
-        """Raises `ConfigError` for a value that is no whole number from 1."""
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"runtime {runtime!r}: {name} is {value!r}, must be a whole number from 1"
-                raise ConfigError(msg)
+        """Raise `ConfigError` for a value that is no whole number from 1."""
+        check_whole_numbers(runtime, msgspec.structs.asdict(self))
 
 
-class Places(msgspec.Struct, frozen=True):
-    """Where groups can be made here; one folder for both in version 2."""
+def check_whole_numbers(runtime: str, options: Mapping[str, object], minimum: int = 1) -> None:
+    """Raise `ConfigError` for an option that is no whole number from `minimum`."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            msg = f"runtime {runtime!r}: {name} is {value!r}, must be a whole number from {minimum}"
+            raise ConfigError(msg)
+
+
+class OomKills(NamedTuple):
+    """How many processes of a sandbox the kernel has killed for lack of memory."""
+
+    own: int = 0
+    """The sandbox was at its limit."""
+    others: int = 0
+    """It was not: the node, or what it runs in, was short of memory."""
+
+
+class Cgroup(msgspec.Struct, frozen=True):
+    """The control group folders of each controller; one folder for both in version 2."""
 
     memory: Path | None = None
     processes: Path | None = None
 
     @property
-    def v2(self) -> bool:
-        """Whether it is the unified hierarchy."""
+    def unified(self) -> bool:
+        """Whether it is of version 2."""
         return self.memory is not None and (self.memory / "cgroup.controllers").exists()
 
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes; None without a limit."""
+        return _read_limit(self.memory, "memory.max", "memory.limit_in_bytes")
 
-def places() -> Places:
-    """Found by making a group and removing it. Blocks."""
+    @property
+    def process_limit(self) -> int | None:
+        """None without a limit."""
+        return _read_limit(self.processes, "pids.max")
+
+    def count_oom_kills(self) -> OomKills:
+        """Count the kills so far; none without a group."""
+        if self.memory is None:
+            return OomKills()
+        unified = _read_counts(self.memory / "memory.events")
+        count = (unified or _read_counts(self.memory / "memory.oom_control")).get("oom_kill", 0)
+        if unified:
+            own = min(count, unified.get("oom", 0))
+        else:  # version 1 does not say whose limit it was
+            peak = _read_limit(self.memory, "memory.max_usage_in_bytes") or 0
+            limit = _read_limit(self.memory, "memory.limit_in_bytes") or _UNLIMITED
+            own = count if peak >= _NEAR_LIMIT * limit else 0
+        return OomKills(own, count - own)
+
+
+def cgroup_of(pid: int | str) -> Cgroup:
+    """Return the control group that a process is in."""
+    folders = {}
     with contextlib.suppress(OSError):
-        own = dict(_own_groups())
-        if (_GROUPS / "cgroup.controllers").exists():
-            return _unified(_GROUPS / own.get("", "/").lstrip("/"))
-        return Places(*(_usable(_GROUPS / name, own.get(name)) for name in ("memory", "pids")))
-    return Places()
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            for name in controllers.split(",") if number != "0" else ("",):
+                folders[name] = _ROOT / name / path.lstrip("/")
+    unified = folders.get("") if (_ROOT / "cgroup.controllers").exists() else None
+    return Cgroup(folders.get("memory", unified), folders.get("pids", unified))
 
 
-def unenforced(where: Places) -> list[str]:
-    """What is not bounded on this machine, a line each."""
+def find_cgroup_parent() -> Cgroup:
+    """Find where control groups can be created, by creating and removing one. Blocks."""
+    own = cgroup_of("self")
+    with contextlib.suppress(OSError):
+        if (_ROOT / "cgroup.controllers").exists():
+            return _find_unified_parent(own.memory or _ROOT)
+        return Cgroup(_usable_parent("memory", own.memory), _usable_parent("pids", own.processes))
+    return Cgroup()
+
+
+def list_unenforced(parent: Cgroup) -> list[str]:
+    """Return the limits that are not enforced on this machine, one line each."""
     lines = []
-    if where.memory is None:
-        lines.append("memory is bounded for each process, not for the box (no control groups here)")
-    if where.processes is None:
+    if parent.memory is None:
+        lines.append(
+            "memory is limited for each process, not for the sandbox (no control groups here)"
+        )
+    if parent.processes is None:
         by_root = os.geteuid() == 0
-        missing = "has no bound" if by_root else "is bounded by an rlimit, not a control group"
-        lines.append(f"the number of processes {missing} (no control groups here)")
+        how = "has no limit" if by_root else "is limited by an rlimit, not a control group"
+        lines.append(f"the number of processes {how} (no control groups here)")
     return lines
 
 
-class Kills(NamedTuple):
-    """How many processes of a box the kernel has ended for want of memory."""
+class SandboxCgroup:
+    """The control groups of one sandbox, where there are any. Its methods block."""
 
-    own: int = 0
-    """The box was at its limit."""
-    others: int = 0
-    """It was not: the node, or what it runs in, was short of memory."""
-
-
-def kills(memory: Path | None) -> Kills:
-    """What a control group of either version has counted; nothing without one."""
-    if memory is None:
-        return Kills()
-    unified = _counts(memory / "memory.events")
-    count = (unified or _counts(memory / "memory.oom_control")).get("oom_kill", 0)
-    if unified:
-        own = min(count, unified.get("oom", 0))
-    else:  # version 1 does not say whose limit it was
-        most, limit = (_number(memory / f"memory.{n}_in_bytes") for n in ("max_usage", "limit"))
-        own = count if most >= _NEAR * limit else 0
-    return Kills(own, count - own)
-
-
-class Group:
-    """The control groups of one box, where there are any. Its methods block."""
-
-    def __init__(self, where: Places, directory: Path) -> None:
+    def __init__(self, parent: Cgroup, directory: Path) -> None:
         name = _PREFIX + secrets.token_hex(8)
-        self._memory = where.memory / name if where.memory else None
-        self._processes = where.processes / name if where.processes else None
-        self._v2 = where.v2
-        self._folders = sorted({path for path in (self._memory, self._processes) if path})
+        self._unified = parent.unified
+        self.group = Cgroup(
+            parent.memory / name if parent.memory else None,
+            parent.processes / name if parent.processes else None,
+        )
+        self._folders = sorted({path for path in (self.group.memory, self.group.processes) if path})
         self._record = directory / f"{name}{RECORD}"
 
-    def make(self, limits: Limits) -> None:
-        """Make them, after their record. Raises `SandboxError`."""
+    def create(self, limits: Limits) -> None:
+        """Create them, after their record. Raises `SandboxError`."""
         if not self._folders:
             return
         memory = limits.memory_mb * _MB
@@ -140,19 +171,19 @@ class Group:
             self._record.write_bytes(msgspec.json.encode([str(path) for path in self._folders]))
             for folder in self._folders:
                 folder.mkdir()
-            if self._memory and self._v2:
-                _set(self._memory, {"memory.max": memory, "memory.swap.max": 0})
-            elif self._memory:
-                values = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
-                _set(self._memory, values)
-            if self._processes:
-                _set(self._processes, {"pids.max": limits.processes})
+            if self.group.memory and self._unified:
+                _write(self.group.memory, {"memory.max": memory, "memory.swap.max": 0})
+            elif self.group.memory:
+                names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+                _write(self.group.memory, dict.fromkeys(names, memory))
+            if self.group.processes:
+                _write(self.group.processes, {"pids.max": limits.processes})
         except OSError as error:
             msg = f"cannot make the control group {error.filename}: {error.strerror}"
             raise SandboxError(msg) from error
 
-    def join(self, pid: int) -> None:
-        """Put a process into them; its children will be. Takes some ms. Raises `SandboxError`."""
+    def add(self, pid: int) -> None:
+        """Move a process into them; its children follow. Takes some ms. Raises `SandboxError`."""
         for folder in self._folders:
             try:
                 (folder / "cgroup.procs").write_text(str(pid))
@@ -162,10 +193,6 @@ class Group:
                 msg = f"process {pid} cannot be put into {folder}: {error.strerror}"
                 raise SandboxError(msg) from error
 
-    def kills(self) -> Kills:
-        """Of their processes, for want of memory, so far."""
-        return kills(self._memory)
-
     def remove(self) -> None:
         """Remove them and their record; all their processes are dead."""
         for folder in self._folders:
@@ -173,21 +200,21 @@ class Group:
         self._record.unlink(missing_ok=True)
 
 
-def reap(record: Path) -> int:
-    """Remove the groups that a record names, with what still runs in them; returns how many."""
+def reap_cgroups(record: Path) -> int:
+    """Remove the groups of a record and kill what still runs in them; return how many."""
     count = 0
     with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
         for text in msgspec.json.decode(record.read_bytes(), type=list[str]):
             folder = Path(text)
-            if folder.name.startswith(_PREFIX) and folder.is_relative_to(_GROUPS):
+            if folder.name.startswith(_PREFIX) and folder.is_relative_to(_ROOT):
                 count += folder.is_dir()
                 _remove(folder)
         record.unlink()
     return count
 
 
-def restrain(pid: int, limits: Limits, where: Places) -> None:
-    """Bound a process and all that it will start; a lower bound that is in force stays."""
+def set_rlimits(pid: int, limits: Limits, parent: Cgroup) -> None:
+    """Limit a process and all that it will start; a lower limit that is in force stays."""
     size = limits.file_mb * _MB
     wanted = {
         resource.RLIMIT_CORE: 0,
@@ -195,61 +222,51 @@ def restrain(pid: int, limits: Limits, where: Places) -> None:
         resource.RLIMIT_FSIZE: size,
         resource.RLIMIT_NOFILE: limits.open_files,
     }
-    if where.memory is None:
+    if parent.memory is None:
         # Not the address space: V8 reserves far more of it than it will ever use.
         wanted[resource.RLIMIT_DATA] = limits.memory_mb * _MB
-    if where.processes is None:
+    if parent.processes is None:
         wanted[resource.RLIMIT_NPROC] = limits.processes
     with contextlib.suppress(ProcessLookupError):
-        for kind, most in wanted.items():
+        for kind, value in wanted.items():
             hard = resource.prlimit(pid, kind)[1]
-            value = most if hard == resource.RLIM_INFINITY else min(hard, most)
-            resource.prlimit(pid, kind, (value, value))
+            allowed = value if hard == resource.RLIM_INFINITY else min(hard, value)
+            resource.prlimit(pid, kind, (allowed, allowed))
         os.setpriority(os.PRIO_PROCESS, pid, _NICE)
 
 
-def _own_groups() -> Iterator[tuple[str, str]]:
-    """Controller (empty in version 2) and path of the groups that this process is in."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            yield controller, path
-
-
-def _unified(own: Path) -> Places:
-    """Below our own group if it may be divided, else beside it."""
+def _find_unified_parent(own: Path) -> Cgroup:
+    """Return our own group if it may be divided, else the one above it."""
+    with contextlib.suppress(OSError):
+        (own / "cgroup.subtree_control").write_text("+memory +pids")
     for folder in (own, own.parent):
         with contextlib.suppress(OSError):
-            if folder == own:
-                (own / "cgroup.subtree_control").write_text("+memory +pids")
-        control = folder / "cgroup.subtree_control"
-        with contextlib.suppress(OSError):
-            if {"memory", "pids"} <= set(control.read_text().split()) and _tried(folder):
-                return Places(folder, folder)
-    return Places()
+            controllers = (folder / "cgroup.subtree_control").read_text().split()
+            if {"memory", "pids"} <= set(controllers) and _can_create(folder):
+                return Cgroup(folder, folder)
+    return Cgroup()
 
 
-def _usable(root: Path, own: str | None) -> Path | None:
+def _usable_parent(controller: str, own: Path | None) -> Path | None:
     if own is None:
         return None
-    beneath = root / own.lstrip("/")
-    folder = beneath if beneath.is_dir() else root
-    return folder if _tried(folder) else None
+    folder = own if own.is_dir() else _ROOT / controller
+    return folder if _can_create(folder) else None
 
 
-def _tried(folder: Path) -> bool:
-    """Whether a group can be made there and a process put into it."""
+def _can_create(folder: Path) -> bool:
+    """Whether a group can be created there and a process moved into it."""
     trial = folder / f"{_PREFIX}{secrets.token_hex(8)}"
     try:
         trial.mkdir()
     except OSError:
         return False
     try:
-        with subprocess.Popen(["sleep", "10"]) as bystander:
+        with subprocess.Popen(["sleep", "10"]) as process:
             try:
-                (trial / "cgroup.procs").write_text(str(bystander.pid))
+                (trial / "cgroup.procs").write_text(str(process.pid))
             finally:
-                bystander.kill()
+                process.kill()
     except OSError:
         return False
     finally:
@@ -257,27 +274,31 @@ def _tried(folder: Path) -> bool:
     return True
 
 
-def _counts(file: Path) -> dict[str, int]:
+def _read_counts(file: Path) -> dict[str, int]:
     with contextlib.suppress(OSError, ValueError):
         pairs = (line.split() for line in file.read_text().splitlines())
         return {name: int(value) for name, value in pairs}
     return {}
 
 
-def _number(file: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        return int(file.read_text())
-    return 0
+def _read_limit(folder: Path | None, *names: str) -> int | None:
+    """Return the number in the first of these files that there is; None for "unlimited"."""
+    for name in names if folder is not None else ():
+        with contextlib.suppress(OSError):
+            text = (folder or _ROOT).joinpath(name).read_text().strip()
+            if text.isdecimal():
+                return int(text) if int(text) < _UNLIMITED else None
+    return None
 
 
-def _set(folder: Path, values: Mapping[str, int]) -> None:
+def _write(folder: Path, values: Mapping[str, int]) -> None:
     for name, value in values.items():
         with contextlib.suppress(FileNotFoundError):  # swap is not counted everywhere
             (folder / name).write_text(str(value))
 
 
 def _remove(folder: Path) -> None:
-    """Dead processes leave their group a little later than they die."""
+    """Remove a group; dead processes leave theirs a little later than they die."""
     deadline = time.monotonic() + _REMOVE_S
     while folder.is_dir() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):

@@ -1,116 +1,199 @@
-"""Find and end every process that a program left behind, wherever it went.
+"""Start programs, copy their output to a log, and end every process that they left behind.
 
-A process group is not enough: an agent's shell tool starts commands in sessions of their own. So
-every program also carries a random mark in its environment, which its children inherit and which
-can be read in ``/proc``. A mark is never reused, so a process that merely got a recycled number is
-never hit; a group is only trusted while its leader is the process that was started.
-
-Without ``/proc`` (macOS) only the process group is ended and orphans of a killed parent stay.
-A process that clears its environment *and* leaves its session escapes; see docs/runtimes.md.
+A process group is not enough to find those: an agent's shell tool starts commands in sessions of
+their own. So every program also carries a random mark in its environment, which its children
+inherit. A mark is never reused, so a process that merely got a recycled number is never hit; a
+group is only trusted while its leader is the process that was started. A process that clears its
+environment *and* leaves its session escapes; see docs/runtimes.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import os
-import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import psutil
+
+from tugline.errors import DiskFull
 
 T = TypeVar("T")
 
-MARK = "TUGLINE_BOX"
+MARK = "TUGLINE_SANDBOX"
 """Name of the environment variable that holds the mark."""
+MAX_LOG_MB = 64
+"""Size of a log, unless a runtime's option says otherwise."""
 
-_PROC = Path("/proc")
+_CHUNK = 1 << 16
+_CHUNKS_PER_COPY = 16
+_WIDE_PIPE = 1 << 20
+_DISCARD_PAUSE_S = 0.005
 
 
-class Started(msgspec.Struct, frozen=True):
+class ProgramRecord(msgspec.Struct, frozen=True):
     """What is written down about a program so that a later process can end it."""
 
     pid: int
     """Also its process group and session; 0 while it is being started."""
-    start: int | None
-    """Clock ticks after boot at which it started; None where that cannot be read."""
+    start: float | None
+    """See `start_time`."""
     mark: str
 
 
-class Child:
-    """A program of ours, and its end as a future. Made on the event loop's own thread.
+class ChildProcess:
+    """A running program, with its end as a future.
 
-    There: a sandbox that is to die with its parent dies with the thread that made it.
+    Create it on the event loop's own thread: a sandbox that is to die with its parent dies with the
+    thread that started it.
     """
 
     def __init__(self, argv: Sequence[str], *, descriptors: Sequence[int] = ()) -> None:
-        """Start it, with nothing to read and what it says for `said`. Raises `OSError`."""
-        self._said = os.memfd_create("said")
+        """Start it without input; its output is kept for `read_output`. Raises `OSError`."""
+        self._output = os.memfd_create("output")
         try:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
+                stdout=self._output,
+                stderr=self._output,
                 pass_fds=descriptors,
                 start_new_session=True,
             )
         except OSError:
-            os.close(self._said)
+            os.close(self._output)
             raise
         self.pid = self._process.pid
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
         try:
-            self._watched = os.pidfd_open(self.pid)
+            self._pidfd = os.pidfd_open(self.pid)
         except OSError:  # too many open files
             self._process.kill()
             self._process.wait()
-            os.close(self._said)
+            os.close(self._output)
             raise
-        loop.add_reader(self._watched, self._over, loop)
+        loop.add_reader(self._pidfd, self._on_exit, loop)
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill it if it still runs."""
         self._process.kill()
 
-    def said(self) -> str:
-        """The end of what it wrote; of use when it went wrong."""
-        size = os.fstat(self._said).st_size
-        return os.pread(self._said, 500, max(0, size - 500)).decode(errors="replace").strip()
+    def read_output(self) -> str:
+        """Return the last 500 bytes of its output."""
+        size = os.fstat(self._output).st_size
+        return os.pread(self._output, 500, max(0, size - 500)).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Forget it; it has ended."""
-        os.close(self._said)
+        """Drop its output; call it after its end."""
+        os.close(self._output)
 
-    def _over(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.remove_reader(self._watched)
-        os.close(self._watched)
+    def _on_exit(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self.ended.set_result(self._process.wait())
 
 
-def records(directory: Path, ending: str) -> Iterator[Path]:
-    """Files of that name in boxes at or below `directory`, none of which a program can have made.
+class OutputLog:
+    """Appends what is read from a pipe to `log`, up to `max_bytes`.
 
-    What holds ``home`` and ``logs`` is a box; the folders in it belong to its programs.
+    A program must neither fill the disk nor be held up: output past the bound is read and
+    discarded, at a pace that leaves the processor to others. Threads do the reading and writing.
     """
-    stack = [os.fspath(directory)]
-    while stack:
-        with contextlib.suppress(OSError):
-            entries = list(os.scandir(stack.pop()))
-            for entry in entries:
-                if entry.name.endswith(ending) and entry.is_file(follow_symlinks=False):
-                    yield Path(entry.path)
-            if not {"home", "logs"} <= {entry.name for entry in entries}:
-                stack += [one.path for one in entries if one.is_dir(follow_symlinks=False)]
+
+    def __init__(self, log: Path, max_bytes: int) -> None:
+        self._log = log
+        self._max_bytes = max_bytes
+        self._left = max_bytes
+        self._error: OSError | None = None
+        self._source = self._file = -1
+        self._lock = threading.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def open(self, source: int) -> None:
+        """Open the log for `source`, a non-blocking descriptor that this object will close."""
+        self._source = source
+        self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def start(self) -> None:
+        """Begin to copy, in a task of its own."""
+        self._task = asyncio.create_task(self._follow())
+
+    async def finish(self) -> None:
+        """Copy the rest of a program that has ended. Raises `DiskFull` if that failed."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.to_thread(self._close)
+        if self._error is not None and self._error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            msg = f"cannot write {self._log}: {self._error.strerror}"
+            raise DiskFull(msg)
+
+    async def _follow(self) -> None:
+        while True:
+            await wait_readable(self._source)
+            if not await asyncio.to_thread(self._copy):
+                return
+            if self._left < 0:
+                await asyncio.sleep(_DISCARD_PAUSE_S)
+
+    def _copy(self) -> bool:
+        """Copy a few chunks; return whether more may come."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            for _ in range(_CHUNKS_PER_COPY):
+                data = os.read(self._source, _CHUNK)
+                if not data:
+                    return False
+                self._write(data)
+        return True
+
+    def _write(self, data: bytes) -> None:
+        if self._left < 0:
+            return
+        kept = data[: self._left]
+        self._left -= len(data)
+        if self._left < 0:
+            kept += f"\n[output after {self._max_bytes} bytes is left out]\n".encode()
+            with contextlib.suppress(OSError):  # a user may have only so many wide pipes
+                fcntl.fcntl(self._source, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
+        try:
+            os.write(self._file, kept)
+        except OSError as error:
+            self._error = error
+            self._left = -1
+
+    def _close(self) -> None:
+        """All writers are dead, so the rest is at most what the pipe holds."""
+        if self._source >= 0:
+            self._copy()
+        with self._lock:
+            for descriptor in (self._source, self._file):
+                if descriptor >= 0:
+                    os.close(descriptor)
 
 
-async def finish(task: asyncio.Task[T]) -> T:
-    """Wait for `task` even while being cancelled, then let the cancellation go on."""
+async def wait_readable(descriptor: int) -> None:
+    """Wait until something can be read, or the other end is closed."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+async def finish(work: Awaitable[T]) -> T:
+    """Run `work` to its end even if the caller is cancelled meanwhile, then raise that."""
+    task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
         try:
@@ -123,79 +206,66 @@ async def finish(task: asyncio.Task[T]) -> T:
     return result
 
 
-def start_time(pid: int) -> int | None:
-    """When `pid` started, in clock ticks after boot; None if it is gone or cannot be read."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else None
+def find_records(directory: Path, suffix: str) -> Iterator[Path]:
+    """Find records by suffix in the sandboxes at or below `directory`.
+
+    A folder that holds ``home`` and ``logs`` is a sandbox; folders in it are not searched, because
+    they belong to its programs.
+    """
+    stack = [os.fspath(directory)]
+    while stack:
+        with contextlib.suppress(OSError):
+            entries = list(os.scandir(stack.pop()))
+            for entry in entries:
+                if entry.name.endswith(suffix) and entry.is_file(follow_symlinks=False):
+                    yield Path(entry.path)
+            if not {"home", "logs"} <= {entry.name for entry in entries}:
+                stack += [one.path for one in entries if one.is_dir(follow_symlinks=False)]
 
 
-def end(started: Started, *, grace_s: float) -> int:
-    """SIGTERM, after `grace_s` SIGKILL, to all that remains of `started`; returns how many it was.
+def start_time(pid: int) -> float | None:
+    """Seconds between boot and the start of process `pid`; None if there is no such process."""
+    try:
+        return float(round(psutil.Process(pid).create_time() - psutil.boot_time(), 2))
+    except psutil.Error:
+        return None
+
+
+def end_program(record: ProgramRecord, *, grace_s: float) -> int:
+    """Send SIGTERM and after `grace_s` SIGKILL to all that is left of a program; return how many.
 
     Blocks for up to `grace_s` and a little more; returns at once when nothing is left.
     """
-    hit: set[int] = set()
+    signalled: set[int] = set()
     kill_at = time.monotonic() + grace_s
     give_up_at = kill_at + 2.0
-    pause = 0.01
-    while members := _members(started):
+    pause_s = 0.01
+    while members := list(_members(record)):
         now = time.monotonic()
         if now > give_up_at:
             break
-        for pid in members:
-            if now >= kill_at:
-                _send(pid, signal.SIGKILL)
-            elif pid not in hit:
-                _send(pid, signal.SIGTERM)
-        hit |= members
-        time.sleep(pause)
-        pause = min(0.1, 1.5 * pause)
-    return len(hit)
+        for process in members:
+            with contextlib.suppress(psutil.Error):
+                if now >= kill_at:
+                    process.kill()
+                elif process.pid not in signalled:
+                    process.terminate()
+            signalled.add(process.pid)
+        time.sleep(pause_s)
+        pause_s = min(0.1, 1.5 * pause_s)
+    return len(signalled)
 
 
-def _members(started: Started) -> set[int]:
-    if not _PROC.is_dir():
-        if started.pid:
-            with contextlib.suppress(OSError):
-                os.killpg(started.pid, signal.SIGKILL)
-        return set()
-    mark = f"{MARK}={started.mark}".encode()
-    leader = start_time(started.pid)
-    ours = leader is None or leader == started.start
-    found = set()
-    for entry in os.scandir(_PROC):
-        if not entry.name.isdecimal():
-            continue
-        pid = int(entry.name)
-        fields = _stat(pid)
-        if fields is None or fields[0] in "ZX" or pid == os.getpid():
-            continue
-        in_group = ours and str(started.pid) in (fields[2], fields[3])
-        if (in_group and _not_before(fields, started)) or mark in _environment(pid):
-            found.add(pid)
-    return found
-
-
-def _not_before(fields: list[str], started: Started) -> bool:
-    return started.start is not None and int(fields[19]) >= started.start
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of ``/proc/<pid>/stat`` from the third on: state, parent, group, session ..."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
-    return text[text.rindex(")") + 2 :].split()
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+def _members(record: ProgramRecord) -> Iterator[psutil.Process]:
+    """Live processes that carry the mark or are in the program's group or session."""
+    group_trusted = record.start is not None and start_time(record.pid) in {None, record.start}
+    for process in psutil.process_iter():
+        pid = process.pid
+        with contextlib.suppress(psutil.Error, OSError):
+            in_group = group_trusted and record.pid in {os.getpgid(pid), os.getsid(pid)}
+            if in_group:
+                in_group = (start_time(pid) or 0.0) >= (record.start or 0.0)
+            marked = in_group or process.environ().get(MARK) == record.mark
+            alive = marked and process.status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+            if alive and pid != os.getpid():
+                yield process

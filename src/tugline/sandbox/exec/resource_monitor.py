@@ -1,9 +1,11 @@
-"""A box's share of disk and memory: watched while a program runs, told when it has ended.
+"""Enforce a sandbox's disk limit while a program runs, and say which limit ended the program.
 
-The disk is watched, not walled: the box's own folders are summed up, with what its processes hold
-of files that no walk of these finds (see `held`), and a box that is over its share is ended. Small
-boxes are looked at each second, those of very many files at least each `_REST_S` and the time that
-the look takes. What was there before the first program is not its doing.
+The folders of a sandbox are summed up again and again, with the files that its processes hold open
+but that no walk finds (`open_file_usage`), and a sandbox over its limit is killed. A file system of
+a fixed size would be cheaper, but an overlay's upper layer must outlive its sandbox and be larger
+than memory, and few disks have project quotas. Small sandboxes are scanned each second, those of
+very many files with longer pauses. What was there before the first program does
+not count.
 """
 
 from __future__ import annotations
@@ -11,197 +13,317 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
+import re
 import stat
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from tugline import log
 from tugline.errors import SandboxError
 from tugline.sandbox.base import Exit
-from tugline.sandbox.exec.limits import Kills
-from tugline.sandbox.exec.open_file_usage import held
-from tugline.sandbox.exec.runner import KILLED, Gone
+from tugline.sandbox.exec.limits import OomKills
+from tugline.sandbox.exec.runner import KILLED, SandboxEnded
 from tugline.types import Cause
 
-_WATCH_S = 1.0
-_SHARE, _REST_S = 20, 5.0
-"""A look that took long is followed by a rest so many times as long, but not longer than this."""
-_SMALLEST = 1024
-"""Bytes that a file counts at least: a million empty ones fill a disk, too."""
-_TOO_DEEP = 1 << 62
-_MOST_FORCED = 20
-_WATCHERS = ThreadPoolExecutor(4, thread_name_prefix="tugline-watch")
-"""Threads of their own, so that nothing else waits for one that sums up a disk."""
-_log = log.get("runtimes")
+T = TypeVar("T")
+
+_PAUSE_FACTOR = 20
+"""Pause after a scan, as a multiple of its duration."""
+_MIN_FILE_BYTES = 1024
+"""What a file counts at least: a million empty ones fill a disk, too."""
+_UNBOUNDED = 1 << 62
+"""The size of what cannot be measured and is only made to hide something."""
+_MAX_LOCKED_FOLDERS = 20
+_MAX_MAPS_BYTES = 64 << 20
+_LOOKUPS = 3
+_DELETED_MAP = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .* \(deleted\)$", re.MULTILINE)
+_SCANNERS = ThreadPoolExecutor(4, thread_name_prefix="tugline-disk")
+"""Threads of their own, so that nothing else waits for a scan."""
+_log = log.get("sandbox")
 
 
 class ResourceMonitor:
-    """What one box may take.
+    """Limits one sandbox, whose own folders on this machine are `folders`.
 
-    `folders` are its own ones on this machine, `kills` says how many of its processes the kernel
-    has ended so far, and `kill` ends all of it.
+    `count_kills` counts its processes that the kernel killed so far; `kill` kills all of them. The
+    folders are scanned each `interval_s`, or with pauses of up to `max_pause_s` where that is slow.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last three are for tests
         self,
         disk_mb: int,
         folders: Callable[[], Iterable[Path]],
-        kills: Callable[[], Kills],
+        count_kills: Callable[[], OomKills],
         kill: Callable[[], Awaitable[None]],
+        *,
+        interval_s: float = 1.0,
+        max_pause_s: float = 5.0,
+        measure: Callable[[Iterable[Path], Path | None, int], int] | None = None,
     ) -> None:
-        self._most = disk_mb << 20
-        self._folders, self._kills, self._kill = folders, kills, kill
-        self._before: int | None = None
-        """Bytes that were there before its first program: a copy of its workspace, say."""
-        self._rested = 0.0
-        """When the last look and its rest are over."""
-        self.over = False
-        """Whether it took more of the disk than it may; so it stays."""
+        self._max_bytes = disk_mb << 20
+        self._folders, self._count_kills, self._kill = folders, count_kills, kill
+        self._interval_s, self._max_pause_s = interval_s, max_pause_s
+        self._measure = measure or disk_usage
+        self._initial_bytes: int | None = None
+        """Bytes before its first program: a copy of its workspace, say."""
+        self._next_scan = 0.0
+        self.over_limit = False
+        """Whether it has ever used more of the disk than it may."""
 
     async def run(self, program: Callable[[], Awaitable[Exit]], pid: int) -> Exit:
-        """Run a program of the box whose process 1 is `pid`, with the cause of its end.
+        """Run a program of the sandbox whose process 1 is `pid`; add the cause of its end.
 
-        Raises `Gone` when the box ended for another reason than its share, and `SandboxError` when
-        the node had no memory left.
+        Raises `SandboxEnded` when the sandbox ended for another reason than its limits, and
+        `SandboxError` when the node was out of memory.
         """
-        if self._before is None:
-            loop = asyncio.get_running_loop()
-            self._before = await loop.run_in_executor(_WATCHERS, self._beginning)
-        began, killed = time.monotonic(), self._kills()
+        if self._initial_bytes is None:
+            self._initial_bytes = await self._in_thread(self._measure_initial)
+        began, kills = time.monotonic(), self._count_kills()
         watch = asyncio.create_task(self._watch(pid))
-        gone = None
+        ended = None
         try:
             end = await program()
-        except Gone as error:
-            gone, end = error, Exit(KILLED, timed_out=False, seconds=time.monotonic() - began)
+        except SandboxEnded as error:
+            ended = error
+            end = Exit(KILLED, timed_out=False, seconds=time.monotonic() - began)
         finally:
             watch.cancel()
             await asyncio.wait([watch])
-        cause = await self._cause(end, killed)
-        if gone is not None and cause is None:
-            raise gone
+        cause = await self._find_cause(end, kills)
+        if ended is not None and cause is None:
+            raise ended
         return msgspec.structs.replace(end, cause=cause)
 
     async def _watch(self, pid: int) -> None:
         root = Path(f"/proc/{pid}/root")
-        await asyncio.sleep(_WATCH_S)
+        await asyncio.sleep(self._interval_s)
         while True:
-            if await self._look(root):
+            if await self._scan(root):
                 try:
                     await self._kill()
                 except SandboxError as error:
-                    _log.warning("box over its disk not ended", error=str(error))
+                    _log.warning("sandbox over its disk limit not killed", error=str(error))
                 else:
                     return
-            await asyncio.sleep(max(_WATCH_S, self._rested - time.monotonic()))
+            await asyncio.sleep(max(self._interval_s, self._next_scan - time.monotonic()))
 
-    async def _look(self, root: Path | None) -> bool:
-        """Whether it has ever taken more than it may."""
-        began, loop = time.monotonic(), asyncio.get_running_loop()
-        if not self.over and await loop.run_in_executor(_WATCHERS, self._too_much, root):
-            self.over = True
+    async def _scan(self, root: Path | None) -> bool:
+        """Measure its disk use; return whether it has ever been over the limit."""
+        began = time.monotonic()
+        if not self.over_limit and await self._in_thread(self._exceeds_limit, root):
+            self.over_limit = True
         now = time.monotonic()
-        self._rested = now + min(_SHARE * (now - began), _REST_S)
-        return self.over
+        self._next_scan = now + min(_PAUSE_FACTOR * (now - began), self._max_pause_s)
+        return self.over_limit
 
-    def _too_much(self, root: Path | None) -> bool:
-        most = self._most + (self._before or 0)
-        return used(self._folders(), root, most) > most
+    def _exceeds_limit(self, root: Path | None) -> bool:
+        max_bytes = self._max_bytes + (self._initial_bytes or 0)
+        return self._measure(self._folders(), root, max_bytes) > max_bytes
 
-    def _beginning(self) -> int:
-        """What is there; nothing that is hidden by its depth counts for the box."""
-        found = used(self._folders(), None, _TOO_DEEP)
-        return found if found < _TOO_DEEP else 0
+    def _measure_initial(self) -> int:
+        """What is there; what is hidden by its depth does not count in the sandbox's favour."""
+        found = self._measure(self._folders(), None, _UNBOUNDED)
+        return found if found < _UNBOUNDED else 0
 
-    async def _cause(self, end: Exit, killed: Kills) -> Cause | None:
-        """Which limit ended a program, if one did.
+    async def _find_cause(self, end: Exit, before: OomKills) -> Cause | None:
+        """Return the limit that ended a program, if one did.
 
-        A quick one may have filled the disk, so it is looked at, but not in the rest of a look:
-        with very many files each `true` would take as long as that.
+        A quick program may have filled the disk, so it is measured here, too, but not in the pause
+        after a scan: with very many files each `true` would take as long as that.
         """
-        if end.code == KILLED or time.monotonic() >= self._rested:
-            await self._look(None)
-        if self.over:
+        if end.code == KILLED or time.monotonic() >= self._next_scan:
+            await self._scan(None)
+        if self.over_limit:
             return Cause.AGENT_DISK
         if end.code != KILLED or end.timed_out:
             return None
-        now = self._kills()
-        if now.own == killed.own and now.others > killed.others:
+        now = self._count_kills()
+        if now.own == before.own and now.others > before.others:
             msg = "the node is out of memory: the kernel ended a program that was within its limit"
             raise SandboxError(msg)
-        return Cause.AGENT_MEMORY if now.own > killed.own else None
+        return Cause.AGENT_MEMORY if now.own > before.own else None
+
+    async def _in_thread(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(_SCANNERS, function, *args)
 
 
-def used(folders: Iterable[Path], root: Path | None, most: int) -> int:
-    """Bytes in a box's own folders, and in hidden files that its processes hold; until `most`.
+def disk_usage(folders: Iterable[Path], root: Path | None, stop_at: int) -> int:
+    """Bytes in a sandbox's own folders and in hidden files that its processes hold open.
 
-    `root` is the box's file system as seen from here, with its ``proc``.
+    Stops once it is over `stop_at`. `root` is the sandbox's file system as seen from here, with its
+    ``proc``; without one no processes are looked at.
     """
     total = 0
     tops = [os.path.realpath(folder) for folder in folders]
     for size in _sizes(tops, set(), tuple(f"{top}/" for top in tops)):
         total += size
-        if total > most:
+        if total > stop_at:
             return total
-    return total + (held(root) if root else 0)
+    return total + (open_file_usage(root) if root else 0)
 
 
 def _sizes(
-    folders: Iterable[str], links: set[int], within: tuple[str, ...], forced: tuple[str, ...] = ()
+    folders: Iterable[str],
+    links: set[int],
+    within: tuple[str, ...],
+    unlocked: tuple[str, ...] = (),
 ) -> Iterator[int]:
-    """Of all that is in the folders; each hard link that was seen is added to `links`.
+    """Yield the sizes of all files below; each hard link that was seen is added to `links`.
 
-    Those `within` the box that forbid to be listed are opened for that; these here are in `forced`.
+    Folders `within` the sandbox that may not be listed are unlocked for the time of the listing;
+    `unlocked` are those that are at the moment.
     """
     stack = list(folders)
     while stack:
         folder = stack.pop()
         try:
-            yield from _listed(folder, stack, links)
+            yield from _list_sizes(folder, stack, links)
         except PermissionError:
-            if len(forced) > _MOST_FORCED:  # nobody nests so deep but to hide something
-                yield _TOO_DEEP
-            elif folder not in forced:
-                with contextlib.suppress(OSError), _opened(folder, within):
-                    yield from _sizes([folder], links, within, (*forced, folder))
+            if len(unlocked) > _MAX_LOCKED_FOLDERS:
+                yield _UNBOUNDED
+            elif folder not in unlocked:
+                with contextlib.suppress(OSError), _unlock(folder, within):
+                    yield from _sizes([folder], links, within, (*unlocked, folder))
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # the same
-                yield _TOO_DEEP
+            if error.errno == errno.ENAMETOOLONG:
+                yield _UNBOUNDED
 
 
-def _listed(folder: str, stack: list[str], links: set[int]) -> Iterator[int]:
+def _list_sizes(folder: str, stack: list[str], links: set[int]) -> Iterator[int]:
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
                 found = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # gone meanwhile; the rest is not
+            except FileNotFoundError:  # removed meanwhile
                 continue
             if stat.S_ISDIR(found.st_mode):
                 stack.append(entry.path)
-            if found.st_nlink == 1 or found.st_ino not in links:
-                links.add(found.st_ino) if found.st_nlink > 1 else None
-                yield max(found.st_blocks * 512, _SMALLEST)
+            elif found.st_nlink > 1:
+                if found.st_ino in links:
+                    continue
+                links.add(found.st_ino)
+            yield max(found.st_blocks * 512, _MIN_FILE_BYTES)
 
 
 @contextlib.contextmanager
-def _opened(folder: str, within: tuple[str, ...]) -> Iterator[None]:
-    """A folder of ours that may be listed for as long as this takes, whatever its mode."""
+def _unlock(folder: str, within: tuple[str, ...]) -> Iterator[None]:
+    """Let a folder be listed while the block lasts, whatever its mode."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        place = Path(f"/proc/self/fd/{handle}")
-        if not f"{place.readlink()}/".startswith(within):  # a link led out
+        path = Path(f"/proc/self/fd/{handle}")
+        if not f"{path.readlink()}/".startswith(within):  # a link led out
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
         mode = stat.S_IMODE(os.fstat(handle).st_mode)
-        place.chmod(mode | stat.S_IRWXU)
+        path.chmod(mode | stat.S_IRWXU)
         try:
             yield
         finally:
             if stat.S_IMODE(os.fstat(handle).st_mode) == mode | stat.S_IRWXU:
-                place.chmod(mode)
+                path.chmod(mode)
     finally:
         os.close(handle)
+
+
+def open_file_usage(root: Path) -> int:
+    """Bytes of files that processes hold and that no walk of their folders finds.
+
+    A file takes space for as long as a process has it open or mapped: deleted, or in folders that
+    are renamed all the time or may not be entered. Not seen: a deleted file that exists only in a
+    message between two sockets; and, unless this is run by root, one that is only mapped or held by
+    a process that may not be inspected.
+    """
+    sizes: dict[int, int] = {}
+    looked_at: set[tuple[int, int]] = set()
+    maps_left = _MAX_MAPS_BYTES
+    for process in _numbered(f"{root}/proc"):
+        have_maps = False
+        # Each thread may have open files of its own, and the first one may have ended.
+        for thread in _numbered(f"{process}/task"):
+            for found, path in _open_files(f"{thread}/fd"):
+                if (known := (found.st_dev, found.st_ino)) not in looked_at:
+                    looked_at.add(known)
+                    if found.st_nlink == 0 or _is_hidden(root, path, found):
+                        _add_size(sizes, found)
+            if not have_maps:
+                maps = _read_maps(thread, maps_left)
+                maps_left -= len(maps)
+                have_maps = bool(maps)
+                for found in _deleted_maps(process, maps):
+                    _add_size(sizes, found)
+            if maps_left <= 0:
+                return _UNBOUNDED
+    return sum(sizes.values())
+
+
+def _add_size(sizes: dict[int, int], found: os.stat_result) -> None:
+    # By number alone: an overlay shows files as those of another disk than they are mapped from.
+    size = found.st_blocks * 512
+    sizes[found.st_ino] = max(size, sizes.get(found.st_ino, 0))
+
+
+def _numbered(folder: str) -> Iterator[str]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.isdecimal():
+                yield entry.path
+
+
+def _open_files(folder: str) -> Iterator[tuple[os.stat_result, str]]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found = entry.stat()
+                if stat.S_ISREG(found.st_mode):
+                    yield found, entry.path
+
+
+def _is_hidden(root: Path, path: str, found: os.stat_result) -> bool:
+    """Whether an open file is not at its path on disk, as when folders are being renamed."""
+    for _ in range(_LOOKUPS):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.lstat(f"{root}{os.readlink(path)}"), found):  # noqa: PTH115
+                return False
+    return found.st_dev not in _memory_devices(root)
+
+
+def _memory_devices(root: Path) -> set[int]:
+    """File systems in memory, which another limit is for."""
+    found = {_anonymous_device()}
+    with contextlib.suppress(OSError):
+        found.add((root / "dev/shm").stat().st_dev)
+    return found
+
+
+@functools.cache
+def _anonymous_device() -> int:
+    """The kernel's file system of shared memory that has no name."""
+    handle = os.memfd_create("tugline")
+    try:
+        return os.fstat(handle).st_dev
+    finally:
+        os.close(handle)
+
+
+def _read_maps(thread: str, max_bytes: int) -> bytes:
+    with contextlib.suppress(OSError), Path(thread, "maps").open("rb", buffering=1 << 20) as file:
+        return file.read(max_bytes)
+    return b""
+
+
+def _deleted_maps(process: str, maps: bytes) -> Iterator[os.stat_result]:
+    """Deleted files that are mapped; only root may look at those."""
+    if b" (deleted)\n" not in maps:
+        return
+    for start, end in _DELETED_MAP.findall(maps):
+        path = f"{process}/map_files/{int(start, 16):x}-{int(end, 16):x}"
+        with contextlib.suppress(OSError):
+            found = os.stat(path)  # noqa: PTH116
+            if found.st_nlink == 0 and found.st_dev != _anonymous_device():
+                yield found

@@ -1,4 +1,4 @@
-"""A listening socket inside another process's network namespace, made from outside.
+"""Create a listening socket inside another process's network namespace, from outside.
 
 A namespace belongs to the thread that makes a socket, and the socket stays in it wherever it is
 used. With the right to do so (root), a thread enters the namespace, makes the socket and ends
@@ -27,32 +27,35 @@ _HELPER_S = 10.0
 
 
 def listen(pid: int, port: int) -> socket.socket:
-    """A TCP socket that listens on loopback where process `pid` is. Blocks. Raises `OSError`."""
+    """Return a TCP socket that listens on loopback in the network of process `pid`. Blocks.
+
+    Raises `OSError`.
+    """
     try:
         return _in_thread(pid, port)
     except PermissionError:
-        return _by_helper(pid, port)
+        return _in_helper(pid, port)
 
 
 def _in_thread(pid: int, port: int) -> socket.socket:
-    made: list[socket.socket] = []
-    failed: list[OSError] = []
+    sockets: list[socket.socket] = []
+    errors: list[OSError] = []
 
     def enter() -> None:
         try:
-            made.append(_enter(pid, port, with_user=False))
+            sockets.append(_enter(pid, port, with_user=False))
         except OSError as error:
-            failed.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=enter, name="tugline-door")
+    thread = threading.Thread(target=enter, name="tugline-netns")
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    if errors:
+        raise errors[0]
+    return sockets[0]
 
 
-def _by_helper(pid: int, port: int) -> socket.socket:
+def _in_helper(pid: int, port: int) -> socket.socket:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         argv = (sys.executable, "-I", "-S", __file__, str(pid), str(port), str(theirs.fileno()))
@@ -65,14 +68,14 @@ def _by_helper(pid: int, port: int) -> socket.socket:
             check=False,
         )
         if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            raise OSError(said[-1] if said else f"helper ended with {done.returncode}")
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            raise OSError(lines[-1] if lines else f"helper ended with {done.returncode}")
         _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
     return socket.socket(fileno=descriptor)
 
 
 def _enter(pid: int, port: int, *, with_user: bool) -> socket.socket:
-    """Go there for good, and listen."""
+    """Enter the namespace for good, and listen."""
     libc = ctypes.CDLL(None, use_errno=True)
     network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -102,17 +105,17 @@ def _join(libc: ctypes.CDLL, namespace: int, kind: int) -> None:
 
 
 def _loopback_up(any_socket: socket.socket) -> None:
-    """Some make a network without switching its loopback device on."""
-    asked = struct.pack("16sh22x", b"lo", 0)
-    _, flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, asked))
+    """Some tools create a network without bringing its loopback device up."""
+    request = struct.pack("16sh22x", b"lo", 0)
+    _, flags = struct.unpack("16sh22x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
     if not flags & _IFF_UP:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | _IFF_UP))
 
 
 def _main(pid: int, port: int, answer: int) -> None:
     with socket.socket(fileno=answer) as channel:
-        made = _enter(pid, port, with_user=True)
-        socket.send_fds(channel, [b"."], [made.fileno()])
+        listener = _enter(pid, port, with_user=True)
+        socket.send_fds(channel, [b"."], [listener.fileno()])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The only ways out of a sandbox: sockets in its network whose other end is outside.
+"""Forward ports of a sandbox's network to servers outside: its only way out.
 
-A sandbox has a network of its own with nothing in it but loopback. A door is a listening socket
-in there (`inside`), served by this process, which relays each connection to one address: the
+A sandbox has a network of its own with nothing in it but loopback. A forwarded port is a listening
+socket in there (`netns`), served by this process, which relays each connection to one address: the
 gateway's. Nothing runs inside, any image will do, and there is no route to anything else (I6).
-An allow-list adds one more door: a proxy for named hosts (`proxy`).
+An allow-list adds one more port: a proxy for named hosts (`proxy`).
 
 Ports are the same in every sandbox, so that all samples of a task see the same addresses.
 """
@@ -21,17 +21,14 @@ from tugline.sandbox.network.proxy import AllowList, Proxy
 from tugline.sandbox.network.relay import Caller, Dial, Relay, join
 
 PORT = 10040
-"""Of the first address that is reached; the next ones follow."""
+"""Of the first server; the next ones follow."""
 PROXY_PORT = 10030
 _PROBE_S = 5.0
 _OWN = "127.0.0.1,localhost"
 
 
 class PortForwards:
-    """The doors of one box. A box that reaches for nothing has none, also none of the allow-list.
-
-    `close` or `aclose` ends all of them, also connections that are open.
-    """
+    """The forwarded ports of one sandbox: none, also no proxy, before the first server is added."""
 
     def __init__(self, allow: AllowList | None = None) -> None:
         self._allow = allow if allow is not None and allow.patterns else None
@@ -40,73 +37,73 @@ class PortForwards:
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What programs need in their environment to find the proxy, if there is one."""
+        """Environment by which programs find the proxy, if there is one."""
         if PROXY_PORT not in self._relays:
             return {}
         proxy = f"http://127.0.0.1:{PROXY_PORT}"
         proxied = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
         return {**dict.fromkeys(proxied, proxy), "NO_PROXY": _OWN, "no_proxy": _OWN}
 
-    async def open(self, pid: int, url: str) -> str:
-        """Let programs where `pid` is reach the HTTP server at `url`; under which URL they do.
+    async def add(self, pid: int, url: str) -> str:
+        """Forward a port of `pid`'s network to the HTTP server at `url`; return the URL inside.
 
-        Returns the existing forward for a server that has one. Raises `SandboxNetworkError`.
+        A server that has a port keeps it. Raises `SandboxNetworkError`.
         """
-        target = await _reachable(url)
+        target = await _check_reachable(url)
         port = self._ports.setdefault(target, PORT + len(self._ports))
-        await self._make(pid)
+        await self._listen(pid)
         return urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl()
 
     async def move(self, pid: int) -> None:
-        """Make the same doors where `pid` is: the sandbox was started again."""
+        """Forward the same ports in the network of `pid`: the sandbox was started again."""
         await self.aclose()
         if self._ports:
-            await self._make(pid)
+            await self._listen(pid)
 
     async def aclose(self) -> None:
-        """Close all doors; what they led to is kept for `move`."""
+        """Close all ports and their connections; the servers are remembered for `move`."""
         relays, self._relays = self._relays, {}
         for relay in relays.values():
             await relay.aclose()
 
-    async def _make(self, pid: int) -> None:
-        """The doors that are not there yet."""
-        wanted: dict[int, Dial] = {port: _to(*target) for target, port in self._ports.items()}
+    async def _listen(self, pid: int) -> None:
+        """Listen on the ports that have no listener yet."""
+        wanted: dict[int, Dial] = {port: _dial_to(*target) for target, port in self._ports.items()}
         if self._allow is not None:
             wanted[PROXY_PORT] = Proxy(self._allow).dial
         for port in wanted.keys() - self._relays.keys():
             try:
-                listener = await _listener(pid, port)
+                listener = await _create_listener(pid, port)
             except OSError as error:
                 msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
                 raise SandboxNetworkError(msg) from error
             self._relays[port] = await Relay(wanted[port]).serve(listener)
 
 
-async def _listener(pid: int, port: int) -> socket.socket:
-    """Made in a thread, which cannot be stopped: nobody may want it any more when it is there."""
-    making = asyncio.create_task(asyncio.to_thread(netns.listen, pid, port))
+async def _create_listener(pid: int, port: int) -> socket.socket:
+    """Create a socket in a thread; if the caller is cancelled, close it when it is there."""
+    creating = asyncio.create_task(asyncio.to_thread(netns.listen, pid, port))
     try:
-        return await asyncio.shield(making)
+        return await asyncio.shield(creating)
     except asyncio.CancelledError:
-        making.add_done_callback(_close)
+        creating.add_done_callback(_close)
         raise
 
 
-def _close(made: asyncio.Task[socket.socket]) -> None:
-    if not made.cancelled() and made.exception() is None:
-        made.result().close()
+def _close(created: asyncio.Task[socket.socket]) -> None:
+    if not created.cancelled() and created.exception() is None:
+        created.result().close()
 
 
-def _to(host: str, port: int) -> Dial:
+def _dial_to(host: str, port: int) -> Dial:
     async def dial(caller: Caller) -> None:
         await join(caller, host, port)
 
     return dial
 
 
-async def _reachable(url: str) -> tuple[str, int]:
-    """Host and port of a server that answers."""
+async def _check_reachable(url: str) -> tuple[str, int]:
+    """Return host and port of a server that answers."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or 80
@@ -119,8 +116,8 @@ async def _reachable(url: str) -> tuple[str, int]:
         async with asyncio.timeout(_PROBE_S):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
-        why = str(error) or f"no answer within {_PROBE_S:.0f} s"
-        msg = f"nothing answers at {host}:{port}, which a sandbox is to reach: {why}"
+        reason = str(error) or f"no answer within {_PROBE_S:.0f} s"
+        msg = f"nothing answers at {host}:{port}, which a sandbox is to reach: {reason}"
         raise SandboxNetworkError(msg) from error
     writer.close()
     return host, port

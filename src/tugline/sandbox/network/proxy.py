@@ -1,4 +1,4 @@
-"""An HTTP proxy for named hosts: what a sandbox may reach beside its gateway.
+"""An HTTP proxy for the named hosts that a sandbox may reach beside its gateway.
 
 Programs find it by ``HTTP_PROXY`` and ``HTTPS_PROXY``. CONNECT is relayed as it is, so TLS is
 between the program and its host; a plain request has its first line rewritten. The name must be on
@@ -29,31 +29,31 @@ _PATTERN = re.compile(
 )
 _TUNNELS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
 """Ranges of IPv6 behind which an IPv4 address of any kind may be."""
-_NAMES_S = 5.0
-_RESOLVERS = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
-"""Threads of their own, so that names without an answer hold up nothing else."""
-_HOP = (b"proxy-", b"connection:", b"keep-alive:", b"host:")
-"""Headers that are between a program and its proxy."""
+_RESOLVE_S = 5.0
+_RESOLVERS = ThreadPoolExecutor(8, thread_name_prefix="tugline-resolve")
+"""Threads of their own, so that slow name servers delay nothing else."""
+_HOP_HEADERS = (b"proxy-", b"connection:", b"keep-alive:", b"host:")
+"""Headers between a program and its proxy, which are not passed on."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class _Asked(NamedTuple):
-    """Where a program wants to go."""
+class _ProxyRequest(NamedTuple):
+    """Where a program wants to connect to."""
 
     host: str
     port: int
     hello: bytes
-    """What it is told when it is through."""
+    """Written to the program once it is connected."""
     first: bytes
-    """What its host is told first."""
+    """Written to the host first."""
 
 
 class _Refused(Exception):
-    """Why not; goes to the program as it is."""
+    """A request that is refused; its text is the response."""
 
-    def __init__(self, said: str, status: str = "403 Forbidden") -> None:
-        super().__init__(said)
+    def __init__(self, reason: str, status: str = "403 Forbidden") -> None:
+        super().__init__(reason)
         self.status = status
 
 
@@ -64,10 +64,10 @@ class AllowList:
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns = tuple(_parsed(pattern) for pattern in patterns)
+        self.patterns = tuple(_parse_pattern(pattern) for pattern in patterns)
 
-    def names(self, host: str, port: int) -> bool:
-        """Whether this very name or address is on the list, or fits one that is."""
+    def matches(self, host: str, port: int) -> bool:
+        """Return whether a name or address, or a pattern for it, is on the list."""
         return any(
             (there in {host, "*"} or (there.startswith("*.") and host.endswith(there[1:])))
             and at in {port, None}
@@ -75,7 +75,7 @@ class AllowList:
         )
 
     def permits(self, address: Address, port: int) -> bool:
-        """Whether an address is a public one, or on the list itself."""
+        """Return whether an address is public, or on the list itself."""
         mapped = getattr(address, "ipv4_mapped", None) or address
         if any((str(one), at) in self.patterns for one in (address, mapped) for at in (port, None)):
             return True
@@ -83,7 +83,7 @@ class AllowList:
         return mapped.is_global and not mapped.is_multicast and not tunnel
 
 
-def _parsed(pattern: str) -> tuple[str, int | None]:
+def _parse_pattern(pattern: str) -> tuple[str, int | None]:
     found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
     port = found["port"] if found else ""
     if found is None or (port != "*" and not 0 < int(port) < 1 << 16):
@@ -103,38 +103,38 @@ def _parsed(pattern: str) -> tuple[str, int | None]:
 
 
 class Proxy:
-    """Connects callers with what they ask for, as far as the list allows."""
+    """Connects callers with the hosts that they request, as far as the list allows."""
 
     def __init__(self, allow: AllowList) -> None:
         self._allow = allow
 
     async def dial(self, caller: Caller) -> None:
-        """Read what is asked for, and join it or say why not."""
+        """Read the request and connect it, or refuse it with a reason."""
         try:
-            asked = _asked(await caller.until(b"\r\n\r\n"))
-            address = await self._checked(asked)
+            request = _parse_request(await caller.read_until(b"\r\n\r\n"))
+            address = await self._resolve(request)
             try:
-                await join(caller, address, asked.port, hello=asked.hello, first=asked.first)
+                await join(caller, address, request.port, hello=request.hello, first=request.first)
             except OSError as error:
-                said = f"{asked.host}:{asked.port} does not answer: {error.strerror or error}"
-                raise _Refused(said, "502 Bad Gateway") from error
+                reason = f"{request.host}:{request.port} does not answer: {error.strerror or error}"
+                raise _Refused(reason, "502 Bad Gateway") from error
         except _Refused as refused:
-            caller.transport.write(_answer(refused))
+            caller.transport.write(_refusal(refused))
             caller.transport.close()
 
-    async def _checked(self, asked: _Asked) -> str:
-        """An address of the host that may be reached."""
-        host, port = asked.host, asked.port
-        if not self._allow.names(host, port):
+    async def _resolve(self, request: _ProxyRequest) -> str:
+        """Return an address of the host that may be reached."""
+        host, port = request.host, request.port
+        if not self._allow.matches(host, port):
             msg = f"{host}:{port} is not on this sandbox's allow-list"
             raise _Refused(msg)
         try:
-            async with asyncio.timeout(_NAMES_S):
+            async with asyncio.timeout(_RESOLVE_S):
                 found = await asyncio.get_running_loop().run_in_executor(
                     _RESOLVERS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
                 )
         except TimeoutError as error:
-            msg = f"{host} has no address: no answer within {_NAMES_S:.0f} s"
+            msg = f"{host} has no address: no answer within {_RESOLVE_S:.0f} s"
             raise _Refused(msg, "502 Bad Gateway") from error
         except (OSError, UnicodeError) as error:
             msg = f"{host} has no address: {error}"
@@ -147,7 +147,7 @@ class Proxy:
         raise _Refused(msg)
 
 
-def _asked(head: bytes) -> _Asked:
+def _parse_request(head: bytes) -> _ProxyRequest:
     line, *headers = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     try:
         method, target, version = line.decode("ascii").split(" ")
@@ -164,16 +164,18 @@ def _asked(head: bytes) -> _Asked:
         raise _Refused(msg, "400 Bad Request")
     host = host.rstrip(".")
     if not plain:
-        return _Asked(host, port, b"HTTP/1.1 200 Connection established\r\n\r\n", b"")
-    kept = [one for one in headers if not one.lower().startswith(_HOP)]
+        return _ProxyRequest(host, port, b"HTTP/1.1 200 Connection established\r\n\r\n", b"")
+    kept = [one for one in headers if not one.lower().startswith(_HOP_HEADERS)]
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     named = parts.netloc.rpartition("@")[2]
     first = [f"{method} {path} {version}".encode(), f"Host: {named}".encode(), *kept]
     # One request a connection: the next one may be for another host.
-    return _Asked(host, port, b"", b"\r\n".join([*first, b"Connection: close"]) + b"\r\n\r\n")
+    return _ProxyRequest(
+        host, port, b"", b"\r\n".join([*first, b"Connection: close"]) + b"\r\n\r\n"
+    )
 
 
-def _answer(refused: _Refused) -> bytes:
+def _refusal(refused: _Refused) -> bytes:
     body = f"{refused}\n".encode()
     head = (
         f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\n"

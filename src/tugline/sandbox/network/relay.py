@@ -1,9 +1,9 @@
-"""Bytes between a connection from a sandbox and one to its target, and nothing else.
+"""Relay bytes between connections from a sandbox and their targets.
 
-A `Relay` is what is behind one listening socket. It holds a bounded number of connections, each
-with bounded buffers: a side that does not read makes the other one wait, and a program that opens
-sockets without end gets the further ones reset. When one side has ended, the other is told so, and
-its answer still comes through (a half-close). All of it is gone when the relay is closed.
+A `Relay` serves one listening socket. It holds a bounded number of connections with bounded
+buffers: a side that does not read makes the other one wait, and connections over the limit are
+reset. When one side has ended, the other is told so, and its response still comes through (a
+half-close). Closing the relay drops all connections.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Self, cast
 
-CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """Of one relay at once."""
 DIAL_S = 10.0
 """Seconds for a client to say where it wants to go and for the target to accept."""
-HEAD = 32 << 10
-"""Bytes that are taken from a client before it has a target."""
+MAX_HEAD = 32 << 10
+"""Bytes that are read from a client before it has a target."""
 
 
 class Side(asyncio.Protocol):
@@ -29,10 +29,10 @@ class Side(asyncio.Protocol):
         self.other: Side | None = None
         self.transport: asyncio.Transport
         self.ended = False
-        """Whether it will say nothing more."""
+        """Whether it will send nothing more."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connected."""
+        """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
@@ -41,7 +41,7 @@ class Side(asyncio.Protocol):
             self.other.transport.write(data)
 
     def eof_received(self) -> bool:
-        """Pass the end on; stay open for what the other side still says."""
+        """Pass the end on; stay open for what the other side still sends."""
         self.ended = True
         if self.other is None:
             return True
@@ -52,80 +52,85 @@ class Side(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
-        """It does not keep up: the other side has to wait."""
+        """Make the other side wait, because this one does not keep up."""
         if self.other is not None:
             self.other.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Let the other side go on."""
         if self.other is not None:
             self.other.transport.resume_reading()
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """The other side ends once it has what was said."""
+        """Close the other side once it has received everything."""
         if self.other is not None:
             self.other.transport.close()
 
 
 class Caller(Side):
-    """The end in the sandbox: what it says before it has a target is held."""
+    """The end in the sandbox; what it sends before it has a target is buffered."""
 
     def __init__(self, relay: Relay) -> None:
         super().__init__()
         self._relay = relay
-        self.held = b""
-        self.news = asyncio.Event()
-        """Set when more is held, or nothing more will come."""
+        self._buffer = b""
+        self._changed = asyncio.Event()
+        """Set when more is buffered, or nothing more will come."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Look for its target, if there is room."""
+        """Find its target, unless there are too many connections."""
         super().connection_made(transport)
         self._relay.begin(self)
 
     def data_received(self, data: bytes) -> None:
-        """Hold it, or pass it on."""
+        """Buffer it, or pass it on."""
         if self.other is not None:
             self.other.transport.write(data)
             return
-        self.held += data
-        if len(self.held) >= HEAD:
+        self._buffer += data
+        if len(self._buffer) >= MAX_HEAD:
             self.transport.pause_reading()
-        self.news.set()
+        self._changed.set()
+
+    def take_buffer(self) -> bytes:
+        """Return and clear what is buffered."""
+        data, self._buffer = self._buffer, b""
+        return data
 
     def eof_received(self) -> bool:
-        """As any side, and wake who reads."""
-        self.news.set()
+        """End like any side, and wake the reader."""
+        self._changed.set()
         return super().eof_received()
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """Make room for another one."""
+        """Make room for another connection."""
         super().connection_lost(_error)
         self._relay.forget(self)
 
-    async def until(self, mark: bytes) -> bytes:
-        """What was said up to `mark` and with it, no longer held; `ValueError` if it never comes.
+    async def read_until(self, mark: bytes) -> bytes:
+        """Read up to `mark`, inclusive. Raises `ValueError` if it never comes.
 
-        Whoever calls this has a deadline of its own.
+        The caller sets a timeout.
         """
-        while mark not in self.held:
-            if self.ended or len(self.held) >= HEAD:
+        while mark not in self._buffer:
+            if self.ended or len(self._buffer) >= MAX_HEAD:
                 msg = "no such mark"
                 raise ValueError(msg)
-            self.news.clear()
-            await self.news.wait()
-        head, _, self.held = self.held.partition(mark)
+            self._changed.clear()
+            await self._changed.wait()
+        head, _, self._buffer = self._buffer.partition(mark)
         return head + mark
 
 
 class _Target(Side):
-    """The end at the target; made for a caller, and joined with it at once."""
+    """The end at the target, joined with its caller at once."""
 
     def __init__(self, caller: Caller, hello: bytes, first: bytes) -> None:
         super().__init__()
         self._caller, self._hello, self._first = caller, hello, first
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Pass on what was held."""
+        """Pass on what was buffered."""
         super().connection_made(transport)
         caller = self._caller
         if caller.transport.is_closing():
@@ -133,8 +138,7 @@ class _Target(Side):
             return
         self.other, caller.other = caller, self
         caller.transport.write(self._hello)
-        self.transport.write(self._first + caller.held)
-        caller.held = b""
+        self.transport.write(self._first + caller.take_buffer())
         if caller.ended:
             self.transport.write_eof()
         else:
@@ -144,7 +148,7 @@ class _Target(Side):
 async def join(
     caller: Caller, host: str, port: int, *, hello: bytes = b"", first: bytes = b""
 ) -> None:
-    """Connect a caller with its target, which is told `first` first, as the caller is `hello`.
+    """Connect a caller with its target; write `first` to the target and `hello` to the caller.
 
     Raises `OSError` when there is no such target.
     """
@@ -153,7 +157,7 @@ async def join(
 
 
 Dial = Callable[[Caller], Awaitable[None]]
-"""Finds a caller's target and joins them, or tells the caller why not and closes it."""
+"""Connects a caller with its target, or reports an error to the caller and closes it."""
 
 
 class Relay:
@@ -165,14 +169,14 @@ class Relay:
         self._server: asyncio.Server
 
     async def serve(self, listener: socket.socket) -> Self:
-        """Begin to accept."""
+        """Begin to accept connections."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: Caller(self), sock=listener)
         return self
 
     def begin(self, caller: Caller) -> None:
-        """Somebody is there: dial, unless too many are."""
-        if len(self._callers) >= CONNECTIONS:
+        """Connect a new caller, unless there are too many."""
+        if len(self._callers) >= MAX_CONNECTIONS:
             self._callers[caller] = None
             caller.transport.abort()
             return
@@ -182,17 +186,17 @@ class Relay:
         try:
             async with asyncio.timeout(DIAL_S):
                 await self._dial(caller)
-        except (OSError, ValueError):  # also out of time
+        except (OSError, ValueError):  # also a timeout
             caller.transport.abort()
 
     def forget(self, caller: Caller) -> None:
-        """It is gone."""
+        """Forget a closed connection."""
         task = self._callers.pop(caller, None)
         if task is not None:
             task.cancel()
 
     async def aclose(self) -> None:
-        """Accept no more and drop what is there."""
+        """Accept no more connections and drop the open ones."""
         self._server.close()
         tasks = [task for task in self._callers.values() if task is not None]
         for caller in self._callers:
@@ -203,4 +207,4 @@ class Relay:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # where the transports let go of their sockets
+        await asyncio.sleep(0)  # the transports close their sockets in the next iteration

@@ -1,11 +1,11 @@
-"""A repository out of an image ends where it is checked out: later commits hold the solution.
+"""Remove later commits from a repository out of an image, because they contain the solution.
 
 Images of public task sets carry clones with all branches, remotes and reflogs; ``git log --all``
-shows an agent how its issue was resolved. `end_history` leaves what HEAD is made of: its commits,
-the tags on them, the index and the files.
+shows an agent how its issue was resolved. `end_history` keeps HEAD's commits, the tags on them, the
+index and the files.
 
-The repository comes from a stranger. Its objects are read by a repository of our own; its
-configuration, which could name programs to run, is never in force here, and no link is followed.
+The repository is not trusted. Its objects are read by a new repository; its configuration, which
+could name programs to run, is never used here, and no link is followed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import subprocess
 from pathlib import Path
 
 from tugline.errors import DiskFull, WorkspaceError
-from tugline.sandbox.files import faults
+from tugline.sandbox.files import translate_errors
 
 _KEPT = frozenset(
     {"HEAD", "config", "description", "hooks", "index", "info", "lfs", "modules", "objects"}
 )
-"""Of a repository, beside its refs; the rest tells of other places in history."""
+"""What stays of a repository beside its refs; the rest refers to other commits."""
 _CONFIG = {"core.checkStat": "minimal", "core.trustctime": "false", "gc.auto": "0"}
 """As in `repos`: or the first ``git status`` in a copy-on-write view reads every file."""
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -32,7 +32,7 @@ _LIMIT_S = 1800.0
 
 
 def end_history(folder: Path, commit: str, what: str) -> None:
-    """Forget all but HEAD's own history in the repository of `folder`; blocks.
+    """Remove all but HEAD's own history from the repository of `folder`. Blocks.
 
     `commit` must be part of it, or be ``HEAD``. Raises `WorkspaceError`, which calls it `what`.
     """
@@ -40,14 +40,14 @@ def end_history(folder: Path, commit: str, what: str) -> None:
     if own.is_symlink() or not own.is_dir():
         msg = f"{what} is no git repository, so workspace.commit cannot be {commit!r}"
         raise WorkspaceError(msg)
-    with faults(f"cannot change {own}"):
-        _unlink_links(own)
+    with translate_errors(f"cannot change {own}"):
+        _remove_links(own)
         (own / "objects" / "info" / "alternates").unlink(missing_ok=True)
-        head = _head(own, what)
+        head = _read_head(own, what)
         try:
-            _begin(fresh, own, head, what)
+            _create_repository(fresh, own, head, what)
             if commit != "HEAD":
-                _check_has(fresh, commit, what)
+                _check_contains(fresh, commit, what)
             _keep_tags(fresh, own, what)
             _git(fresh, what, "repack", "-a", "-d", "-q")
             (fresh / "objects" / "info" / "alternates").unlink()
@@ -56,28 +56,28 @@ def end_history(folder: Path, commit: str, what: str) -> None:
             shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _unlink_links(own: Path) -> None:
+def _remove_links(own: Path) -> None:
     for here, folders, names in os.walk(own):
         for name in (*folders, *names):
             if (path := Path(here, name)).is_symlink():
                 path.unlink()
 
 
-def _head(own: Path, what: str) -> str:
-    """The commit that is checked out."""
-    told = _text(own / "HEAD").strip()
-    if told.startswith("ref: "):
-        name = told.removeprefix("ref: ")
+def _read_head(own: Path, what: str) -> str:
+    """Return the commit that is checked out."""
+    head = _read_text(own / "HEAD").strip()
+    if head.startswith("ref: "):
+        name = head.removeprefix("ref: ")
         loose = own / name if ".." not in name else own
-        told = _text(loose).strip() or _packed(own).get(name, "")
-    if not _HASH.fullmatch(told):
+        head = _read_text(loose).strip() or _packed_refs(own).get(name, "")
+    if not _HASH.fullmatch(head):
         msg = f"{what}: the git repository in it has nothing checked out"
         raise WorkspaceError(msg)
-    return told
+    return head
 
 
-def _begin(fresh: Path, own: Path, head: str, what: str) -> None:
-    """A repository that borrows the objects, with one branch."""
+def _create_repository(fresh: Path, own: Path, head: str, what: str) -> None:
+    """Create a bare repository that borrows the objects, with one branch."""
     kind = ("--object-format=sha256",) if len(head) > 40 else ()
     _run(what, "init", "-q", "--bare", "--template=", *kind, str(fresh))
     (fresh / "objects" / "info").mkdir(exist_ok=True)
@@ -88,7 +88,7 @@ def _begin(fresh: Path, own: Path, head: str, what: str) -> None:
     _git(fresh, what, "update-ref", _KEEP, head)
 
 
-def _check_has(fresh: Path, commit: str, what: str) -> None:
+def _check_contains(fresh: Path, commit: str, what: str) -> None:
     try:
         _git(fresh, what, "merge-base", "--is-ancestor", commit, _KEEP)
     except WorkspaceError as error:
@@ -97,26 +97,28 @@ def _check_has(fresh: Path, commit: str, what: str) -> None:
 
 
 def _keep_tags(fresh: Path, own: Path, what: str) -> None:
-    """Tags of what came before: versions are told by them."""
-    tags = _packed(own)
+    """Keep the tags of earlier commits, which programs read versions from."""
+    tags = _packed_refs(own)
     root = own / "refs" / "tags"
     for here, _, names in os.walk(root):
         tags |= {
-            f"refs/tags/{Path(here, name).relative_to(root)}": _text(Path(here, name)).strip()
+            f"refs/tags/{Path(here, name).relative_to(root)}": _read_text(Path(here, name)).strip()
             for name in names
         }
     good = {ref: at for ref, at in tags.items() if _TAG.fullmatch(ref) and _HASH.fullmatch(at)}
-    asked = "".join(f"{at}\n" for at in good.values())
-    told = _git(fresh, what, "cat-file", "--batch-check=%(objecttype)", said=asked).splitlines()
-    there = [tag for tag, kind in zip(good.items(), told, strict=True) if kind in {"commit", "tag"}]
+    hashes = "".join(f"{at}\n" for at in good.values())
+    kinds = _git(fresh, what, "cat-file", "--batch-check=%(objecttype)", stdin=hashes).splitlines()
+    there = [
+        tag for tag, kind in zip(good.items(), kinds, strict=True) if kind in {"commit", "tag"}
+    ]
     refs = fresh / "packed-refs"
     refs.write_text("".join(f"{at} {ref}\n" for ref, at in sorted(there)))
-    form = "--format=%(objectname) %(refname)"
-    refs.write_text(_git(fresh, what, "for-each-ref", form, "--merged", _KEEP, "refs/tags"))
+    columns = "--format=%(objectname) %(refname)"
+    refs.write_text(_git(fresh, what, "for-each-ref", columns, "--merged", _KEEP, "refs/tags"))
 
 
 def _swap(own: Path, fresh: Path, head: str) -> None:
-    """Put the new objects and refs in place of the old ones."""
+    """Replace the old objects and refs by the new ones."""
     for entry in own.iterdir():
         if entry.name in _KEPT - {"objects"} or entry.name.startswith("sharedindex."):
             continue
@@ -127,7 +129,7 @@ def _swap(own: Path, fresh: Path, head: str) -> None:
             (fresh / name).rename(own / name)
     (own / "refs" / "heads").mkdir(parents=True)
     (own / "refs" / "tags").mkdir()
-    branch = _text(own / "HEAD").strip().removeprefix("ref: ")
+    branch = _read_text(own / "HEAD").strip().removeprefix("ref: ")
     if re.fullmatch(r"refs/heads/[\w.+@/-]+", branch) and ".." not in branch:
         (own / branch).parent.mkdir(parents=True, exist_ok=True)
         (own / branch).write_text(f"{head}\n")
@@ -137,20 +139,20 @@ def _swap(own: Path, fresh: Path, head: str) -> None:
         _run(str(own), "config", "--file", str(own / "config"), name, value)
 
 
-def _packed(own: Path) -> dict[str, str]:
-    parts = (line.partition(" ") for line in _text(own / "packed-refs").splitlines())
+def _packed_refs(own: Path) -> dict[str, str]:
+    parts = (line.partition(" ") for line in _read_text(own / "packed-refs").splitlines())
     return {ref.strip(): commit for commit, _, ref in parts if _HASH.fullmatch(commit)}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def _git(fresh: Path, what: str, *argv: str, said: str = "") -> str:
-    return _run(what, f"--git-dir={fresh}", *argv, said=said)
+def _git(fresh: Path, what: str, *argv: str, stdin: str = "") -> str:
+    return _run(what, f"--git-dir={fresh}", *argv, stdin=stdin)
 
 
-def _run(what: str, *argv: str, said: str = "") -> str:
+def _run(what: str, *argv: str, stdin: str = "") -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
     try:
@@ -158,16 +160,16 @@ def _run(what: str, *argv: str, said: str = "") -> str:
             ("git", *argv),
             cwd="/",
             env=env,
-            input=said.encode(),
+            input=stdin.encode(),
             capture_output=True,
             timeout=_LIMIT_S,
             check=False,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        msg = f"{what}: git is needed on this node, and did not do its work: {error}"
+        msg = f"{what}: git is needed on this node and failed: {error}"
         raise WorkspaceError(msg) from error
     if done.returncode == 0:
         return done.stdout.decode(errors="replace")
-    words = " ".join(done.stderr.decode(errors="replace").split())[-300:]
-    msg = f"{what}: its git repository cannot be read: {words}"
-    raise DiskFull(msg) if "No space left" in words else WorkspaceError(msg)
+    reason = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+    msg = f"{what}: its git repository cannot be read: {reason}"
+    raise DiskFull(msg) if "No space left" in reason else WorkspaceError(msg)

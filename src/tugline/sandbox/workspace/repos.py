@@ -1,11 +1,11 @@
-"""Git repositories as workspaces: one commit with its history, and nothing that came later.
+"""Check out git repositories as workspaces: one commit with its history, and nothing later.
 
-What an agent must not find is the fix: later commits, other branches, tags, remotes and reflogs
-are not in its repository, whatever it asks git for. A URL is mirrored once, each commit is checked
-out of the mirror. Files get the commit's time, so that every checkout of it is the same and
-``git status`` in a copy-on-write view compares times instead of reading all files again.
+An agent must not find the fix: later commits, other branches, tags, remotes and reflogs are not in
+its repository, whatever it asks git for. A URL is mirrored once, each commit is checked out of the
+mirror. Files get the commit's time, so that every checkout of it is the same and ``git status`` in
+a copy-on-write view compares times instead of reading all files again.
 
-Nothing of a repository is run here, no question is asked, and every command has an end.
+No code of a repository is run here, git never prompts, and every command has a timeout.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import msgspec
 from tugline.errors import DiskFull, UsageError, WorkspaceError
 
 _FETCH_S = 1800.0
-_ASK_S = 60.0
+_QUERY_S = 60.0
 _LOCAL_S = 600.0
-_SHOWN = 300
+_MAX_REASON = 300
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://|[^/]+@[^/:]+:", re.IGNORECASE)
 _UPLOAD = "--upload-pack=git -c uploadpack.allowAnySHA1InWant=true upload-pack"
-"""A commit may be asked for that is no branch's or tag's head."""
+"""Allow to fetch a commit that is no branch's or tag's head."""
 _CONFIG = {
     # A copy, and an overlay on another disk, change inode numbers and times of change: without
-    # these two, the first `git status` of every box reads every file.
+    # these two, the first `git status` of every sandbox reads every file.
     "core.checkStat": "minimal",
     "core.trustctime": "false",
-    # Packing again would copy the whole history into the box's layer.
+    # Repacking would copy the whole history into the sandbox's layer.
     "gc.auto": "0",
     "maintenance.auto": "false",
     "user.name": "agent",
     "user.email": "agent@localhost",
 }
-_OF_ANOTHER = frozenset(
+_REPOSITORY_VARIABLES = frozenset(
     {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE"}
 )
-"""Set where we are started by git itself, as in a hook."""
-_ALONE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+"""Set where this process is started by git itself, as in a hook."""
+_NO_CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -58,11 +58,14 @@ class Source(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"repository {_without_secrets(self.where)!r}"
 
-    async def ask(self, wanted: str) -> str:
-        """The full hash of a tag or a branch."""
+    async def find_commit(self, wanted: str) -> str:
+        """Return the full hash of a tag or a branch."""
         names = [f"refs/tags/{wanted}^{{}}", f"refs/tags/{wanted}", f"refs/heads/{wanted}", wanted]
-        answer = await self._git("ls-remote", "-q", "--", self.where, *names)
-        found = {name: commit for commit, _, name in map(_parted, answer.splitlines())}
+        output = await self._git("ls-remote", "-q", "--", self.where, *names)
+        found = {
+            name: commit
+            for commit, _, name in (line.partition("\t") for line in output.splitlines())
+        }
         for name in names:
             if name in found:
                 return found[name]
@@ -70,21 +73,21 @@ class Source(msgspec.Struct, frozen=True):
         raise WorkspaceError(msg)
 
     async def begin_mirror(self, into: Path) -> None:
-        """An empty mirror."""
+        """Create an empty mirror."""
         await self._git("init", "-q", "--bare", "--template=", str(into))
 
     async def update_mirror(self, mirror: Path, commit: str) -> bool:
-        """Fetch what is missing for `commit`; whether anything was."""
+        """Fetch what is missing for `commit`; return whether anything was."""
         if await self._has(mirror, commit):
             return False
         heads = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")
         slow = ("-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=60")
         fetch = (*slow, "-C", str(mirror), "fetch", "-q", "--no-tags", "--", self.where)
-        await self._git(*fetch, *heads, limit_s=_FETCH_S)
+        await self._git(*fetch, *heads, timeout_s=_FETCH_S)
         if not await self._has(mirror, commit):
-            # Of a pull request, or of a branch that is gone: some servers give it by its hash.
+            # Of a pull request, or of a deleted branch: some servers serve it by its hash.
             with contextlib.suppress(WorkspaceError):
-                await self._git(*fetch, f"+{commit}:refs/kept/{commit}", limit_s=_FETCH_S)
+                await self._git(*fetch, f"+{commit}:refs/kept/{commit}", timeout_s=_FETCH_S)
         return True
 
     async def check_out(self, repository: Path, commit: str, into: Path) -> None:
@@ -93,44 +96,48 @@ class Source(msgspec.Struct, frozen=True):
             msg = f"{self} has no commit {commit!r}: give a full hash, a tag or a branch of it"
             raise WorkspaceError(msg)
         git = ("-C", str(into))
-        await self._git("init", "-q", "--template=", "-b", "main", str(into), env=_ALONE)
+        await self._git("init", "-q", "--template=", "-b", "main", str(into), env=_NO_CONFIG)
         for name, value in _CONFIG.items():
             await self._git(*git, "config", name, value)
         fetch = ("fetch", "-q", "--no-tags", _UPLOAD, "--", str(repository), commit)
-        await self._git(*git, "-c", "fetch.unpackLimit=1", *fetch, env=_ALONE, limit_s=_FETCH_S)
-        await self._git(*git, "checkout", "-q", "-B", "main", commit, env=_ALONE, limit_s=_LOCAL_S)
-        made = await self._git(*git, "log", "-1", "--format=%ct", commit, env=_ALONE)
-        await asyncio.to_thread(_date, into, min(int(made), int(time.time()) - 10))
-        await self._git(*git, "update-index", "-q", "--refresh", env=_ALONE, limit_s=_LOCAL_S)
+        await self._git(
+            *git, "-c", "fetch.unpackLimit=1", *fetch, env=_NO_CONFIG, timeout_s=_FETCH_S
+        )
+        await self._git(
+            *git, "checkout", "-q", "-B", "main", commit, env=_NO_CONFIG, timeout_s=_LOCAL_S
+        )
+        committed = await self._git(*git, "log", "-1", "--format=%ct", commit, env=_NO_CONFIG)
+        await asyncio.to_thread(_set_times, into, min(int(committed), int(time.time()) - 10))
+        await self._git(*git, "update-index", "-q", "--refresh", env=_NO_CONFIG, timeout_s=_LOCAL_S)
 
     async def _has(self, repository: Path, commit: str) -> bool:
-        look = ("-C", str(repository), "cat-file", "-e", f"{commit}^{{commit}}")
+        query = ("-C", str(repository), "cat-file", "-e", f"{commit}^{{commit}}")
         with contextlib.suppress(WorkspaceError):
-            await self._git(*look)
+            await self._git(*query)
             return True
         return False
 
     async def _git(
-        self, *argv: str, env: Mapping[str, str] | None = None, limit_s: float | None = None
+        self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float | None = None
     ) -> str:
-        limit_s = limit_s or _ASK_S
+        timeout_s = timeout_s or _QUERY_S
         try:
-            code, out, said = await _run(argv, env or {}, limit_s)
+            code, out, errors = await _run(argv, env or {}, timeout_s)
         except FileNotFoundError as error:
             msg = f"{self}: there is no git on this node; install it"
             raise WorkspaceError(msg) from error
         except TimeoutError as error:
-            msg = f"{self}: git had not answered after {limit_s:.0f} s; can this node reach it?"
+            msg = f"{self}: git did not finish within {timeout_s:.0f} s; can this node reach it?"
             raise WorkspaceError(msg) from error
         if code == 0:
             return out
-        words = _without_secrets(" ".join(said.split()))[-_SHOWN:]
-        msg = f"{self}: git says: {words}"
-        raise DiskFull(msg) if "No space left" in said else WorkspaceError(msg)
+        reason = _without_secrets(" ".join(errors.split()))[-_MAX_REASON:]
+        msg = f"{self}: git says: {reason}"
+        raise DiskFull(msg) if "No space left" in errors else WorkspaceError(msg)
 
 
 def source_of(repo: str) -> Source:
-    """Where a `Workspace.repo` is. Raises `UsageError` for what can be neither URL nor path."""
+    """Parse a `Workspace.repo`. Raises `UsageError` for what can be neither URL nor path."""
     if not repo or repo.startswith("-") or "\0" in repo or repo.lower().startswith("ext::"):
         msg = f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node"
         raise UsageError(msg)
@@ -144,7 +151,7 @@ def source_of(repo: str) -> Source:
 
 
 async def resolve(source: Source, commit: str | None) -> str:
-    """The full hash of what is asked for; a tag goes before a branch of that name."""
+    """Return the full hash of `commit`; a tag goes before a branch of that name."""
     wanted = commit or "HEAD"
     if _HASH.fullmatch(wanted):
         return wanted
@@ -154,40 +161,38 @@ async def resolve(source: Source, commit: str | None) -> str:
     if source.local and not await asyncio.to_thread(Path(source.where).is_dir):
         msg = f"{source} is no folder on this node"
         raise WorkspaceError(msg)
-    return await source.ask(wanted)
-
-
-def _parted(line: str) -> tuple[str, str, str]:
-    return line.partition("\t")
+    return await source.find_commit(wanted)
 
 
 async def _run(
-    argv: tuple[str, ...], env: Mapping[str, str], limit_s: float
+    argv: tuple[str, ...], env: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str, str]:
     ssh = os.environ.get("GIT_SSH_COMMAND", "ssh -o BatchMode=yes -o ConnectTimeout=20")
-    asks_nothing = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "GIT_SSH_COMMAND": ssh}
-    around = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
+    no_prompts = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "GIT_SSH_COMMAND": ssh}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES
+    }
     process = await asyncio.create_subprocess_exec(
         *("git", *argv),
-        env={**around, "LC_ALL": "C", **asks_nothing, **env},
+        env={**inherited, "LC_ALL": "C", **no_prompts, **env},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
     try:
-        async with asyncio.timeout(limit_s):
-            out, said = await process.communicate()
+        async with asyncio.timeout(timeout_s):
+            out, errors = await process.communicate()
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             await asyncio.shield(process.wait())
-    return process.returncode or 0, out.decode(errors="replace"), said.decode(errors="replace")
+    return process.returncode or 0, out.decode(errors="replace"), errors.decode(errors="replace")
 
 
-def _date(folder: Path, when: int) -> None:
-    """Forget how it was fetched, and give every file the same time."""
+def _set_times(folder: Path, when: int) -> None:
+    """Remove traces of the fetch, and give every file the same time."""
     shutil.rmtree(folder / ".git" / "logs", ignore_errors=True)
     for name in ("FETCH_HEAD", "ORIG_HEAD"):
         (folder / ".git" / name).unlink(missing_ok=True)

@@ -1,0 +1,320 @@
+"""Run agents in Apptainer containers: images without a daemon and without root, as on HPC clusters.
+
+An image is a sandbox directory: given as one, or made once of whatever ``apptainer build`` takes
+(``docker://...``, a ``.sif`` file) and cached. One ``apptainer exec`` runs the runner's shell as
+process 1 of a container with nothing of this machine in it (no home, no ``/tmp``, no environment)
+and, where that is allowed, with a network of its own that has only forwarded ports. The sandbox's
+folders are in its directory on this machine and are bound in; the root is the image's, writable in
+memory only.
+
+`--memory` and the like need systemd, so resources are limited as in `exec.limits`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import msgspec
+import psutil
+
+from tugline.errors import ConfigError, DiskFull, ImageError, SandboxError, UsageError
+from tugline.sandbox.base import HOME, SandboxSpec
+from tugline.sandbox.cache import digest
+from tugline.sandbox.exec import limits
+from tugline.sandbox.exec.limits import Cgroup, Limits
+from tugline.sandbox.exec.processes import ChildProcess, find_records, start_time
+from tugline.sandbox.exec.runner import ARGV, CONTROL, Runner
+from tugline.sandbox.files import translate_errors
+from tugline.sandbox.hardening import ApptainerHardening
+from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
+from tugline.sandbox.network.proxy import AllowList
+from tugline.sandbox.workspace.history import end_history
+from tugline.sandbox.workspace.mounts import copy, unmount_all
+from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.types import Workspace
+
+_BUILD_S = 1800.0
+_PROBE_S = 20.0
+_KILL_S = 5.0
+_RECORD = ".apptainer"
+"""Suffix of the name of a container's record."""
+_ISOLATION = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--no-mount", "hostfs")
+_NO_NETWORK = ("--net", "--network", "none")
+_INSTALL = (
+    "there is no apptainer on PATH: see https://apptainer.org/docs/admin/main/installation.html "
+    "(packages for RHEL, Ubuntu, openSUSE and Debian sid; most HPC clusters have it as a module)"
+)
+
+
+class Apptainer(HostRuntime):
+    """Opens Apptainer containers.
+
+    `image` is for workspaces without one; `network` is "none", or "host" where Apptainer may create
+    no network here: programs then reach whatever this machine reaches. `allow` names hosts that may
+    be reached from "none". The other options are those of `Limits`.
+    """
+
+    def __init__(
+        self,
+        *,
+        image: str | None = None,
+        network: str = "none",
+        allow: Sequence[str] = (),
+        cache_gb: float = 50.0,
+        **bounds: int,
+    ) -> None:
+        super().__init__(cache_gb)
+        if network not in {"none", "host"}:
+            msg = f"runtime 'apptainer': network is {network!r}, must be 'none' or 'host'"
+            raise ConfigError(msg)
+        try:
+            self._limits = Limits(**bounds)
+        except TypeError as error:
+            known = ", ".join(Limits.__struct_fields__)
+            msg = f"runtime 'apptainer': {error}; limits are {known}"
+            raise ConfigError(msg) from error
+        self._limits.check("apptainer")
+        self._image, self._network, self._allow = image, network, AllowList(allow)
+        self._available, self._hardening = False, ApptainerHardening()
+
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> ApptainerSandbox:
+        if not self._available and (problem := await asyncio.to_thread(self.check_available)):
+            raise SandboxError(problem)
+        self._available = True
+        image, workdir, base = await self._prepare(spec.workspace, stack)
+        workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
+        mounts = [
+            one for one in spec.mounts if not (one.optional and _image_has(image, one.target))
+        ]
+        layout = Layout(directory, workspace, workdir, mounts)
+        allow = self._allow if self._network == "none" else None
+        parent = await asyncio.to_thread(limits.find_cgroup_parent)
+        return ApptainerSandbox(layout, self._limits, allow, parent, image, self._hardening)
+
+    async def _prepare(
+        self, workspace: Workspace, stack: contextlib.AsyncExitStack
+    ) -> tuple[Path, PurePosixPath, Path | None]:
+        """Hold the image and the base of the workdir: a repository, a folder, or the image's."""
+        workdir = resolve_workdir(workspace)
+        image = await self._get_image(workspace, stack)
+        base: Path | None = await super()._prepare(workspace, stack)
+        image_folder = image / workdir.relative_to("/")
+        if base is not None or not await asyncio.to_thread(image_folder.is_dir):
+            return image, workdir, base
+        if workspace.commit is None:
+            return image, workdir, image_folder
+        key = f"apptainer-{digest(str(image), str(workdir), workspace.commit)}"
+        fill = partial(_copy_repository, image_folder, workspace.commit)
+        entry = self._cache.entry(key, fill, str(image_folder))
+        return image, workdir, await stack.enter_async_context(entry)
+
+    async def _get_image(self, workspace: Workspace, stack: contextlib.AsyncExitStack) -> Path:
+        """Return the image as a sandbox directory."""
+        if workspace.build is not None:
+            msg = "runtime 'apptainer' builds no Dockerfile (workspace.build); give workspace.image"
+            raise UsageError(msg)
+        image = workspace.image or self._image
+        if image is None:
+            msg = (
+                "runtime 'apptainer' needs workspace.image: a sandbox directory, or what"
+                " `apptainer build` takes, such as 'docker://python:3.12-slim'"
+            )
+            raise UsageError(msg)
+        if await asyncio.to_thread(Path(image).is_dir):
+            return Path.cwd() / image
+        key = f"apptainer-{digest(image, await asyncio.to_thread(_modified, image))}"
+        entry = self._cache.entry(key, partial(_build, image), f"image {image}")
+        return await stack.enter_async_context(entry)
+
+    def reap(self, directory: Path) -> int:
+        """End containers that a killed process left, and remove their mounts and groups."""
+        ended = sum(map(_reap, find_records(directory, _RECORD)))
+        ended += sum(map(limits.reap_cgroups, find_records(directory, limits.RECORD)))
+        return ended + unmount_all(Path.cwd() / directory)
+
+    def check_available(self) -> str | None:
+        """Return why ``apptainer --version`` does not work, if it does not."""
+        if shutil.which("apptainer") is None:
+            return _INSTALL
+        try:
+            done = subprocess.run(
+                ["apptainer", "--version"], capture_output=True, timeout=_PROBE_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"apptainer cannot be used here: {error}"
+        output = done.stderr.decode(errors="replace").strip()[-300:]
+        return f"apptainer does not run here: {output}" if done.returncode else None
+
+    def list_weaknesses(self) -> Sequence[str]:
+        """Return what is not isolated."""
+        lines = limits.list_unenforced(limits.find_cgroup_parent())
+        lines += self._hardening.list_weaknesses()
+        if self._network == "host":
+            lines.append("the network is open (network='host')")
+        return lines
+
+
+class _ContainerRecord(msgspec.Struct, frozen=True):
+    """Process 1 of a container, as this machine counts."""
+
+    pid: int
+    start: float | None
+    """See `start_time`; a number that is used again has another one."""
+
+
+class ApptainerSandbox(IsolatedSandbox):
+    """One Apptainer container."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        bounds: Limits,
+        allow: AllowList | None,
+        cgroup_parent: Cgroup,
+        image: Path,
+        hardening: ApptainerHardening,
+    ) -> None:
+        """Without an `allow` list the network is this machine's."""
+        super().__init__(layout, bounds, allow, cgroup_parent)
+        self._image, self._hardening = image, hardening
+        self._record = layout.directory / f"container{_RECORD}"
+        self._child: ChildProcess | None = None
+        self._first_process = 0
+
+    async def expose(self, url: str) -> str:
+        """Forward a port; return `url` itself where the network is this machine's."""
+        if self._allow is not None:
+            return await super().expose(url)
+        await self._ensure_started()
+        return url
+
+    async def _start(self, runner: Runner) -> int:
+        command = await asyncio.to_thread(self.command)
+        child = self._child = ChildProcess(command)
+        try:
+            await runner.wait_ready(child.ended)
+        except SandboxError as error:
+            output = child.read_output()
+            if "--security" in command and self._hardening.give_up(output):
+                return 0
+            msg = f"apptainer made no container of {self._image}: {output[-300:] or error}"
+            raise SandboxError(msg) from error
+        self._first_process = await asyncio.to_thread(find_first_process, child.pid)
+        await asyncio.to_thread(self._write_record)
+        return self._first_process
+
+    async def _kill_processes(self) -> None:
+        """SIGKILL for process 1, and with it for all in its namespace."""
+        if self._child is None:
+            return
+        if not self._child.ended.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._first_process or self._child.pid, signal.SIGKILL)
+            done, _ = await asyncio.wait([self._child.ended], timeout=_KILL_S)
+            if not done:
+                self._child.kill()
+                await asyncio.wait([self._child.ended])
+        self._child.close()
+        self._record.unlink(missing_ok=True)
+        self._child, self._first_process = None, 0
+
+    def command(self) -> list[str]:
+        """Return the command that starts the container. Blocks."""
+        argv = ["apptainer", "--silent", "exec", *_ISOLATION]
+        argv += _NO_NETWORK if self._allow is not None else ()
+        argv += ["--home", f"{self._folders[HOME]}:{HOME}", "--pwd", str(self.workdir)]
+        argv += ["--env", "LANG=C.UTF-8", *self._hardening.options(self._directory)]
+        binds = [f"{self._directory / 'control'}:{CONTROL}:ro"]
+        binds += [f"{source}:{target}:ro" for target, source in self._read_only.items()]
+        binds += [
+            f"{folder}:{target}" for target, folder in self._folders.items() if target != HOME
+        ]
+        for bind in binds:
+            argv += ["--bind", bind]
+        return [*argv, str(self._image), *ARGV]
+
+    def _write_record(self) -> None:
+        """Write down what must not outlive this process, before any program runs."""
+        record = _ContainerRecord(self._first_process, start_time(self._first_process))
+        with translate_errors(f"cannot write to {self._directory}"):
+            self._record.write_bytes(msgspec.json.encode(record))
+
+
+def find_first_process(pid: int) -> int:
+    """Return the descendant of `pid` that is process 1 of another namespace. Blocks."""
+    with contextlib.suppress(psutil.Error):
+        started = psutil.Process(pid)
+        for process in (started, *started.children(recursive=True)):
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                numbers = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+                if len(numbers.split()) > 2 and numbers.split()[-1] == "1":
+                    return int(process.pid)
+    msg = f"apptainer (process {pid}) has made no process namespace"
+    raise SandboxError(msg)
+
+
+def _reap(path: Path) -> int:
+    """Kill the container that a killed process left; return how many that were."""
+    count = 0
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        record = msgspec.json.decode(path.read_bytes(), type=_ContainerRecord)
+        if record.start is not None and start_time(record.pid) == record.start:
+            os.kill(record.pid, signal.SIGKILL)
+            count = 1
+    path.unlink(missing_ok=True)
+    return count
+
+
+async def _build(image: str, into: Path) -> None:
+    """Make a sandbox directory of an image."""
+    argv = ["apptainer", "--silent", "build", "--force", "--sandbox", str(into), image]
+    child = ChildProcess(argv)
+    try:
+        async with asyncio.timeout(_BUILD_S):
+            code = await asyncio.shield(child.ended)
+    except TimeoutError as error:
+        msg = f"image {image!r} was not built within {_BUILD_S:.0f} s"
+        raise ImageError(msg) from error
+    finally:
+        if not child.ended.done():
+            os.killpg(child.pid, signal.SIGKILL)
+            await asyncio.wait([child.ended])
+        output = child.read_output()
+        child.close()
+    if code:
+        msg = f"image {image!r} cannot be built: apptainer says: {output[-300:]}"
+        raise DiskFull(msg) if "no space left" in output.lower() else ImageError(msg)
+
+
+async def _copy_repository(folder: Path, commit: str, into: Path) -> None:
+    await asyncio.to_thread(copy, folder, into)
+    await asyncio.to_thread(end_history, into, commit, str(folder))
+
+
+def _image_has(image: Path, target: str) -> bool:
+    """Whether the image has something there; its links lead within it."""
+    here = image
+    for name in PurePosixPath(target).relative_to("/").parts:
+        here /= name
+        if here.is_symlink():
+            to = PurePosixPath(here.readlink())
+            here = image / to.relative_to("/") if to.is_absolute() else here.parent / to
+    return here.exists()
+
+
+def _modified(image: str) -> str:
+    """When a file was changed; nothing for what is fetched."""
+    with contextlib.suppress(OSError):
+        return str(Path(image).stat().st_mtime_ns)
+    return ""

@@ -1,1 +1,0 @@
-"""Containers of Apptainer, without a daemon or root."""

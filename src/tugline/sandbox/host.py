@@ -1,0 +1,347 @@
+"""Base classes of the built-in runtimes, which run programs on this machine.
+
+A driver says how its sandboxes are started and killed. Everything else is here: folders, files,
+diffs, port forwards, limits, the order of shutting down, and the cache of workspaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, NamedTuple
+
+from tugline.errors import TuglineError, UsageError
+from tugline.sandbox import files
+from tugline.sandbox.base import (
+    HOME,
+    MAX_READ_BYTES,
+    WORKDIR,
+    Content,
+    Exit,
+    Mount,
+    Runtime,
+    Sandbox,
+    SandboxSpec,
+)
+from tugline.sandbox.cache import WorkspaceCache
+from tugline.sandbox.exec.limits import Cgroup, Limits, OomKills, SandboxCgroup, set_rlimits
+from tugline.sandbox.exec.processes import finish
+from tugline.sandbox.exec.resource_monitor import ResourceMonitor
+from tugline.sandbox.exec.runner import Runner
+from tugline.sandbox.network.port_forwards import PortForwards
+from tugline.sandbox.network.proxy import AllowList
+from tugline.sandbox.patch import Patch, PatchLimits
+from tugline.sandbox.pausable_timeout import PausableTimeout
+from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.types import Cause, Workspace
+
+
+class Layout(NamedTuple):
+    """The files of an isolated sandbox, and where its programs see them."""
+
+    directory: Path
+    workspace: OverlayWorkspace
+    workdir: PurePosixPath
+    mounts: Sequence[Mount]
+
+
+class HostSandbox(Sandbox):
+    """A sandbox whose files and logs are in `directory` on this machine."""
+
+    def __init__(
+        self,
+        directory: Path,
+        workspace: OverlayWorkspace,
+        folders: Mapping[PurePosixPath, Path],
+    ) -> None:
+        self.logs = directory / "logs"
+        self._directory = directory
+        self._workspace = workspace
+        self._folders = dict(folders)
+        """Writable folders on this machine, by where programs see them."""
+        self._in_use = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Create its folders; a workdir with something in it is an error, not a head start."""
+        # To its end also when cancelled: who gives up half-way cannot know what is there.
+        await finish(asyncio.to_thread(self._create))
+
+    async def aclose(self) -> None:
+        """End its programs and remove what nobody reads any more; also after a failed `start`."""
+        try:
+            await self._stop()
+        finally:
+            await asyncio.to_thread(self._clean_up)
+
+    async def put(self, root: PurePath, contents: Mapping[str, Content]) -> None:
+        """Write files under the workdir or the home."""
+        folder, _ = files.resolve_path(root, await self._locate(root), is_root=True)
+        await asyncio.to_thread(files.write_files, folder, contents)
+
+    async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+        """Read a regular file."""
+        folder, rest = files.resolve_path(path, await self._locate(path))
+        return await asyncio.to_thread(files.read_file, folder, rest, max_bytes)
+
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
+        """Stop the sandbox and return what changed in the workdir."""
+        async with self._in_use:
+            await self._stop()
+            return await asyncio.to_thread(self._workspace.diff, limits)
+
+    async def snapshot(self, to: Path) -> None:
+        """Stop the sandbox and copy what changed in the workdir."""
+        async with self._in_use:
+            await self._stop()
+            await asyncio.to_thread(self._workspace.snapshot, to)
+
+    async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
+        """Return the writable folders as they can be used from here; `path` is in one of them."""
+        return self._folders
+
+    async def _stop(self) -> None:
+        """End all programs and port forwards."""
+
+    def _create(self) -> None:
+        """Create the folders. Blocks."""
+        self._workspace.make()
+        self._mount_workspace()
+        self._create_folders()
+
+    def _mount_workspace(self) -> None:
+        self._workspace.mount()
+
+    def _create_folders(self) -> None:
+        with files.translate_errors(f"cannot make {self._directory}"):
+            for folder in (self.logs, *self._folders.values()):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def _clean_up(self) -> None:
+        """Unmount and remove what nobody reads any more. Blocks."""
+        self._workspace.unmount()
+
+
+class IsolatedSandbox(HostSandbox):
+    """A sandbox in namespaces of its own, whose process 1 is the shell of a `Runner`.
+
+    It is killed as a whole when a program outlives its timeout or its limits, and started again
+    with the same files for the next program.
+    """
+
+    home = HOME
+
+    def __init__(
+        self,
+        layout: Layout,
+        limits: Limits,
+        allow: AllowList | None,
+        cgroup_parent: Cgroup | None,
+    ) -> None:
+        """Without a `cgroup_parent` the driver enforces `limits` itself."""
+        directory, workspace, workdir, mounts = layout
+        writable = [mount.target for mount in mounts if mount.source is None]
+        folders = {
+            PurePosixPath("/tmp"): directory / "tmp",  # noqa: S108 - its own
+            HOME: directory / "home",
+            workdir: workspace.work,
+            **{PurePosixPath(to): directory / "mounts" / str(n) for n, to in enumerate(writable)},
+        }
+        super().__init__(directory, workspace, folders)
+        self.workdir: PurePosixPath = workdir
+        self._read_only = {PurePosixPath(one.target): one.source for one in mounts if one.source}
+        self._limits = limits
+        self._allow = allow
+        self._forwards = PortForwards(allow)
+        self._monitor = ResourceMonitor(
+            limits.disk_mb, self._writable_folders, self._count_oom_kills, self._kill
+        )
+        self._cgroup_parent = cgroup_parent
+        self._own_cgroup = SandboxCgroup(cgroup_parent or Cgroup(), directory)
+        self._cgroup = self._own_cgroup.group
+        """Where the kernel counts its memory, if anywhere."""
+        self._limiting: asyncio.Future[None] | None = None
+        """Limits are set beside the start, because the kernel takes its time for a group."""
+        self._runner: Runner | None = None
+        self._pid = 0
+        """Its process 1, as this machine counts."""
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Create its folders and start it."""
+        await super().start()
+        await self._ensure_started()
+
+    async def expose(self, url: str) -> str:
+        """Forward a port of the sandbox's network to the server at `url`."""
+        await self._ensure_started()
+        return await self._forwards.add(self._pid, url)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        timeout_s: float | PausableTimeout,
+        log_name: str = "agent",
+    ) -> Exit:
+        """Run a program by the sandbox's shell, one at a time."""
+        async with self._in_use:
+            runner = await self._ensure_started()
+            if self._limiting is not None:
+                await asyncio.shield(self._limiting)
+            program = partial(
+                runner.run,
+                argv,
+                env={**self._forwards.env, **env},
+                cwd=self.workdir,
+                timeout_s=timeout_s,
+                log=self.logs / f"{log_name}.log",
+            )
+            end = await self._run_monitored(program)
+            if end.cause is Cause.AGENT_MEMORY:
+                await self._stop()  # with its /dev/shm, which would end the next program, too
+            return end
+
+    async def diff(self, limits: PatchLimits | None = None) -> Patch:
+        """Stop the sandbox, forget its port forwards and return what changed in the workdir."""
+        async with self._in_use:
+            await self._stop()
+            self._forwards = PortForwards(self._allow)
+            return await asyncio.to_thread(self._workspace.diff, limits)
+
+    def _create(self) -> None:
+        super()._create()
+        self._directory.chmod(0o700)  # what programs are given is nobody else's business
+        self._own_cgroup.create(self._limits)
+
+    def _clean_up(self) -> None:
+        self._own_cgroup.remove()
+        super()._clean_up()
+
+    # ------------------------------------------------------------------ for the drivers
+    @abstractmethod
+    async def _start(self, runner: Runner) -> int:
+        """Start the sandbox, wait for its shell and return the number of its process 1.
+
+        Whatever was begun must be found by `_kill_processes`, also if this is cancelled. A runner
+        that is not alive on return is not used; this is called again with another one.
+        """
+
+    @abstractmethod
+    async def _kill_processes(self) -> None:
+        """Kill everything in the sandbox, if it was started; return when nothing is left."""
+
+    async def _run_monitored(self, program: Callable[[], Awaitable[Exit]]) -> Exit:
+        return await self._monitor.run(program, self._pid)
+
+    def _writable_folders(self) -> list[Path]:
+        """Folders that count for its disk limit; the workspace by its own layer."""
+        work = self._workspace.work
+        return [self._workspace.own, *(one for one in self._folders.values() if one != work)]
+
+    # ------------------------------------------------------------------ starting and stopping
+    async def _ensure_started(self) -> Runner:
+        async with self._starting:
+            while self._runner is None or not self._runner.alive:
+                await self._end()
+                runner = self._runner = self._new_runner()
+                await finish(asyncio.to_thread(runner.prepare))
+                self._pid = await self._start(runner)
+                if not runner.alive:
+                    continue
+                if self._cgroup_parent is not None:
+                    limiting = asyncio.to_thread(self._apply_limits, self._cgroup_parent)
+                    self._limiting = asyncio.ensure_future(limiting)
+                await self._forwards.move(self._pid)
+            return self._runner
+
+    def _count_oom_kills(self) -> OomKills:
+        return self._cgroup.count_oom_kills()
+
+    def _apply_limits(self, cgroup_parent: Cgroup) -> None:
+        set_rlimits(self._pid, self._limits, cgroup_parent)
+        self._own_cgroup.add(self._pid)
+
+    def _new_runner(self) -> Runner:
+        async def kill() -> None:
+            async with self._starting:
+                if self._runner is runner:  # else it has been killed and another one started
+                    await self._kill_processes()
+
+        max_bytes = self._limits.output_mb << 20
+        runner = Runner(self._directory / "control", kill, max_log_bytes=max_bytes)
+        return runner
+
+    async def _kill(self) -> None:
+        async with self._starting:
+            await self._kill_processes()
+
+    async def _stop(self) -> None:
+        async with self._starting:
+            await self._end()
+
+    async def _end(self) -> None:
+        limiting, self._limiting = self._limiting, None
+        if limiting is not None:
+            # Before the kill: a number that is free again may be another process's.
+            await asyncio.wait([limiting])
+            limiting.exception()  # a program that would have run has raised it
+        await self._kill_processes()
+        await self._forwards.aclose()
+        if self._runner is not None:
+            self._runner.close()
+        self._runner, self._pid = None, 0
+
+
+class HostRuntime(Runtime):
+    """Opens sandboxes over workspaces from a cache of at most `cache_gb`."""
+
+    def __init__(self, cache_gb: float) -> None:
+        self._cache = WorkspaceCache(max_gb=cache_gb)
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, directory: Path, spec: SandboxSpec | None = None
+    ) -> AsyncIterator[HostSandbox]:
+        """Open a sandbox under `directory` and close it on leaving, also when cancelled."""
+        async with contextlib.AsyncExitStack() as stack:
+            sandbox = await self._create(Path.cwd() / directory, spec or SandboxSpec(), stack)
+            try:
+                await sandbox.start()
+                yield sandbox
+            finally:
+                await finish(sandbox.aclose())
+
+    async def prefetch(self, workspaces: Iterable[Workspace]) -> list[str]:
+        """Fill the caches; return the errors of those that failed."""
+        errors = []
+        for workspace in dict.fromkeys(workspaces):
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    await self._prepare(workspace, stack)
+            except TuglineError as error:
+                errors.append(str(error))
+        return errors
+
+    @abstractmethod
+    async def _create(
+        self, directory: Path, spec: SandboxSpec, stack: contextlib.AsyncExitStack
+    ) -> HostSandbox:
+        """Check `spec`, prepare its workspace and return a sandbox that is not started yet."""
+
+    async def _prepare(self, workspace: Workspace, stack: contextlib.AsyncExitStack) -> Any:
+        """Hold on `stack` what a workspace begins with: its base folder, by default."""
+        return await stack.enter_async_context(self._cache.open(workspace))
+
+
+def resolve_workdir(workspace: Workspace, default: PurePosixPath = WORKDIR) -> PurePosixPath:
+    """Return where programs see the workspace. Raises `UsageError` for an unusable path."""
+    workdir = PurePosixPath(workspace.path) if workspace.path else default
+    if not workdir.is_absolute() or ".." in workdir.parts or workdir in {HOME, *HOME.parents}:
+        msg = f"workspace.path is {str(workdir)!r}, must be an absolute folder other than {HOME}"
+        raise UsageError(msg)
+    return workdir
