@@ -48,7 +48,7 @@ threading.Thread(target=hold).start()
 async def test_hide_what_is_on_the_disk(tmp_path: Path, how: str) -> None:
     """Whoever holds a file has it on the disk, whether or not anybody can find it by its name."""
     arena = Arena("bubblewrap", tmp_path)
-    if why := await asyncio.to_thread(arena.runtime().unavailable):
+    if why := await asyncio.to_thread(arena.runtime().check_available):
         pytest.skip(why)
     if how == MAPPED and os.geteuid() != 0:
         pytest.skip("only root may look at what is mapped")

@@ -170,7 +170,7 @@ print("own")
 async def test_bound_or_slow_the_first_process_of_the_sandbox(tmp_path: Path) -> None:
     """A limit of no open files would end it, as a fault of the node's; its own are its own."""
     arena = Arena("bubblewrap", tmp_path)
-    if why := await asyncio.to_thread(arena.runtime().unavailable):
+    if why := await asyncio.to_thread(arena.runtime().check_available):
         pytest.skip(why)
     async with arena.box() as box:
         assert (await python(box, STARVE)).text == "own\n"

@@ -278,7 +278,7 @@ async def test_an_archive_is_made_a_sandbox_directory_once(
             assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
     made = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
     assert len(made) == 1
-    with pytest.raises(ImageError, match=r"'docker://none' cannot be had: .*no such image"):
+    with pytest.raises(ImageError, match=r"'docker://none' cannot be made: .*no such image"):
         async with runtime.open(
             tmp_path / "x", SandboxSpec(workspace=Workspace(image="docker://none"))
         ):

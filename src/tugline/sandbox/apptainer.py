@@ -284,7 +284,7 @@ async def _build(image: str, into: Path) -> None:
         async with asyncio.timeout(_BUILD_S):
             code = await asyncio.shield(child.ended)
     except TimeoutError as error:
-        msg = f"image {image!r} was not built within {_BUILD_S:.0f} s"
+        msg = f"image {image!r} was not made within {_BUILD_S:.0f} s"
         raise ImageError(msg) from error
     finally:
         if not child.ended.done():
@@ -293,7 +293,7 @@ async def _build(image: str, into: Path) -> None:
         output = child.read_output()
         child.close()
     if code:
-        msg = f"image {image!r} cannot be built: apptainer says: {output[-300:]}"
+        msg = f"image {image!r} cannot be made: apptainer says: {output[-300:]}"
         raise DiskFull(msg) if "no space left" in output.lower() else ImageError(msg)
 
 

@@ -142,7 +142,7 @@ async def test_cancelled_start_leaves_nothing(
     container: Container, podman: str, tmp_path: Path, after_s: float
 ) -> None:
     """However far the making of a box has come when its session is cancelled."""
-    await asyncio.to_thread(container.facts)
+    await asyncio.to_thread(container.inspect)
     (tmp_path / "base").mkdir()
     place = SandboxSpec(workspace=Workspace(folder=str(tmp_path / "base")))
     with contextlib.suppress(TimeoutError):
@@ -474,11 +474,11 @@ async def test_workspace_that_cannot_be(podman: str, tmp_path: Path) -> None:
 async def test_engine_that_is_not_there(tmp_path: Path) -> None:
     """Without an engine the runtime says what to do, and a session is the place's failure."""
     runtime = Container(engine=f"unix://{tmp_path}/none.sock", image=DEBIAN)
-    why = await asyncio.to_thread(runtime.unavailable)
+    why = await asyncio.to_thread(runtime.check_available)
     assert why is not None
     assert "none.sock" in why
     assert "install podman" in why
-    assert await asyncio.to_thread(runtime.weaknesses) == ()
+    assert await asyncio.to_thread(runtime.list_weaknesses) == ()
     with pytest.raises(SandboxError, match=r"none\.sock"):
         async with runtime.open(tmp_path / "box"):
             pass
@@ -486,14 +486,14 @@ async def test_engine_that_is_not_there(tmp_path: Path) -> None:
 
 async def test_weaknesses_are_what_the_kernel_says(container: Container) -> None:
     """As root with control groups, memory and processes are bounded, and nothing says otherwise."""
-    facts = await asyncio.to_thread(container.facts)
-    lines = await asyncio.to_thread(container.weaknesses)
-    assert facts.seccomp
-    assert facts.guard is not None
-    unguarded = msgspec.structs.replace(facts, hardening=None).list_weaknesses()
+    info = await asyncio.to_thread(container.inspect)
+    lines = await asyncio.to_thread(container.list_weaknesses)
+    assert info.seccomp
+    assert info.hardening is not None
+    unguarded = msgspec.structs.replace(info, hardening=None).list_weaknesses()
     assert any("take over the shell" in line for line in {*unguarded} - {*lines})
-    assert facts.rootless is (os.geteuid() != 0)
-    assert any("memory has no bound" in line for line in lines) is not facts.memory
+    assert info.rootless is (os.geteuid() != 0)
+    assert any("memory has no bound" in line for line in lines) is not info.memory
 
 
 @pytest.mark.usefixtures("podman")
