@@ -19,7 +19,7 @@ from tugline.protocol import SessionView
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.files import put
+from tugline.sandbox.files import write_files
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.server.blobs import open_blobs
