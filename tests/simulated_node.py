@@ -165,7 +165,7 @@ class SimulatedSandbox(Sandbox):
 
     async def put(self, root: PurePath, files: Mapping[str, Content]) -> None:
         """Write them."""
-        put(Path(root), files)
+        write_files(Path(root), files)
 
     async def get(self, path: PurePath, *, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """Never called."""
