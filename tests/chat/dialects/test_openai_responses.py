@@ -1,44 +1,35 @@
-"""OpenAI Responses on the wire: what clients send, what they are told, what is refused."""
+"""Particulars of OpenAI Responses: folding of items, kinds of calls, events, compaction."""
 
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai.types.responses import CompactedResponse
 from openai.types.responses import Response as SdkResponse
 
-from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
-from tugline.chat.dialects.openai_responses import OpenAIResponses
+from chat.dialects.wires import WIRES, finished, sse
+from tugline.chat.dialects.base import ParseCache
 from tugline.chat.dialects.responses_input import seal
 from tugline.chat.request import (
-    ChoiceMode,
-    Constraint,
-    ConstraintKind,
     Request,
-    ThreadInfo,
-    ToolChoice,
 )
-from tugline.chat.response import ReasoningDelta, Response, TextDelta, Usage
-from tugline.errors import ContextOverflow, EngineError, RequestError, UpgradeRequired
-from tugline.gateway.canonical import digest_message
+from tugline.chat.response import ReasoningDelta, TextDelta, Usage
+from tugline.errors import EngineError, RequestError
 from tugline.types import (
     Finish,
     Image,
     Message,
     Role,
-    Sampling,
     Tool,
     ToolCall,
     ToolKind,
     TraceKind,
 )
 
-RESPONSES = OpenAIResponses()
+WIRE = WIRES["openai_responses"]
+RESPONSES = WIRE.dialect
 READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": False}
 PATCH = {"type": "custom", "name": "patch", "description": "Mend", "format": {"type": "text"}}
 SHELL = {"type": "local_shell"}
@@ -52,25 +43,11 @@ TOOLS = [READ, PATCH, SHELL, AGENTS]
 SEALED = {"include": ["reasoning.encrypted_content"]}
 
 
-def incoming(
-    body: Any, path: str = "/responses", headers: dict[str, str] | None = None
-) -> HttpRequest:
-    """A request as clients post it."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return HttpRequest("POST", "v1", path, "", headers or {}, raw)
-
-
 def parse(
-    items: Any = "Hi",
-    *,
-    memory: ParseCache | None = None,
-    path: str = "/responses",
-    headers: dict[str, str] | None = None,
-    **more: Any,
+    items: Any = "Hi", *, cache: ParseCache | None = None, path: str | None = None, **more: Any
 ) -> Request:
     """The neutral request of a body with this input."""
-    body = {"model": "m", "input": items, **more}
-    return RESPONSES.parse(incoming(body, path, headers), memory or ParseCache())
+    return WIRE.parse({"input": items, **more}, cache, path=path)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -100,44 +77,7 @@ def result(call_id: str, output: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
-def answered(message: Message, **more: Any) -> Response:
-    """A finished answer that says `message`."""
-    given = {"finish": Finish.STOP, "usage": Usage(31, 7, 20, 2), **more}
-    return Response(id="s1-4", model="m", created=1_700_000_000, message=message, **given)
-
-
-def told(request: Request, message: Message, **more: Any) -> dict[str, Any]:
-    """The whole reply, decoded."""
-    reply: dict[str, Any] = json.loads(RESPONSES.encode(request, [answered(message, **more)]))
-    return reply
-
-
-def events(stream: bytes) -> list[dict[str, Any]]:
-    """The data of a stream's events, each checked against its name and number."""
-    found = []
-    for number, event in enumerate(stream.decode().split("\n\n")[:-1]):
-        name, _, data = event.partition("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        assert found[-1].pop("sequence_number") == number
-    return found
-
-
 # --------------------------------------------------------------------------- what comes in
-@pytest.mark.parametrize(
-    ("method", "path", "action"),
-    [
-        ("POST", "/responses", Action.ANSWER),
-        ("POST", "/responses/compact", Action.ANSWER),
-        ("POST", "/responses/input_tokens", Action.COUNT),
-        ("GET", "/responses", None),
-        ("GET", "/responses/resp_1", None),
-        ("GET", "/models", None),
-    ],
-)
-def test_routes(method: str, path: str, action: Action | None) -> None:
-    """A websocket upgrade, a GET, is nobody's action; so is what would need a store."""
-    assert RESPONSES.match(HttpRequest(method, "v1", path, "", {})) is action
 
 
 def test_a_request_as_codex_sends_it() -> None:
@@ -261,151 +201,19 @@ def test_pictures_keep_their_place() -> None:
 def test_tools_that_come_as_an_item() -> None:
     """Codex sends them so for models that it knows; they join the request's own."""
     added = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH]}
-    memory = ParseCache()
-    request = parse([added, user("Hi")], tools=[READ], memory=memory)
+    cache = ParseCache()
+    request = parse([added, user("Hi")], tools=[READ], cache=cache)
     assert [tool.name for tool in request.tools] == ["read", "agents__spawn", "patch"]
     assert request.messages == (Message(Role.USER, "Hi"),)
-    again = parse([added, user("Hi"), user("Ho")], tools=[READ], memory=memory)
+    again = parse([added, user("Hi"), user("Ho")], tools=[READ], cache=cache)
     assert again.tools is request.tools
     assert [tool.name for tool in parse([added, user("Hi")]).tools] == ["agents__spawn", "patch"]
-
-
-def test_sampling_formats_and_choices() -> None:
-    """What is asked for is recorded as asked."""
-    form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
-    request = parse(
-        temperature=0,
-        top_p=0.5,
-        max_output_tokens=9,
-        text={"format": form, "verbosity": "low"},
-        tools=TOOLS,
-        tool_choice={"type": "function", "name": "read"},
-        parallel_tool_calls=False,
-    )
-    assert request.sampling == Sampling(temperature=0.0, top_p=0.5, max_tokens=9)
-    assert request.constraint == Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}', "n")
-    assert request.tool_choice == ToolChoice(ChoiceMode.NAMED, ("read",))
-    assert not request.parallel
-    allowed = {
-        "type": "allowed_tools",
-        "mode": "required",
-        "tools": [READ, {"type": "local_shell"}],
-    }
-    choice = parse(tools=TOOLS, tool_choice=allowed).tool_choice
-    assert choice == ToolChoice(ChoiceMode.REQUIRED, ("read", "local_shell"))
-    assert parse(text={"format": {"type": "text"}}).constraint is None
-
-
-@pytest.mark.parametrize(
-    ("headers", "native"),
-    [
-        ({}, ThreadInfo()),
-        ({"session_id": "p1"}, ThreadInfo("p1")),
-        ({"session-id": "r", "thread-id": "r", "x-codex-parent-thread-id": "r"}, ThreadInfo("r")),
-        (
-            {
-                "session-id": "r",
-                "thread-id": "t",
-                "x-openai-subagent": "collab_spawn",
-                "x-codex-parent-thread-id": "r",
-            },
-            ThreadInfo("t", "r", TraceKind.SUBAGENT),
-        ),
-        (
-            {"x-codex-turn-metadata": '{"thread_id": "t", "parent_thread_id": "r"}'},
-            ThreadInfo("t", "r", TraceKind.SUBAGENT),
-        ),
-        (
-            {"thread-id": "t", "x-codex-turn-metadata": '{"request_kind": "compaction"}'},
-            ThreadInfo("t", None, TraceKind.COMPACTION),
-        ),
-        ({"thread-id": "t", "x-codex-turn-metadata": "[nonsense"}, ThreadInfo("t")),
-        ({"thread-id": "t", "x-codex-turn-metadata": "[1]"}, ThreadInfo("t")),
-    ],
-)
-def test_the_harness_says_whose_call_it_is(headers: dict[str, str], native: ThreadInfo) -> None:
-    """Codex's threads and sub-agents, pi's session."""
-    assert parse(headers=headers).thread == native
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"items": []}, "input"),
-        ({"items": 5}, "input"),
-        ({"items": [5]}, "input[0]"),
-        ({"items": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"items": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
-        ({"items": [{"role": "tool", "content": "x"}], "instructions": "y"}, "input[0].role"),
-        ({"items": [{"role": "user"}]}, "input[0].content"),
-        (
-            {"items": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
-            "input[0].content[0].type",
-        ),
-        ({"items": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
-        ({"items": [result("a", None)]}, "input[0].output"),
-        (
-            {"items": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}]},
-            "input[0].encrypted_content",
-        ),
-        (
-            {"items": [{"type": "compaction", "encrypted_content": "gAAA"}]},
-            "input[0].encrypted_content",
-        ),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"text": {"format": 5}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type"),
-        ({"tools": [{**READ, "strict": True}]}, "tools[0].strict"),
-        ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format.type"),
-        ({"tools": [{**AGENTS, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(more: dict[str, Any], param: str) -> None:
-    """What needs a store or runs at OpenAI, and what is malformed."""
-    with pytest.raises(RequestError) as caught:
-        parse(more.pop("items", "Hi"), **more)
-    assert caught.value.param == param
-    assert param.rpartition(".")[2].partition("[")[0] in str(caught.value)
 
 
 def test_a_hosted_tool_is_refused_saying_what_to_switch_off() -> None:
     """Codex's default configuration asks for web search."""
     with pytest.raises(RequestError, match='web_search = "disabled"'):
         parse(tools=[{"type": "web_search", "external_web_access": True}])
-
-
-def test_a_known_front_is_not_parsed_again() -> None:
-    """What was read in an earlier request is the same objects, instructions and all."""
-    memory = ParseCache()
-    items: list[Any] = [user("Hi")]
-    for number in range(40):
-        turn = [called("read", f"c{number}", id=f"fc_s1-{number}_1")]
-        items += [thought("Hm. " * 20, id=f"rs_s1-{number}_0"), *turn]
-        items.append(result(f"c{number}", "line\n" * 200))
-    first = parse(items[:-3], memory=memory, tools=TOOLS, instructions="i" * 2000)
-    second = parse(items, memory=memory, tools=TOOLS, instructions="i" * 2000)
-    assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
-    assert second.tools is first.tools
-    body = incoming({"model": "m", "input": items, "tools": TOOLS, "instructions": "i" * 2000})
-    assert len(body.body) > 60_000
-    took = []
-    for _ in range(20):
-        start = time.perf_counter()
-        RESPONSES.parse(body, memory)
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.001
 
 
 # --------------------------------------------------------------------------- what goes out
@@ -453,7 +261,7 @@ FULL_ITEMS = [
 def test_a_whole_answer() -> None:
     """Every kind of item, true counts, and what the response repeats of its request."""
     request = parse(tools=TOOLS, instructions="Be brief.", metadata={"k": "v"}, **SEALED)
-    reply = told(request, FULL)
+    reply = WIRE.whole(request, FULL)
     assert reply["output"] == FULL_ITEMS
     assert reply["usage"] == {
         "input_tokens": 31,
@@ -478,14 +286,16 @@ def test_a_reply_is_what_the_sdk_says_it_is() -> None:
     """The official SDK's model of a response, validated strictly."""
     request = parse(tools=[READ, PATCH], temperature=0.5, text={"format": {"type": "text"}})
     message = Message(Role.ASSISTANT, "Look.", FULL.tool_calls[:2], reasoning="Hm.")
-    reply = SdkResponse.model_validate(told(request, message))
+    reply = SdkResponse.model_validate(WIRE.whole(request, message))
     assert reply.output_text == "Look."
     assert (reply.temperature, reply.tool_choice, reply.store) == (0.5, "auto", False)
 
 
 def test_a_cut_answer_is_incomplete() -> None:
     """The response and the message that it ends in; reasoning is sealed only when asked for."""
-    reply = told(parse(), Message(Role.ASSISTANT, "Loo", reasoning="Hm."), finish=Finish.LENGTH)
+    reply = WIRE.whole(
+        parse(), Message(Role.ASSISTANT, "Loo", reasoning="Hm."), finish=Finish.LENGTH
+    )
     assert (reply["status"], reply["incomplete_details"]) == (
         "incomplete",
         {"reason": "max_output_tokens"},
@@ -496,11 +306,11 @@ def test_a_cut_answer_is_incomplete() -> None:
 
 def test_an_empty_answer_still_has_a_message() -> None:
     """So that its echo tells that there was a turn."""
-    reply = told(parse(), Message(Role.ASSISTANT))
+    reply = WIRE.whole(parse(), Message(Role.ASSISTANT))
     assert [item["type"] for item in reply["output"]] == ["message"]
     stream = RESPONSES.stream(parse(), "s1-4", 17)
-    sent = stream.start(Usage(31, 0)) + stream.finish([answered(Message(Role.ASSISTANT))])
-    assert events(sent)[-1]["response"]["output"] == reply["output"]
+    sent = stream.start(Usage(31, 0)) + stream.finish([finished(Message(Role.ASSISTANT))])
+    assert sse(sent)[-1]["response"]["output"] == reply["output"]
 
 
 def test_the_events_of_a_stream() -> None:
@@ -509,8 +319,8 @@ def test_the_events_of_a_stream() -> None:
     stream = RESPONSES.stream(request, "s1-4", 17)
     sent = stream.start(Usage(31, 0)) + stream.add(ReasoningDelta("Hm."))
     sent += stream.add(TextDelta("Lo")) + stream.add(TextDelta("ok."))
-    sent += b"".join(stream.add(call) for call in FULL.tool_calls) + stream.finish([answered(FULL)])
-    found = events(sent)
+    sent += b"".join(stream.add(call) for call in FULL.tool_calls) + stream.finish([finished(FULL)])
+    found = sse(sent)
     item = ["response.output_item.added", "response.output_item.done"]
     arguments = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
     free = ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
@@ -547,7 +357,7 @@ def test_the_events_of_a_stream() -> None:
         assert about == FULL_ITEMS[event["output_index"]]["id"]
     text = next(event for event in found if event["type"] == "response.output_text.delta")
     assert (text["delta"], text["content_index"], text["logprobs"]) == ("Lo", 0, [])
-    whole = told(request, FULL)
+    whole = WIRE.whole(request, FULL)
     assert found[-1]["response"] == {**whole, "created_at": 17}
 
 
@@ -558,7 +368,7 @@ def test_text_after_a_call_is_a_message_of_its_own() -> None:
     pieces = (TextDelta("One."), call, TextDelta("\nTwo."))
     sent = stream.start(Usage(31, 0)) + b"".join(stream.add(piece) for piece in pieces)
     message = Message(Role.ASSISTANT, "One.\nTwo.", (call,))
-    output = events(sent + stream.finish([answered(message)]))[-1]["response"]["output"]
+    output = sse(sent + stream.finish([finished(message)]))[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "function_call", "message"]
     assert parse([user("Hi"), *output, result("a", "x")]).messages[1] == message
 
@@ -567,8 +377,8 @@ def test_a_cut_stream_ends_incomplete() -> None:
     """The open message ends as it is."""
     stream = RESPONSES.stream(parse(), "s1-4", 17)
     sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))
-    cut = answered(Message(Role.ASSISTANT, "Loo"), finish=Finish.LENGTH)
-    last = events(sent + stream.finish([cut]))[-1]
+    cut = finished(Message(Role.ASSISTANT, "Loo"), finish=Finish.LENGTH)
+    last = sse(sent + stream.finish([cut]))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
     assert last["response"]["output"][0]["status"] == "incomplete"
 
@@ -577,24 +387,12 @@ def test_a_failing_stream_says_so_in_both_ways() -> None:
     """An error event, for those who look for it, and a failed response."""
     stream = RESPONSES.stream(parse(), "s1-4", 17)
     sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))
-    *_, error, failed = events(sent + stream.fail(EngineError("gone")))
-    assert error == {"type": "error", "code": "server_error", "message": "gone", "param": None}
+    *_, error, failed = sse(sent + stream.fail(EngineError("gone")))
+    assert (error["type"], error["code"], error["message"]) == ("error", "server_error", "gone")
+    assert error["param"] is None
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "gone"}
     assert stream.keep_alive().startswith(b":")
-
-
-def test_errors_name_this_apis_fields() -> None:
-    """The overflow of a prompt is about ``input`` here; an upgrade is 426."""
-    status, headers, body = RESPONSES.encode_error(ContextOverflow("long", param="messages"))
-    error = json.loads(body)["error"]
-    assert (status, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
-    assert headers["x-should-retry"] == "false"
-    assert RESPONSES.encode_error(UpgradeRequired("no"))[0] == 426
-    assert json.loads(RESPONSES.encode_count(5)) == {
-        "object": "response.input_tokens",
-        "input_tokens": 5,
-    }
 
 
 def test_compaction_there_and_back() -> None:
@@ -605,7 +403,7 @@ def test_compaction_there_and_back() -> None:
     assert (request.tools, request.stream) == ((), False)
     assert request.messages[-1].role is Role.USER
     assert request.messages[-2] == Message(Role.ASSISTANT, "Done.")
-    reply = told(request, Message(Role.ASSISTANT, "It is mended."))
+    reply = WIRE.whole(request, Message(Role.ASSISTANT, "It is mended."))
     kept, summary = reply["output"]
     CompactedResponse.model_validate({**reply, "output": [summary]})
     assert (kept["role"], kept["type"]) == ("user", "message")
@@ -614,76 +412,3 @@ def test_compaction_there_and_back() -> None:
     again = parse([*reply["output"], user("Go on.")]).messages
     assert [message.role for message in again] == [Role.USER] * 3
     assert again[1].content.endswith("It is mended.")
-
-
-# --------------------------------------------------------------------------- there and back
-WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | WORDS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
-    max_leaves=6,
-)
-ARGUMENTS = st.dictionaries(WORDS, VALUES, max_size=3).map(json.dumps)
-COMMANDS = st.fixed_dictionaries(
-    {"command": st.lists(WORDS, max_size=3)},
-    optional={"timeout_ms": st.none() | st.integers(0, 9), "env": st.dictionaries(WORDS, WORDS)},
-).map(json.dumps)
-INPUTS = WORDS.map(lambda words: json.dumps({"input": words}))
-CALLS = st.lists(
-    st.tuples(st.sampled_from(["read", "agents__spawn", "unknown"]), ARGUMENTS | WORDS)
-    | st.tuples(st.just("patch"), INPUTS | WORDS | ARGUMENTS)
-    | st.tuples(st.just("local_shell"), COMMANDS | ARGUMENTS),
-    max_size=4,
-)
-
-
-@given(content=WORDS, reasoning=st.none() | WORDS, calls=CALLS, data=st.data())
-def test_an_echoed_answer_is_the_message_that_was_said(
-    content: str, reasoning: str | None, calls: list[tuple[str, str]], data: st.DataObject
-) -> None:
-    """Verbatim, without ids, with compact arguments or sealed reasoning only: one message."""
-    made = tuple(ToolCall(f"call_{i}", *made) for i, made in enumerate(calls))
-    message = Message(Role.ASSISTANT, content, tool_calls=made, reasoning=reasoning or None)
-    request = parse(tools=TOOLS, **SEALED)
-    if data.draw(st.booleans(), label="streamed"):
-        output = collected(request, message)
-    else:
-        output = told(request, message)["output"]
-    rewrite = data.draw(st.sampled_from(["verbatim", "bare", "compact", "sealed", "dropped"]))
-    echo = [rewritten(item, rewrite) for item in output]
-    if rewrite == "dropped":
-        echo = [item for item in echo if item["type"] != "reasoning"]
-    messages = parse([user("Hi"), *echo, user("Go on.")], tools=TOOLS).messages
-    assert len(messages) == 3
-    assert digest_message(messages[1], {}) == digest_message(message, {})
-    assert [call.id for call in messages[1].tool_calls] == [call.id for call in made]
-    assert messages[1].content == message.content
-    assert rewrite == "dropped" or messages[1].reasoning == message.reasoning
-
-
-def rewritten(item: dict[str, Any], how: str) -> dict[str, Any]:
-    """An item as a client echoes it."""
-    if how == "bare":
-        return {name: value for name, value in item.items() if name not in {"id", "status"}}
-    if how == "sealed" and item["type"] == "reasoning":
-        return {**item, "summary": []}
-    if how == "compact" and item["type"] == "function_call":
-        try:
-            value = json.loads(item["arguments"])
-        except ValueError:
-            return item
-        return {**item, "arguments": json.dumps(value, separators=(",", ":"))}
-    return item
-
-
-def collected(request: Request, message: Message) -> list[dict[str, Any]]:
-    """The items of a stream, as codex keeps them."""
-    stream = RESPONSES.stream(request, "s1-4", 17)
-    sent = stream.start(Usage(31, 0))
-    if message.reasoning:
-        sent += stream.add(ReasoningDelta(message.reasoning))
-    if message.content:
-        sent += stream.add(TextDelta(message.content))
-    sent += b"".join(stream.add(call) for call in message.tool_calls)
-    found = events(sent + stream.finish([answered(message)]))
-    return [event["item"] for event in found if event["type"] == "response.output_item.done"]

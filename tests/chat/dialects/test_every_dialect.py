@@ -1,0 +1,638 @@
+"""What all four dialects must do alike: one row or one example each, with neutral messages."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chat.dialects.wires import (
+    ANTHROPIC,
+    CHAT,
+    GOOGLE,
+    RESPONSES,
+    TEXT,
+    WIRES,
+    Wire,
+    finished,
+    pieces_of,
+    sse,
+)
+from tugline.chat.dialects import DIALECTS
+from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
+from tugline.chat.request import (
+    ChoiceMode,
+    Constraint,
+    ConstraintKind,
+    ThreadInfo,
+    ToolChoice,
+)
+from tugline.chat.response import TextDelta, Usage
+from tugline.errors import (
+    BudgetExhausted,
+    ContextOverflow,
+    EngineError,
+    RequestError,
+    TooLarge,
+    TuglineError,
+    Unauthorized,
+    UpgradeRequired,
+)
+from tugline.types import Finish, Image, Message, Role, Sampling, Tool, ToolCall, TraceKind
+
+each_wire = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
+READ, RUN = ToolCall("a", "read", '{"path":"x"}'), ToolCall("b", "read", '{"n":[1,2.5]}')
+PIXEL = "data:image/png;base64,AA=="
+
+
+# --------------------------------------------------------------------------- routes and secrets
+@pytest.mark.parametrize(
+    ("owner", "action", "route"),
+    [
+        ("anthropic", Action.ANSWER, ("POST", "v1", "/messages", "", {})),
+        ("anthropic", Action.COUNT, ("POST", "v1", "/messages/count_tokens", "", {})),
+        ("anthropic", Action.MODELS, ("GET", "v1", "/models", "", {"anthropic-version": "1"})),
+        ("anthropic", Action.MODEL, ("GET", "v1", "/models/m", "", {"anthropic-version": "1"})),
+        ("google", Action.ANSWER, ("POST", "v1beta", "/models/m:generateContent", "", {})),
+        ("google", Action.ANSWER, ("POST", "v1", "/models/org/m:7b:streamGenerateContent", "", {})),
+        ("google", Action.COUNT, ("POST", "", "/models/m:countTokens", "", {})),
+        ("google", Action.MODELS, ("GET", "v1beta", "/models", "", {})),
+        ("google", Action.MODEL, ("GET", "v1beta", "/models/m", "", {})),
+        ("google", Action.MODELS, ("GET", "v1", "/models", "key=k", {})),
+        ("google", Action.MODEL, ("GET", "v1", "/models/m", "", {"x-goog-api-key": "k"})),
+        ("openai_chat", Action.ANSWER, ("POST", "v1", "/chat/completions", "", {})),
+        ("openai_chat", Action.MODELS, ("GET", "v1", "/models", "", {"authorization": "Bearer k"})),
+        ("openai_chat", Action.MODEL, ("GET", "v1", "/models/m", "", {})),
+        ("openai_responses", Action.ANSWER, ("POST", "v1", "/responses", "", {})),
+        ("openai_responses", Action.ANSWER, ("POST", "v1", "/responses/compact", "", {})),
+        ("openai_responses", Action.COUNT, ("POST", "v1", "/responses/input_tokens", "", {})),
+        (None, None, ("GET", "v1", "/messages", "", {})),
+        (None, None, ("POST", "v1beta", "/models/m:embedContent", "", {})),
+        (None, None, ("GET", "v1", "/chat/completions", "", {})),
+        (None, None, ("POST", "v1", "/models", "", {})),
+        (None, None, ("POST", "v1", "/completions", "", {})),
+        (None, None, ("GET", "v1", "/responses", "", {})),
+        (None, None, ("GET", "v1", "/responses/resp_1", "", {})),
+    ],
+)
+def test_every_route_has_one_dialect(
+    owner: str | None, action: Action | None, route: tuple[Any, ...]
+) -> None:
+    """The model routes are shared: version, key or header decides; Chat takes what is left."""
+    request = HttpRequest(*route)
+    found = [(d.name, d.match(request)) for d in DIALECTS if d.match(request) is not None]
+    assert found[:1] == ([(owner, action)] if owner else [])
+
+
+@pytest.mark.parametrize(
+    ("wire", "headers", "query", "secret"),
+    [
+        *((wire, {"authorization": "Bearer k"}, "alt=sse", "k") for wire in WIRES.values()),
+        *((wire, {"authorization": "Basic k"}, "", None) for wire in WIRES.values()),
+        *((wire, {}, "", None) for wire in WIRES.values()),
+        (ANTHROPIC, {"x-api-key": "k"}, "", "k"),
+        (ANTHROPIC, {}, "key=k", None),
+        (GOOGLE, {"x-goog-api-key": "k"}, "", "k"),
+        (GOOGLE, {}, "alt=sse&key=k%2B", "k+"),
+    ],
+)
+def test_where_the_secret_is(
+    wire: Wire, headers: dict[str, str], query: str, secret: str | None
+) -> None:
+    """A bearer token everywhere, and the places of each API."""
+    assert wire.dialect.find_secret(headers, query) == secret
+
+
+# --------------------------------------------------------------------------- requests
+@each_wire
+def test_a_conversation_is_the_same_in_every_dialect(wire: Wire) -> None:
+    """Text, reasoning, parallel calls, results in another order, images in what both sides say."""
+    said = (
+        Message(Role.SYSTEM, "Be brief."),
+        Message(Role.USER, "Look: ", images=(Image(PIXEL, 6),)),
+        Message(Role.ASSISTANT, "I look.", (READ, RUN), reasoning="Hm."),
+        Message(Role.TOOL, "two", tool_call_id="b"),
+        Message(Role.TOOL, "one", tool_call_id="a", images=(Image(PIXEL, 3),)),
+        Message(Role.ASSISTANT, "Done."),
+        Message(Role.USER, "Thanks."),
+    )
+    body = wire.write(said)
+    request = wire.parse({**body, "tools": wire.tools})
+    assert request.messages == said
+    assert request.tools[0] == Tool("read", "Read", {"type": "object"})
+    assert (request.n, request.parallel, request.tool_choice) == (1, True, ToolChoice())
+    assert (request.sampling.temperature, request.thread) == (None, ThreadInfo())
+
+
+@each_wire
+def test_a_known_prefix_is_not_parsed_again(wire: Wire) -> None:
+    """What was parsed in an earlier request is the same objects, and 64 kB cost next to nothing."""
+    cache = ParseCache()
+    said = [Message(Role.SYSTEM, "s" * 4000), Message(Role.USER, "Hi")]
+    for i in range(40):
+        call = ToolCall(f"c{i}", "read", '{"path":"x"}')
+        said.append(Message(Role.ASSISTANT, "word " * 30, (call,)))
+        said.append(Message(Role.TOOL, "line\n" * 250, tool_call_id=call.id))
+    first = wire.parse({**wire.write(said[:-2]), "tools": wire.tools}, cache)
+    body = {**wire.fields, **wire.write(said), "tools": wire.tools}
+    request = wire.request(body)
+    assert len(request.body) > 60_000
+    second = wire.dialect.parse(request, cache)
+    assert second == wire.parse(body)
+    assert all(a is b for a, b in zip(first.messages, second.messages, strict=False))
+    assert second.tools is first.tools
+    took = []
+    for _ in range(20):
+        start = time.process_time()
+        wire.dialect.parse(request, cache)
+        took.append(time.process_time() - start)
+    assert min(took) < 0.001
+
+
+TURNS = st.sampled_from(
+    [
+        Message(Role.USER, "Hi"),
+        Message(Role.ASSISTANT, "So."),
+        Message(Role.ASSISTANT, "Yes.", reasoning="Hm."),
+        Message(Role.ASSISTANT, "", (READ,)),
+    ]
+)
+
+
+@each_wire
+@given(histories=st.lists(st.lists(TURNS, min_size=1, max_size=6), max_size=6))
+def test_the_cache_changes_nothing(wire: Wire, histories: list[list[Message]]) -> None:
+    """Whatever was asked before in a session, a request is parsed as if it were the first."""
+    cache = ParseCache()
+    for history in histories:
+        body = wire.write([*history, Message(Role.USER, "Go on.")])
+        assert wire.parse(body, cache) == wire.parse(body)
+
+
+NAMED, MUST = ToolChoice(ChoiceMode.NAMED, ("read",)), ToolChoice(ChoiceMode.REQUIRED)
+
+
+def calling(**fields: Any) -> dict[str, Any]:
+    """Google's tool choice."""
+    return {"toolConfig": {"functionCallingConfig": fields}}
+
+
+def choose(choice: Any) -> dict[str, Any]:
+    """The tool choice of the other dialects."""
+    return {"tool_choice": choice}
+
+
+def allow(mode: str, *tools: Any) -> dict[str, Any]:
+    """OpenAI's allowed tools."""
+    return choose({"type": "allowed_tools", "mode": mode, "tools": tools})
+
+
+@pytest.mark.parametrize(
+    ("wire", "fields", "choice"),
+    [
+        (ANTHROPIC, choose({"type": "auto"}), ToolChoice()),
+        (ANTHROPIC, choose({"type": "any"}), MUST),
+        (ANTHROPIC, choose({"type": "tool", "name": "read"}), NAMED),
+        (ANTHROPIC, choose({"type": "none"}), ToolChoice(ChoiceMode.NONE)),
+        (GOOGLE, calling(), ToolChoice()),
+        (GOOGLE, calling(mode="AUTO"), ToolChoice()),
+        (GOOGLE, calling(mode="VALIDATED"), ToolChoice()),
+        (GOOGLE, calling(mode="NONE"), ToolChoice(ChoiceMode.NONE)),
+        (GOOGLE, calling(mode="ANY"), MUST),
+        (GOOGLE, calling(mode="ANY", allowedFunctionNames=["read"]), NAMED),
+        (
+            GOOGLE,
+            calling(mode="ANY", allowedFunctionNames=["read", "run"]),
+            ToolChoice(ChoiceMode.REQUIRED, ("read", "run")),
+        ),
+        *(
+            row
+            for wire in (CHAT, RESPONSES)
+            for row in (
+                (wire, choose(None), ToolChoice()),
+                (wire, choose("auto"), ToolChoice()),
+                (wire, choose("none"), ToolChoice(ChoiceMode.NONE)),
+                (wire, choose("required"), MUST),
+                (wire, choose(wire.tools[0]), NAMED),
+                (wire, allow("auto", wire.tools[0]), ToolChoice(ChoiceMode.AUTO, ("read",))),
+                (wire, allow("required", wire.tools[0]), NAMED),
+            )
+        ),
+        (CHAT, choose(CHAT.tools[1]), ToolChoice(ChoiceMode.NAMED, ("patch",))),
+        (CHAT, allow("required", *CHAT.tools), MUST),
+        (
+            CHAT,
+            choose(
+                {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": CHAT.tools}}
+            ),
+            ToolChoice(),
+        ),
+        (
+            RESPONSES,
+            allow("required", *RESPONSES.tools[::2]),
+            ToolChoice(ChoiceMode.REQUIRED, ("read", "local_shell")),
+        ),
+    ],
+)
+def test_tool_choice(wire: Wire, fields: dict[str, Any], choice: ToolChoice) -> None:
+    """Every form of it; to allow every tool is to restrict nothing."""
+    assert wire.hello(tools=wire.tools, **fields).tool_choice == choice
+
+
+@pytest.mark.parametrize(
+    ("wire", "fields"),
+    [
+        (ANTHROPIC, choose({"type": "any", "disable_parallel_tool_use": True})),
+        (CHAT, {"parallel_tool_calls": False}),
+        (RESPONSES, {"parallel_tool_calls": False}),
+    ],
+)
+def test_one_call_at_a_time(wire: Wire, fields: dict[str, Any]) -> None:
+    """Where the dialect can say so."""
+    assert not wire.hello(tools=wire.tools, **fields).parallel
+
+
+def config(**fields: Any) -> dict[str, Any]:
+    """Google's sampling."""
+    return {"generationConfig": fields}
+
+
+@pytest.mark.parametrize(
+    ("wire", "fields", "sampling"),
+    [
+        (
+            ANTHROPIC,
+            {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "stop_sequences": ["END"]},
+            Sampling(0.5, 0.9, 40, 100, stop=("END",)),
+        ),
+        (
+            GOOGLE,
+            config(temperature=1, topP=0.95, topK=40.0, maxOutputTokens=9, seed=3),
+            Sampling(1.0, 0.95, 40, 9, 3),
+        ),
+        (
+            GOOGLE,
+            config(stopSequences=["END"], presencePenalty=0, responseModalities=["TEXT"]),
+            Sampling(stop=("END",)),
+        ),
+        (CHAT, {"temperature": 0, "top_p": 0.5, "top_k": 7}, Sampling(0.0, 0.5, 7)),
+        (CHAT, {"max_tokens": 5}, Sampling(max_tokens=5)),
+        (
+            CHAT,
+            {"max_tokens": 5, "max_completion_tokens": 9, "seed": 3},
+            Sampling(max_tokens=9, seed=3),
+        ),
+        (CHAT, {"stop": "\n", "top_k": -1}, Sampling(stop=("\n",), top_k=0)),
+        (CHAT, {"stop": ["a", "", "b"]}, Sampling(stop=("a", "b"))),
+        (CHAT, {"stop": None, "temperature": None}, Sampling()),
+        (
+            RESPONSES,
+            {"temperature": 0, "top_p": 0.5, "max_output_tokens": 9},
+            Sampling(temperature=0.0, top_p=0.5, max_tokens=9),
+        ),
+    ],
+)
+def test_sampling_is_parsed_as_requested(
+    wire: Wire, fields: dict[str, Any], sampling: Sampling
+) -> None:
+    """Every setting of each dialect, beside a field that nobody knows yet."""
+    assert wire.hello(a_field_of_tomorrow={"x": 1}, **fields).sampling == sampling
+
+
+SCHEMA = {"type": "object"}
+OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
+
+
+@pytest.mark.parametrize(
+    ("wire", "fields", "constraint"),
+    [
+        (
+            ANTHROPIC,
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}'),
+        ),
+        (GOOGLE, config(responseMimeType="text/plain"), None),
+        (GOOGLE, config(responseMimeType="application/json"), OBJECT),
+        (
+            GOOGLE,
+            config(responseMimeType="application/json", responseSchema={"type": "STRING"}),
+            Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"string"}'),
+        ),
+        (
+            GOOGLE,
+            config(responseMimeType="application/json", responseJsonSchema={"const": "OBJECT"}),
+            Constraint(ConstraintKind.JSON_SCHEMA, '{"const":"OBJECT"}'),
+        ),
+        (CHAT, {"response_format": {"type": "text"}}, None),
+        (CHAT, {"response_format": {"type": "json_object"}}, OBJECT),
+        (
+            CHAT,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA},
+                }
+            },
+            Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}', "n"),
+        ),
+        (RESPONSES, {"text": {"format": {"type": "text"}, "verbosity": "low"}}, None),
+        (
+            RESPONSES,
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+            Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}', "n"),
+        ),
+    ],
+)
+def test_structured_output(
+    wire: Wire, fields: dict[str, Any], constraint: Constraint | None
+) -> None:
+    """A schema keeps its own text, unless it is in Google's spelling."""
+    assert wire.hello(**fields).constraint == constraint
+
+
+SUB, COMPACT = TraceKind.SUBAGENT, TraceKind.COMPACTION
+CLAUDE = "x-claude-code-"
+CODEX = "x-codex-turn-metadata"
+
+
+@pytest.mark.parametrize(
+    ("wire", "headers", "thread"),
+    [
+        *((wire, {"x-session-id": "s"}, ThreadInfo("s")) for wire in WIRES.values()),
+        *(
+            (wire, {"x-session-id": "t", "x-parent-session-id": "s"}, ThreadInfo("t", "s", SUB))
+            for wire in WIRES.values()
+        ),
+        (ANTHROPIC, {f"{CLAUDE}session-id": "s"}, ThreadInfo("s")),
+        (
+            ANTHROPIC,
+            {f"{CLAUDE}session-id": "s", f"{CLAUDE}agent-id": "a"},
+            ThreadInfo("a", "s", SUB),
+        ),
+        (
+            ANTHROPIC,
+            {
+                f"{CLAUDE}session-id": "s",
+                f"{CLAUDE}agent-id": "b",
+                f"{CLAUDE}parent-agent-id": "a",
+            },
+            ThreadInfo("b", "a", SUB),
+        ),
+        (CHAT, {"x-session-id": "s", "x-session-affinity": "s"}, ThreadInfo("s")),
+        (RESPONSES, {"session_id": "p1"}, ThreadInfo("p1")),
+        (
+            RESPONSES,
+            {"session-id": "r", "thread-id": "r", "x-codex-parent-thread-id": "r"},
+            ThreadInfo("r"),
+        ),
+        (
+            RESPONSES,
+            {
+                "session-id": "r",
+                "thread-id": "t",
+                "x-openai-subagent": "collab_spawn",
+                "x-codex-parent-thread-id": "r",
+            },
+            ThreadInfo("t", "r", SUB),
+        ),
+        (
+            RESPONSES,
+            {CODEX: '{"thread_id": "t", "parent_thread_id": "r"}'},
+            ThreadInfo("t", "r", SUB),
+        ),
+        (
+            RESPONSES,
+            {"thread-id": "t", CODEX: '{"request_kind": "compaction"}'},
+            ThreadInfo("t", None, COMPACT),
+        ),
+        (RESPONSES, {"thread-id": "t", CODEX: "[nonsense"}, ThreadInfo("t")),
+        (RESPONSES, {"thread-id": "t", CODEX: "[1]"}, ThreadInfo("t")),
+    ],
+)
+def test_the_harness_names_its_thread(
+    wire: Wire, headers: dict[str, str], thread: ThreadInfo
+) -> None:
+    """Sessions of opencode in every dialect, agents of Claude Code and codex, nested ones too."""
+    body = wire.write([Message(Role.USER, "Hi")])
+    assert wire.parse(body, headers=headers).thread == thread
+
+
+# --------------------------------------------------------------------------- responses
+@st.composite
+def answers(draw: st.DrawFn, wire: Wire) -> Message:
+    """Reasoning, text and calls in any combination."""
+    calls = draw(st.lists(wire.calls, max_size=4))
+    made = tuple(ToolCall(f"call_{i}", name, text) for i, (name, text) in enumerate(calls))
+    return Message(Role.ASSISTANT, draw(TEXT), made, reasoning=draw(st.none() | TEXT) or None)
+
+
+def values_of(call: ToolCall) -> Any:
+    """Name and arguments of a call, as values where they are JSON."""
+    try:
+        return (call.name, json.loads(call.arguments or "{}"))
+    except ValueError:
+        return (call.name, call.arguments)
+
+
+@each_wire
+@given(data=st.data())
+def test_an_echoed_answer_means_what_was_said(wire: Wire, data: st.DataObject) -> None:
+    """Streamed or whole, the answer is the same, and so is its echo, however clients rewrite it."""
+    message = data.draw(answers(wire))
+    request = wire.hello(tools=wire.tools, **wire.more)
+    answer = wire.answer(wire.whole(request, message))
+    for single in (False, True):
+        assert wire.collect(wire.streamed(request, message, single=single)) == answer
+    rewrite = data.draw(st.sampled_from(wire.rewrites))
+    body = wire.echo(answer, rewrite)
+    _, back, _ = wire.parse({**body, "tools": wire.tools}).messages
+    assert back.content == message.content
+    assert back.reasoning == (message.reasoning if rewrite != "dropped" else None)
+    assert [values_of(call) for call in back.tool_calls] == [*map(values_of, message.tool_calls)]
+    if not rewrite.endswith("ids"):
+        assert [call.id for call in back.tool_calls] == [call.id for call in message.tool_calls]
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "calls", "reasons"),
+    [
+        (Finish.STOP, None, (), ("end_turn", "STOP", "stop", "completed")),
+        (Finish.STOP, "END", (), ("stop_sequence", "STOP", "stop", "completed")),
+        (Finish.STOP, None, (READ,), ("tool_use", "STOP", "tool_calls", "completed")),
+        (Finish.LENGTH, None, (READ,), ("max_tokens", "MAX_TOKENS", "length", "incomplete")),
+        (Finish.ABORT, None, (), ("max_tokens", "MAX_TOKENS", "length", "incomplete")),
+    ],
+)
+def test_why_an_answer_ended(
+    finish: Finish, stop: str | None, calls: tuple[ToolCall, ...], reasons: tuple[str, ...]
+) -> None:
+    """Finish, stop string and calls in each dialect's words; a cut answer always says so."""
+    message = Message(Role.ASSISTANT, "x", calls)
+    for wire, reason in zip(WIRES.values(), reasons, strict=True):
+        reply = wire.whole(wire.hello(), message, finish=finish, stop=stop)
+        assert wire.reason(reply) == reason
+        stream = wire.dialect.stream(wire.hello(), "s1-4", 0)
+        end = stream.start(Usage(31, 0)) + stream.finish(
+            [finished(message, finish=finish, stop=stop)]
+        )
+        assert f'"{reason}"' in end.decode()
+        if wire is ANTHROPIC:
+            assert reply["stop_sequence"] == stop
+
+
+USAGE = {
+    "anthropic": {
+        "input_tokens": 31,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": 7,
+        "output_tokens_details": {"thinking_tokens": 2},
+    },
+    "google": {
+        "promptTokenCount": 31,
+        "candidatesTokenCount": 5,
+        "totalTokenCount": 38,
+        "thoughtsTokenCount": 2,
+        "cachedContentTokenCount": 20,
+    },
+    "openai_chat": {
+        "prompt_tokens": 31,
+        "completion_tokens": 7,
+        "total_tokens": 38,
+        "prompt_tokens_details": {"cached_tokens": 20},
+        "completion_tokens_details": {"reasoning_tokens": 2},
+    },
+    "openai_responses": {
+        "input_tokens": 31,
+        "input_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 0},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 38,
+    },
+}
+
+
+@each_wire
+def test_usage_is_true(wire: Wire) -> None:
+    """In a whole reply, and the same at the end of a stream."""
+    message = Message(Role.ASSISTANT, "x", reasoning="Hm.")
+    request = wire.hello(stream_options={"include_usage": True})
+    reply = wire.whole(request, message)
+    usage = reply.get("usage", reply.get("usageMetadata"))
+    assert usage == USAGE[wire.dialect.name]
+    assert json.dumps(usage, separators=(",", ":")) in wire.streamed(request, message).decode()
+
+
+@each_wire
+def test_models(wire: Wire) -> None:
+    """A list of one with its window, and the one alone."""
+    page = json.loads(wire.dialect.encode_models(["m"], 8192, 17))
+    (model,) = page.get("data", page.get("models"))
+    assert model == json.loads(wire.dialect.encode_model("m", 8192, 17))
+    assert "m" in (model.get("id"), model.get("baseModelId"))
+    assert 8192 in model.values()
+
+
+# --------------------------------------------------------------------------- errors
+NO, PARAM = RequestError("no"), RequestError("no", param="n")
+REFUSED = "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("wire", "error", "status", "words", "retry"),
+    [
+        (ANTHROPIC, NO, 400, REFUSED, "false"),
+        (ANTHROPIC, BudgetExhausted("no", status=404), 404, "not_found_error", "false"),
+        (ANTHROPIC, Unauthorized("no"), 401, "authentication_error", "false"),
+        (ANTHROPIC, TooLarge("no"), 413, "request_too_large", "false"),
+        (ANTHROPIC, EngineError("no"), 529, "overloaded_error", None),
+        (ANTHROPIC, EngineError("no", status=503, retry_after=2), 529, "overloaded_error", None),
+        (ANTHROPIC, EngineError("no", status=422), 500, "api_error", "false"),
+        (ANTHROPIC, TuglineError("no"), 500, "api_error", None),
+        (GOOGLE, NO, 400, "INVALID_ARGUMENT", None),
+        (GOOGLE, BudgetExhausted("no"), 400, "INVALID_ARGUMENT", None),
+        (GOOGLE, Unauthorized("no"), 401, "UNAUTHENTICATED", None),
+        (GOOGLE, EngineError("no"), 503, "UNAVAILABLE", None),
+        (GOOGLE, EngineError("no", status=503, retry_after=2), 503, "UNAVAILABLE", None),
+        (GOOGLE, EngineError("no", status=422), 500, "INTERNAL", None),
+        (GOOGLE, TuglineError("no"), 500, "INTERNAL", None),
+        *(
+            (wire, *row)
+            for wire in (CHAT, RESPONSES)
+            for row in (
+                (PARAM, 400, REFUSED, "false"),
+                (ContextOverflow("no"), 400, "context_length_exceeded", "false"),
+                (BudgetExhausted("no", status=401), 401, REFUSED, "false"),
+                (Unauthorized("no"), 401, "invalid_api_key", "false"),
+                (TooLarge("no"), 413, REFUSED, "false"),
+                (UpgradeRequired("no"), 426, REFUSED, "false"),
+                (EngineError("no", status=429, retry_after=2), 429, "rate_limit_error", None),
+                (EngineError("no", status=503), 503, "server_error", None),
+                (EngineError("no", status=400), 502, "server_error", "false"),
+                (EngineError("no"), 502, "server_error", None),
+                (TuglineError("no"), 500, "server_error", None),
+            )
+        ),
+    ],
+)
+def test_errors_have_the_original_shape(
+    wire: Wire, error: TuglineError, status: int, words: str, retry: str | None
+) -> None:
+    """Status, text and type; a retry that cannot help is not asked for; the same in a stream."""
+    found, headers, body = wire.dialect.encode_error(error)
+    inner = json.loads(body)["error"]
+    assert (found, inner["message"]) == (status, "no")
+    assert words in {*map(str, inner.values())}
+    assert headers.get("x-should-retry") == retry
+    assert headers.get("retry-after") == ("2" if getattr(error, "retry_after", None) else None)
+    if wire in (CHAT, RESPONSES):
+        assert inner["param"] == getattr(error, "param", None)
+    stream = wire.dialect.stream(wire.hello(), "s1-4", 17)
+    (event, *_) = sse(stream.fail(error))
+    assert event.get("error", event)["message"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("wire", "counts", "message"),
+    [
+        (ANTHROPIC, (210, 200), "prompt is too long: 210 tokens > 200 maximum"),
+        (ANTHROPIC, (None, None), "prompt is too long: no room"),
+        (
+            GOOGLE,
+            (210, 200),
+            "The input token count (210) exceeds the maximum number of tokens allowed (200).",
+        ),
+        (CHAT, (210, 200), "no room"),
+        (RESPONSES, (210, 200), "no room"),
+    ],
+)
+def test_an_overflow_is_worded_as_clients_expect_it(
+    wire: Wire, counts: tuple[int | None, int | None], message: str
+) -> None:
+    """Claude Code compacts on "prompt is too long"; OpenAI's clients look at the code."""
+    error = ContextOverflow("no room", prompt=counts[0], window=counts[1])
+    assert json.loads(wire.dialect.encode_error(error)[2])["error"]["message"] == message
+
+
+@each_wire
+def test_a_neutral_field_has_the_name_of_the_dialect(wire: Wire) -> None:
+    """The sampling contract refuses ``top_p``, the window ``messages``."""
+    names = {"google": "contents", "openai_responses": "input"}
+    body = wire.dialect.encode_error(ContextOverflow("no", param="messages"))[2].decode()
+    assert f'"{names.get(wire.dialect.name, "messages")}"' in body or wire is ANTHROPIC
+    body = wire.dialect.encode_error(RequestError("no", param="top_p"))[2].decode()
+    assert ("generationConfig.topP" in body) == (wire is GOOGLE)
+
+
+@each_wire
+def test_a_comment_keeps_a_stream_alive(wire: Wire) -> None:
+    """Before the first event too; Gemini CLI can take none."""
+    stream = wire.dialect.stream(wire.hello(), "s1-4", 17)
+    assert stream.keep_alive() == (b"" if wire is GOOGLE else b": keep-alive\n\n")
+    assert stream.start(Usage(31, 0)) or wire is GOOGLE
+    assert b"data" in stream.add(TextDelta("x"))
+    assert pieces_of(Message(Role.ASSISTANT)) == []
