@@ -4,13 +4,11 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from tugline.errors import ConfigError
 from tugline.evaluators.filters import (
     PYTHON,
     TESTS,
     Rules,
     apply_patch,
-    check_patterns,
     filter_patch,
     find_match,
 )
@@ -168,12 +166,6 @@ def test_every_language_protects_what_judges(language: str) -> None:
     assert [str(path) for path in judging if not find_match(path, TESTS[language])] == []
     work = [PurePosixPath(path) for path in WORK[language].split()]
     assert [str(path) for path in work if find_match(path, TESTS[language])] == []
-
-
-def test_patterns_are_checked() -> None:
-    """One string in place of a list is named, not read letter by letter."""
-    with pytest.raises(ConfigError, match="evaluator 'x': protected is 'a'"):
-        check_patterns("evaluator 'x': protected", "a")
 
 
 def test_what_is_laid_has_no_two_things_in_one_place() -> None:

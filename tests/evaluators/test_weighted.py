@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from judging import Judge, task
-from tugline.errors import ConfigError, EvaluatorError, SandboxError, UnknownPlugin
+from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.weighted import WeightedEvaluator
 from tugline.sandbox.base import Mount
@@ -169,36 +169,3 @@ def test_folders_that_do_not_go_together_are_named(parts: dict[str, Any], what: 
     """Two things in one place, or hidden tests in the place where the agent is."""
     with pytest.raises(ConfigError, match=what):
         WeightedEvaluator(parts=parts).mounts(task())
-
-
-@pytest.mark.parametrize(
-    ("options", "says_so"),
-    [
-        ({"parts": {}}, "parts is {}, must be a table"),
-        (
-            {"parts": {"a": says()}, "mode": "max"},
-            "mode is 'max', must be one of mean, product, min",
-        ),
-        ({"parts": {"a": {"weight": 1}}}, "parts['a'] is {'weight': 1}, must have evaluator"),
-        ({"parts": {"a": says() | {"wieght": 1}}}, "must have evaluator and may have weight"),
-        ({"parts": {"a": says(0)}}, "parts['a'].weight is 0, must be a number above 0"),
-        ({"parts": {"a": says() | {"required": 1}}}, "required is 1, must be true or false"),
-        ({"parts": {"a": {"evaluator": {"options": {}}}}}, "must have a name and options"),
-        ({"parts": {"a": says(wrong=1)}}, "(its options: value, per_trace"),
-        (
-            {"parts": {"a": {"evaluator": {"name": "builtins:dict"}}}},
-            "must be a subclass of Evaluator",
-        ),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], says_so: str) -> None:
-    """With the part and what would be right."""
-    with pytest.raises(ConfigError) as error:
-        WeightedEvaluator(**options)
-    assert says_so in str(error.value)
-
-
-def test_an_unknown_part_is_named() -> None:
-    """As it is everywhere else."""
-    with pytest.raises(UnknownPlugin, match="did you mean 'tests'"):
-        WeightedEvaluator(parts={"a": {"evaluator": {"name": "test"}}})

@@ -17,11 +17,10 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePath, PurePosixPath
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
-from tugline.errors import ConfigError
 from tugline.sandbox.base import Content, Mount
 from tugline.sandbox.patch import FileChange, Patch
 
@@ -82,6 +81,10 @@ SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig"
 """Names of modules that a patch may not add."""
 
 _IMPORTABLE = (".py", ".pyc", ".pyd", ".so")
+
+
+Patterns = Sequence[Annotated[str, msgspec.Meta(pattern="[^/]")]]
+"""Patterns of paths, as an option of an evaluator; see `Rules`."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,14 +154,6 @@ def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
         elif any(fnmatchcase(part, bare) for part in parts[:folders]):
             return pattern
     return None
-
-
-def check_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return patterns. Raises `ConfigError` that names the option for invalid ones."""
-    if isinstance(patterns, str) or not all(isinstance(p, str) and p.strip("/") for p in patterns):
-        msg = f"{option} is {patterns!r}, must be a list of patterns such as 'conftest.py'"
-        raise ConfigError(msg)
-    return tuple(patterns)
 
 
 def apply_patch(

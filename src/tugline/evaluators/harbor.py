@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.filters import Rules, check_patterns, find_match
+from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
+from tugline.evaluators.filters import Patterns, Rules, find_match
 from tugline.evaluators.script import ScriptRunner, allow_network, open_runner, start_deadline
 from tugline.sandbox.base import Exit, Mount, Sandbox
 from tugline.sandbox.patch import FileChange
@@ -71,26 +71,22 @@ class HarborEvaluator(Evaluator):
         self,
         *,
         tests: str,
-        timeout_s: float = 600.0,
+        timeout_s: Seconds = 600.0,
         env: Mapping[str, str] | None = None,
         pass_env: Sequence[str] = (),
         in_place: bool = False,
         network: bool = False,
         reward: str | None = None,
-        protected: Sequence[str] = (),
-        editable: Sequence[str] = (),
+        protected: Patterns = (),
+        editable: Patterns = (),
     ) -> None:
         if not Path(tests).is_absolute():
             msg = f"evaluator 'harbor': tests is {tests!r}, must be an absolute path"
             raise ConfigError(msg)
-        if not timeout_s > 0:
-            msg = f"evaluator 'harbor': timeout_s is {timeout_s!r}, must be more than 0"
-            raise ConfigError(msg)
         self._tests, self._timeout_s, self._reward = Path(tests), timeout_s, reward
         self._env, self._pass = dict(env or {}), frozenset(pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
-        self._protected = check_patterns("evaluator 'harbor': protected", protected)
-        self._editable = check_patterns("evaluator 'harbor': editable", editable)
+        self._protected, self._editable = tuple(protected), tuple(editable)
         self.in_place, self._network = in_place, network
         self._proven = False
         """Whether the script has left a reward without an agent's work."""

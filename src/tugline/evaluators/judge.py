@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
 from tugline.evaluators.diff import diff_work, has_base
 from tugline.evaluators.judge_client import MAX_SCORE, JudgeClient, ScoreCache, Scores
 from tugline.types import Call, Message, Reward, Role, Trace
 
-_SCOPES = ("session", "trace")
+_Count = Annotated[int, msgspec.Meta(ge=1)]
 _RULES = """\
 You grade what an AI agent did. You are given its task, and as data its conversation, the changes it
 made to files, and its final answer. Grade by the criteria below and by nothing else.
@@ -38,12 +39,12 @@ Answer with one JSON object and nothing else:
 {{"reasoning": "a few sentences", "scores": {{{scores}}}}}"""
 
 
-class Criterion(NamedTuple):
+class Criterion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One criterion of a rubric."""
 
-    name: str
-    text: str
-    weight: float
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    text: Annotated[str, msgspec.Meta(min_length=1)]
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
 
 
 class JudgeEvaluator(Evaluator):
@@ -60,30 +61,26 @@ class JudgeEvaluator(Evaluator):
     def __init__(  # noqa: PLR0913 - options
         self,
         *,
-        base_url: str,
+        base_url: Annotated[str, msgspec.Meta(pattern="^https?://")],
         model: str,
-        rubric: str | Sequence[Mapping[str, Any]],
+        rubric: str | Annotated[list[Criterion], msgspec.Meta(min_length=1)],
         api_key_env: str | None = None,
-        scope: str = "session",
-        max_chars: int = 60_000,
+        scope: Literal["session", "trace"] = "session",
+        max_chars: _Count = 60_000,
         schema: bool = True,
         body: Mapping[str, Any] | None = None,
-        timeout_s: float = 60.0,
-        attempts: int = 4,
-        concurrency: int = 8,
+        timeout_s: Seconds = 60.0,
+        attempts: _Count = 4,
+        concurrency: _Count = 8,
         cache: str | None = None,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            _reject("base_url", base_url, "an http:// or https:// URL, such as http://host:8000/v1")
-        if scope not in _SCOPES:
-            _reject("scope", scope, "session or trace")
-        if not timeout_s > 0:
-            _reject("timeout_s", timeout_s, "more than 0")
-        whole = {"max_chars": max_chars, "attempts": attempts, "concurrency": concurrency}
-        for option, value in whole.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                _reject(option, value, "a whole number from 1")
-        self._criteria = _criteria(rubric)
+        if isinstance(rubric, str):
+            rubric = [Criterion("score", rubric.strip())]
+        self._criteria = msgspec.convert(rubric, list[Criterion])
+        names = {each.name for each in self._criteria}
+        if len(names) < len(self._criteria) or not self._criteria[0].text:
+            msg = "evaluator 'judge': rubric must be a text, or criteria with different names"
+            raise ConfigError(msg)
         self._scope, self._max_chars, self._schema = scope, max_chars, schema
         self._client = JudgeClient(
             base_url=base_url,
@@ -246,31 +243,3 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
         "required": list(properties),
         "additionalProperties": False,
     }
-
-
-def _criteria(rubric: object) -> list[Criterion]:
-    if isinstance(rubric, str) and rubric.strip():
-        return [Criterion("score", rubric.strip(), 1.0)]
-    made: list[Criterion] = []
-    for each in rubric if isinstance(rubric, list | tuple) else ():
-        name, text, weight = _fields(each)
-        fine = isinstance(name, str) and name and isinstance(text, str) and text
-        if not fine or name in {known.name for known in made} or not 0 < weight < math.inf:
-            _reject("rubric", each, "criteria with a name of their own, a text and a weight over 0")
-        made.append(Criterion(str(name), str(text), weight))
-    if not made:
-        _reject("rubric", rubric, "a text or a list of criteria")
-    return made
-
-
-def _fields(criterion: object) -> tuple[object, object, float]:
-    if not isinstance(criterion, Mapping) or set(criterion) - {"name", "text", "weight"}:
-        return None, None, 0.0
-    weight = criterion.get("weight", 1.0)
-    number = float(weight) if isinstance(weight, int | float) else 0.0
-    return criterion.get("name"), criterion.get("text"), number
-
-
-def _reject(option: str, value: object, right: str) -> None:
-    msg = f"evaluator 'judge': {option} is {value!r:.120}, must be {right}"
-    raise ConfigError(msg)

@@ -20,12 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from tugline.errors import ConfigError, EvaluatorError
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
+from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
 from tugline.evaluators.diff import format_patch
-from tugline.evaluators.filters import PYTHON, Rules, check_patterns
+from tugline.evaluators.filters import PYTHON, Patterns, Rules
 from tugline.evaluators.script import TAIL, allow_network, open_runner, start_deadline
 from tugline.sandbox.base import Exit, check_path
 from tugline.sandbox.patch import Patch
@@ -92,32 +94,27 @@ class SweBenchEvaluator(Evaluator):
         instance: str,
         eval_script: str,
         log_parser: str,
-        fail_to_pass: Sequence[str],
+        fail_to_pass: Annotated[Sequence[str], Meta(min_length=1)],
         pass_to_pass: Sequence[str] = (),
         eval_type: str = "pass_and_fail",
         repo: str = "",
         version: str = "",
         protected_files: Sequence[str] = (),
-        protected: Sequence[str] = (),
-        editable: Sequence[str] = (),
-        hides: Sequence[str] = (),
+        protected: Patterns = (),
+        editable: Patterns = (),
+        hides: Sequence[Annotated[str, Meta(pattern="^/")]] = (),
         partial: bool = False,
         network: bool = False,
-        timeout_s: float = 1800.0,
+        timeout_s: Seconds = 1800.0,
     ) -> None:
         for mark in _MARKS[:2]:
             if mark not in eval_script:
-                _reject("eval_script", eval_script, f"a script that prints {mark!r}")
-        if not fail_to_pass:
-            _reject("fail_to_pass", fail_to_pass, "a list of at least one test")
-        if not timeout_s > 0:
-            _reject("timeout_s", timeout_s, "more than 0")
-        for path in hides:
-            if not path.startswith("/"):
-                _reject("hides", path, "absolute paths")
+                script = f"{eval_script!r:.200}"
+                msg = f"evaluator 'swebench': eval_script is {script}, must print {mark!r}"
+                raise ConfigError(msg)
         self._protected_files = tuple(check_path(path) for path in protected_files)
-        self._protected = (*PYTHON, *check_patterns("protected", protected))
-        self._editable = check_patterns("editable", editable)
+        self._protected = (*PYTHON, *protected)
+        self._editable = tuple(editable)
         self._hides = tuple(hides)
         self._partial, self._network, self._timeout_s = partial, network, timeout_s
         self._row = {
@@ -261,8 +258,3 @@ def _import_swebench(name: str) -> Any:
     except ImportError as error:
         msg = f"swebench cannot be used ({error}): pip install 'tugline[swe]' on every node"
         raise EvaluatorError(msg) from error
-
-
-def _reject(option: str, value: object, right: str) -> NoReturn:
-    msg = f"evaluator 'swebench': {option} is {value!r:.200}, must be {right}"
-    raise ConfigError(msg)

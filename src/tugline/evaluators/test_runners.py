@@ -8,7 +8,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath, PurePosixPath
-from typing import TypeGuard
+from typing import Annotated, TypeGuard
 
 import msgspec
 
@@ -29,7 +29,8 @@ _CANNOT_RUN = (126, 127)
 _PYTEST_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT_S = 60.0
 
-Command = str | Sequence[str]
+Command = str | Annotated[Sequence[str], msgspec.Meta(min_length=1)]
+"""A shell command, or a program and its arguments."""
 
 
 class TestRunner(ABC):
@@ -159,15 +160,14 @@ def _add_env(env: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]
     return {**env, **{k: f"{env[k]} {v}" if env.get(k) else v for k, v in added.items()}}
 
 
-def _parse_command(option: str, command: object) -> tuple[str, ...]:
-    """Return the arguments of a list, or a shell that runs a string."""
-    if isinstance(command, str) and command.strip():
-        return ("sh", "-c", command)
-    words = isinstance(command, list | tuple) and all(isinstance(word, str) for word in command)
-    if words and command:
-        return tuple(command)  # type: ignore[arg-type] # mypy does not see through `words`
-    msg = f"evaluator 'tests': {option} is {command!r}, must be a command or a list of its words"
-    raise ConfigError(msg)
+def _parse_command(option: str, command: Command) -> tuple[str, ...]:
+    """Return the words of a list, or a shell that runs a string."""
+    if not isinstance(command, str):
+        return tuple(command)
+    if not command.strip():
+        msg = f"evaluator 'tests': {option} is {command!r}, must be a command"
+        raise ConfigError(msg)
+    return ("sh", "-c", command)
 
 
 # --------------------------------------------------------------------------- pytest

@@ -23,10 +23,10 @@ from pathlib import PurePosixPath
 import msgspec
 
 from tugline.errors import ConfigError
-from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Rules, check_patterns, find_match
+from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
+from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules, find_match
 from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.scoring import parse_expected
+from tugline.evaluators.scoring import Expected, Names, parse_expected
 from tugline.evaluators.script import open_runner, start_deadline
 from tugline.evaluators.test_runners import Command, CommandRunner, PytestRunner, TestRunner
 from tugline.sandbox.base import Content, check_path
@@ -60,32 +60,26 @@ class TestsEvaluator(Evaluator):
         report: str | None = None,
         env: Mapping[str, str] | None = None,
         setup: Command | None = None,
-        expected: Sequence[str] | Mapping[str, str] | None = None,
-        fail_to_pass: Sequence[str] | None = None,
-        pass_to_pass: Sequence[str] | None = None,
+        expected: Expected | None = None,
+        fail_to_pass: Names | None = None,
+        pass_to_pass: Names | None = None,
         partial: bool = False,
-        protected: Sequence[str] = (),
-        editable: Sequence[str] = (),
-        timeout_s: float | None = None,
+        protected: Patterns = (),
+        editable: Patterns = (),
+        timeout_s: Seconds | None = None,
         cache: bool = False,
     ) -> None:
-        _check_texts("files", files or {})
-        _check_texts("env", env or {})
         for path in (*(files or {}), *(paths or ())):
             check_path(path)
-        if timeout_s is not None and not timeout_s > 0:
-            msg = f"evaluator 'tests': timeout_s is {timeout_s!r}, must be more than 0"
-            raise ConfigError(msg)
         self._files = dict(files or {})
-        self._own = check_patterns("evaluator 'tests': protected", protected)
-        self._editable = check_patterns("evaluator 'tests': editable", editable)
+        self._editable = tuple(editable)
         self._cache: OrderedDict[str, Verdict] | None = OrderedDict() if cache else None
         groups = {"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass}
         expected_tests = parse_expected(expected, groups, partial=partial)
         self._runner: TestRunner
         if command is None:
             _refuse_unless("a command", format=format, report=report, env=env, setup=setup)
-            self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *self._own)
+            self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *protected)
             self._runner = PytestRunner(expected_tests, paths, timeout_s)
             return
         _refuse_unless("no command", paths=paths)
@@ -95,7 +89,7 @@ class TestsEvaluator(Evaluator):
             raise ConfigError(msg)
         output = FORMATS[format]
         usual = (pattern for language in output.languages for pattern in TESTS[language])
-        self._protected = (*usual, *self._own)
+        self._protected = (*usual, *protected)
         self._runner = CommandRunner(
             expected_tests,
             command=command,
@@ -142,15 +136,6 @@ class TestsEvaluator(Evaluator):
     def _is_protected(self, path: str) -> bool:
         place = PurePosixPath(path)
         return bool(find_match(place, self._protected) and not find_match(place, self._editable))
-
-
-def _check_texts(option: str, value: object) -> None:
-    fine = isinstance(value, Mapping) and all(
-        isinstance(each, str) for pair in value.items() for each in pair
-    )
-    if not fine:
-        msg = f"evaluator 'tests': {option} is {value!r:.80}, must be a table of texts by name"
-        raise ConfigError(msg)
 
 
 def _refuse_unless(what: str, **options: object) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,9 +22,15 @@ from tugline.plugins import find, make
 from tugline.sandbox.base import Mount
 from tugline.types import PluginSpec, Reward, Task
 
-_MODES = ("mean", "product", "min")
 _NO_LOCK = contextlib.nullcontext()
-_KEYS = {"evaluator", "weight", "required"}
+
+
+class PartOptions(msgspec.Struct, frozen=True):
+    """The options of a part."""
+
+    evaluator: PluginSpec
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
+    required: bool = True
 
 
 class _Part(NamedTuple):
@@ -42,15 +48,17 @@ class WeightedEvaluator(Evaluator):
     of the reward are named ``<name>`` and ``<name>.<part>``.
     """
 
-    def __init__(self, *, parts: Mapping[str, Mapping[str, Any]], mode: str = "mean") -> None:
-        if mode not in _MODES:
-            msg = f"evaluator 'weighted': mode is {mode!r}, must be one of {', '.join(_MODES)}"
-            raise ConfigError(msg)
-        if not isinstance(parts, Mapping) or not parts:
-            msg = f"evaluator 'weighted': parts is {parts!r}, must be a table of evaluators by name"
-            raise ConfigError(msg)
+    def __init__(
+        self,
+        *,
+        parts: Annotated[dict[str, PartOptions], msgspec.Meta(min_length=1)],
+        mode: Literal["mean", "product", "min"] = "mean",
+    ) -> None:
         self._mode = mode
-        self._parts = {name: _make_part(name, spec) for name, spec in parts.items()}
+        self._parts = {
+            name: _make_part(name, options)
+            for name, options in msgspec.convert(parts, dict[str, PartOptions]).items()
+        }
         own = [part.evaluator for part in self._parts.values()]
         self.in_place = any(each.in_place for each in own)
         self.opens_sandbox = any(each.opens_sandbox for each in own if not each.in_place)
@@ -147,31 +155,17 @@ class WeightedEvaluator(Evaluator):
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _make_part(name: str, spec: object) -> _Part:
+def _make_part(name: str, options: PartOptions) -> _Part:
     """Make a part from its options. Raises `ConfigError`."""
     where = f"evaluator 'weighted': parts[{name!r}]"
-    if not isinstance(spec, Mapping) or "evaluator" not in spec or set(spec) - _KEYS:
-        msg = f"{where} is {spec!r:.120}, must have evaluator and may have weight and required"
-        raise ConfigError(msg)
-    weight, required = spec.get("weight", 1.0), spec.get("required", True)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        msg = f"{where}.weight is {weight!r}, must be a number above 0"
-        raise ConfigError(msg)
-    if not isinstance(required, bool):
-        msg = f"{where}.required is {required!r}, must be true or false"
+    spec = options.evaluator
+    target = find("evaluator", spec.name)
+    if not (isinstance(target, type) and issubclass(target, Evaluator)):
+        msg = f"{where}.evaluator: {spec.name!r} must be a subclass of Evaluator"
         raise ConfigError(msg)
     try:
-        part = msgspec.convert(spec["evaluator"], PluginSpec)
-    except msgspec.ValidationError as error:
-        msg = f"{where}.evaluator must have a name and options: {error}"
-        raise ConfigError(msg) from error
-    made = find("evaluator", part.name)
-    if not (isinstance(made, type) and issubclass(made, Evaluator)):
-        msg = f"{where}.evaluator: {part.name!r} must be a subclass of Evaluator"
-        raise ConfigError(msg)
-    try:
-        evaluator = make("evaluator", part.name, made, part.options)
+        evaluator = make("evaluator", spec.name, target, spec.options)
     except ConfigError as error:
         msg = f"{where}: {error}"
         raise ConfigError(msg) from error
-    return _Part(evaluator, float(weight), required)
+    return _Part(evaluator, options.weight, options.required)
