@@ -84,8 +84,9 @@ class Template(msgspec.Struct, frozen=True):
                 msg = f"{where}: {name} belongs to each instance; leave it out of the template"
                 raise ConfigError(msg)
         if isinstance(raw, dict):
-            raw = {"instruction": _PLACEHOLDER, "evaluator": {"name": ""}, **raw, "id": prefix}
-        task = parse_task(raw, where, folder)
+            own = {"instruction": _PLACEHOLDER, "evaluator": {"name": "of the set"}}
+            raw = {**own, **raw, "id": "template"}
+        task = msgspec.structs.replace(parse_task(raw, where, folder), id=prefix)
         if _PLACEHOLDER not in task.instruction:
             msg = (
                 f"{where}: instruction is {task.instruction!r:.80}, must have {_PLACEHOLDER} in it"
