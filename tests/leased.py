@@ -1,7 +1,9 @@
-"""Tasks, results and a node that does no work, for tests of the control plane."""
+"""Tasks, results, a clock and an idle node, for tests of the control plane."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -17,6 +19,7 @@ from tugline.protocol import (
     Renewal,
     Work,
 )
+from tugline.server.background import expire
 from tugline.server.control import ControlPlane
 from tugline.types import (
     HANDLING,
@@ -38,14 +41,14 @@ Open = Callable[..., AbstractAsyncContextManager[ControlPlane]]
 
 
 def a_task(name: str, samples: int = 1, **fields: Any) -> Task:
-    """A task that nobody runs."""
+    """A task that is never run."""
     parts = {"harness": PluginSpec("shell"), "evaluator": PluginSpec("tests")}
     return Task(id=name, instruction="Mend it", samples=samples, **parts, **fields)
 
 
 def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | Cause | None = None,
            status: Status = Status.COMPLETED) -> bytes:  # fmt: skip
-    """What a node would commit."""
+    """An encoded result, as a node commits it."""
     cause = failure if isinstance(failure, Cause) else None
     boundary = HANDLING[cause].boundary if cause else failure
     trajectory = Trajectory(
@@ -61,8 +64,25 @@ def result(session: Session, *, reward: float | None = 1.0, failure: Boundary | 
     return zstandard.ZstdCompressor().compress(encode(trajectory))
 
 
+class Clock:
+    """A clock of the database that a test moves forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        """Unix seconds."""
+        return time.time() + self.ahead_s
+
+
+async def pass_time(control: ControlPlane, seconds: float, *, lease_s: float = 30.0) -> None:
+    """Move the clock of a control plane's database forward, and expire what is due."""
+    control.database.clock.ahead_s += seconds
+    await control.database.write(expire, lease_s=lease_s)
+
+
 class Idler:
-    """A node that holds what it is given, until it is told to do something with it."""
+    """A node that holds its leases until a test commits or releases them."""
 
     def __init__(self, control: ControlPlane, node: str, room: int) -> None:
         self.control, self.node, self.room = control, node, room
@@ -71,28 +91,38 @@ class Idler:
 
     @classmethod
     async def join(cls, control: ControlPlane, name: str = "node", *, room: int = 8) -> Idler:
-        """A new node."""
+        """Register a node."""
         welcome = await control.dispatcher.register(
             NodeRegistration(name=name, slots=room, capacity=room)
         )
         return cls(control, welcome.node, room)
 
     async def ask(self, *, wait_s: float = 5.0, room: int | None = None) -> LeaseResponse:
-        """One question; the work of its answer is held from then on."""
+        """Request a lease; holds the granted work."""
         left = self.room - len(self.held) if room is None else room
         ask = LeaseRequest(capacity=left, held=self._holding(), applied=self.applied, wait_s=wait_s)
         orders = await self.control.dispatcher.lease(self.node, ask)
         self.held |= {work.session.id: work.session for work in orders.work}
         return orders
 
+    async def start_asking(self, **settings: Any) -> asyncio.Task[LeaseResponse]:
+        """Request a lease; returns once the request waits at the server."""
+        asking = asyncio.create_task(self.ask(**{"wait_s": 20.0, **settings}))
+        async with asyncio.timeout(10):
+            while not self.control.database.hub.has_subscribers(f"node:{self.node}"):  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.005)
+        await self.control.database.write(lambda _tx: None)  # its renewal is committed
+        await asyncio.sleep(0.01)
+        return asking
+
     async def renew(self) -> LeaseResponse:
-        """Tell what is held."""
+        """Send a heartbeat."""
         return await self.control.dispatcher.renew(
             self.node, Renewal(held=self._holding(), applied=self.applied)
         )
 
     async def commit(self, session: str, **outcome: Any) -> Commit:
-        """A result of something that is held."""
+        """Commit a result of a held session."""
         leased = self.held.pop(session)
         return await self.control.dispatcher.commit(
             session, leased.epoch, result(leased, **outcome)
@@ -103,5 +133,5 @@ class Idler:
 
 
 def names(work: tuple[Work, ...]) -> list[str]:
-    """The sessions."""
+    """Ids of the sessions."""
     return [one.session.id for one in work]

@@ -1,7 +1,7 @@
-"""An engine without a model as a process of its own: ``engine.py PORT TOKENIZER``.
+"""An engine without a model in its own process: ``engine.py PORT TOKENIZER``.
 
-What it answers depends on the prompt alone, so it says the same after every restart, and goes on
-where it was when the prompt ends within an answer.
+Its answer depends on the prompt alone, so it is the same after every restart, and is continued if
+the prompt ends within an answer.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ async def main(port: int, tokenizer: Tokenizer) -> None:
 
     def reply(prompt: Ids, _request: str) -> Reply:
         starts = (prompt == opening[0]).nonzero()[0]
+        if not len(starts):  # a probe of the engine: no chat
+            return Reply([*prompt[:4].tolist(), *end])
         begun = int(starts[-1]) + len(opening)
         dice = zlib.crc32(prompt[:begun].tobytes())
         answer = [*tokenizer.encode(f"answer {dice:x} {'so ' * (dice % 9)}"), *end]

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from leased import Open
+from leased import Clock, Open
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
 from tugline.server.store.database import Database, open_database
@@ -71,10 +71,14 @@ def open_control(store_url: str, tmp_path: Path) -> Open:
     """Opens the control plane of this test; again, to see what a restart finds."""
 
     @contextlib.asynccontextmanager
-    async def opened(**settings: Any) -> AsyncIterator[ControlPlane]:
+    async def opened(*, ahead_s: float = 0.0, **settings: Any) -> AsyncIterator[ControlPlane]:
+        clock = Clock()
+        clock.ahead_s = ahead_s
         blobs = LocalBlobs(tmp_path / "blobs")
         folder = tmp_path / "server"
-        async with ControlPlane(open_database(store_url), blobs, folder=folder, **settings) as one:
+        async with ControlPlane(
+            open_database(store_url, clock=clock), blobs, folder=folder, **settings
+        ) as one:
             yield one
 
     return opened

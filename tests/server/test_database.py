@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,22 @@ def _add(name: str, *, fail: bool = False) -> Any:
     return op
 
 
+async def _block(
+    database: Database, gate: threading.Event, op: Callable[[Tx], object] = lambda _tx: None
+) -> asyncio.Future[bool]:
+    """A write that runs `op` and then holds its transaction open until `gate` is set."""
+    begun = threading.Event()
+
+    def hold(tx: Tx) -> bool:
+        op(tx)
+        begun.set()
+        return gate.wait(5)
+
+    writing = asyncio.ensure_future(database.write(hold))
+    assert await asyncio.to_thread(begun.wait, 5)
+    return writing
+
+
 def _names(tx: Tx) -> list[str]:
     return [name for (name,) in tx.all("SELECT name FROM consumers ORDER BY name")]
 
@@ -39,8 +56,7 @@ async def test_writes_of_many_callers_share_one_commit(database: Database) -> No
     batches: list[int] = []
     database.on_commit = lambda ops, _seconds: batches.append(ops)
     gate = threading.Event()
-    first = asyncio.ensure_future(database.write(lambda _tx: gate.wait(5)))
-    await asyncio.sleep(0.05)
+    first = await _block(database, gate)
     others = [asyncio.ensure_future(database.write(_add(f"n{n:02}"))) for n in range(40)]
     await asyncio.sleep(0)
     gate.set()
@@ -53,8 +69,7 @@ async def test_writes_of_many_callers_share_one_commit(database: Database) -> No
 async def test_an_error_is_its_callers_alone(database: Database) -> None:
     """An operation that fails leaves nothing behind and does not touch those beside it."""
     gate = threading.Event()
-    blocking = asyncio.ensure_future(database.write(lambda _tx: gate.wait(5)))
-    await asyncio.sleep(0.05)
+    blocking = await _block(database, gate)
     ops = [_add("a"), _add("b", fail=True), _add("a"), _add("c")]
     waiting = asyncio.gather(*map(database.write, ops), return_exceptions=True)
     await asyncio.sleep(0)
@@ -72,12 +87,7 @@ async def test_reads_do_not_wait_for_a_write(database: Database) -> None:
     """A list is answered while a transaction is open, and does not see it."""
     gate = threading.Event()
 
-    def slow(tx: Tx) -> None:
-        _add("late")(tx)
-        gate.wait(5)
-
-    writing = asyncio.ensure_future(database.write(slow))
-    await asyncio.sleep(0.05)
+    writing = await _block(database, gate, _add("late"))
     assert await asyncio.wait_for(database.read(_names), 1) == []
     gate.set()
     await writing

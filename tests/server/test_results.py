@@ -125,9 +125,8 @@ async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
             group.create_task(control.results(tasks=["x", "a"], groups=True, wait_s=9.0)),
             group.create_task(control.events(after=position, task="a", wait_s=9.0)),
         ]
-        await asyncio.sleep(0.1)
         await control.database.write(_finish, "b-0", 1.0)
-        await asyncio.sleep(0.1)
+        await control.database.read(events.latest)
         assert not any(task.done() for task in waiting)
         await control.database.write(_finish, "a-0", 1.0)
         async with asyncio.timeout(3):
