@@ -167,5 +167,5 @@ def test_every_cause_has_a_row_in_the_table_and_in_the_docs() -> None:
         tries = {None: "as often as `group.attempts` allows", 0: "no"}.get(handling.retries, "once")
         assert boundary == f"`{handling.boundary.value}`"
         assert again == tries + (", elsewhere" if handling.elsewhere else "")
-        assert policy == ("judged" if handling.judged else "masked")
+        assert policy == ("evaluated" if handling.evaluated else "masked")
     assert set(HANDLING) == set(Cause)

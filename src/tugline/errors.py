@@ -1,39 +1,39 @@
-"""Every error that Tugline raises on purpose. The class names the boundary that was crossed.
+"""Every error that Tugline raises on purpose. The class names the component that failed.
 
 TuglineError
- +- UsageError            the person: a flag, a config key, a missing program; exit code 2
+ +- UsageError            the caller: a flag, a config key, a missing program; exit code 2
  |   +- ConfigError       names the key, the value and what would be right
  |   +- UnknownPlugin     lists the known names
- |   +- CheckpointError   a checkpoint cannot be written, or is damaged; names its path
- +- RequestError          one model call is refused; carries the HTTP status
- |   +- Unsupported       asks for something this engine or template cannot do (400)
- |   +- NotFound, TooLarge  no such route or model (404); beyond its bound (413)
- |   +- UpgradeRequired, ContextOverflow  no websocket (426); beyond the engine's window (400)
+ |   +- CheckpointError   a checkpoint cannot be written or is damaged; names its path
+ +- RequestError          a refused model call; has the HTTP status
+ |   +- Unsupported       the engine or template cannot do this (400)
+ |   +- NotFound, TooLarge  no such route or model (404); body over the limit (413)
+ |   +- UpgradeRequired, ContextOverflow  no websocket (426); beyond the context window (400)
  |   +- BudgetExhausted   the session has spent its turns, tokens or time (400)
  |   +- Unauthorized      unknown, closed or wrong session secret (401)
- |   +- ClientGone        nobody waits for the answer any more (499)
- +- EngineError           the model server failed or answered nonsense; retried elsewhere
+ |   +- ClientGone        the client disconnected (499)
+ +- EngineError           the model server failed or sent an invalid response; retried elsewhere
  +- HarnessError          the agent program cannot be installed or started
- +- RuntimeFault          the sandbox cannot be made or used
- |   +- NetworkFault, ImageFault, WorkspaceFault, DiskFull  what of it
- +- EvaluatorError        the verdict could not be had; says nothing about the agent
+ +- SandboxError          the sandbox cannot be created or used
+ |   +- SandboxNetworkError, ImageError, WorkspaceError, DiskFull
+ +- EvaluatorError        the evaluation failed; says nothing about the agent
  +- CaptureError          a recording cannot be written or read; names file and offset
- +- ServerError           the rollout server cannot be reached or refuses; carries the problem
- |   +- Invalid, Missing, Conflict  a field is wrong, an id unknown or taken (422, 404, 409)
- |   +- FencedError       a lease was lost; what came with its epoch is refused (409)
- +- BadSignature          a callback is not from our server, was changed or is old
- +- StoreError            the database cannot be used now: full, locked, restarting (503)
+ +- ServerError           the rollout server cannot be reached or refuses a request
+ |   +- Invalid, Missing, Conflict  an invalid field, an unknown or a taken id (422, 404, 409)
+ |   +- FencedError       a lease was lost; results of its epoch are refused (409)
+ +- BadSignature          a webhook is not from our server, was changed or is old
+ +- StoreError            the database is unavailable: full, locked, restarting (503)
 """
 
 from __future__ import annotations
 
 
 class TuglineError(Exception):
-    """Base of all; its text is one line that says what to do."""
+    """Base class; the text is one line that says what to do."""
 
 
 class UsageError(TuglineError):
-    """The caller can mend this."""
+    """The caller can correct this."""
 
 
 class ConfigError(UsageError, ValueError):
@@ -49,7 +49,7 @@ class ConfigError(UsageError, ValueError):
 
 
 class UnknownPlugin(UsageError):
-    """No plug-in of that name."""
+    """No plug-in has this name."""
 
 
 class CheckpointError(UsageError):
@@ -57,7 +57,7 @@ class CheckpointError(UsageError):
 
 
 class RequestError(TuglineError):
-    """A model call that is refused, with the status that any dialect turns into its own shape."""
+    """A refused model call; each dialect formats `status` and `code` in its own way."""
 
     status = 400
     code = "invalid_request_error"
@@ -68,34 +68,34 @@ class RequestError(TuglineError):
 
 
 class Unsupported(RequestError):
-    """What is asked for is well-formed and cannot be honoured here."""
+    """A valid request that this engine or template cannot fulfil."""
 
     code = "unsupported_value"
 
 
 class NotFound(RequestError):
-    """Nothing is at this address."""
+    """No such route or model."""
 
     status = 404
     code = "not_found"
 
 
 class TooLarge(RequestError):
-    """More than is accepted."""
+    """The body exceeds the limit."""
 
     status = 413
     code = "request_too_large"
 
 
 class UpgradeRequired(RequestError):
-    """Only plain HTTP is spoken here."""
+    """Only plain HTTP is served."""
 
     status = 426
     code = "upgrade_required"
 
 
 class ContextOverflow(RequestError):
-    """The prompt, or prompt plus answer, exceeds the engine's window (both in tokens)."""
+    """Prompt, or prompt and response, exceed the context window; both in tokens."""
 
     code = "context_length_exceeded"
 
@@ -112,7 +112,7 @@ class ContextOverflow(RequestError):
 
 
 class BudgetExhausted(RequestError):
-    """The session may not make this call any more; `status` is what its harness stops on."""
+    """The session's budget is spent; `status` is one that makes its harness stop."""
 
     code = "budget_exhausted"
 
@@ -122,21 +122,21 @@ class BudgetExhausted(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The secret opens no live session."""
+    """The secret belongs to no live session."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class ClientGone(RequestError):
-    """The harness hung up; what was sampled until then is recorded."""
+    """The harness disconnected; tokens sampled until then are recorded."""
 
     status = 499
     code = "client_gone"
 
 
 class EngineError(TuglineError):
-    """The engine failed; `status` is its own HTTP status, None when it could not be reached."""
+    """The engine failed; `status` is its HTTP status, None if it could not be reached."""
 
     def __init__(
         self, message: str, *, status: int | None = None, retry_after: float | None = None
@@ -151,11 +151,11 @@ class HarnessError(TuglineError):
 
 
 class SandboxError(TuglineError):
-    """The place where agents run is at fault."""
+    """The sandbox cannot be created or used."""
 
 
 class SandboxNetworkError(SandboxError):
-    """The sandbox cannot be given its way to the gateway."""
+    """The sandbox cannot be connected to the gateway."""
 
 
 class ImageError(SandboxError):
@@ -163,15 +163,15 @@ class ImageError(SandboxError):
 
 
 class WorkspaceError(SandboxError):
-    """What a task begins with cannot be had."""
+    """The initial workspace of a task is not available."""
 
 
 class DiskFull(SandboxError):
-    """The node's disk has no room left."""
+    """The node's disk is full."""
 
 
 class EvaluatorError(TuglineError):
-    """No verdict could be had."""
+    """The evaluation failed."""
 
 
 class CaptureError(TuglineError):
@@ -179,9 +179,9 @@ class CaptureError(TuglineError):
 
 
 class ServerError(TuglineError):
-    """The rollout server did not do what it was asked to.
+    """The rollout server refused a request or could not be reached.
 
-    `status` is that of its answer, None when there was none; `field` names what is wrong.
+    `status` is the HTTP status, None without a response; `field` names the invalid field.
     """
 
     status: int | None = None
@@ -193,32 +193,32 @@ class ServerError(TuglineError):
 
 
 class Invalid(ServerError):
-    """A field is not what it must be."""
+    """A field is invalid."""
 
     status = 422
 
 
 class Missing(ServerError):
-    """Nothing has this id."""
+    """No object has this id."""
 
     status = 404
 
 
 class Conflict(ServerError):
-    """Something else has this id."""
+    """Another object has this id."""
 
     status = 409
 
 
 class FencedError(ServerError):
-    """Somebody else owns this session by now."""
+    """The lease of this session was lost."""
 
     status = 409
 
 
 class BadSignature(TuglineError):
-    """A callback is not from the server that shares the secret, or was changed, or is old."""
+    """A webhook is not from the server that shares the secret, was changed, or is old."""
 
 
 class StoreError(TuglineError):
-    """What is kept cannot be read or written at the moment; nothing acknowledged is lost."""
+    """The database is unavailable; nothing acknowledged is lost."""

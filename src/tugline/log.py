@@ -1,8 +1,7 @@
 """Structured logging to stderr or a file: one event name, then key=value. Never a prompt's text.
 
-Whoever begins the work of a node or a session says so with `about`, once; every event from there
-on, in whatever module, task or thread, carries the ids. What other libraries log comes out in the
-same form.
+Code that starts the work of a node or a session binds its ids once, with `about`; every event from
+there on, in any module, task or thread, has them. Log records of other libraries are converted.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import structlog
 
 
 def configure(*, level: str = "warning", path: Path | None = None) -> None:
-    """Send events of at least `level` to `path` as JSON lines, or to stderr for people."""
+    """Write events of at least `level` to `path` as JSON lines, or to stderr for people."""
     renderer: Any = structlog.dev.ConsoleRenderer()
-    # Looked up for each event: who replaces sys.stderr gets what is written from then on.
+    # Looked up for each event, so that a replaced sys.stderr is honoured.
     factory: Any = lambda *_: structlog.WriteLogger(sys.stderr)  # noqa: E731
     if path is not None:
         renderer = structlog.processors.JSONRenderer()
@@ -39,32 +38,32 @@ def configure(*, level: str = "warning", path: Path | None = None) -> None:
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
-    if not any(isinstance(handler, _Others) for handler in root.handlers):
-        root.addHandler(_Others())
+    if not any(isinstance(handler, _LibraryHandler) for handler in root.handlers):
+        root.addHandler(_LibraryHandler())
 
 
-class _Others(logging.Handler):
-    """Warnings and errors of libraries, as events of the part that is named like their logger."""
+class _LibraryHandler(logging.Handler):
+    """Log records of libraries as events, with ``part`` set to the logger's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
         get(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
 def get(name: str) -> Any:
-    """A logger whose events carry ``part=name``."""
+    """Make a logger whose events have ``part=name``."""
     return structlog.get_logger(part=name)
 
 
 def about(**ids: object) -> AbstractContextManager[None]:
-    """Events of this task, and of tasks and threads that it starts, carry `ids` for a while."""
+    """Add `ids` to events of this task, and of tasks and threads it starts, during the block."""
     return structlog.contextvars.bound_contextvars(**ids)
 
 
 def bind(**ids: object) -> None:
-    """Events of this task carry `ids` from here on, to its end."""
+    """Add `ids` to events of this task until its end."""
     structlog.contextvars.bind_contextvars(**ids)
 
 
 def bound() -> dict[str, Any]:
-    """The ids that events carry here."""
+    """Return the ids of the current context."""
     return structlog.contextvars.get_contextvars()

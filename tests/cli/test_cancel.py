@@ -16,7 +16,7 @@ async def test_tasks_and_sessions_are_ended(shell: Shell) -> None:
         "a-1": ["a-1"],
         "b": ["b-0"],
     }
-    assert (await shell.run("cancel", "a")).out == "a: 2 ended, 1 over before\n"
+    assert (await shell.run("cancel", "a")).out == "a: 2 ended, 1 final before\n"
     unknown = await shell.run("cancel", "c")
     assert unknown.code == 2
     assert "neither a task nor a session 'c'" in unknown.err

@@ -27,7 +27,7 @@ def test_what_init_writes_is_a_task(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "well-formed tasks: 1, sessions: 1\n")
     again = task("init", "mine.yaml", cwd=tmp_path)
     assert again.returncode == 2
-    assert "mine.yaml is there already" in again.stderr
+    assert "mine.yaml exists" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
         assert failure.boundary is HANDLING[case.cause].boundary
         assert case.told.replace("{folder}", str(tmp_path)) in failure.message
         assert len(failure.message) < 2000
-        assert (trajectory.reward is not None) is HANDLING[case.cause].judged
+        assert (trajectory.reward is not None) is HANDLING[case.cause].evaluated
     assert (trajectory.reward.value if trajectory.reward else None) == case.reward
     assert trajectory.ledger.balanced
     assert decode(encode(trajectory), Trajectory).status is case.status

@@ -1,7 +1,7 @@
-"""``tugline bench``: measure a part on this machine, with the benchmarks of the source checkout.
+"""``tugline bench``: run a benchmark of the source checkout on this machine.
 
-Benchmarks are programs of their own beside the package, because they bring stub engines and load
-generators that no installation needs; this command finds one and runs it.
+Benchmarks are separate programs beside the package, with stub engines and load generators that no
+installation needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAKES = {
     "utilisation": ("--json", "--quick"),
     "runtimes": ("--json", "--quick"),
 }
-"""Every part, and the options that its program takes."""
+"""Benchmarks with the options that each accepts."""
 
 
 def bench(
@@ -48,8 +48,8 @@ def bench(
         msg = f"there is no benchmark of {part!r}; it must be one of {', '.join(_TAKES)}"
         raise UsageError(msg)
     given = {"--json": as_json, "--quick": quick, "--sessions": sessions, "--store": store}
-    asked = [option for option, value in given.items() if value]
-    for option in asked:
+    chosen = [option for option, value in given.items() if value]
+    for option in chosen:
         if option not in _TAKES[part]:
             known = ", ".join(_TAKES[part])
             msg = f"the benchmark of the {part} has no option {option}; it takes {known}"
@@ -62,9 +62,9 @@ def bench(
         )
         raise UsageError(msg)
     if sessions is not None:
-        asked.append(str(sessions))
+        chosen.append(str(sessions))
     if store is not None:
-        asked.append(store)
-    done = subprocess.run([sys.executable, str(program), *asked], check=False)
+        chosen.append(store)
+    done = subprocess.run([sys.executable, str(program), *chosen], check=False)
     if done.returncode:
         raise typer.Exit(2 if done.returncode == 2 else 1)

@@ -1,4 +1,4 @@
-"""``tugline cancel``: end tasks or sessions, those that wait and those that run."""
+"""``tugline cancel``: cancel queued and running tasks or sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BY = "tugline cancel"
 
 
 def cancel(
-    names: Annotated[list[str], typer.Argument(metavar="TASK|SESSION...", help="What to end.")],
+    names: Annotated[list[str], typer.Argument(metavar="TASK|SESSION...", help="What to cancel.")],
     *,
     server: Server = None,
     token: Token = None,
@@ -30,14 +30,18 @@ def cancel(
         async with connect(server, token, folder) as client:
             return {name: await _cancel(client, name) for name in names}
 
-    told = asyncio.run(main())
+    cancelled = asyncio.run(main())
     if as_json:
-        typer.echo(msgspec.json.encode(told))
+        typer.echo(msgspec.json.encode(cancelled))
         return
-    for name, met in told.items():
-        parts = {"ended": len(met.ended), "stopping": len(met.stopping), "over before": met.final}
+    for name, counts in cancelled.items():
+        parts = {
+            "ended": len(counts.ended),
+            "stopping": len(counts.stopping),
+            "final before": counts.final,
+        }
         line = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
-        typer.echo(f"{name}: {line or 'nothing to end'}")
+        typer.echo(f"{name}: {line or 'nothing to cancel'}")
 
 
 async def _cancel(client: Client, name: str) -> Cancelled:

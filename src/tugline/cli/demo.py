@@ -1,7 +1,7 @@
-"""``tugline demo``: a tiny model learns to mend small repositories through a real agent harness.
+"""``tugline demo``: train a tiny model to fix small repositories through a real agent harness.
 
-Options are the fields of `DemoSettings` that people change most; a configuration file gives any of
-them, the command line overrides it, and a resumed run keeps what it was started with.
+Options are the most used fields of `DemoSettings`; they override the configuration file, and a
+resumed run keeps its settings.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ def demo(  # noqa: PLR0913 - each is a flag
     seed: Annotated[int | None, typer.Option(help="Seed of tasks, updates and sampling.")] = None,
     steps: Annotated[int | None, typer.Option(help="GRPO steps.")] = None,
     heldout: Annotated[int | None, typer.Option(help="Held-out tasks, before and after.")] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Stop training when it would take longer.")
-    ] = None,
-    slots: Annotated[int | None, typer.Option(help="Sessions at the same time.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Longest time for training.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Concurrent sessions.")] = None,
     window: Annotated[int | None, typer.Option(help="Context window in tokens.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for any.")] = None,
     config: Annotated[
@@ -51,7 +49,7 @@ def demo(  # noqa: PLR0913 - each is a flag
         Path | None, typer.Option(help="Folder of the run (default: runs/demo-<time>).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the last unfinished run, or with --out.")
+        bool, typer.Option("--resume", help="Resume the last unfinished run, or --out.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
@@ -60,7 +58,7 @@ def demo(  # noqa: PLR0913 - each is a flag
     """Train a tiny model on a real, unmodified agent in about ten minutes."""
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
-    with _extra_named():
+    with _name_missing_extra():
         from tugline.demo.start import choose_run, start  # noqa: PLC0415 - needs the extra
 
         folder, settings = choose_run(given, config=config, out=out, resume=resume)
@@ -72,8 +70,8 @@ def demo(  # noqa: PLR0913 - each is a flag
 
 
 @contextlib.contextmanager
-def _extra_named() -> Iterator[None]:
-    """Say which extra to install when one of its packages is missing."""
+def _name_missing_extra() -> Iterator[None]:
+    """Name the extra to install if one of its packages is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

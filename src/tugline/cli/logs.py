@@ -1,4 +1,4 @@
-"""``tugline logs``: what the agent of a session printed."""
+"""``tugline logs``: output of a session's agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def logs(
     session: Annotated[str, typer.Argument(help="Id of the session, such as fix-add-0.")],
     *,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Go on until the session is over.")
+        bool, typer.Option("-f", "--follow", help="Follow until the session ends.")
     ] = False,
     tail: Annotated[
         int | None, typer.Option(min=1, help="Only so many bytes from the end.")
@@ -28,8 +28,8 @@ def logs(
 
     async def main() -> None:
         async with connect(server, token, folder) as client:
-            async for piece in client.log(session, tail=tail, follow=follow):
-                sys.stdout.buffer.write(piece)
+            async for chunk in client.log(session, tail=tail, follow=follow):
+                sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
 
     asyncio.run(main())

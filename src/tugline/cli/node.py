@@ -1,7 +1,7 @@
-"""``tugline node``: one more node for a server that runs elsewhere.
+"""``tugline node``: a node for a server that runs elsewhere.
 
-It needs the join token of the server (``tokens.json`` in the server's folder), which lets it
-become a node and nothing else.
+It needs the join token of the server (``tokens.json`` in the server's folder), which permits
+nothing but joining as a node.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tugline.cli.up import (
     Renderer,
     Slots,
     Tokenizer,
+    add_default_engine,
+    echo,
     engine_flags,
     keep_running,
-    say,
-    with_an_engine,
 )
 from tugline.launch.node import run_node
 from tugline.launch.settings import load_settings
@@ -49,10 +49,10 @@ def node(  # noqa: PLR0913 - each is a flag
     log_file: LogFile = None,
 ) -> None:
     """Run sessions for a server, as many as there are slots, until it is stopped."""
-    told = load_settings(
+    settings = load_settings(
         config,
         server={},
         node={"slots": slots, "name": name},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    keep_running(run_node(with_an_engine(told), folder, server, token, say), log_file)
+    keep_running(run_node(add_default_engine(settings), folder, server, token, echo), log_file)

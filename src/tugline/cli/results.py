@@ -1,7 +1,7 @@
-"""``tugline results``: what came of tasks, told or saved as files, from where one left off.
+"""``tugline results``: read results, or save them as files, from the last position.
 
-With ``--consumer`` the server remembers what was read, and it is told so only once everything is on
-the disk (I3); with ``--out`` alone the folder is the memory.
+With ``--consumer`` the server stores the position, and results are acknowledged only once they are
+on disk (I3); with ``--out`` alone the folder has it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tugline.recording.trajectories import RESULTS, ResultFolder
 def results(  # noqa: PLR0913 - each is a flag
     *,
     consumer: Annotated[
-        str | None, typer.Option(help="Go on where this name left off, and move it on.")
+        str | None, typer.Option(help="Read from this consumer's position, and acknowledge.")
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="Only of this task; may be given again.")
+        list[str] | None, typer.Option(help="Only of this task; can be repeated.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help=f"Save to this folder: {RESULTS} and trajectories/.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Go on when there is nothing more for now.")
+        bool, typer.Option("-f", "--follow", help="Wait for further results.")
     ] = False,
     server: Server = None,
     token: Token = None,

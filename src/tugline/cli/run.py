@@ -1,7 +1,7 @@
-"""``tugline run``: tasks in, results in a folder, no server needed; the same command goes on.
+"""``tugline run``: run tasks without a server, results in a folder; the same command resumes.
 
-Progress goes to stderr, so that ``--json`` on stdout stays clean. Exit code 1 says that sessions
-failed for reasons that are nobody's but this machine's, or that none got through.
+Progress goes to stderr, so that stdout has only the output of ``--json``. Exit code 1 if sessions
+failed because of this machine's infrastructure, or if all of them failed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 
 from tugline.cli.task import Paths
 from tugline.cli.up import (
@@ -27,9 +27,9 @@ from tugline.cli.up import (
     Renderer,
     Slots,
     Tokenizer,
+    add_default_engine,
     engine_flags,
     keep_running,
-    with_an_engine,
 )
 from tugline.datasets.files import load
 from tugline.launch.local import run as run_all
@@ -37,46 +37,60 @@ from tugline.launch.settings import load_settings
 from tugline.protocol import ResultView
 from tugline.types import Boundary
 
-_QUIET_S = 10.0
-"""Without a terminal, seconds between two lines."""
-_OURS = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
+_REPORT_EVERY_S = 10.0
+"""Between two lines, without a terminal."""
+_INFRASTRUCTURE = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
 
 
-@dataclass
-class Tally:
-    """The results so far, and how they are told."""
+class Progress:
+    """The results so far, and how they are reported."""
 
-    console: Console
-    bar: Progress
-    views: list[ResultView] = field(default_factory=list)
-    spoken: float = 0.0
+    def __init__(self, console: Console) -> None:
+        self.views: list[ResultView] = []
+        self._console = console
+        self.bar = ProgressBar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[summary]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._reported = 0.0
 
     def add(self, view: ResultView, total: int) -> None:
-        """One more result."""
+        """Report one more result."""
         self.views.append(view)
         if not self.bar.tasks:
-            self.bar.add_task("sessions", total=total, said="")
-        self.bar.update(self.bar.task_ids[0], completed=len(self.views), said=self.line())
-        quiet = time.monotonic() - self.spoken < _QUIET_S and len(self.views) < total
-        if not self.console.is_terminal and not quiet:
-            self.spoken = time.monotonic()
-            self.console.print(f"{len(self.views)} of {total} sessions, {self.line()}")
+            self.bar.add_task("sessions", total=total, summary="")
+        summary = self.summarize()
+        self.bar.update(self.bar.task_ids[0], completed=len(self.views), summary=summary)
+        now = time.monotonic()
+        due = now - self._reported >= _REPORT_EVERY_S or len(self.views) == total
+        if due and not self._console.is_terminal:
+            self._reported = now
+            self._console.print(f"{len(self.views)} of {total} sessions, {summary}")
 
-    def line(self) -> str:
-        """What came of them, in short."""
+    def mean_reward(self) -> float | None:
+        """Mean over the sessions with a reward."""
         rewards = [view.reward for view in self.views if view.reward is not None]
-        mean = f"mean reward {sum(rewards) / len(rewards):.3f}" if rewards else "no reward yet"
+        return sum(rewards) / len(rewards) if rewards else None
+
+    def summarize(self) -> str:
+        """Mean reward and failures in one phrase."""
+        mean = self.mean_reward()
         failed = sum(view.failure is not None for view in self.views)
-        return f"{mean}, {failed} failed" if failed else mean
+        text = "no reward yet" if mean is None else f"mean reward {mean:.3f}"
+        return f"{text}, {failed} failed" if failed else text
 
-    def told(self) -> dict[str, Any]:
-        """As plain data."""
-        rewards = [view.reward for view in self.views if view.reward is not None]
+    def to_dict(self) -> dict[str, Any]:
+        """The totals, for ``--json``."""
         failures = Counter(view.failure.boundary for view in self.views if view.failure)
         return {
             "sessions": len(self.views),
             "status": Counter(view.status.value for view in self.views),
-            "reward": sum(rewards) / len(rewards) if rewards else None,
+            "reward": self.mean_reward(),
             "sampled": sum(view.sampled for view in self.views),
             "trained": sum(view.trained for view in self.views),
             "failures": {boundary.value: count for boundary, count in failures.items()},
@@ -86,7 +100,7 @@ class Tally:
 def run(  # noqa: PLR0913 - each is a flag
     paths: Paths,
     *,
-    out: Annotated[Path, typer.Option(help="Folder of the run; the same one goes on.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run resumes.")],
     config: ConfigFile = None,
     engine: Engines = None,
     model: Model = None,
@@ -99,52 +113,41 @@ def run(  # noqa: PLR0913 - each is a flag
     ] = False,
 ) -> None:
     """Run tasks on this machine and keep every result in a folder."""
-    told = load_settings(
+    settings = load_settings(
         config,
         server={},
         node={"slots": slots},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    tasks, told = load(paths), with_an_engine(told)
+    tasks = load(paths)
+    settings = add_default_engine(settings)
     console = Console(stderr=True, highlight=False)
-    tally = Tally(console, _bar(console))
+    progress = Progress(console)
 
     async def main() -> None:
-        with tally.bar:
-            await run_all(tasks, told, out, tally.add)
+        with progress.bar:
+            await run_all(tasks, settings, out, progress.add)
 
     try:
         keep_running(main(), log_file)
     except typer.Exit:
-        console.print(f"stopped; the same command goes on in {out}")
+        console.print(f"stopped; the same command resumes in {out}")
         raise
-    console.print(f"{len(tally.views)} sessions, {tally.line()}: {out}/results.jsonl")
-    _say_failures(console, tally.views)
+    console.print(f"{len(progress.views)} sessions, {progress.summarize()}: {out}/results.jsonl")
+    _print_failures(console, progress.views)
     if as_json:
-        typer.echo(msgspec.json.encode({**tally.told(), "folder": str(out)}))
-    failed = [view.failure.boundary for view in tally.views if view.failure]
-    if any(boundary in _OURS for boundary in failed) or len(failed) == len(tally.views):
+        typer.echo(msgspec.json.encode({**progress.to_dict(), "folder": str(out)}))
+    failed = [view.failure.boundary for view in progress.views if view.failure]
+    if not _INFRASTRUCTURE.isdisjoint(failed) or len(failed) == len(progress.views):
         raise typer.Exit(1)
 
 
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[said]}"),
-        console=console,
-        disable=not console.is_terminal,
-    )
-
-
-def _say_failures(console: Console, views: Sequence[ResultView]) -> None:
-    """The first failure at each boundary, for there may be thousands."""
+def _print_failures(console: Console, views: Sequence[ResultView]) -> None:
+    """Print the number of failures at each boundary, and the first one."""
     failures = [(view.session, view.failure) for view in views if view.failure]
     counts = Counter(failure.boundary for _, failure in failures)
     for boundary, count in counts.most_common():
-        session, first = next(one for one in failures if one[1].boundary is boundary)
+        session, first = next(pair for pair in failures if pair[1].boundary is boundary)
         console.print(
             f"[yellow]{count} failed in the {boundary}[/]; {session}: {first.message}",
             soft_wrap=True,

@@ -1,6 +1,6 @@
-"""``tugline submit``: tasks from files to a server, all checked before any is sent.
+"""``tugline submit``: submit tasks from files, all of them checked before any is sent.
 
-Submitting the same tasks again changes nothing, so after an interruption the same command goes on.
+Submitting is idempotent, so after an interruption the same command resumes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tugline.client.api import BATCH, Client
 from tugline.protocol import Accepted, Event, EventKind, TaskState, TaskView
 from tugline.types import TERMINAL, Task
 
-_MANY = 5 * BATCH
-"""Tasks from which on progress is shown."""
-_TABLE = 40
-"""Tasks that are listed in the end."""
+_SHOW_PROGRESS = 5 * BATCH
+"""Tasks from which on progress of the submission is shown."""
+_LISTED = 40
+"""Tasks that are listed at the end."""
 
 
 class Submitted(msgspec.Struct, frozen=True):
-    """What ``--json`` prints."""
+    """Output of ``--json``."""
 
     accepted: list[Accepted]
     released: list[TaskView] | None
-    """With ``--wait``: as they ended."""
+    """With ``--wait``: their final state."""
 
 
 def submit(
@@ -49,7 +49,7 @@ def submit(
         bool,
         typer.Option(
             "--wait",
-            help="Wait until all are over, and tell how they went; exit code 1 if samples miss.",
+            help="Wait until all are released; exit 1 if any sample is missing.",
         ),
     ] = False,
     server: Server = None,
@@ -67,7 +67,7 @@ def submit(
         async with connect(server, token, folder) as client:
             before = (await client.status()).position
             accepted = await _send(client, tasks, console)
-            _say(console, accepted)
+            _print_accepted(console, accepted)
             if wait:
                 released = await _follow(client, accepted, before, console)
             return accepted
@@ -75,19 +75,19 @@ def submit(
     try:
         accepted = asyncio.run(main())
     except KeyboardInterrupt:
-        console.print("what was accepted goes on; see `tugline status` and `tugline cancel`")
+        console.print("accepted tasks continue; see `tugline status` and `tugline cancel`")
         raise
     if as_json:
         typer.echo(msgspec.json.encode(Submitted(accepted, released)))
     elif released is not None:
-        _show(released)
+        _print_released(released)
     if any(task.missing and task.reason != "min_usable" for task in released or ()):
         raise typer.Exit(1)
 
 
 async def _send(client: Client, tasks: Sequence[Task], console: Console) -> list[Accepted]:
     accepted: list[Accepted] = []
-    with Progress(console=console, transient=True, disable=len(tasks) < _MANY) as progress:
+    with Progress(console=console, transient=True, disable=len(tasks) < _SHOW_PROGRESS) as progress:
         bar = progress.add_task("submitting", total=len(tasks))
         for start in range(0, len(tasks), BATCH):
             accepted += await client.submit(tasks[start : start + BATCH])
@@ -95,9 +95,9 @@ async def _send(client: Client, tasks: Sequence[Task], console: Console) -> list
     return accepted
 
 
-def _say(console: Console, accepted: Sequence[Accepted]) -> None:
-    new = sum(one.new for one in accepted)
-    sessions = sum(len(one.sessions) for one in accepted)
+def _print_accepted(console: Console, accepted: Sequence[Accepted]) -> None:
+    new = sum(each.new for each in accepted)
+    sessions = sum(len(each.sessions) for each in accepted)
     known = f" (known already: {len(accepted) - new})" if new < len(accepted) else ""
     console.print(f"accepted tasks: {len(accepted)}{known}, sessions: {sessions}")
 
@@ -105,29 +105,29 @@ def _say(console: Console, accepted: Sequence[Accepted]) -> None:
 async def _follow(
     client: Client, accepted: Sequence[Accepted], before: int, console: Console
 ) -> list[TaskView]:
-    """Until all are released, as the events since `before` tell; then how they ended."""
-    left = {one.task for one in accepted}
-    over: set[str] = set()
+    """Show progress from events after `before` until all tasks are released; return them."""
+    open_tasks = {each.task for each in accepted}
+    final: set[str] = set()
     running: set[str] = set()
-    for one in accepted:
-        if not one.new:
-            views = [view async for view in client.sessions(task=one.task)]
-            over |= {view.id for view in views if view.status in TERMINAL}
-            if (await client.task(one.task)).state is TaskState.RELEASED:
-                left.discard(one.task)
-    total = sum(len(one.sessions) for one in accepted)
-    with _bar(console) as bar:
-        line = bar.add_task("sessions", total=total, completed=len(over), running=0)
+    for each in accepted:
+        if not each.new:
+            views = [view async for view in client.sessions(task=each.task)]
+            final |= {view.id for view in views if view.status in TERMINAL}
+            if (await client.task(each.task)).state is TaskState.RELEASED:
+                open_tasks.discard(each.task)
+    total = sum(len(each.sessions) for each in accepted)
+    with _make_bar(console) as bar:
+        line = bar.add_task("sessions", total=total, completed=len(final), running=0)
         async with aclosing(client.events(after=before)) as events:
-            while left:
+            while open_tasks:
                 event = await anext(events)
-                if event.task in left:
-                    _count(event, left, over, running)
-                    bar.update(line, completed=len(over), running=len(running))
-    return [await client.task(one.task) for one in accepted]
+                if event.task in open_tasks:
+                    _count(event, open_tasks, final, running)
+                    bar.update(line, completed=len(final), running=len(running))
+    return [await client.task(each.task) for each in accepted]
 
 
-def _count(event: Event, left: set[str], over: set[str], running: set[str]) -> None:
+def _count(event: Event, open_tasks: set[str], final: set[str], running: set[str]) -> None:
     name = event.session or ""
     match event.kind:
         case EventKind.LEASED:
@@ -136,12 +136,12 @@ def _count(event: Event, left: set[str], over: set[str], running: set[str]) -> N
             running.discard(name)
         case EventKind.RESULT:
             running.discard(name)
-            over.add(name)
+            final.add(name)
         case EventKind.RELEASED:
-            left.discard(event.task or "")
+            open_tasks.discard(event.task or "")
 
 
-def _bar(console: Console) -> Progress:
+def _make_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -154,10 +154,10 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _show(released: Sequence[TaskView]) -> None:
+def _print_released(released: Sequence[TaskView]) -> None:
     console = Console(highlight=False)
-    console.print(make_tasks_table(list(released[:_TABLE])))
-    if len(released) > _TABLE:
-        console.print(f"and {len(released) - _TABLE} more")
-    usable, samples = sum(one.usable for one in released), sum(one.samples for one in released)
+    console.print(make_tasks_table(list(released[:_LISTED])))
+    if len(released) > _LISTED:
+        console.print(f"and {len(released) - _LISTED} more")
+    usable, samples = sum(task.usable for task in released), sum(task.samples for task in released)
     console.print(f"{usable} of {samples} sessions are usable")

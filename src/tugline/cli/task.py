@@ -27,30 +27,30 @@ Paths = Annotated[
 def init(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("task.yaml"),
     *,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a task file with every field and what it means."""
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(make_template())
     except FileExistsError as error:
-        msg = f"{path} is there already; name another file, or overwrite it with --force"
+        msg = f"{path} exists; name another file, or overwrite it with --force"
         raise UsageError(msg) from error
     typer.echo(f"wrote {path}; try `tugline task check {path}`")
 
 
 @task.command()
 def check(paths: Paths) -> None:
-    """Say whether tasks are well-formed and their parts can be made here."""
+    """Check that tasks are valid and their plug-ins can be made here."""
     tasks = read_checked(paths)
     parts = Parts()
-    for one in tasks:
+    for each in tasks:
         try:
-            parts.check(one)
+            parts.check(each)
         except UsageError as error:
-            msg = f"task {one.id!r}: {error}"
+            msg = f"task {each.id!r}: {error}"
             raise UsageError(msg) from error
-    sessions = sum(one.samples for one in tasks)
+    sessions = sum(each.samples for each in tasks)
     typer.echo(f"well-formed tasks: {len(tasks)}, sessions: {sessions}")
 
 
@@ -61,12 +61,12 @@ def schema() -> None:
 
 
 def read_checked(paths: list[str]) -> list[Task]:
-    """The tasks in files, each with sensible values. Raises `UsageError`, `Invalid`."""
+    """Load tasks from files and check their values. Raises `UsageError`, `Invalid`."""
     tasks = load(paths)
-    for one in tasks:
+    for each in tasks:
         try:
-            check_task(one)
+            check_task(each)
         except Invalid as error:
-            msg = f"task {one.id!r}: {error}"
+            msg = f"task {each.id!r}: {error}"
             raise Invalid(msg, field=error.field) from error
     return tasks

@@ -79,7 +79,7 @@ class Handling(msgspec.Struct, frozen=True):
     """Attempts to repeat; None: as many as `Group.attempts` allows."""
     elsewhere: bool = False
     """Whether it is retried on another node, where there is one."""
-    judged: bool = False
+    evaluated: bool = False
     """Whether the session counts for the policy: evaluated and trained on; else masked."""
 
 
@@ -95,10 +95,10 @@ HANDLING: dict[Cause, Handling] = {
     Cause.ENGINE: Handling(Boundary.ENGINE, 0),
     Cause.INSTALL: Handling(Boundary.HARNESS, 1, elsewhere=True),
     Cause.CRASH: Handling(Boundary.HARNESS, 1),
-    Cause.AGENT_TIMEOUT: Handling(Boundary.AGENT, 0, judged=True),
+    Cause.AGENT_TIMEOUT: Handling(Boundary.AGENT, 0, evaluated=True),
     Cause.TOTAL_TIMEOUT: Handling(Boundary.AGENT, 0),
-    Cause.AGENT_MEMORY: Handling(Boundary.AGENT, 0, judged=True),
-    Cause.AGENT_DISK: Handling(Boundary.AGENT, 0, judged=True),
+    Cause.AGENT_MEMORY: Handling(Boundary.AGENT, 0, evaluated=True),
+    Cause.AGENT_DISK: Handling(Boundary.AGENT, 0, evaluated=True),
     Cause.EVALUATOR: Handling(Boundary.EVALUATOR, 0),
     Cause.EVAL_TIMEOUT: Handling(Boundary.EVALUATOR, 0),
     Cause.TASK: Handling(Boundary.RUNTIME, 0),
