@@ -77,6 +77,7 @@ def up(  # noqa: PLR0913 - each is a flag
     if no_node:
         keep_running(run_server(settings, folder, echo), log_file)
         return
+    from tugline.launch.node import run_server_and_node  # noqa: PLC0415 - takes a second, see there
 
     keep_running(run_server_and_node(add_default_engine(settings), folder, echo), log_file)
 
