@@ -14,7 +14,7 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox, SandboxSpec
 from tugline.sandbox.local import Local
-from tugline.traces.base import Built
+from tugline.traces.base import Builder, Built
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Reward
 
@@ -78,7 +78,7 @@ class Slow(Local):
             yield box
 
 
-class Broken:
+class Broken(Builder):
     """A builder with a bug."""
 
     def build(self, calls: Sequence[Any]) -> Built:

@@ -23,7 +23,7 @@ import numpy as np
 
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
-from tugline.node.engines import EngineLoad
+from tugline.node.admission import EngineLoad
 from tugline.recording.records import Result
 from tugline.rollout.parts import Parts as Made
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec

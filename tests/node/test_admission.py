@@ -11,8 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from tugline.node.admission import Admission
-from tugline.node.engines import EngineLoad, Engines
+from tugline.node.admission import Admission, EngineLoad, Engines
 from tugline.web.serve import serve
 
 VLLM = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 
 from observed import CALL, observed, read, task, until
-from tugline.node.engines import EngineLoad
+from tugline.node.admission import EngineLoad
 from tugline.web.serve import serve
 
 

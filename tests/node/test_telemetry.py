@@ -8,7 +8,7 @@ from typing import Any
 
 from observed import observed, task, until
 from tugline.server.store import stats
-from tugline.tracing.spans import Rollout
+from tugline.tracing.tracer import Rollout
 from tugline.types import Status
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,7 +16,9 @@ import pytest
 
 from attacked import IMAGE, running, token
 from rig import Play, Reply, rig, says
+from tugline.errors import CaptureError, DiskFull, EngineError, SandboxError, UsageError
 from tugline.gateway.app import Opened
+from tugline.rollout.failures import classify
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
@@ -472,3 +475,29 @@ def _containers(folder: Path) -> str:
 def test_every_cause_has_a_case() -> None:
     """No row of the table of what follows a failure is there for nothing."""
     assert {case.cause for case in CASES if case.cause is not None} == set(HANDLING)
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "cause"),
+    [
+        (Status.INIT, SandboxError("x"), Cause.SANDBOX),
+        (Status.INIT, DiskFull("x"), Cause.DISK),
+        (Status.INIT, UsageError("x"), Cause.TASK),
+        (Status.INIT, OSError("x"), Cause.NODE),
+        (Status.INIT, TimeoutError(), Cause.INIT_TIMEOUT),
+        (Status.RUN, OSError(errno.EDQUOT, "x"), Cause.DISK),
+        (Status.BUILD, EngineError("no ids"), Cause.ENGINE),
+        (Status.BUILD, CaptureError("no ids"), Cause.ENGINE),
+        (Status.BUILD, ZeroDivisionError("x"), Cause.NODE),
+        (Status.BUILD, TimeoutError(errno.ETIMEDOUT, "a file system's"), Cause.NODE),
+        (Status.EVAL, TimeoutError(), Cause.EVAL_TIMEOUT),
+        (Status.EVAL, UsageError("x"), Cause.EVALUATOR),
+    ],
+)
+def test_a_failure_follows_from_stage_and_error(
+    stage: Status, error: Exception, cause: Cause
+) -> None:
+    """The error's type decides, then the stage; a timeout with an errno is none of ours."""
+    failure = classify(stage, error)
+    assert (failure.cause, failure.boundary) == (cause, HANDLING[cause].boundary)
+    assert str(error) in failure.message

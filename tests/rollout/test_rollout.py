@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from stub_model import Step, StubGateway
-from tugline.errors import ConfigError, DiskFull, EngineError, EvaluatorError, SandboxError
+from tugline.errors import ConfigError, EvaluatorError, SandboxError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.local import Local
-from tugline.traces.base import Built
 from tugline.types import (
     TRANSITIONS,
     Boundary,
@@ -174,19 +173,6 @@ async def test_pi_in_a_network_of_its_own(tmp_path: Path) -> None:
     assert b"1 passed" in output
 
 
-async def test_an_agent_out_of_time_is_still_judged(gateway: StubGateway, tmp_path: Path) -> None:
-    """It had solved the task before it hung: the work counts, the status says what happened."""
-    script = f'sed -i s/-/+/ bill.py; python3 -I -c "{CALL}"; sleep 300'
-    task = a_task(shell(script), limits=Limits(agent_s=2.0))
-    trajectory, stages = await rolled(task, gateway, tmp_path)
-    assert trajectory.status is Status.TIMED_OUT
-    assert trajectory.failure is not None
-    assert trajectory.failure.cause is Cause.AGENT_TIMEOUT
-    assert trajectory.reward == Reward(1.0, {"passed": 1.0, "total": 1.0})
-    assert trajectory.ledger.trained == 2
-    assert stages[-1] is Status.EVAL
-
-
 async def test_a_bad_exit_after_model_calls_is_the_agents_own(
     gateway: StubGateway, tmp_path: Path
 ) -> None:
@@ -219,15 +205,6 @@ async def test_a_program_that_never_calls_the_model_is_a_harness_failure(
     assert trajectory.failure.boundary is Boundary.HARNESS
     assert re.search(says, trajectory.failure.message)
     assert legal(stages, trajectory.status)
-
-
-async def test_the_engines_failure_is_not_the_agents(gateway: StubGateway, tmp_path: Path) -> None:
-    """What the gateway saw fail decides, whatever code the agent ended with."""
-    gateway.failures["t-0"] = Failure(Boundary.ENGINE, "context overflow")
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path)
-    assert trajectory.status is Status.FAILED
-    assert trajectory.failure == Failure(Boundary.ENGINE, "context overflow", Cause.ENGINE)
-    assert trajectory.reward is None
 
 
 class Moody(Evaluator):
@@ -266,10 +243,6 @@ class Broken(Harness):
         """None."""
         return ()
 
-    def build(self, _calls: object) -> Built:
-        """Break."""
-        raise self.error
-
 
 class Given(Parts):
     """Parts of which some are given."""
@@ -302,28 +275,22 @@ async def test_an_evaluation_is_tried_twice(
         assert trajectory.traces
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "boundary"),
-    [
-        ("harness", ConfigError("no node"), Boundary.HARNESS),
-        ("runtime", SandboxError("no namespaces"), Boundary.RUNTIME),
-        ("runtime", DiskFull("no room"), Boundary.INFRASTRUCTURE),
-        ("runtime", OSError("weird"), Boundary.INFRASTRUCTURE),
-        ("builder", EngineError("no ids"), Boundary.ENGINE),
-        ("builder", ZeroDivisionError(), Boundary.INFRASTRUCTURE),
-    ],
-)
-async def test_every_failure_names_its_boundary(
-    kind: str, error: Exception, boundary: Boundary, gateway: StubGateway, tmp_path: Path
-) -> None:
-    """Whatever breaks, the rollout is data: a typed failure and no exception."""
-    parts = Given(**{kind: Broken(error)})
+async def test_whatever_breaks_is_a_typed_failure(gateway: StubGateway, tmp_path: Path) -> None:
+    """A runtime that raises at once: the rollout is data and went through legal stages."""
+    parts = Given(runtime=Broken(SandboxError("no namespaces")))
     trajectory, stages = await rolled(a_task(ONCE), gateway, tmp_path, parts)
     assert trajectory.status is Status.FAILED
-    assert trajectory.failure is not None
-    assert trajectory.failure.boundary is boundary
-    assert str(error) in trajectory.failure.message
+    assert trajectory.failure == Failure(Boundary.RUNTIME, "no namespaces", Cause.SANDBOX)
     assert legal(stages, trajectory.status)
+
+
+async def test_a_node_without_what_a_harness_needs_is_no_wrong_task(
+    gateway: StubGateway, tmp_path: Path
+) -> None:
+    """Such as a Node that is missing: an installation that failed, not a `ConfigError`."""
+    parts = Given(harness=Broken(ConfigError("no node")))
+    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, parts)
+    assert trajectory.failure == Failure(Boundary.HARNESS, "no node", Cause.INSTALL)
 
 
 class Dying(Local):
@@ -375,16 +342,6 @@ async def test_a_box_that_is_not_closed_well_costs_nothing(
     else:
         assert trajectory.failure is not None
         assert trajectory.failure.cause is Cause.CRASH
-
-
-async def test_a_network_that_times_out_is_not_the_agents(
-    gateway: StubGateway, tmp_path: Path
-) -> None:
-    """ETIMEDOUT of a file system is a `TimeoutError`, too, and no clock of ours."""
-    runtime = Broken(TimeoutError(110, "Connection timed out"))
-    trajectory, _ = await rolled(a_task(ONCE), gateway, tmp_path, Given(builder=runtime))
-    assert trajectory.failure is not None
-    assert trajectory.failure.cause is Cause.NODE
 
 
 async def test_a_disk_that_filled_up_meanwhile_is_not_the_agents(

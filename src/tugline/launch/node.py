@@ -22,8 +22,8 @@ from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.process import folder_lock, handle_signals
 from tugline.launch.server import OTHER_FOLDER, Echo, open_control_plane, serve_control_plane
 from tugline.launch.settings import Settings
+from tugline.node.admission import Engines
 from tugline.node.app import Node
-from tugline.node.engines import Engines
 from tugline.node.metrics import NodeMetrics
 from tugline.node.telemetry import Telemetry
 from tugline.protocol import Dispatcher

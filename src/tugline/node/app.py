@@ -19,9 +19,8 @@ from tugline import log
 from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
-from tugline.node.admission import Admission
+from tugline.node.admission import Admission, Engines
 from tugline.node.dispatcher import RetryingDispatcher
-from tugline.node.engines import Engines
 from tugline.node.housekeeping import Housekeeping
 from tugline.node.pools import Pools
 from tugline.node.session_runner import SessionRunner

@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from tugline.gateway.engine import Traffic
 from tugline.histogram import CONTENT_TYPE, Values, families, page
+from tugline.node.admission import Engines
 from tugline.node.app import Node
-from tugline.node.engines import Engines
 from tugline.node.telemetry import Telemetry
 from tugline.types import Status
 

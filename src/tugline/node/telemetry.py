@@ -19,8 +19,7 @@ from tugline import log
 from tugline.errors import TuglineError
 from tugline.histogram import Distribution
 from tugline.protocol import Work
-from tugline.tracing.spans import Rollout
-from tugline.tracing.tracer import Tracer
+from tugline.tracing.tracer import Rollout, Tracer
 from tugline.types import Boundary, Call, Reason, Status, Trajectory
 
 _MAX_SESSIONS = 4096

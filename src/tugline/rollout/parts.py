@@ -18,14 +18,16 @@ from tugline.traces.base import Builder
 from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
-_CONTRACTS = {"harness": Harness, "runtime": Runtime, "evaluator": Evaluator}
-_METHODS = {
-    "builder": ("build",),
+_CONTRACTS = {
+    "harness": Harness,
+    "runtime": Runtime,
+    "evaluator": Evaluator,
+    "builder": Builder,
 }
 
 
 class Parts:
-    """Plug-in instances by kind, name and options.
+    """Plug-in instances by kind, name and options; a task cannot have any other class called.
 
     Each method raises `UnknownPlugin` or `ConfigError` for one that cannot be made.
     """
@@ -82,19 +84,10 @@ class Parts:
         key = (kind, spec.name, options)
         if key not in self._made:
             target = find(kind, spec.name)
-            _check_contract(kind, spec.name, target)
+            if not (isinstance(target, type) and issubclass(target, _CONTRACTS[kind])):
+                base = _CONTRACTS[kind]
+                contract = f"{base.__module__}.{base.__name__}"
+                msg = f"{spec.name!r} is no {kind}: it must be a subclass of {contract}"
+                raise UnknownPlugin(msg)
             self._made[key] = make(kind, spec.name, target, spec.options)
         return self._made[key]
-
-
-def _check_contract(kind: str, name: str, target: Any) -> None:
-    """Raises `UnknownPlugin` for a class that is no `kind`: a task may not call any class."""
-    if base := _CONTRACTS.get(kind):
-        if not (isinstance(target, type) and issubclass(target, base)):
-            msg = (
-                f"{name!r} is no {kind}: it must be a subclass of {base.__module__}.{base.__name__}"
-            )
-            raise UnknownPlugin(msg)
-    elif not all(callable(getattr(target, method, None)) for method in _METHODS[kind]):
-        msg = f"{name!r} is no {kind}: it must have {' and '.join(_METHODS[kind])}"
-        raise UnknownPlugin(msg)

@@ -1,4 +1,8 @@
-"""Export spans to an OpenTelemetry collector over HTTP. Needs the extra ``otel``.
+"""Export sessions to an OpenTelemetry collector over HTTP. Needs the extra ``otel``.
+
+A session is one trace: ``rollout``, its stages, and the model calls of its agent. Names follow the
+GenAI conventions of OpenTelemetry, version 1.41; attributes without a convention begin with
+``tugline.``. Spans contain no text of prompts or answers.
 
 The SDK's queue is bounded and emptied by a thread of its own: a slow or missing collector costs the
 spans that do not fit, and no session waits for it. Headers, sampling and timeouts come from the
@@ -7,8 +11,12 @@ standard variables of OpenTelemetry.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -16,12 +24,19 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tugline.tracing.spans import Rollout, Span, make_rollout_span, make_trace_id, parse_link
+from tugline.tracing.tracer import Rollout
+from tugline.types import Call, CallOutcome, Session, Status, Task
 
-_QUEUED = 16_384
+PARENT_TAG = "traceparent"
+"""Tag of a task that names the span to link to, in the form of W3C Trace Context."""
+_STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
+_MAX_QUEUED = 16_384
 """Spans that wait to be sent; a session has one for each of its calls."""
 _CLOSE_S = 3.0
+
+Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
 
 
 class _Ids(RandomIdGenerator):
@@ -39,13 +54,12 @@ class Otlp:
     def __init__(self, url: str, *, node: str) -> None:
         """`url` takes traces, `node` is the instance id of the service."""
         release = version("tugline")
-        resource = Resource.create(
-            {
-                "service.name": "tugline",
-                "service.version": release,
-                "service.instance.id": node,
-            }
-        ).merge(OTELResourceDetector().detect())
+        service = {
+            "service.name": "tugline",
+            "service.version": release,
+            "service.instance.id": node,
+        }
+        resource = Resource.create(service).merge(OTELResourceDetector().detect())
         self._ids = _Ids()
         self._lock = threading.Lock()
         self._provider = TracerProvider(
@@ -53,17 +67,15 @@ class Otlp:
         )
         self._exporter = OTLPSpanExporter(endpoint=url)
         self._provider.add_span_processor(
-            BatchSpanProcessor(self._exporter, max_queue_size=_QUEUED)
+            BatchSpanProcessor(self._exporter, max_queue_size=_MAX_QUEUED)
         )
         self._tracer = self._provider.get_tracer("tugline", release)
 
     def export(self, rollout: Rollout) -> None:
         """Queue the spans of a session."""
-        link = parse_link(rollout.task)
-        links = [] if link is None else [trace.Link(_context(*link))]
         with self._lock:
             self._ids.trace = make_trace_id(rollout.session)
-            self._send(make_rollout_span(rollout), None, links)
+            self._export_rollout(rollout)
 
     def close(self) -> None:
         """Send what is queued, for three seconds at most; the rest is dropped."""
@@ -73,28 +85,161 @@ class Otlp:
         if ending.is_alive():
             self._exporter.shutdown()  # type: ignore[no-untyped-call] # stop its retries
 
-    def _send(self, span: Span, parent: trace.Span | None, links: list[trace.Link]) -> None:
-        context = None if parent is None else trace.set_span_in_context(parent)
-        kind = trace.SpanKind.CLIENT if span.remote else trace.SpanKind.INTERNAL
-        made = self._tracer.start_span(
-            span.name,
-            context or trace.set_span_in_context(trace.INVALID_SPAN),
+    def _export_rollout(self, rollout: Rollout) -> None:
+        failure = rollout.trajectory.failure
+        stages = [(status, at) for status, at in rollout.stages if status in _STAGES]
+        ends = [at for _, at in stages[1:]] + [rollout.ended]
+        with self._span(
+            "rollout",
+            (stages[0][1] if stages else rollout.ended, rollout.ended),
+            _describe_rollout(rollout),
+            links=parse_links(rollout.task),
+            error=None if failure is None else failure.message,
+        ) as root:
+            for (status, start), end in zip(stages, ends, strict=False):
+                self._export_stage(rollout, status, (start, max(start, end)), root)
+
+    def _export_stage(
+        self, rollout: Rollout, status: Status, times: tuple[float, float], root: trace.Span
+    ) -> None:
+        """A stage; RUN has the conventional name of an agent's work, and the calls as children."""
+        reward, failure = rollout.trajectory.reward, rollout.trajectory.failure
+        name, attributes = status.value, {"tugline.stage": status.value}
+        calls: Sequence[Call] = ()
+        if status is Status.RUN:
+            agent, calls = rollout.task.harness.name, rollout.calls
+            name = f"invoke_agent {agent}"
+            attributes |= {
+                "gen_ai.operation.name": "invoke_agent",
+                "gen_ai.provider.name": calls[0].engine if calls else "",
+                "gen_ai.agent.name": agent,
+                "gen_ai.conversation.id": rollout.session.id,
+                "gen_ai.request.model": rollout.model,
+            }
+        failed = failure is not None and status is rollout.stages[-1][0]
+        error = failure.message if failed and failure is not None else None
+        with self._span(name, times, attributes, parent=root, error=error) as span:
+            if status is Status.EVAL and reward is not None:
+                score: dict[str, str | float] = {
+                    "gen_ai.evaluation.name": rollout.task.evaluator.name,
+                    "gen_ai.evaluation.score.value": reward.value,
+                }
+                span.add_event("gen_ai.evaluation.result", score, _ns(times[1]))
+            for call in calls:
+                self._export_call(call, rollout.model, span)
+
+    def _export_call(self, call: Call, model: str, run: trace.Span) -> None:
+        """A model call, from its arrival at the gateway to its last token."""
+        times = call.timings
+        end = max(times.received, times.last_token or times.sent or times.received)
+        with self._span(
+            f"chat {model}".rstrip(),
+            (times.received, end),
+            _describe_call(call, model),
+            parent=run,
+            kind=trace.SpanKind.CLIENT,
+            error=None if call.outcome is CallOutcome.COMPLETE else call.outcome.value,
+        ) as span:
+            if times.first_token is not None:
+                span.add_event("first token", None, _ns(times.first_token))
+
+    @contextlib.contextmanager
+    def _span(  # noqa: PLR0913 - the fields of a span
+        self,
+        name: str,
+        times: tuple[float, float],
+        attributes: Attributes,
+        *,
+        parent: trace.Span = trace.INVALID_SPAN,
+        kind: trace.SpanKind = trace.SpanKind.INTERNAL,
+        links: Sequence[trace.Link] = (),
+        error: str | None = None,
+    ) -> Iterator[trace.Span]:
+        """A span from `times[0]` to `times[1]`, Unix seconds; empty attributes are left out."""
+        span = self._tracer.start_span(
+            name,
+            trace.set_span_in_context(parent),
             kind=kind,
-            attributes=span.attributes,
+            attributes={k: v for k, v in attributes.items() if v is not None and v != ""},
             links=links,
-            start_time=_ns(span.start),
+            start_time=_ns(times[0]),
         )
-        for event in span.events:
-            made.add_event(event.name, event.attributes, _ns(event.at))
-        for child in span.children:
-            self._send(child, made, [])
-        if span.error is not None:
-            made.set_status(trace.StatusCode.ERROR, span.error)
-        made.end(_ns(span.end))
+        yield span
+        if error is not None:
+            span.set_status(trace.StatusCode.ERROR, error)
+        span.end(_ns(times[1]))
 
 
-def _context(trace_number: int, span_number: int) -> trace.SpanContext:
-    return trace.SpanContext(trace_number, span_number, is_remote=True)
+def make_trace_id(session: Session) -> int:
+    """The trace id of an attempt, derived from session and epoch: 128 bits, never 0."""
+    digest = hashlib.sha256(f"{session.id}.{session.epoch}".encode()).digest()
+    return int.from_bytes(digest[:16], "big") or 1
+
+
+def parse_links(task: Task) -> list[trace.Link]:
+    """A link to the span in the task's `PARENT_TAG`; none without a valid one."""
+    parent = task.tags.get(PARENT_TAG, "")
+    context = TraceContextTextMapPropagator().extract({"traceparent": parent})
+    span = trace.get_current_span(context).get_span_context()
+    return [trace.Link(span)] if span.is_valid else []
+
+
+def _describe_rollout(rollout: Rollout) -> Attributes:
+    task, session, trajectory = rollout.task, rollout.session, rollout.trajectory
+    ledger, reward, failure = trajectory.ledger, trajectory.reward, trajectory.failure
+    return {
+        "gen_ai.conversation.id": session.id,
+        "tugline.task": task.id,
+        "tugline.session": session.id,
+        "tugline.sample": session.sample,
+        "tugline.attempt": session.attempt,
+        "tugline.epoch": session.epoch,
+        "tugline.tenant": task.tenant,
+        "tugline.node": rollout.node,
+        "tugline.status": trajectory.status.value,
+        "tugline.reward": None if reward is None else reward.value,
+        "tugline.tokens.sampled": ledger.sampled,
+        "tugline.tokens.trained": ledger.trained,
+        "tugline.calls": len(rollout.calls),
+        "error.type": None if failure is None else failure.boundary.value,
+    }
+
+
+def _describe_call(call: Call, model: str) -> Attributes:
+    times, sampling = call.timings, call.sampling
+    first = times.first_token
+    address = urlsplit(call.replicas[-1]) if call.replicas else None
+    return {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": call.engine,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": f"{call.session}-{call.number}",
+        "gen_ai.conversation.id": call.thread or call.session,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.stop_sequences": sampling.stop or None,
+        "gen_ai.usage.input_tokens": len(call.prompt_ids),
+        "gen_ai.usage.output_tokens": len(call.sampled_ids) + call.unreported_tokens,
+        "gen_ai.response.finish_reasons": (call.finish.value,),
+        "gen_ai.response.time_to_first_chunk": (
+            None if first is None else first - (times.sent or times.received)
+        ),
+        "server.address": address.hostname if address else None,
+        "server.port": address.port if address else None,
+        "error.type": None if call.outcome is CallOutcome.COMPLETE else call.outcome.value,
+        "tugline.call": call.number,
+        "tugline.parent": call.parent,
+        "tugline.branch": None if call.branch is None else call.branch.value,
+        "tugline.kind": call.kind.value,
+        "tugline.mode": call.mode.value,
+        "tugline.dialect": call.dialect,
+        "tugline.replayed": call.replayed or None,
+        "tugline.versions": tuple(str(one.version) for one in call.versions) or None,
+    }
 
 
 def _ns(seconds: float) -> int:

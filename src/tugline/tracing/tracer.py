@@ -5,16 +5,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from tugline.errors import UsageError
-from tugline.tracing.spans import Rollout
+from tugline.types import Call, Session, Status, Task, Trajectory
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """The URL itself, and one that the path of traces is appended to."""
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SUPPORTED = "http/protobuf"
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that has ended."""
+
+    task: Task
+    session: Session
+    trajectory: Trajectory
+    stages: Sequence[tuple[Status, float]]
+    """Stages in their order with their start (Unix seconds)."""
+    ended: float
+    calls: Sequence[Call] = ()
+    node: str = ""
+    model: str = ""
+    """Its name at the engine."""
 
 
 class Tracer(Protocol):
