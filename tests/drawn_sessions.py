@@ -12,9 +12,9 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from hypothesis import strategies as st
 
+from calls import make_call
 from tugline.types import (
     Branch,
     Call,
@@ -24,30 +24,9 @@ from tugline.types import (
     Message,
     Mode,
     Role,
-    Sampling,
-    Timings,
     TraceKind,
     VersionSpan,
 )
-
-
-def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: Any) -> Call:
-    """One call whose logprob at each token names the call and the place."""
-    fields: dict[str, Any] = {
-        "session": "s",
-        "number": number,
-        "dialect": "openai_chat",
-        "messages": (),
-        "sampling": Sampling(),
-        "prompt_ids": np.array(prompt, np.int32),
-        "sampled_ids": np.array(sampled, np.int32),
-        "logprobs": -(number + np.arange(1, len(sampled) + 1, dtype=np.float32) / 100),
-        "versions": (VersionSpan(3, 0, len(sampled)),) if len(sampled) else (),
-        "finish": Finish.STOP,
-        "engine": "e",
-        "timings": Timings(received=0.0),
-    }
-    return Call(**(fields | changes))
 
 
 def showing(*urls: str) -> tuple[Message, ...]:
@@ -114,7 +93,7 @@ def _next(
     new = ("", "data:a", "data:b")[draw.below(3)] if draw.below(4) == 3 else ""
     added = showing(new) if new else ()
     if base is None or way == "fresh":
-        return call(number, fresh, [], messages=added), _digests(added)
+        return make_call(number, fresh, [], messages=added), _digests(added)
     links: dict[str, Any] = {"parent": base.number, "thread": base.thread}
     if way in ("on", "rerendered"):
         known = seen[base.number]
@@ -128,13 +107,14 @@ def _next(
             everything = tuple(_URL[one] for one in known)
             branch = None if links["parent"] is None else Branch.HISTORY_EDITED
             links |= {"branch": branch, "messages": showing(*everything) + added}
-        return call(number, prompt, [], **({"messages": added} | links)), known + _digests(added)
+        made = make_call(number, prompt, [], **({"messages": added} | links))
+        return made, known + _digests(added)
     prompt = base.prompt_ids.tolist() or fresh
     if way == "again":
         known = seen[base.number]
         shown = showing(*(_URL[one] for one in known))
         links |= {"parent": None, "messages": shown}
-        return call(number, prompt, [], **links), known
+        return make_call(number, prompt, [], **links), known
     if way == "edit":
         prompt = whole(base)[: draw.below(len(whole(base)) + 1)] + fresh
         links["branch"] = Branch.HISTORY_EDITED
@@ -148,7 +128,7 @@ def _next(
     elif way == "side":
         prompt = (fresh, whole(base) + fresh)[draw.below(2)]
         links |= {"kind": TraceKind.SIDE, "parent": None}
-    return call(number, prompt, [], **(links | {"messages": added})), _digests(added)
+    return make_call(number, prompt, [], **(links | {"messages": added})), _digests(added)
 
 
 def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
@@ -167,13 +147,13 @@ def _ended(draw: _Bytes, asked: Call, name: str) -> Call:
     for derived in ("number", "prompt_ids", "sampled_ids", "logprobs"):
         del fields[derived]
     if draw.below(10) == 9:
-        return call(
+        return make_call(
             asked.number,
             [],
             [],
             **(fields | {"mode": Mode.TEXT, "unreported_tokens": 5, "versions": ()}),
         )
-    return call(asked.number, asked.prompt_ids.tolist(), sampled, **fields)
+    return make_call(asked.number, asked.prompt_ids.tolist(), sampled, **fields)
 
 
 _URL = {Image(url).digest: url for url in ("data:a", "data:b")}

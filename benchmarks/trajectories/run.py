@@ -128,7 +128,7 @@ def decoding(words: Words, folder: Path, repeats: int) -> dict[str, float]:
     data = path.read_bytes()
 
     def frames() -> list[bytes]:
-        return [one.packed for one in recordings.frames(path, data) if one.packed]
+        return [one.packed for one in recordings.read_frames(path, data) if one.packed]
 
     def inflate() -> list[bytes]:
         stream = zstandard.ZstdDecompressor().decompressobj()

@@ -9,54 +9,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from calls import make_call, make_header
 from tugline.recording.file import Writer
-from tugline.recording.records import Header
 from tugline.types import (
     Branch,
     Call,
     EchoChange,
-    Finish,
     PluginSpec,
-    Sampling,
-    Session,
-    Task,
-    Timings,
     TraceKind,
-    VersionSpan,
 )
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "builders" / "run.py"
 END = 9
 
 
-def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: object) -> Call:
+def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **changes: Any) -> Call:
     """One model call that continues the one before it."""
-    fields: dict[str, object] = {
-        "session": "s",
-        "number": number,
-        "parent": number - 1 if number else None,
-        "dialect": "openai_chat",
-        "messages": (),
-        "sampling": Sampling(),
-        "prompt_ids": np.array(prompt, np.int32),
-        "sampled_ids": np.array(sampled, np.int32),
-        "logprobs": np.full(len(sampled), -0.5, np.float32),
-        "versions": (VersionSpan(0, 0, len(sampled)),),
-        "finish": Finish.STOP,
-        "engine": "none",
-        "timings": Timings(0.0),
-    }
-    return Call(**(fields | changes))  # type: ignore[arg-type]
+    parent = number - 1 if number else None
+    return make_call(number, prompt, sampled, **{"parent": parent, **changes})
 
 
 def write(path: Path, task: str, calls: Sequence[Call]) -> None:
     """A recording as the gateway writes it."""
-    asked = Task(id=task, instruction="", harness=PluginSpec("pi"), evaluator=PluginSpec("tests"))
-    session = Session(id=path.stem.partition(".")[0], task=task, sample=0)
-    with Writer(path, Header(session=session, task=asked, created=0.0, tugline="0")) as writer:
+    header = make_header(
+        path.stem.partition(".")[0], task, task_fields={"harness": PluginSpec("pi")}
+    )
+    with Writer(path, header) as writer:
         for one in calls:
             writer.append(one)
 

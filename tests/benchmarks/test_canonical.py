@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from canonical import Canonical
 
-from drawn_sessions import call, whole
+from calls import make_call as call
+from drawn_sessions import whole
 from tugline.traces.ledger import count_calls
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Call, Finish, Reason, Trace

@@ -9,22 +9,19 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from calls import make_call, make_header
 from tugline.exports.base import make_exporter
 from tugline.exports.pipeline import Export, Summary, run
 from tugline.recording.file import Writer
-from tugline.recording.records import Header, Result
+from tugline.recording.records import Result
 from tugline.types import (
     Call,
-    Finish,
     Ledger,
     Message,
     PluginSpec,
     Reward,
     Role,
-    Sampling,
-    Session,
     Status,
-    Task,
     Timings,
     Tool,
     ToolCall,
@@ -43,23 +40,16 @@ def call(number: int, prompt: Sequence[int], sampled: Sequence[int], **fields: A
         else Message(Role.USER, "Mend it.")
     )
     defaults: dict[str, Any] = {
-        "session": "s",
-        "number": number,
         "parent": number - 1 if number else None,
-        "dialect": "openai_chat",
         "messages": (added,),
         "answer": Message(Role.ASSISTANT, f"Look {number}.", (use,), reasoning="Hm."),
         "tools": (READ,),
-        "sampling": Sampling(),
-        "prompt_ids": np.asarray(prompt, np.int32),
-        "sampled_ids": np.asarray(sampled, np.int32),
         "logprobs": np.linspace(-0.1, -0.5, len(sampled)).astype(np.float32),
         "versions": (VersionSpan(3 + number, 0, len(sampled)),),
-        "finish": Finish.STOP,
         "engine": "embedded",
         "timings": Timings(1.0, 1.5, 2.0, 3.0),
     }
-    return Call(**defaults | fields)
+    return make_call(number, prompt, sampled, **defaults | fields)
 
 
 def two_turns(first: int = 10) -> list[Call]:
@@ -83,16 +73,14 @@ def record(
     tokenizer: str = "",
 ) -> Path:
     """Write a session of two turns; `status` None leaves it without a result."""
-    what = Task(
-        id=task,
-        instruction="Mend it.",
-        harness=PluginSpec("shell"),
-        evaluator=PluginSpec("tests"),
-        tags=dict(tags or {}),
-    )
-    who = Session(id=session, task=task, sample=sample, epoch=epoch)
-    header = Header(
-        session=who, task=what, created=0.0, tugline="0", model="tiny", tokenizer=tokenizer
+    header = make_header(
+        session,
+        task,
+        sample,
+        epoch,
+        task_fields={"instruction": "Mend it.", "tags": dict(tags or {})},
+        model="tiny",
+        tokenizer=tokenizer,
     )
     path = folder / f"{session}.{epoch}.rec"
     with Writer(path, header, sync=False) as writer:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from calls import make_call
 from tugline.recording.file import Writer
 from tugline.recording.records import Event, EventKind
-from tugline.types import Call, Finish, Ids, Message, Role, Sampling, Timings, VersionSpan
+from tugline.types import Call, Ids, Message, Role
 
 LONGEST_S = 0.02
 SAMPLED = 40
@@ -35,21 +36,14 @@ def conversation(seed: int) -> list[Call]:
         count = int(draw.integers(0, SAMPLED))
         sampled: Ids = draw.integers(0, 150_000, count).astype(np.int32)
         calls.append(
-            Call(
-                session="s",
-                number=number,
+            make_call(
+                number,
+                prompt,
+                sampled,
                 parent=number - 1 if number else None,
-                dialect="openai_chat",
                 messages=(Message(Role.USER, f"{number} " * 20),),
                 answer=Message(Role.ASSISTANT, "word " * count),
-                sampling=Sampling(),
-                prompt_ids=prompt,
-                sampled_ids=sampled,
                 logprobs=-draw.random(count, np.float32),
-                versions=(VersionSpan(0, 0, count),),
-                finish=Finish.STOP,
-                engine="embedded",
-                timings=Timings(1.0),
                 request=b'{"messages": "%s"}' % (b"body " * (50 + number)),
             )
         )

@@ -13,20 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calls import make_call
 from tugline.recording.codec import join_floats, split_floats
 from tugline.recording.file import Writer, read
 from tugline.types import (
     Call,
-    Finish,
-    Ids,
     Image,
     Message,
     Role,
-    Sampling,
-    Timings,
     Tool,
     ToolCall,
-    VersionSpan,
     encode,
 )
 
@@ -41,25 +37,6 @@ URLS = (
     "data:,",
     "",
 )
-
-
-def call(number: int, prompt: Ids, sampled: Ids, **fields: Any) -> Call:
-    """A call with what matters here."""
-    plain = Call(
-        session="s",
-        number=number,
-        dialect="openai_chat",
-        messages=(),
-        sampling=Sampling(),
-        prompt_ids=prompt,
-        sampled_ids=sampled,
-        logprobs=-np.arange(len(sampled), dtype=np.float32) / 7,
-        versions=(VersionSpan(0, 0, len(sampled)),),
-        finish=Finish.STOP,
-        engine="embedded",
-        timings=Timings(1.0),
-    )
-    return msgspec.structs.replace(plain, **fields)
 
 
 def same(found: tuple[Call, ...], calls: list[Call]) -> bool:
@@ -103,7 +80,7 @@ def sessions(draw: st.DrawFn) -> list[Call]:
         added = draw(st.lists(messages, max_size=3))
         history += added
         calls.append(
-            call(
+            make_call(
                 number,
                 np.concatenate((start, draw(few))),
                 draw(few),
@@ -168,7 +145,7 @@ def test_a_picture_is_kept_once(tmp_path: Path, contents: dict[str, Any]) -> Non
         anew = number % 4 == 0
         body = b'{"n": %d, "messages": [%s]}' % (number if anew else 0, b",".join(history))
         added = (picture,) if anew else (Message(Role.TOOL, f"result {number}"),)
-        calls.append(call(number, ids, ids[:5], messages=added, request=body))
+        calls.append(make_call(number, ids, ids[:5], messages=added, request=body))
         history.append(b'{"role": "tool", "content": "result %d"}' % number)
     with Writer(path) as writer:
         for one in calls:
@@ -185,8 +162,8 @@ def test_calls_of_one_conversation_share_memory(tmp_path: Path) -> None:
     whole = np.arange(2000, dtype=np.int32)
     for number in range(20):
         end = 1000 + 50 * number
-        calls.append(call(number, whole[:end], whole[end : end + 20]))
-    fork = call(20, np.concatenate((whole[:1010], whole[:3])), whole[:2])
+        calls.append(make_call(number, whole[:end], whole[end : end + 20]))
+    fork = make_call(20, np.concatenate((whole[:1010], whole[:3])), whole[:2])
     with Writer(path) as writer:
         for one in (*calls, fork):
             writer.append(one)
@@ -205,8 +182,8 @@ def test_a_call_that_cannot_be_encoded_leaves_the_file_sound(tmp_path: Path) -> 
     """Half a character is refused; what comes after can still be read."""
     path, ids = tmp_path / "a.rec", np.arange(50, dtype=np.int32)
     seen = Message(Role.USER, "look", images=(Image(LARGE, 2),))
-    first, second = call(0, ids, ids[:5]), call(2, ids, ids[:9], messages=(seen,))
-    broken = call(1, ids[:30], ids, messages=(seen,), thread="\ud800")
+    first, second = make_call(0, ids, ids[:5]), make_call(2, ids, ids[:9], messages=(seen,))
+    broken = make_call(1, ids[:30], ids, messages=(seen,), thread="\ud800")
     with Writer(path) as writer:
         writer.append(first)
         with pytest.raises(UnicodeEncodeError):

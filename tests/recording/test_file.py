@@ -13,16 +13,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calls import make_call
 from tugline.errors import CaptureError, EngineError
 from tugline.recording.file import MAGIC, Writer, read
 from tugline.recording.recorder import SampledTokens
 from tugline.types import (
     Call,
-    Finish,
     Message,
     Role,
-    Sampling,
-    Timings,
     Tool,
     VersionSpan,
     encode,
@@ -31,21 +29,14 @@ from tugline.types import (
 
 def call(number: int, prompt: list[int], sampled: list[int], body: bytes = b"{}") -> Call:
     """A call as the gateway writes it."""
-    return Call(
-        session="s",
-        number=number,
+    return make_call(
+        number,
+        prompt,
+        sampled,
         parent=number - 1 if number else None,
-        dialect="openai_chat",
         messages=(Message(Role.USER, f"hello {number}"),),
         tools=(Tool("read", "reads", {"type": "object"}),),
-        sampling=Sampling(temperature=1.0),
-        prompt_ids=np.asarray(prompt, np.int32),
-        sampled_ids=np.asarray(sampled, np.int32),
         logprobs=-np.ones(len(sampled), np.float32),
-        versions=(VersionSpan(0, 0, len(sampled)),),
-        finish=Finish.STOP,
-        engine="embedded",
-        timings=Timings(1.0),
         request=body,
     )
 

@@ -12,13 +12,16 @@ from tugline.recording.file import Recording, Writer, read
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import encode
 
+TESTS = Path(__file__).parents[1]
 TIMES = 200
 
 
 def test_two_hundred_killed_writers_lose_no_answered_call(tmp_path: Path) -> None:
     """What was answered is there exactly, the ledger balances, and the file can be gone on with."""
-    program = [sys.executable, killed_writer.__file__, str(tmp_path), str(TIMES)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True)
+    program = [sys.executable, "-m", "recording.killed_writer", str(tmp_path), str(TIMES)]
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=100, check=True, cwd=TESTS
+    )
     written = [killed_writer.conversation(seed) for seed in range(4)]
     encoded = [[encode(call) for call in calls] for calls in written]
     fates = json.loads(done.stdout)

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drawn_sessions import call, showing
+from calls import make_call as call
+from drawn_sessions import showing
 from tugline import plugins
 from tugline.errors import CaptureError, ConfigError, UnknownPlugin
 from tugline.rollout.parts import Parts

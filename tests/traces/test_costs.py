@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from drawn_sessions import call
+from calls import make_call as call
 from tugline.traces.per_request import PerRequest
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.traces.tree import PrefixTree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from drawn_sessions import call
+from calls import make_call as call
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.traces.tree import PrefixTree, Tree, build_tree
 from tugline.types import Trace, TraceKind, decode, encode

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from calls import make_call, make_header
 from recording.verify.recorded import LOOK, changed, read_in, rewritten, verify, work
 from rig import RENDERING, ids, rig, says
 from tugline.chat.response import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
 from tugline.recording.file import Recording, Writer, write_result
-from tugline.recording.records import Header, Result
+from tugline.recording.records import Result
 from tugline.recording.verify.report import Verdict, summarize
 from tugline.recording.verify.session import verify_session
 from tugline.recording.verify.text import TextVerifier
@@ -28,16 +30,12 @@ from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Call,
     CallOutcome,
-    Finish,
     Message,
     Mode,
     PluginSpec,
     Role,
     Sampling,
-    Session,
     Status,
-    Task,
-    Timings,
     ToolCall,
     VersionSpan,
 )
@@ -247,34 +245,20 @@ def _joined(pieces: list[Piece]) -> Message:
     return Message(Role.ASSISTANT, "".join(texts), tool_calls=calls, reasoning=reasoning)
 
 
-def _call(sampled: list[int], answer: Message | None, outcome: CallOutcome, stop: str) -> Call:
-    count = len(sampled)
-    return Call(
-        session="s",
-        number=0,
-        dialect="anthropic",
-        messages=(Message(Role.USER, "x"),),
-        answer=answer,
-        sampling=Sampling(temperature=1.0, stop=(stop,) if stop else ()),
-        prompt_ids=RENDERING.render((Message(Role.USER, "x"),), ()),
-        sampled_ids=np.asarray(sampled, np.int32),
-        logprobs=np.zeros(count, np.float32),
-        versions=(VersionSpan(0, 0, count),) if count else (),
-        finish=Finish.STOP,
-        outcome=outcome,
-        engine="embedded",
-        timings=Timings(0.0),
-    )
+def _call(
+    sampled: list[int], answer: Message | None, outcome: CallOutcome, stop: str, **changes: Any
+) -> Call:
+    fields: dict[str, Any] = {
+        "messages": (Message(Role.USER, "x"),),
+        "answer": answer,
+        "sampling": Sampling(temperature=1.0, stop=(stop,) if stop else ()),
+        "outcome": outcome,
+    }
+    prompt = RENDERING.render((Message(Role.USER, "x"),), ())
+    return make_call(0, prompt, sampled, **fields | changes)
 
 
-HEADER = Header(
-    session=Session(id="s", task="t", sample=0),
-    task=Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests")),
-    created=0.0,
-    tugline="0",
-    template="qwen3",
-    thinking_retention="all",
-)
+HEADER = make_header(template="qwen3", thinking_retention="all")
 PIECES = st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", LOOK, "é\n", " a"])
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from calls import make_call, make_header
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
 from tugline.recording.file import Writer
 from tugline.recording.folder import save_tokenizer
-from tugline.recording.records import Event, EventKind, Header, Result
+from tugline.recording.records import Event, EventKind, Result
 from tugline.types import (
     Branch,
     Call,
@@ -24,9 +25,7 @@ from tugline.types import (
     Reward,
     Role,
     Sampling,
-    Session,
     Status,
-    Task,
     Timings,
     ToolCall,
     TraceKind,
@@ -60,18 +59,12 @@ class Script:
 
     def __init__(self, folder: Path, *, name: str = "s-1") -> None:
         self.random = random.Random(7)
-        task = Task(
-            id="t-1",
-            instruction="Mend it.",
-            harness=PluginSpec("pi"),
-            evaluator=PluginSpec("tests"),
-            files={"a.py": "pass\n"},
-        )
-        header = Header(
-            session=Session(id=name, task="t-1", sample=3),
-            task=task,
+        header = make_header(
+            name,
+            "t-1",
+            3,
+            task_fields={"harness": PluginSpec("pi"), "files": {"a.py": "pass\n"}},
             created=START,
-            tugline="0.1.0",
             model="tiny",
             engine="embedded",
             template="qwen3",
@@ -89,7 +82,7 @@ class Script:
     def call(
         self,
         prompt: list[int],
-        answer: str,
+        text: str,
         *,
         messages: tuple[Message, ...] = (),
         versions: tuple[int, ...] = (4,),
@@ -98,33 +91,22 @@ class Script:
     ) -> Call:
         """Append one call; its answer is split evenly among the versions."""
         number = len(self.calls)
-        sampled = encode(answer)
+        sampled = encode(text)
         cuts = [len(sampled) * i // len(versions) for i in range(len(versions) + 1)]
         logprobs = [-self.random.expovariate(2.0) for _ in sampled]
         fields: dict[str, object] = {
             "session": "s-1",
-            "number": number,
             "parent": number - 1 if number else None,
-            "dialect": "openai_chat",
             "messages": messages,
-            "answer": Message(Role.ASSISTANT, answer, tools),
+            "answer": Message(Role.ASSISTANT, text, tools),
             "sampling": Sampling(temperature=1.0),
-            "prompt_ids": np.array(prompt, np.int32),
-            "sampled_ids": np.array(sampled, np.int32),
             "logprobs": np.array(logprobs, np.float32),
             "versions": tuple(
                 VersionSpan(version, cuts[i], cuts[i + 1]) for i, version in enumerate(versions)
             ),
-            "finish": Finish.STOP,
-            "engine": "e",
-            "timings": Timings(
-                START + 2.0 * number,
-                START + 2.0 * number,
-                START + 2.0 * number + 0.3,
-                START + 2.0 * number + 1.5,
-            ),
+            "timings": Timings(*(START + 2.0 * number + after for after in (0, 0, 0.3, 1.5))),
         }
-        made = Call(**(fields | changes))  # type: ignore[arg-type]
+        made = make_call(number, prompt, sampled, **(fields | changes))
         self.writer.append(made)
         self.calls.append(made)
         return made
