@@ -22,8 +22,8 @@ TOOLS = (READ,)
 WORDS = st.text(st.sampled_from('ab \n<>{}"é界🙂'), max_size=12)
 THOUGHTS = st.text(st.sampled_from("mn \né界🙂"), max_size=12)
 CHUNKS = st.lists(st.integers(0, 10_000), max_size=30)
-TOLD = [name for name in OFFLINE if rendering(name).incremental]
-TAGGED = [name for name in TOLD if name != "llama-3"]
+STREAMED = [name for name in OFFLINE if rendering(name).incremental]
+TAGGED = [name for name in STREAMED if name != "llama-3"]
 
 
 def prompt(name: str) -> Ids:
@@ -64,17 +64,17 @@ def answered(name: str, thought: str | None, text: str, calls: str) -> str:
     return f"{opening}{thought}{marks.think_end}{text}{calls}"
 
 
-def played(
+def parse(
     name: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()
 ) -> tuple[list[Piece], Message, StreamParser]:
     """All pieces and the message, from chunks that end at `cuts`."""
-    decoder = StreamParser(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
+    parser = StreamParser(rendering(name), prompt(name)[-64:], "0", stops=stops, tools=TOOLS)
     pieces: list[Piece] = []
     edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     for start, end in itertools.pairwise(edges):
-        pieces += decoder.feed(np.asarray(ids[start:end], np.int32))
-    rest, message = decoder.finish()
-    return [*pieces, *rest], message, decoder
+        pieces += parser.feed(np.asarray(ids[start:end], np.int32))
+    rest, message = parser.finish()
+    return [*pieces, *rest], message, parser
 
 
 def adds_up(pieces: list[Piece], message: Message) -> None:
@@ -96,9 +96,9 @@ def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list
     parts = data.draw(st.lists(WORDS | special | call | spoiled, max_size=6))
     ids = rendering(name).tokenizer.encode("".join(parts))
     ids = ids[: data.draw(st.integers(0, len(ids)))]
-    pieces, message, _ = played(name, ids, cuts)
+    pieces, message, _ = parse(name, ids, cuts)
     adds_up(pieces, message)
-    assert played(name, ids, [])[1] == message
+    assert parse(name, ids, [])[1] == message
 
 
 @pytest.mark.parametrize("name", OFFLINE)
@@ -109,7 +109,7 @@ def test_pieces_add_up_to_the_message(name: str, data: st.DataObject, cuts: list
     paths=st.lists(st.text(st.sampled_from("a/é界"), min_size=1), max_size=2),
     cuts=CHUNKS,
 )
-def test_an_answer_says_what_the_parser_says(
+def test_an_answer_is_parsed_as_the_library_does(
     name: str, thought: str | None, text: str, paths: list[str], cuts: list[int]
 ) -> None:
     """A well-formed answer is taken apart as it was put together, and as the library does it."""
@@ -120,7 +120,7 @@ def test_an_answer_says_what_the_parser_says(
         thought = None
     calls = written(name, paths) if paths else ""
     ids = [*made.tokenizer.encode(answered(name, thought, text, calls)), made.stop_ids[0]]
-    _, message, decoder = played(name, ids, cuts)
+    _, message, parser = parse(name, ids, cuts)
     assert message.content == text.strip()
     assert message.reasoning == ((thought or "").strip() or None)
     said = [json.loads(call.arguments) for call in message.tool_calls]
@@ -131,25 +131,25 @@ def test_an_answer_says_what_the_parser_says(
     assert parsed.calls == tuple((call.name, call.arguments) for call in message.tool_calls)
     if made.incremental and made.markers.reasons and name != "deepseek-v4":
         inside = len(made.tokenizer.encode(thought or ""))
-        assert decoder.reasoning_tokens - inside in (0, len(made.template.preface))
+        assert parser.reasoning_tokens - inside in (0, len(made.template.preface))
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_an_answer_is_told_while_it_is_sampled(name: str) -> None:
+@pytest.mark.parametrize("name", STREAMED)
+def test_an_answer_is_emitted_while_it_is_sampled(name: str) -> None:
     """Every word is out with its last id, a call with its close; nothing waits for the end."""
     made = rendering(name)
     thought = "deep" if made.markers.reasons else None
-    decoder = StreamParser(made, prompt(name)[-64:], "0", tools=TOOLS)
+    parser = StreamParser(made, prompt(name)[-64:], "0", tools=TOOLS)
 
-    def told(text: str) -> list[Piece]:
-        return decoder.feed(np.asarray(made.tokenizer.encode(text), np.int32))
+    def feed(text: str) -> list[Piece]:
+        return parser.feed(np.asarray(made.tokenizer.encode(text), np.int32))
 
-    pieces = told(answered(name, thought, "Look", ""))
+    pieces = feed(answered(name, thought, "Look", ""))
     assert pieces == [ReasoningDelta("deep")] * (thought is not None) + [TextDelta("Look")]
-    assert told(" out") == [TextDelta(" out")]
+    assert feed(" out") == [TextDelta(" out")]
     if made.template.call_end:
-        assert [type(one) for one in told(written(name, ["a", "b"]))] == [ToolCall, ToolCall]
-        assert decoder.finish()[0] == []
+        assert [type(one) for one in feed(written(name, ["a", "b"]))] == [ToolCall, ToolCall]
+        assert parser.finish()[0] == []
 
 
 @pytest.mark.parametrize("name", TAGGED)
@@ -165,7 +165,7 @@ def test_no_text_is_lost(name: str, parts: list[str], cuts: list[int], *, broken
     if broken and made.template.call_end:
         text += call.replace("read", "z")[: call.index(made.template.call_end)]
     ids = made.tokenizer.encode(answered(name, None, "", text))
-    pieces, message, _ = played(name, ids, cuts)
+    pieces, message, _ = parse(name, ids, cuts)
     adds_up(pieces, message)
     assert message.content.count("z") == text.count("z")
     assert len(message.tool_calls) == parts.count("call")
@@ -185,30 +185,30 @@ def test_text_ends_before_a_stop_string(
     made = rendering(name)
     text = f"x{text}"
     ids = made.tokenizer.encode(answered(name, None, text, ""))
-    pieces, message, decoder = played(name, ids, cuts, tuple(stops))
+    pieces, message, parser = parse(name, ids, cuts, tuple(stops))
     adds_up(pieces, message)
     seen = text if made.incremental else text.strip()
     ends = [(seen.find(stop) + len(stop), seen.find(stop)) for stop in stops if stop in seen]
     if not ends:
-        assert (decoder.matched_stop, decoder.length) == (None, len(ids))
+        assert (parser.matched_stop, parser.length) == (None, len(ids))
         assert message.content == text.strip()
         return
     end, start = min(ends) if made.incremental else min((at, at) for _, at in ends)
     assert message.content == seen[:start].strip()
-    assert decoder.matched_stop in stops
+    assert parser.matched_stop in stops
     if made.incremental:
-        assert decoder.matched_stop == seen[start:end]
-        assert made.tokenizer.decode(ids[: decoder.length]).endswith(text[:end])
+        assert parser.matched_stop == seen[start:end]
+        assert made.tokenizer.decode(ids[: parser.length]).endswith(text[:end])
     else:
-        assert message.content in made.parse(ids[: decoder.length], prompt(name)).content
+        assert message.content in made.parse(ids[: parser.length], prompt(name)).content
 
 
 def test_a_stop_string_is_not_looked_for_in_reasoning_or_calls() -> None:
     """Only text is watched."""
     text = '<think>STOP</think>ab<tool_call>\n{"name": "read", "arguments": {"path": "STOP"}}\n'
     ids = rendering().tokenizer.encode(text + "</tool_call>")
-    _, message, decoder = played("qwen3", ids, [], ("STOP",))
-    assert decoder.matched_stop is None
+    _, message, parser = parse("qwen3", ids, [], ("STOP",))
+    assert parser.matched_stop is None
     assert message.content == "ab"
     assert len(message.tool_calls) == 1
 
@@ -230,12 +230,12 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     beginning = force.opening + ("read" + (force.after or "") if named else "")
     assert whole.startswith(beginning.strip())
     ids = [*made.tokenizer.encode(whole.removeprefix(beginning.lstrip())), made.stop_ids[0]]
-    decoder = StreamParser(made, prompt(name)[-64:], "0", forced=forced, tools=TOOLS)
-    pieces = decoder.feed(np.asarray(ids, np.int32))
-    rest, message = decoder.finish()
+    parser = StreamParser(made, prompt(name)[-64:], "0", forced=forced, tools=TOOLS)
+    pieces = parser.feed(np.asarray(ids, np.int32))
+    rest, message = parser.finish()
     adds_up([*pieces, *rest], message)
     assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a.txt"}'),)
-    assert (message.content, message.reasoning, decoder.length) == ("", None, len(ids))
+    assert (message.content, message.reasoning, parser.length) == ("", None, len(ids))
 
 
 @pytest.mark.parametrize(
@@ -252,10 +252,10 @@ def test_a_forced_call_is_completed_by_what_is_sampled(name: str, *, named: bool
     ],
     ids=["big", "surrogate", "nan", "monster", "deep", "unprintable", "number", "nameless"],
 )
-def test_no_arguments_break_the_decoder(arguments: str, *, call: bool) -> None:
+def test_no_arguments_break_the_parser(arguments: str, *, call: bool) -> None:
     """Whatever a model writes as arguments is a call or a text, never an exception."""
     text = f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>'
-    pieces, message, _ = played("qwen3", rendering().tokenizer.encode(text), [])
+    pieces, message, _ = parse("qwen3", rendering().tokenizer.encode(text), [])
     adds_up(pieces, message)
     assert (len(message.tool_calls), message.content) == ((1, "") if call else (0, text))
     for one in message.tool_calls:
@@ -269,7 +269,7 @@ def harmony(monkeypatch: pytest.MonkeyPatch) -> Rendering:
     return Rendering(tokenizer(SPECIALS["gpt-oss"].split()), "gpt-oss")
 
 
-def test_channels_are_told_as_what_they_are(harmony: Rendering) -> None:
+def test_channels_are_separated_by_their_headers(harmony: Rendering) -> None:
     """Analysis is reasoning, final and commentary are text, a recipient makes a call."""
     end = np.asarray(
         harmony.tokenizer.encode("<|start|>assistant<|channel|>analysis<|message|>"), np.int32
@@ -281,11 +281,11 @@ def test_channels_are_told_as_what_they_are(harmony: Rendering) -> None:
     )
     ids = harmony.tokenizer.encode(text)
     for size in (1, 3, len(ids)):
-        decoder = StreamParser(harmony, end, "0")
+        parser = StreamParser(harmony, end, "0")
         pieces: list[Piece] = []
         for start in range(0, len(ids), size):
-            pieces += decoder.feed(np.asarray(ids[start : start + size], np.int32))
-        rest, message = decoder.finish()
+            pieces += parser.feed(np.asarray(ids[start : start + size], np.int32))
+        rest, message = parser.finish()
         adds_up([*pieces, *rest], message)
         assert (message.reasoning, message.content) == ("I think", "Now")
         assert message.tool_calls == (ToolCall("call_0_0", "read", '{"path":"a"}'),)
@@ -293,9 +293,9 @@ def test_channels_are_told_as_what_they_are(harmony: Rendering) -> None:
     assert (parsed.reasoning, parsed.content) == ("I think", "Now")
     assert parsed.calls == (("read", '{"path":"a"}'),)
     forced = harmony.force_tool_call(ToolChoice(ChoiceMode.NAMED, ("read",)))
-    decoder = StreamParser(harmony, end, "0", forced=forced)
-    decoder.feed(np.asarray(harmony.tokenizer.encode('{"path":"a"}<|call|>'), np.int32))
-    assert decoder.finish()[1].tool_calls == message.tool_calls
+    parser = StreamParser(harmony, end, "0", forced=forced)
+    parser.feed(np.asarray(harmony.tokenizer.encode('{"path":"a"}<|call|>'), np.int32))
+    assert parser.finish()[1].tool_calls == message.tool_calls
     bare = StreamParser(harmony, end[:10], "0")
     bare.feed(np.asarray(harmony.tokenizer.encode("<|channel|>final<|message|>Hi<|return|>")))
     assert bare.finish()[1].content == "Hi"

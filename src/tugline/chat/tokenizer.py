@@ -1,7 +1,7 @@
-"""A tokenizer file as the rest of Tugline uses it, without importing transformers.
+"""Tokenizer over a ``tokenizer.json``, without importing transformers.
 
-Satisfies the tokenizer protocol of the `renderers` library. Encoding never adds special tokens
-and decoding never hides them: what a model sampled is shown as it is.
+Satisfies the tokenizer protocol of the `renderers` library. Encoding never adds special tokens and
+decoding never hides them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tugline.errors import ConfigError
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PROBE = ' a  b\n\n\t{"é": 界🙂}\u00a0c'
 _SHORT = 48
-"""Characters of a text whose ids are remembered."""
-_KNOWN = 2000
+"""Longest text, in characters, whose ids are cached."""
+_CACHED = 2000
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each id, spelled when first asked for; texts of ids are their joins."""
+    """The bytes of each id, looked up on first use; the text of several ids is their join."""
 
     def __init__(self, backend: _Backend) -> None:
         self._backend = backend
@@ -31,16 +31,16 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) or ""
         if self._byte_level and all(char in _BYTES for char in token):
-            spelled = bytes(_BYTES[char] for char in token)
+            data = bytes(_BYTES[char] for char in token)
         elif not self._byte_level and (byte := _BYTE.fullmatch(token)):
-            spelled = bytes([int(byte[1], 16)])
+            data = bytes([int(byte[1], 16)])
         else:
-            spelled = self._backend.decode([token_id], skip_special_tokens=False).encode()
-        self[token_id] = spelled
-        return spelled
+            data = self._backend.decode([token_id], skip_special_tokens=False).encode()
+        self[token_id] = data
+        return data
 
     def is_exact(self) -> bool:
-        """Whether joined bytes are what the tokenizer decodes, which is not so for every kind."""
+        """Whether joined bytes equal the decoded text, which is not so for every tokenizer."""
         ids = self._backend.encode(_PROBE, add_special_tokens=False).ids
         joined = b"".join([self[one] for one in ids]).decode(errors="replace")
         return joined == self._backend.decode(ids, skip_special_tokens=False)
@@ -65,11 +65,11 @@ class Tokenizer:
         self.name_or_path = name
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = backend.token_to_id(eos)
-        self._short: dict[str, tuple[int, ...]] = {}
-        """Templates ask for the same few words again and again."""
+        self._cache: dict[str, tuple[int, ...]] = {}
+        """Ids of short texts: templates encode the same few again and again."""
         token_bytes = TokenBytes(backend)
         self.token_bytes: TokenBytes | None = token_bytes if token_bytes.is_exact() else None
-        """Bytes by id, to decode ids as they come; None where ids have no spelling of their own."""
+        """Bytes by id, to decode ids as they come; None where they depend on their neighbours."""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -101,11 +101,11 @@ class Tokenizer:
             batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = batch[0].ids
             return ids
-        known = self._short.get(text)
+        known = self._cache.get(text)
         if known is None:
             known = tuple(self._backend.encode(text, add_special_tokens=False).ids)
-            if len(self._short) < _KNOWN:
-                self._short[text] = known
+            if len(self._cache) < _CACHED:
+                self._cache[text] = known
         return list(known)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -113,7 +113,7 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def decode_bytes(self, token_ids: Sequence[int]) -> str:
-        """The same as `decode`, sooner where ids have token_bytes of their own."""
+        """The same as `decode`, faster where `token_bytes` is known."""
         token_bytes = self.token_bytes
         if token_bytes is None:
             return self.decode(token_ids)

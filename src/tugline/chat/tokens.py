@@ -25,19 +25,19 @@ class TokenSequence:
 
     __slots__ = ("_digits", "_length", "ids", "parent")
 
-    def __init__(self, ids: Ids, parent: Self | None = None, text: bytes | None = None) -> None:
-        """`text` is the same ids as JSON digits, where the caller has them already."""
+    def __init__(self, ids: Ids, parent: Self | None = None, digits: bytes | None = None) -> None:
+        """`digits` are the same ids as JSON text, where the caller has them already."""
         self.ids = ids
         self.parent = parent
-        self._digits = text
+        self._digits = digits
         self._length = len(ids) + (len(parent) if parent is not None else 0)
 
     def __len__(self) -> int:
         return self._length
 
-    def extend(self, ids: Ids, text: bytes | None = None) -> TokenSequence:
+    def extend(self, ids: Ids, digits: bytes | None = None) -> TokenSequence:
         """These ids followed by `ids`."""
-        return TokenSequence(ids, self, text)
+        return TokenSequence(ids, self, digits)
 
     def to_array(self) -> Ids:
         """All ids, contiguous."""

@@ -440,7 +440,7 @@ def values_of(call: ToolCall) -> Any:
 
 @each_wire
 @given(data=st.data())
-def test_an_echoed_answer_means_what_was_said(wire: Wire, data: st.DataObject) -> None:
+def test_an_echoed_answer_keeps_its_meaning(wire: Wire, data: st.DataObject) -> None:
     """Streamed or whole, the answer is the same, and so is its echo, however clients rewrite it."""
     message = data.draw(answers(wire))
     request = wire.hello(tools=wire.tools, **wire.more)

@@ -309,7 +309,7 @@ def test_a_stream_is_bare_data_lines() -> None:
 
 
 @pytest.mark.parametrize("name", ["includeThoughts", "include_thoughts"])
-def test_thoughts_are_not_told_to_who_turns_them_off(name: str) -> None:
+def test_thoughts_are_hidden_from_clients_that_turn_them_off(name: str) -> None:
     """Neither whole nor streamed; the counts stay true."""
     request = parse([user("Hi")], generationConfig={"thinkingConfig": {name: False}})
     answer = finished(Message(Role.ASSISTANT, "Yes.", reasoning="Hm."))

@@ -282,7 +282,7 @@ def test_a_whole_answer() -> None:
     )
 
 
-def test_a_reply_is_what_the_sdk_says_it_is() -> None:
+def test_the_sdk_accepts_a_reply() -> None:
     """The official SDK's model of a response, validated strictly."""
     request = parse(tools=[READ, PATCH], temperature=0.5, text={"format": {"type": "text"}})
     message = Message(Role.ASSISTANT, "Look.", FULL.tool_calls[:2], reasoning="Hm.")
@@ -383,7 +383,7 @@ def test_a_cut_stream_ends_incomplete() -> None:
     assert last["response"]["output"][0]["status"] == "incomplete"
 
 
-def test_a_failing_stream_says_so_in_both_ways() -> None:
+def test_a_failing_stream_ends_in_both_ways() -> None:
     """An error event, for those who look for it, and a failed response."""
     stream = RESPONSES.stream(parse(), "s1-4", 17)
     sent = stream.start(Usage(31, 0)) + stream.add(TextDelta("Loo"))

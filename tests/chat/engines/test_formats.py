@@ -74,7 +74,7 @@ def whole(name: str) -> list[Delta]:
     return wire.make_reader(ask_for(wire)).read_body(RECORDED[name]["whole"].encode())
 
 
-def told_ids(name: str) -> list[int]:
+def reported_ids(name: str) -> list[int]:
     """What the recorded stream says was sampled, read without any of our code."""
     events = [json.loads(payload) for payload in RECORDED[name]["stream"]]
     if name == "sglang_generate":
@@ -100,7 +100,7 @@ def test_a_stream_gives_every_token_once_however_it_is_cut(name: str, at_once: i
     """Ids and logprobs are complete and aligned, and the end is said once."""
     deltas = streamed(name, at_once=at_once)
     ids, logprobs = joined(deltas)
-    assert ids == told_ids(name)
+    assert ids == reported_ids(name)
     assert len(ids) == len(logprobs) > 0
     assert all(logprob <= 0 for logprob in logprobs)
     assert [delta.finish for delta in deltas if delta.finish] == [
@@ -144,7 +144,7 @@ def test_an_observed_answer_has_its_parts_and_its_prompt(name: str) -> None:
         assert msgspec.json.decode(prompt, type=list[int])[0] == 1
 
 
-def test_versions_are_told_where_the_engine_tells_them() -> None:
+def test_versions_are_read_where_the_engine_reports_them() -> None:
     """Both native routes say them; vLLM at the end of a stream, counted from the first token."""
     spans = (VersionSpan(0, 0, 8),)
     assert [d.spans for d in streamed("vllm_generate") if d.spans] == [spans]
@@ -247,7 +247,7 @@ def test_text_alone_is_counted() -> None:
     with_usage = TextChat().make_reader(ask_for(TextChat()))
     payloads = [payload.encode() for payload in RECORDED["vllm_chat"]["stream"]]
     deltas = with_usage.read_events(payloads)
-    sampled = len(told_ids("vllm_chat"))
+    sampled = len(reported_ids("vllm_chat"))
     assert sum(delta.unreported_tokens for delta in deltas) == sampled
     assert all(not len(delta.ids) for delta in deltas)
     assert deltas[-1].prompt_count > 0

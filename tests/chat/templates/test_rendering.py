@@ -72,7 +72,7 @@ def test_equal_conversations_render_once() -> None:
 @pytest.mark.parametrize("name", OFFLINE)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_the_end_of_a_prompt_says_all(name: str, data: st.DataObject) -> None:
+def test_the_end_of_a_prompt_is_enough_to_extend_it(name: str, data: st.DataObject) -> None:
     """The extension from the last 64 ids is the one from the whole prompt."""
     made = rendering(name)
     history = [HELLO, Message(Role.ASSISTANT, "Yes."), HELLO][: data.draw(st.sampled_from((1, 3)))]

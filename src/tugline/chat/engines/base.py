@@ -146,8 +146,11 @@ class EngineFormat(ABC):
     abort_id: str = "{}"
     """The id by which that route knows a request: each sampling route adds something of its own."""
 
-    def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.PROCESSED) -> None:
-        self.logprob_meaning = logprob_meaning
+    default_meaning = LogprobMeaning.PROCESSED
+    """Of log probabilities, where a server was started without options."""
+
+    def __init__(self, logprob_meaning: LogprobMeaning | None = None) -> None:
+        self.logprob_meaning = logprob_meaning or self.default_meaning
 
     @abstractmethod
     def build_request(self, request: EngineRequest) -> Post:

@@ -82,9 +82,7 @@ class ObservedChat(ChatFormat):
     name = "openai"
     features = OPENAI_FEATURES
     advice = "run it with format `text`, or find its option for `return_token_ids`"
-
-    def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
-        super().__init__(logprob_meaning)
+    default_meaning = LogprobMeaning.RAW
 
 
 class TextChat(ChatFormat):
@@ -94,9 +92,7 @@ class TextChat(ChatFormat):
     mode = Mode.TEXT
     features = OPENAI_FEATURES
     reasoning_field = None
-
-    def __init__(self) -> None:
-        super().__init__(LogprobMeaning.RAW)
+    default_meaning = LogprobMeaning.RAW
 
     def build_fields(self, request: EngineRequest) -> dict[str, Any]:
         """Ask for structured output."""

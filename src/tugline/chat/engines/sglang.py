@@ -150,7 +150,7 @@ class _GenerateReader(TokenReader):
         pairs = meta.output_token_logprobs
         if new > len(pairs):
             msg = (
-                f"sglang sampled {new} tokens but told {len(pairs)}; "
+                f"sglang sampled {new} tokens but reported {len(pairs)}; "
                 "it must know `return_logprob` (any version of the last two years does)"
             )
             raise EngineError(msg)

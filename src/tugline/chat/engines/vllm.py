@@ -35,9 +35,7 @@ class VllmGenerate(Generate):
     features = _FEATURES
     abort_path = "/inference/v1/abort_requests"
     abort_id = "generate-tokens-{}"
-
-    def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
-        super().__init__(logprob_meaning)
+    default_meaning = LogprobMeaning.RAW
 
 
 class VllmChat(ChatFormat):
@@ -50,9 +48,7 @@ class VllmChat(ChatFormat):
     features = OPENAI_FEATURES
     abort_path = "/abort_requests"
     abort_id = "chatcmpl-{}"
-
-    def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
-        super().__init__(logprob_meaning)
+    default_meaning = LogprobMeaning.RAW
 
 
 class VllmCompletions(TokenFormat):
@@ -67,9 +63,7 @@ class VllmCompletions(TokenFormat):
     prompt_field = b"prompt"
     abort_path = "/abort_requests"
     abort_id = "cmpl-{}-0"
-
-    def __init__(self, logprob_meaning: LogprobMeaning = LogprobMeaning.RAW) -> None:
-        super().__init__(logprob_meaning)
+    default_meaning = LogprobMeaning.RAW
 
     def build_fields(self, request: EngineRequest) -> dict[str, Any]:
         """Build the body without its prompt."""

@@ -1,1 +1,1 @@
-"""Between words and ids: templates that make prompts, and what takes answers apart again."""
+"""Render messages to token ids; parse token ids back to messages."""
