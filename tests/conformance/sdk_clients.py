@@ -1,0 +1,421 @@
+"""The four APIs through their official SDKs behind one face, so that one table tests them all."""
+
+# ruff: noqa: D102 - `Api` documents the methods
+from __future__ import annotations
+
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import openai
+from google import genai
+from google.genai import errors, types
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+READ: Any = {"name": "read", "description": "Read"}
+PIXEL = "iVBORw0KGgo="
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer in neutral terms."""
+
+    id: str
+    text: str
+    reasoning: str
+    calls: list[tuple[str, Any]]
+    """Name and arguments of each tool call."""
+    finish: str
+    """``stop``, ``length`` or ``tools``."""
+    prompt: int
+    sampled: int
+    raw: Any
+    deltas: int = 0
+    """Events with a part of the reasoning, where it was streamed."""
+
+    @property
+    def content(self) -> Any:
+        """Everything but ids and counts."""
+        return self.text, self.reasoning, self.calls, self.finish
+
+
+class Api(ABC):
+    """One API; `options` are tools, system, stop, limit, force, image and what the SDK takes."""
+
+    name: str
+    echoes: tuple[str, ...] = ("verbatim",)
+    """Ways in which harnesses send the history back."""
+    error: type[Any]
+
+    @abstractmethod
+    def connect(self, url: str, key: str) -> contextlib.AbstractAsyncContextManager[Any]:
+        """The SDK's client."""
+
+    @abstractmethod
+    async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        """A whole answer."""
+
+    @abstractmethod
+    async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        """A streamed answer, put together by the SDK."""
+
+    @abstractmethod
+    async def open_stream(self, sdk: Any) -> Any:
+        """A stream of which a part of the answer has come."""
+
+    @abstractmethod
+    def echo(self, reply: Reply, how: str) -> list[Any]:
+        """The history's next items: the answer, and a result for each of its calls."""
+
+    @abstractmethod
+    async def count(self, sdk: Any, history: list[Any]) -> int | None:
+        """Tokens of a prompt; None where the API has no such route."""
+
+    @abstractmethod
+    async def models(self, sdk: Any) -> tuple[list[str], bool]:
+        """Names of the models, and whether the first is the same when retrieved."""
+
+    def start(self, text: str, *, image: bool = False) -> list[Any]:
+        """A history of one message."""
+        return [{"role": "user", "content": self.parts(text) if image else text}]
+
+    def parts(self, text: str) -> list[Any]:
+        """Content with a picture."""
+        raise NotImplementedError
+
+
+class OpenAi(Api):
+    """What Chat and Responses share."""
+
+    error = openai.APIStatusError
+
+    def connect(self, url: str, key: str) -> contextlib.AbstractAsyncContextManager[Any]:
+        return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+    async def models(self, sdk: Any) -> tuple[list[str], bool]:
+        found = [model async for model in sdk.models.list()]
+        return [one.id for one in found], await sdk.models.retrieve(found[0].id) == found[0]
+
+
+class Chat(OpenAi):
+    """OpenAI Chat Completions."""
+
+    name = "chat"
+    echoes = ("verbatim", "respaced")
+
+    def parts(self, text: str) -> list[Any]:
+        url = f"data:image/png;base64,{PIXEL}"
+        return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+
+    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+        names = {"stop": "stop", "limit": "max_completion_tokens"}
+        fields = {names.get(key, key): value for key, value in options.items()}
+        if system := fields.pop("system", ""):
+            history = [{"role": "developer", "content": system}, *history]
+        if fields.get("tools") is True:
+            tool = {**READ, "parameters": {"type": "object"}}
+            fields["tools"] = [{"type": "function", "function": tool}]
+        if force := fields.pop("force", ""):
+            named = {"type": "function", "function": {"name": "read"}}
+            fields["tool_choice"] = named if force == "named" else "required"
+        return {"model": "m", "messages": history, **fields}
+
+    def _read(self, answer: Any, reasoning: str | None = None, deltas: int = 0) -> Reply:
+        (choice,) = answer.choices
+        message = choice.message
+        calls = [
+            (c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []
+        ]
+        finish = {"tool_calls": "tools"}.get(choice.finish_reason, choice.finish_reason)
+        thoughts = getattr(message, "reasoning_content", None) if reasoning is None else reasoning
+        usage = answer.usage
+        return Reply(
+            answer.id, message.content or "", thoughts or "", calls, finish,
+            usage.prompt_tokens, usage.completion_tokens, answer, deltas,
+        )  # fmt: skip
+
+    async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        return self._read(await sdk.chat.completions.create(**self._fields(history, options)))
+
+    async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        fields = self._fields(history, options)
+        state: Any = ChatCompletionStreamState()
+        thoughts: list[str] = []
+        async for chunk in await sdk.chat.completions.create(
+            **fields, stream=True, stream_options={"include_usage": True}
+        ):
+            state.handle_chunk(chunk)
+            for choice in chunk.choices:
+                part = getattr(choice.delta, "reasoning_content", None)
+                thoughts += [part] if part else []
+        try:
+            answer = state.get_final_completion()
+        except openai.LengthFinishReasonError as error:  # the SDK refuses to parse a part
+            answer = error.completion
+        return self._read(answer, "".join(thoughts), len(thoughts))
+
+    async def open_stream(self, sdk: Any) -> Any:
+        fields = self._fields(self.start("Mend it."), {})
+        stream = await sdk.chat.completions.create(**fields, stream=True)
+        await anext(aiter(stream))
+        return stream
+
+    def echo(self, reply: Reply, how: str) -> list[Any]:
+        message = reply.raw.choices[0].message.model_dump(exclude_none=True)
+        calls = message.get("tool_calls", ())
+        if how == "respaced":
+            for call in calls:
+                arguments = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json.dumps(arguments, indent=1)
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "x = 1"} for c in calls]
+        return [message, *results]
+
+    async def count(self, sdk: Any, history: list[Any]) -> int | None:
+        return None
+
+
+class Responses(OpenAi):
+    """OpenAI Responses."""
+
+    name = "responses"
+    echoes = ("verbatim", "without ids", "sealed")
+
+    def parts(self, text: str) -> list[Any]:
+        url = f"data:image/png;base64,{PIXEL}"
+        return [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": text}]
+
+    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+        fields = {{"limit": "max_output_tokens"}.get(key, key): v for key, v in options.items()}
+        if system := fields.pop("system", ""):
+            history = [{"role": "developer", "content": system}, *history]
+        if fields.get("tools") is True:
+            tool = {**READ, "parameters": {"type": "object"}, "strict": False}
+            fields["tools"] = [{"type": "function", **tool}]
+        if force := fields.pop("force", ""):
+            named = {"type": "function", "name": "read"}
+            fields["tool_choice"] = named if force == "named" else "required"
+        return {"model": "m", "input": history, **fields}
+
+    def _read(self, answer: Any, deltas: int = 0) -> Reply:
+        thoughts = "".join(i.summary[0].text for i in answer.output if i.type == "reasoning")
+        calls = [
+            (i.name, json.loads(i.arguments)) for i in answer.output if i.type == "function_call"
+        ]
+        finish = "length" if answer.status == "incomplete" else "tools" if calls else "stop"
+        usage = answer.usage
+        return Reply(
+            answer.id, answer.output_text, thoughts, calls, finish,
+            usage.input_tokens, usage.output_tokens, answer, deltas,
+        )  # fmt: skip
+
+    async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        include = ["reasoning.encrypted_content"]
+        fields = self._fields(history, options)
+        return self._read(await sdk.responses.create(**fields, store=False, include=include))
+
+    async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        async with sdk.responses.stream(**self._fields(history, options)) as stream:
+            events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[0].type == "response.created"
+        deltas = [e for e in events if e.type == "response.reasoning_summary_text.delta"]
+        return self._read(events[-1].response, len(deltas))
+
+    async def open_stream(self, sdk: Any) -> Any:
+        stream = await sdk.responses.create(model="m", input="Mend it.", stream=True)
+        async for event in stream:
+            if "delta" in event.type:
+                return stream
+        raise AssertionError
+
+    def echo(self, reply: Reply, how: str) -> list[Any]:
+        items = [item.model_dump(exclude_none=True) for item in reply.raw.output]
+        for item in items:
+            if how == "without ids":
+                del item["id"]
+            if how == "sealed" and item["type"] == "reasoning":
+                item["summary"] = []
+        ids = [item["call_id"] for item in items if item["type"] == "function_call"]
+        results = [{"type": "function_call_output", "call_id": i, "output": "x = 1"} for i in ids]
+        return items + results
+
+    async def count(self, sdk: Any, history: list[Any]) -> int | None:
+        count: int = (await sdk.responses.input_tokens.count(model="m", input=history)).input_tokens
+        return count
+
+
+class Anthropic(Api):
+    """Anthropic Messages, with the cache markers and billing header of Claude Code."""
+
+    name = "anthropic"
+    error = anthropic.APIStatusError
+
+    def connect(self, url: str, key: str) -> contextlib.AbstractAsyncContextManager[Any]:
+        return anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+
+    def parts(self, text: str) -> list[Any]:
+        source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
+        return [{"type": "image", "source": source}, {"type": "text", "text": text}]
+
+    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+        fields = {{"limit": "max_tokens"}.get(key, key): value for key, value in options.items()}
+        if system := fields.pop("system", ""):
+            billing = f"x-anthropic-billing-header: cc_version={len(history)};"
+            fields["system"] = [{"type": "text", "text": text} for text in (billing, system)]
+            content = history[-1]["content"]
+            if isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            marked = {**content[-1], "cache_control": {"type": "ephemeral"}}
+            history = [*history[:-1], {**history[-1], "content": [*content[:-1], marked]}]
+        if fields.get("tools") is True:
+            fields["tools"] = [{**READ, "input_schema": {"type": "object"}}]
+        if stop := fields.pop("stop", None):
+            fields["stop_sequences"] = stop
+        if force := fields.pop("force", ""):
+            named = {"type": "tool", "name": "read"}
+            fields["tool_choice"] = named if force == "named" else {"type": "any"}
+        return {"model": "m", "max_tokens": 2000, "messages": history, **fields}
+
+    def _read(self, answer: Any, deltas: int = 0) -> Reply:
+        blocks = answer.content
+        text = "".join(block.text for block in blocks if block.type == "text")
+        thoughts = "".join(block.thinking for block in blocks if block.type == "thinking")
+        calls = [(block.name, block.input) for block in blocks if block.type == "tool_use"]
+        finish = {"max_tokens": "length", "tool_use": "tools"}.get(answer.stop_reason, "stop")
+        usage = answer.usage
+        return Reply(
+            answer.id, text, thoughts, calls, finish,
+            usage.input_tokens, usage.output_tokens, answer, deltas,
+        )  # fmt: skip
+
+    async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        return self._read(await sdk.messages.create(**self._fields(history, options)))
+
+    async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        async with sdk.messages.stream(**self._fields(history, options)) as stream:
+            kinds = [event.type async for event in stream]
+            return self._read(await stream.get_final_message(), kinds.count("thinking"))
+
+    async def open_stream(self, sdk: Any) -> Any:
+        stream = await sdk.messages.create(**self._fields(self.start("Hi"), {}), stream=True)
+        async for event in stream:
+            if event.type == "content_block_delta":
+                return stream
+        raise AssertionError
+
+    def echo(self, reply: Reply, how: str) -> list[Any]:
+        content = [block.model_dump(exclude_none=True) for block in reply.raw.content]
+        results = [
+            {"type": "tool_result", "tool_use_id": block["id"], "content": "x = 1"}
+            for block in content
+            if block["type"] == "tool_use"
+        ]
+        return [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+
+    async def count(self, sdk: Any, history: list[Any]) -> int | None:
+        count: int = (await sdk.messages.count_tokens(model="m", messages=history)).input_tokens
+        return count
+
+    async def models(self, sdk: Any) -> tuple[list[str], bool]:
+        found = [model async for model in sdk.models.list()]
+        assert found[0].max_input_tokens == 20_000
+        return [one.id for one in found], await sdk.models.retrieve(found[0].id) == found[0]
+
+
+class Google(Api):
+    """Google's Gemini API, echoed as Gemini CLI does it: without thoughts."""
+
+    name = "google"
+    echoes = ("verbatim", "without ids")
+    error = errors.APIError
+
+    @contextlib.asynccontextmanager
+    async def connect(self, url: str, key: str) -> AsyncIterator[Any]:
+        options = types.HttpOptions(base_url=url, timeout=20_000)
+        with genai.Client(api_key=key, http_options=options) as both:
+            async with both.aio as sdk:
+                yield sdk
+
+    def start(self, text: str, *, image: bool = False) -> list[Any]:
+        parts = [types.Part(text=text)]
+        if image:
+            parts.append(types.Part.from_bytes(data=b"\x89PNG", mime_type="image/png"))
+        return [types.Content(role="user", parts=parts)]
+
+    def _fields(self, history: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+        names = {"limit": "max_output_tokens", "stop": "stop_sequences"}
+        names["system"] = "system_instruction"
+        config = {names.get(key, key): value for key, value in options.items()}
+        if config.get("tools") is True:
+            path = types.Schema(type="STRING")
+            given = types.Schema(type=types.Type.OBJECT, properties={"path": path})
+            tool = types.FunctionDeclaration(name="read", description="Read", parameters=given)
+            config["tools"] = [types.Tool(function_declarations=[tool])]
+        if force := config.pop("force", ""):
+            allowed = ["read"] if force == "named" else None
+            calling = types.FunctionCallingConfig(mode="ANY", allowed_function_names=allowed)
+            config["tool_config"] = types.ToolConfig(function_calling_config=calling)
+        config = types.GenerateContentConfig(**config)
+        return {"model": "m", "contents": history, "config": config}
+
+    def _read(self, answer: Any, parts: Any, finish: Any, deltas: int = 0) -> Reply:
+        text = "".join(part.text for part in parts if part.text and not part.thought)
+        thoughts = "".join(part.text for part in parts if part.thought)
+        calls = [(p.function_call.name, p.function_call.args) for p in parts if p.function_call]
+        signed = [bool(part.thought_signature) for part in parts if part.function_call]
+        assert signed == [True, False, False][: len(calls)]
+        ends = {types.FinishReason.MAX_TOKENS: "length"}
+        usage = answer.usage_metadata
+        sampled = (usage.candidates_token_count or 0) + (usage.thoughts_token_count or 0)
+        assert usage.total_token_count == usage.prompt_token_count + sampled
+        return Reply(
+            answer.response_id, text, thoughts, calls,
+            ends.get(finish, "tools" if calls else "stop"),
+            usage.prompt_token_count, sampled, answer, deltas,
+        )  # fmt: skip
+
+    async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        answer = await sdk.models.generate_content(**self._fields(history, options))
+        (candidate,) = answer.candidates
+        return self._read(answer, candidate.content.parts, candidate.finish_reason)
+
+    async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
+        stream = await sdk.models.generate_content_stream(**self._fields(history, options))
+        chunks = [chunk async for chunk in stream]
+        ends = [chunk.candidates[0].finish_reason for chunk in chunks]
+        assert not any(ends[:-1])
+        parts = [part for chunk in chunks for part in chunk.candidates[0].content.parts or []]
+        deltas = sum(bool(part.thought) for part in parts)
+        return self._read(chunks[-1], parts, ends[-1], deltas)
+
+    async def open_stream(self, sdk: Any) -> Any:
+        stream = await sdk.models.generate_content_stream(model="m", contents="Hi")
+        assert (await anext(stream)).text
+        return stream
+
+    def echo(self, reply: Reply, how: str) -> list[Any]:
+        content = reply.raw.candidates[0].content
+        content.parts = [part for part in content.parts if not part.thought]
+        results = []
+        for call in reply.raw.function_calls or []:
+            call.id = None if how == "without ids" else call.id
+            result = types.FunctionResponse(id=call.id, name=call.name, response={"output": "x"})
+            results.append(types.Part(function_response=result))
+        return [content, types.Content(role="user", parts=results)]
+
+    async def count(self, sdk: Any, history: list[Any]) -> int | None:
+        count: int = (await sdk.models.count_tokens(model="m", contents=history)).total_tokens
+        return count
+
+    async def models(self, sdk: Any) -> tuple[list[str], bool]:
+        found = [model async for model in await sdk.models.list()]
+        assert found[0].input_token_limit == 20_000
+        same = await sdk.models.get(model=found[0].name) == found[0]
+        return [one.name.removeprefix("models/") for one in found], same
+
+
+APIS: list[Api] = [Chat(), Responses(), Anthropic(), Google()]

@@ -1,0 +1,379 @@
+"""The official SDKs of four APIs against the gateway, over real sockets, as one table."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import numpy as np
+import openai
+import pydantic
+import pytest
+from google.genai import errors, types
+
+from conformance.sdk_clients import APIS, READ, Api
+from rig import Constrained, Play, Rig, in_turn, rig, says, until
+from tugline.testing.scripted_engine import Reply
+from tugline.types import Branch, Call, CallOutcome, EchoChange, Role, TraceKind
+
+pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession")
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "read", "arguments": {{"path":  "{path}"}}}}\n</tool_call>\n'
+    for path in ("a.py", "b.py")
+).rstrip()
+THINKS = f"<think>\nHm, ä. It is a file.\n</think>\n\nI look.\n{CALLS}"
+BOTH = [("read", {"path": "a.py"}), ("read", {"path": "b.py"})]
+CHAT, RESPONSES, ANTHROPIC, GOOGLE = APIS
+each_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
+each_echo = pytest.mark.parametrize(
+    ("api", "echo"),
+    [(api, echo) for api in APIS for echo in api.echoes],
+    ids=lambda value: getattr(value, "name", value),
+)
+
+
+@contextlib.asynccontextmanager
+async def client(
+    folder: Path, api: Api, *plays: Play, **how: Any
+) -> AsyncIterator[tuple[Rig, Any]]:
+    """A session and the SDK that speaks to it."""
+    async with rig(folder, *plays, **how) as it, api.connect(it.url, it.key) as sdk:
+        yield it, sdk
+
+
+def exact(calls: tuple[Call, ...]) -> bool:
+    """Whether each call's prompt begins with all ids of the call before."""
+    return all(
+        np.array_equal(after.prompt_ids[: len(whole)], whole)
+        for before, after in itertools.pairwise(calls)
+        for whole in [np.concatenate((before.prompt_ids, before.sampled_ids))]
+    )
+
+
+# --------------------------------------------------------------------------- answers
+@each_api
+async def test_an_answer(tmp_path: Path, api: Api) -> None:
+    """Reasoning, text and true counts; every answer has an id of its own."""
+    async with client(tmp_path, api, says("<think>\nHm.\n</think>\n\nHello.")) as (it, sdk):
+        first = await api.ask(sdk, api.start("Mend it."))
+        second = await api.ask(sdk, api.start("Again."))
+        call = it.calls[0]
+    assert first.content == ("Hello.", "Hm.", [], "stop")
+    assert (first.prompt, first.sampled) == (len(call.prompt_ids), len(call.sampled_ids))
+    assert first.id != second.id
+
+
+@each_echo
+async def test_a_loop_of_parallel_tools_is_one_exact_sequence(
+    tmp_path: Path, api: Api, echo: str
+) -> None:
+    """However its harnesses echo the history, every turn extends the one before, id for id."""
+    async with client(tmp_path, api, in_turn(THINKS, THINKS, THINKS, "Done.")) as (it, sdk):
+        history = api.start("Mend it.")
+        for _ in range(4):
+            reply = await api.ask(sdk, history, tools=True, system="Help.")
+            history += api.echo(reply, echo)
+        calls = it.calls
+    assert (reply.text, reply.finish) == ("Done.", "stop")
+    assert [call.branch for call in calls] == [None] * 4
+    assert [call.parent for call in calls] == [None, 0, 1, 2]
+    assert exact(calls)
+    assert [message.role for message in calls[1].messages] == [Role.TOOL, Role.TOOL]
+    changes = {call.echo_changes for call in calls[1:]}
+    if api is GOOGLE:
+        assert all(EchoChange.REASONING in change for change in changes)
+    else:
+        assert changes == {(EchoChange.ARGUMENTS,) if echo == "respaced" else ()}
+
+
+@each_api
+async def test_streamed_and_whole_answers_are_equal(tmp_path: Path, api: Api) -> None:
+    """The SDK puts the same answer together, from events that come as tokens are sampled."""
+    async with client(tmp_path, api, says(THINKS, delay_s=0.01)) as (_, sdk):
+        whole = await api.ask(sdk, api.start("Mend it."), tools=True)
+        streamed = await api.stream(sdk, api.start("Mend it. Mend it."), tools=True)
+    assert whole.content == streamed.content == ("I look.", "Hm, ä. It is a file.", BOTH, "tools")
+    assert streamed.sampled == whole.sampled
+    assert streamed.prompt > whole.prompt
+    assert streamed.deltas > 1
+
+
+@pytest.mark.parametrize("force", ["any", "named"])
+@each_api
+async def test_a_forced_tool_is_called(tmp_path: Path, api: Api, force: str) -> None:
+    """The answer is the call that the tool choice asks for."""
+    async with client(tmp_path, api, says(CALLS)) as (_, sdk):
+        reply = await api.ask(sdk, api.start("Mend it."), tools=True, force=force)
+    assert reply.finish == "tools"
+    assert reply.calls[-1][0] == "read"
+
+
+@pytest.mark.parametrize("api", [CHAT, ANTHROPIC, GOOGLE], ids=lambda api: api.name)
+async def test_a_stop_string_ends_the_answer(tmp_path: Path, api: Api) -> None:
+    """Neither it nor what follows is in the text; Anthropic names it."""
+    async with client(tmp_path, api, says("One END two")) as (_, sdk):
+        reply = await api.ask(sdk, api.start("Mend it."), stop=["END"])
+    assert (reply.text.strip(), reply.finish) == ("One", "stop")
+    if api is ANTHROPIC:
+        assert (reply.raw.stop_reason, reply.raw.stop_sequence) == ("stop_sequence", "END")
+
+
+@each_api
+async def test_a_short_limit_ends_the_answer(tmp_path: Path, api: Api) -> None:
+    """Whole and streamed."""
+    async with client(tmp_path, api, says("Hello there.")) as (_, sdk):
+        whole = await api.ask(sdk, api.start("Mend it."), limit=3)
+        streamed = await api.stream(sdk, api.start("Again."), limit=3)
+    assert (whole.finish, whole.sampled) == (streamed.finish, streamed.sampled) == ("length", 3)
+
+
+class Verdict(pydantic.BaseModel):
+    """The type of a structured answer."""
+
+    good: bool
+
+
+async def _parse(api: Api, sdk: Any) -> Any:
+    ask: list[Any] = [{"role": "user", "content": "Well?"}]
+    if api is CHAT:
+        answer = await sdk.chat.completions.parse(model="m", messages=ask, response_format=Verdict)
+        return answer.choices[0].message.parsed
+    if api is RESPONSES:
+        answer = await sdk.responses.parse(model="m", input="Well?", text_format=Verdict)
+        return answer.output_parsed
+    if api is ANTHROPIC:
+        answer = await sdk.messages.parse(
+            model="m", max_tokens=99, messages=ask, output_format=Verdict
+        )
+        return answer.parsed_output
+    config: Any = {"response_mime_type": "application/json", "response_schema": Verdict}
+    answer = await sdk.models.generate_content(model="m", contents="Well?", config=config)
+    return answer.parsed
+
+
+@each_api
+async def test_structured_output(tmp_path: Path, api: Api) -> None:
+    """The SDK's own parsing: the schema reaches the engine, the answer becomes an object."""
+    wire = Constrained()
+    async with client(tmp_path, api, says('{"good": true}'), wire=wire) as (it, sdk):
+        assert await _parse(api, sdk) == Verdict(good=True)
+        await api.ask(sdk, api.start("Mend it."))
+        assert [call.constrained for call in it.calls] == [True, False]
+    assert wire.asked[0] is not None
+    assert '"good"' in wire.asked[0].schema
+    async with client(tmp_path / "other", api, says("{}")) as (_, sdk):
+        with pytest.raises(api.error, match="structured output") as caught:
+            await _parse(api, sdk)
+        if api is RESPONSES:
+            assert caught.value.param == "text.format"
+
+
+# --------------------------------------------------------------------------- around answers
+@each_api
+async def test_counting_and_models(tmp_path: Path, api: Api) -> None:
+    """A count is what the same prompt is then charged; the list has each model by its name."""
+    async with client(tmp_path, api, says("Hello.")) as (it, sdk):
+        counted = await api.count(sdk, api.start("Mend it."))
+        reply = await api.ask(sdk, api.start("Mend it."))
+        assert len(it.calls) == 1
+        assert counted in {None, reply.prompt}
+        assert await api.models(sdk) == (["scripted"], True)
+
+
+HOSTED: dict[str, Any] = {
+    "anthropic": {"type": "web_search_20250305", "name": "web_search"},
+    "google": types.Tool(google_search=types.GoogleSearch()),
+}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "chat": ({"top_logprobs": 2}, "top_logprobs=2"),
+    "responses": ({"top_logprobs": 2}, "top_logprobs=2"),
+    "anthropic": ({"limit": 0}, "max_tokens=0"),
+    "google": ({"top_p": 2}, "topP=2"),
+}
+FULL = {"anthropic": "prompt is too long: .* tokens > 150 maximum", "google": "exceeds the maximum"}
+
+
+@each_api
+async def test_errors_are_the_sdks_own(tmp_path: Path, api: Api) -> None:
+    """Wrong field, hosted tool, picture, overlong prompt, wrong secret: status and words."""
+    async with client(tmp_path, api, says("x"), window=150) as (it, sdk):
+        fields, words = WRONG[api.name]
+        hosted = HOSTED.get(api.name, {"type": "web_search"})
+        full = FULL.get(api.name, "maximum context length")
+        for match, history, options in (
+            (words, api.start("Hi"), fields),
+            ("(?i)(web_search|googleSearch)", api.start("Hi"), {"tools": [hosted]}),
+            ("text alone", api.start("What is it?", image=True), {}),
+            (full, api.start("Hello. " * 60), {}),
+        ):
+            with pytest.raises(api.error, match=match) as caught:
+                await api.ask(sdk, history, **options)
+            assert _status(caught.value) == 400
+            if match == full and api in {CHAT, RESPONSES}:
+                assert caught.value.code == "context_length_exceeded"
+        async with api.connect(it.url, "wrong") as stranger:
+            with pytest.raises(api.error) as wrong:
+                await api.ask(stranger, api.start("Hi"))
+        assert _status(wrong.value) == 401
+        assert it.calls == ()
+    if api is ANTHROPIC:
+        assert wrong.value.body["error"]["type"] == "authentication_error"
+        assert wrong.value.request_id
+    elif api is GOOGLE:
+        assert wrong.value.status == "UNAUTHENTICATED"
+    else:
+        assert wrong.value.code == "invalid_api_key"
+
+
+def _status(error: Any) -> int:
+    code: int = error.code if isinstance(error, errors.APIError) else error.status_code
+    return code
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@each_api
+async def test_a_busy_engine_is_the_dialects_overload(
+    tmp_path: Path, api: Api, status: int
+) -> None:
+    """With the time after which to ask again, also for a stream that has not begun."""
+    busy = Reply([], status=status, retry_after_s=0.01)
+    expected = {"anthropic": 529, "google": 503}.get(api.name, status)
+    async with client(tmp_path, api, lambda *_: busy) as (_, sdk):
+        for ask in (api.ask, api.stream):
+            with pytest.raises(api.error) as caught:
+                await ask(sdk, api.start("Hi"))
+            assert _status(caught.value) == expected
+            if api in {CHAT, RESPONSES}:
+                assert "retry-after" in caught.value.response.headers
+
+
+@each_api
+async def test_closing_the_stream_stops_the_engine(tmp_path: Path, api: Api) -> None:
+    """Nothing runs any more, and the call is recorded; Google's connection ends with its client."""
+    async with rig(tmp_path, says("word " * 200, delay_s=0.02)) as it:
+        async with api.connect(it.url, it.key) as sdk:
+            stream = await api.open_stream(sdk)
+            await (stream.aclose() if api is GOOGLE else stream.close())
+        await until(lambda: it.calls and not it.running)
+        assert it.calls[0].outcome is CallOutcome.CLIENT_GONE
+
+
+# --------------------------------------------------------------------------- one API alone
+async def test_several_choices(tmp_path: Path) -> None:
+    """Each is a sample of its own, whole and streamed, in Chat and at Google."""
+    async with client(tmp_path, CHAT, says("Hello.")) as (it, sdk):
+        ask: Any = {"model": "m", "messages": CHAT.start("Mend it."), "n": 3}
+        whole = await sdk.chat.completions.create(**ask)
+        texts = ["", "", ""]
+        ask["messages"] = CHAT.start("Again.")
+        async for chunk in await sdk.chat.completions.create(**ask, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert len(it.calls) == 6
+    assert [choice.message.content for choice in whole.choices] == texts == ["Hello."] * 3
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert whole.usage.completion_tokens == sum(len(call.sampled_ids) for call in it.calls[:3])
+    async with client(tmp_path / "g", GOOGLE, in_turn("One.", "Two.")) as (it, sdk):
+        answer = await sdk.models.generate_content(
+            model="m", contents="Hi", config={"candidate_count": 2}
+        )
+        assert len(it.calls) == 2
+    texts = [candidate.content.parts[0].text for candidate in answer.candidates]
+    assert sorted(texts) == ["One.", "Two."]
+    assert [candidate.index for candidate in answer.candidates] == [0, 1]
+
+
+async def test_openai_refuses_a_choice_among_some_tools(tmp_path: Path) -> None:
+    """The model sees all of them, and nothing could hold it to a few."""
+    tools = [{"type": "function", "function": {**READ, "name": name}} for name in ("read", "w")]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "read"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    async with client(tmp_path, CHAT, says("x")) as (it, sdk):
+        with pytest.raises(openai.BadRequestError, match="some of the tools") as caught:
+            await CHAT.ask(sdk, CHAT.start("Hi"), tools=tools, tool_choice=choice)
+        assert caught.value.param == "tool_choice"
+        with pytest.raises(openai.NotFoundError):
+            await sdk.files.list()
+        assert it.calls == ()
+
+
+async def test_openais_custom_tool_takes_free_text(tmp_path: Path) -> None:
+    """In both APIs, in their own types."""
+    text = '<tool_call>\n{"name": "patch", "arguments": {"input": "+x"}}\n</tool_call>'
+    custom = {"name": "patch", "description": "Mend"}
+    async with client(tmp_path, CHAT, says(text)) as (_, sdk):
+        answer: Any = await sdk.chat.completions.create(
+            model="m", messages=CHAT.start("Hi"), tools=[{"type": "custom", "custom": custom}]
+        )
+        response: Any = await sdk.responses.create(
+            model="m", input="Hi", tools=[{"type": "custom", **custom}]
+        )
+    (call,) = answer.choices[0].message.tool_calls
+    item = response.output[-1]
+    assert (call.type, call.custom.input) == ("custom", "+x")
+    assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", "+x")
+
+
+async def test_openais_compaction(tmp_path: Path) -> None:
+    """The summary comes sealed, and is the user's in what follows: a branch that says so."""
+    async with client(tmp_path, RESPONSES, in_turn("Done.", "All mended.", "Yes.")) as (it, sdk):
+        items = RESPONSES.start("Mend it.")
+        items += RESPONSES.echo(await RESPONSES.ask(sdk, items), "verbatim")
+        compacted = await sdk.responses.compact(model="m", input=items)
+        output = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+        answer = await RESPONSES.ask(sdk, [*output, {"role": "user", "content": "Is it?"}])
+        calls = it.calls
+    assert [item["type"] for item in output] == ["message", "compaction"]
+    assert answer.text == "Yes."
+    assert (calls[1].kind, calls[1].branch) == (TraceKind.COMPACTION, None)
+    assert exact(calls[:2])
+    assert calls[2].branch in set(Branch)
+    assert "All mended." in calls[2].messages[1].content
+
+
+async def test_anthropics_first_event_has_the_true_prompt(tmp_path: Path) -> None:
+    """Claude Code decides on compaction from it."""
+    async with client(tmp_path, ANTHROPIC, says("Hello.")) as (it, sdk):
+        stream = await sdk.messages.create(
+            model="m", max_tokens=99, messages=ANTHROPIC.start("Hi"), stream=True
+        )
+        events = [event async for event in stream]
+        prompt = len(it.calls[0].prompt_ids)
+        with pytest.raises(anthropic.NotFoundError):
+            await sdk.messages.batches.list()
+    assert events[0].type == "message_start"
+    assert events[0].message.usage.input_tokens == events[-2].usage.input_tokens == prompt
+
+
+async def test_anthropics_beta_route_and_a_late_system_message(tmp_path: Path) -> None:
+    """``?beta=true`` and a system message inside the messages, which stays in its place."""
+    late: Any = [*ANTHROPIC.start("Hi"), {"role": "system", "content": "It is Monday."}]
+    async with client(tmp_path, ANTHROPIC, says("Yes.")) as (it, sdk):
+        answer = await sdk.beta.messages.create(
+            model="m", max_tokens=99, messages=late, betas=["a-beta"]
+        )
+        (call,) = it.calls
+    assert answer.content[0].text == "Yes."
+    assert [message.role for message in call.messages] == [Role.USER, Role.SYSTEM]
+
+
+async def test_googles_sdk_calls_python_functions_by_itself(tmp_path: Path) -> None:
+    """Its automatic function calling ends with the answer, on one exact sequence."""
+
+    def read(path: str) -> str:
+        """Read a file."""
+        return f"{path} is empty"
+
+    async with client(tmp_path, GOOGLE, in_turn(CALLS, "Both are empty.")) as (it, sdk):
+        answer = await sdk.models.generate_content(
+            model="m", contents="Hi", config=types.GenerateContentConfig(tools=[read])
+        )
+        calls = it.calls
+    assert answer.text == "Both are empty."
+    assert [call.branch for call in calls] == [None, None]
+    assert exact(calls)
+    assert [m.content for m in calls[1].messages] == ["a.py is empty", "b.py is empty"]
