@@ -1,6 +1,6 @@
-"""Run an ASGI app on a socket inside this process, up when entered and down when left.
+"""Serve an ASGI app on a socket inside this process.
 
-Connections are guarded: whoever sends headers slowly or without end is let go (I6).
+Connections that send headers slowly or without end are closed (I6).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import gc
 import socket
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -25,16 +26,16 @@ except ImportError:  # not on every platform
 T = TypeVar("T")
 
 STOP_S = 5.0
-"""How long open answers may take to finish when a server goes down."""
+"""How long open responses may take to finish when a server stops."""
 HEADERS_S = 10.0
-"""How long the headers of a request may take to arrive."""
+"""Deadline for the headers of a request."""
 MAX_HEADERS = 64 << 10
 """Bytes of request line and headers."""
 KEEP_ALIVE_S = 75
-"""How long an idle connection stays: agents run tools between their calls."""
+"""Lifetime of an idle connection: agents run tools between their calls."""
 
 
-class _Joined:
+class _BatchingTransport:
     """A transport that sends what is written in one turn of the event loop at once.
 
     The server writes headers and body apart, and each write wakes the client.
@@ -47,15 +48,15 @@ class _Joined:
     def write(self, data: bytes) -> None:
         """Send soon, together with what else is written until then."""
         if not self._parts:
-            self._loop.call_soon(self._send)
+            self._loop.call_soon(self._flush)
         self._parts.append(data)
 
     def close(self) -> None:
-        """Send what there is and close."""
-        self._send()
+        """Send what was written and close."""
+        self._flush()
         self._transport.close()
 
-    def _send(self) -> None:
+    def _flush(self) -> None:
         if self._parts:
             data = b"".join(self._parts)
             self._parts.clear()
@@ -65,31 +66,34 @@ class _Joined:
         return getattr(self._transport, name)
 
 
-class _Guarded(HttpToolsProtocol):
+class _BoundedHttp(HttpToolsProtocol):
     """HTTP/1.1 with a deadline and a bound for the headers."""
 
-    _late: asyncio.TimerHandle | None = None
-    _awaited = 0
-    """Bytes that have come without completing a request's headers."""
+    def __init__(self, *args: Any, headers_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._headers_timeout_s = headers_timeout_s
+        self._deadline: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        """Bytes that have come without completing a request's headers."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        joined = _Joined(transport, self.loop)  # type: ignore[arg-type]
-        super().connection_made(joined)  # type: ignore[arg-type]
-        self._late = self.loop.call_later(HEADERS_S, transport.close)
+        batching = _BatchingTransport(transport, self.loop)  # type: ignore[arg-type]
+        super().connection_made(batching)  # type: ignore[arg-type]
+        self._deadline = self.loop.call_later(self._headers_timeout_s, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        self._clear_deadline()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        self._in_time()
-        self._late = self.loop.call_later(HEADERS_S, self.transport.close)
-        self._awaited = 1
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(self._headers_timeout_s, self.transport.close)
+        self._header_bytes = 1
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_time()
-        self._awaited = 0
+        self._clear_deadline()
+        self._header_bytes = 0
         if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADERS:
             self._refuse()
         else:
@@ -97,8 +101,8 @@ class _Guarded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._awaited += len(data) if self._awaited else 0
-        if self._awaited > MAX_HEADERS:
+        self._header_bytes += len(data) if self._header_bytes else 0
+        if self._header_bytes > MAX_HEADERS:
             self._refuse()
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -109,10 +113,10 @@ class _Guarded(HttpToolsProtocol):
             self.transport.write(_TOO_LARGE)
             self.transport.close()
 
-    def _in_time(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 _TOO_LARGE = (
@@ -122,16 +126,15 @@ _TOO_LARGE = (
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a serving program's main coroutine, on the event loop that costs half as much a call."""
+    """Run a server's main coroutine, on uvloop where there is one: it halves the cost of a call."""
     return asyncio.run(main) if uvloop is None else uvloop.run(main)
 
 
 def freeze_gc() -> None:
-    """Call once when a serving process has started: its collections then cost what is new.
+    """Exclude all objects made so far from garbage collection; call once a server has started.
 
-    What was made until now (modules, templates, vocabularies) is never looked at again; without
-    this a full collection stops every stream for some 80 ms. What sessions hold is kept for long
-    and has few cycles, so it is looked through less often than is usual.
+    Modules, templates and vocabularies live for good, and scanning them would stop every stream
+    for some 80 ms. Session state lives long and has few cycles, so it is scanned less often.
     """
     gc.collect()
     gc.freeze()
@@ -153,7 +156,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def serve(
+    app: Any, host: str = "127.0.0.1", port: int = 0, *, headers_timeout_s: float = HEADERS_S
+) -> AsyncIterator[str]:
     """Serve `app` until the block ends; yields its base URL, such as ``http://127.0.0.1:40123``."""
     sock = listen(host, port)
     config = uvicorn.Config(
@@ -162,8 +167,8 @@ async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> AsyncIterat
         lifespan="on",
         access_log=False,
         log_level="warning",
-        log_config=None,  # its words come out with ours, see `log`
-        http=_Guarded,
+        log_config=None,  # `log` formats its messages
+        http=partial(_BoundedHttp, headers_timeout_s=headers_timeout_s),  # type: ignore[arg-type]
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         proxy_headers=False,
