@@ -42,8 +42,10 @@ from tugline.inference.wire import (
     prompt_logprobs,
     to_request,
 )
+from tugline.web import sse
+from tugline.web.sse import encode_event
 
-DONE = b"data: [DONE]\n\n"
+DONE = encode_event(sse.DONE)
 
 
 def create_app(engine: GenerationEngine, *, model_name: str) -> Starlette:
@@ -187,7 +189,7 @@ def _json(value: object) -> Response:
 
 
 def _event(value: object) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return encode_event(msgspec.json.encode(value))
 
 
 def _choice(chunk: SampledChunk, *, with_logprobs: bool) -> dict[str, Any]:
@@ -286,7 +288,7 @@ class _Pieces(Response):
             if not self._started:
                 await error_response(error)(scope, receive, send)
                 return
-            await self._send(send, b"data: " + error_body(error, 500) + b"\n\n")
+            await self._send(send, encode_event(error_body(error, 500)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _start(self, send: Send, length: str | None = None) -> None:

@@ -24,6 +24,7 @@ from tugline.chat.dialects.reading import (
 from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import RequestError, TuglineError
 from tugline.types import Finish, Message, Role, ToolCall
+from tugline.web.sse import encode_event
 
 _BILLING = "x-anthropic-billing-header:"
 _UNPARSED = "__unparsedToolInput"
@@ -155,7 +156,7 @@ class MessageStream(Stream):
 
     def fail(self, error: TuglineError) -> bytes:
         """An ``error`` event."""
-        return b"event: error\ndata: " + self._encode_error(error) + b"\n\n"
+        return encode_event(self._encode_error(error), "error")
 
     def keep_alive(self) -> bytes:
         """A ping; a comment before ``message_start``, which must be the first event."""
@@ -186,7 +187,7 @@ class MessageStream(Stream):
 
 def _event(kind: str, data: dict[str, Any]) -> bytes:
     body = encode({"type": kind, **data})
-    return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+    return encode_event(body, kind)
 
 
 # --------------------------------------------------------------------------- requests

@@ -48,6 +48,7 @@ from tugline.chat.request import Constraint, ConstraintKind, Request
 from tugline.chat.response import Piece, Response, TextDelta, Usage
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Finish, Role, Sampling, ToolCall
+from tugline.web.sse import encode_event
 
 _ROUTE = re.compile(r"/models/(.+):(generateContent|streamGenerateContent|countTokens)")
 _SSE = b"sse"
@@ -282,7 +283,7 @@ class ContentStream(Stream):
         body = encode(data)
         self._chunks += 1
         if self._sse:
-            return b"data: " + body + b"\n\n"
+            return encode_event(body)
         return (b"[" if self._chunks == 1 else b",\n") + body
 
     def _last_chunk(self, data: dict[str, Any]) -> bytes:

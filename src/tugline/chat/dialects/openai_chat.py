@@ -30,6 +30,7 @@ from tugline.chat.request import Request
 from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import TuglineError, Unsupported
 from tugline.types import Finish, Message, Role, Tool, ToolCall, ToolKind
+from tugline.web.sse import DONE, encode_event
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
@@ -181,10 +182,10 @@ class _ChatStream(Stream):
         if self._usage:
             end += self._head + b',"choices":[],"usage":' + encode(_build_usage(responses))
             end += b"}\n\n"
-        return end + b"data: [DONE]\n\n"
+        return end + encode_event(DONE)
 
     def fail(self, error: TuglineError) -> bytes:
-        return b"data: " + encode({"error": openai.build_error(error, {})}) + b"\n\n"
+        return encode_event(encode({"error": openai.build_error(error, {})}))
 
     def _delta(self, delta: bytes, index: int, finish: str | None = None) -> bytes:
         reason = b"null" if finish is None else b'"%b"' % finish.encode()

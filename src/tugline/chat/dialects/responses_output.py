@@ -22,6 +22,7 @@ from tugline.chat.request import Request
 from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import TuglineError
 from tugline.types import Finish, Tool, ToolCall, ToolKind
+from tugline.web.sse import encode_event
 
 Item = dict[str, Any]
 """One output item, ready to be encoded."""
@@ -326,7 +327,7 @@ class ResponseStream(Stream):
     # ----------------------------------------------------------------------- events
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._number(), **fields}
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(data))
+        return encode_event(encode(data), kind)
 
     def _number(self) -> int:
         number = self._sequence

@@ -28,6 +28,7 @@ from tugline.server.http.route import (
 )
 from tugline.server.http.waiting import Stream
 from tugline.server.store import events, nodes, outbox, stats
+from tugline.web.sse import encode_event
 
 ROUTES = Routes()
 
@@ -89,7 +90,7 @@ async def _stream(
     while True:
         for event in page:
             data = msgspec.json.encode(event)
-            yield b"id: %d\nevent: %b\ndata: %b\n\n" % (event.position, event.kind.encode(), data)
+            yield encode_event(data, event.kind, event.position)
             after = event.position
         page = await _read(call, after, call.state.waits.keep_alive_s)
         if not page:
