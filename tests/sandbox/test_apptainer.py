@@ -1,8 +1,4 @@
-"""Boxes of Apptainer: with itself where it is installed, and with a stand-in for it.
-
-The stand-in is bubblewrap behind the command line that we use, so all of our own side is exercised
-everywhere; what Apptainer makes of those options is only seen where it is.
-"""
+"""What only Apptainer does, with itself and with a stand-in; see `sandboxes`."""
 
 from __future__ import annotations
 
@@ -11,65 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
+from sandboxes import image, make_apptainer
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
 from tugline.sandbox.apptainer import Apptainer
-from tugline.sandbox.base import HOME, WORKDIR, Mount, SandboxSpec
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.sandbox.workspace.mounts import unmount_all
 from tugline.types import Workspace
 
-STAND_IN = f"""#!{sys.executable}
-import json, os, shutil, sys
-argv = sys.argv[1:]
-if argv == ["--version"]:
-    print("apptainer version 1.4.5-stand-in"); sys.exit(0)
-assert argv.pop(0) == "--silent"
-if argv[0] == "build":
-    assert argv[1:3] == ["--force", "--sandbox"]
-    if not os.path.exists(argv[4]):
-        sys.exit("FATAL: no such image: " + argv[4])
-    shutil.unpack_archive(argv[4], argv[3], "tar"); sys.exit(0)
-assert argv.pop(0) == "exec"
-out = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
-out += ["--clearenv", "--as-pid-1", "--cap-drop", "ALL", "--tmpfs", "/"]
-known = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--net")
-binds, chdir = [], []
-while argv[0].startswith("--"):
-    option = argv.pop(0)
-    if option == "--bind":
-        source, target, *ro = argv.pop(0).split(":")
-        binds += ["--ro-bind" if ro else "--bind", source, target]
-    elif option == "--home":
-        source, target = argv.pop(0).split(":")
-        binds += ["--bind", source, target, "--setenv", "HOME", target]
-    elif option == "--pwd":
-        chdir = ["--chdir", argv.pop(0)]
-    elif option == "--env":
-        binds += ["--setenv", *argv.pop(0).split("=")]
-    elif option == "--network":
-        assert argv.pop(0) == "none"; out.append("--unshare-net")
-    elif option == "--no-mount":
-        argv.pop(0)
-    elif option == "--security":
-        if os.environ.get("NO_SECCOMP"):
-            sys.exit("FATAL: seccomp is not built in")
-        json.load(open(argv.pop(0).removeprefix("seccomp:")))
-    else:
-        assert option in known, option
-image = argv.pop(0)
-for name in os.listdir(image):
-    path = os.path.join(image, name)
-    if os.path.islink(path):
-        out += ["--symlink", os.readlink(path), "/" + name]
-    elif name not in ("proc", "dev"):
-        out += ["--bind", path, "/" + name]
-out += ["--setenv", "PATH", "/bin", "--proc", "/proc", "--dev", "/dev"]
-os.execvp("bwrap", [*out, *binds, *chdir, *argv])
-"""
+__all__ = ["image"]
 
 
 @pytest.fixture(params=["stand-in", "apptainer"])
@@ -77,74 +27,13 @@ def runtime(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Apptainer:
     """With a cache of its own."""
-    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
-    if request.param == "stand-in":
-        if shutil.which("bwrap") is None:
-            pytest.skip("there is no bwrap for the stand-in")
-        program = tmp_path / "bin" / "apptainer"
-        program.parent.mkdir()
-        program.write_text(STAND_IN)
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    elif why := Apptainer().check_available():
-        pytest.skip(why)
-    return Apptainer(disk_mb=64)
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Path:
-    """A sandbox directory with a shell and a folder of work."""
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        pytest.skip("there is no busybox to make an image of")
-    root = tmp_path / "image"
-    for folder in ("bin", "dev", "etc", "home", "proc", "run", "sys", "tmp", "usr", "var", "task"):
-        (root / folder).mkdir(parents=True)
-    shutil.copy(busybox, root / "bin" / "busybox")
-    for name in ("sh", "cat", "env", "sleep", "rm", "ls", "id", "wget", "dd", "test", "readlink"):
-        (root / "bin" / name).symlink_to("busybox")
-    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
-    (root / "etc" / "group").write_text("root:x:0:\n")
-    (root / "task" / "a.txt").write_text("from the image\n")
-    return root
+    return make_apptainer(request.param, tmp_path, monkeypatch)
 
 
 def running(argument: str) -> list[str]:
     """Programs of this machine with that argument."""
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     return [line for line in listed.stdout.splitlines() if argument in line.split()]
-
-
-async def test_a_program_runs_and_its_work_comes_back(
-    runtime: Apptainer, image: Path, tmp_path: Path
-) -> None:
-    """Files in, exit codes and output out, one container for all programs of a box."""
-    place = SandboxSpec(
-        workspace=Workspace(image=str(image)),
-        files={"in.txt": "given\n"},
-        mounts=(Mount("/shared", str(tmp_path / "shared")), Mount("/own")),
-    )
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "tool").write_text("tool\n")
-    async with runtime.open(tmp_path / "box", place) as box:
-        assert (box.workdir, box.home) == (WORKDIR, HOME)
-        await box.put(box.home, {"settings": "s"})
-        script = (
-            "cat in.txt /shared/tool ~/settings; echo $A; echo out > out.txt; echo o > /own/o; "
-        )
-        script += "echo x > /shared/tool; rm in.txt; exit 7"
-        end = await box.run(["sh", "-c", script], env={"A": "b c"}, timeout_s=20)
-        assert (end.code, end.timed_out) == (7, False)
-        log = (box.logs / "agent.log").read_text()
-        assert log.startswith("given\ntool\nsb c\n")
-        assert await box.get(box.workdir / "out.txt") == b"out\n"
-        assert await box.get(PurePosixPath("/own/o")) == b"o\n"
-        assert (await box.run(["test", "-e", "out.txt"], env={}, timeout_s=20)).code == 0
-        assert await box.diff() == Patch({"in.txt": None, "out.txt": FileChange(b"out\n")})
-        with pytest.raises(UsageError, match="files are put under"):
-            await box.put(PurePosixPath("/etc"), {"x": "x"})
-    assert (tmp_path / "shared" / "tool").read_text() == "tool\n"
-    assert not (image / "workspace").exists()
 
 
 async def test_the_images_own_folder_is_the_workspace(
@@ -221,19 +110,6 @@ async def test_an_apptainer_without_seccomp_is_told(
         assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
     told = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
     assert any(told in line for line in runtime.list_weaknesses())
-
-
-async def test_what_outlives_its_time_is_killed_and_the_box_goes_on(
-    runtime: Apptainer, image: Path, tmp_path: Path
-) -> None:
-    """With its daemons; the next program gets a new container with the same files."""
-    place = SandboxSpec(workspace=Workspace(image=str(image)))
-    async with runtime.open(tmp_path / "box", place) as box:
-        script = "echo kept > kept; sleep 4321 & sleep 4321"
-        end = await box.run(["sh", "-c", script], env={}, timeout_s=0.5)
-        assert end.timed_out
-        assert (await box.run(["cat", "kept"], env={}, timeout_s=20)).code == 0
-    assert not running("4321")
 
 
 async def test_what_a_killed_node_left_is_ended(

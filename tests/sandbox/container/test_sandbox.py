@@ -22,7 +22,6 @@ from tugline.sandbox.container.engine import Engine
 from tugline.sandbox.container.images import build_name
 from tugline.sandbox.container.runtime import Container
 from tugline.sandbox.container.sandbox import ContainerRecord
-from tugline.sandbox.patch import FileChange
 from tugline.sandbox.workspace import mounts, overlay
 from tugline.types import Cause, Workspace
 
@@ -32,89 +31,6 @@ pytestmark = pytest.mark.podman
 def said(box: object, name: str = "agent") -> str:
     """What a program wrote."""
     return (box.logs / f"{name}.log").read_text()  # type: ignore[attr-defined]
-
-
-async def test_program_sees_its_files_and_a_clean_environment(
-    container: Container, podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program starts in the workdir with the image's PATH, its own variables and no other."""
-    monkeypatch.setenv("SECRET_OF_THE_NODE", "s3cret")
-    async with container.open(tmp_path / "box", SandboxSpec(files={"a/b.txt": "hi"})) as box:
-        script = "pwd; cat a/b.txt; echo; env; cd; pwd; exit 7"
-        end = await box.run(["sh", "-c", script], env={"X": "two\nlines '\""}, timeout_s=20)
-        assert (end.code, end.timed_out, end.cause) == (7, False, None)
-        lines = said(box).splitlines()
-        assert lines[:2] == ["/workspace", "hi"]
-        assert lines[-1] == "/home/agent"
-        assert "X=two" in lines
-        assert "lines '\"" in lines
-        assert "s3cret" not in said(box)
-    assert left(podman, tmp_path) == []
-
-
-async def test_changes_are_what_programs_did(container: Container, tmp_path: Path) -> None:
-    """Written, changed, removed and executable files come back, with those put meanwhile."""
-    place = SandboxSpec(files={"keep": "1", "edit": "1", "drop": "1"})
-    async with container.open(tmp_path / "box", place) as box:
-        await box.put(box.workdir, {"late": "x"})
-        script = "echo 2 >edit; rm drop; printf '\\377' >new; chmod +x new; ln -s keep link"
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        patch = await box.diff()
-    assert patch.files == {
-        "edit": FileChange(b"2\n"),
-        "drop": None,
-        "new": FileChange(b"\xff", executable=True),
-        "late": FileChange(b"x"),
-        "link": FileChange(b"keep", link=True),
-    }
-
-
-async def test_folder_of_the_node_is_seen_and_never_changed(
-    container: Container, podman: str, tmp_path: Path
-) -> None:
-    """A base folder is overlaid: a program may write all over it, and it stays as it is."""
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "code.py").write_text("x = 1\n")
-    place = SandboxSpec(
-        workspace=Workspace(folder=str(base), path="/testbed"), files={"extra": "e"}
-    )
-    async with container.open(tmp_path / "box", place) as box:
-        assert str(box.workdir) == "/testbed"
-        script = "pwd; cat extra; echo 'x = 2' >code.py; touch more"
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        assert said(box).startswith("/testbed\ne")
-        assert set((await box.diff()).files) == {"code.py", "more"}
-        assert await box.get(PurePosixPath("/testbed/code.py")) == b"x = 2\n"
-    assert (base / "code.py").read_text() == "x = 1\n"
-    assert [one.name for one in base.iterdir()] == ["code.py"]
-    assert left(podman, tmp_path) == []
-
-
-async def test_timeout_ends_all_and_the_box_goes_on(container: Container, tmp_path: Path) -> None:
-    """On timeout all programs are dead, what they wrote is there, and the next one runs."""
-    async with container.open(tmp_path / "box") as box:
-        script = "echo before >f; (setsid sh -c 'trap \"\" TERM; sleep 300') & sleep 300"
-        end = await box.run(["sh", "-c", script], env={}, timeout_s=0.5)
-        assert end.timed_out
-        assert end.seconds < 20
-        again = await box.run(["sh", "-c", "cat f; ps ax | wc -l"], env={}, timeout_s=20)
-        assert again.code == 0
-        assert said(box).startswith("before")
-        programs = await box.run(["sh", "-c", "ls -d /proc/[0-9]*"], env={}, timeout_s=20)
-        assert programs.code == 0
-        assert "sleep" not in said(box)
-
-
-async def test_nothing_of_a_program_outlives_it(container: Container, tmp_path: Path) -> None:
-    """Daemons that a program leaves are dead when `run` returns."""
-    async with container.open(tmp_path / "box") as box:
-        daemon = "setsid sh -c 'while :; do date >>beat; sleep 0.02; done' </dev/null >/dev/null &"
-        await box.run(["sh", "-c", f"{daemon} sleep 0.2"], env={}, timeout_s=20)
-        before = await box.get(box.workdir / "beat")
-        await asyncio.sleep(0.2)
-        assert before
-        assert await box.get(box.workdir / "beat") == before
 
 
 async def test_cancelled_run_leaves_nothing(
@@ -270,29 +186,6 @@ exit 0
         await box.run(["sh", "-c", script], env={}, timeout_s=20)
         words = said(box).split()
     assert words == ["CapBnd:", "00000000000004fb", "NoNewPrivs:", "1", "Seccomp:", "2", "lo"]
-
-
-async def test_reached_url_is_all_that_answers(container: Container, tmp_path: Path) -> None:
-    """A URL of this machine is reached by loopback, also after a kill, until work is looked at."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\npong")
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    fetch = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read())"
-    async with server, container.open(tmp_path / "box") as box:
-        url = await box.expose(f"http://127.0.0.1:{port}/s/1")
-        for _ in range(2):
-            end = await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)
-            assert end.code == 0, said(box)
-            assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
-        direct = f"http://127.0.0.1:{port}/"
-        assert (await box.run(["python3", "-c", fetch, direct], env={}, timeout_s=30)).code == 1
-        await box.diff()
-        assert (await box.run(["python3", "-c", fetch, url], env={}, timeout_s=30)).code == 1
 
 
 @pytest.mark.parametrize("look", ["changes", "snapshot"])

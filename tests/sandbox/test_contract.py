@@ -1,0 +1,239 @@
+"""What every sandbox does, whatever its driver: one test, all drivers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from containers import podman
+from sandboxes import Driver, driver, image, read_log, run_shell
+from tugline.errors import SandboxError, UsageError
+from tugline.sandbox.base import Mount, Sandbox
+from tugline.sandbox.patch import FileChange
+
+__all__ = ["driver", "image", "podman"]
+
+
+@pytest.fixture
+async def sandbox(driver: Driver, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    """A sandbox with three files."""
+    files = {"a/b.txt": "one\r\ntwo", "edit": "1", "drop": "1"}
+    async with driver.runtime.open(tmp_path / "s", driver.spec(files=files)) as opened:
+        yield opened
+
+
+def running(command: str) -> list[int]:
+    """Processes of this machine with `command` in their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+            if command.encode() in line and b"State:\tZ" not in (entry / "status").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def unique_sleep() -> str:
+    """A command that can be told from all others."""
+    return f"sleep 99.{secrets.randbelow(10**9):09d}"
+
+
+async def wait_until_running(command: str) -> None:
+    """Wait until a program has started."""
+    async with asyncio.timeout(20):
+        while not running(command):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def mount_table() -> str:
+    """What is mounted on this machine."""
+    return Path("/proc/self/mountinfo").read_text()
+
+
+async def serve(text: str) -> tuple[asyncio.Server, str]:
+    """An HTTP server of this machine with one response, and its URL."""
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
+        writer.write(f"{head}{text}".encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a?b"
+
+
+async def test_a_program_gets_its_files_and_a_clean_environment(
+    driver: Driver, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts in the workdir, stdin is empty, and the node's secrets are not passed on."""
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    script = "pwd; cat; wc -c <a/b.txt; cd; pwd; env; exit 7"
+    end = await run_shell(sandbox, script, GIVEN="two\nlines '\"")
+    assert (end.code, end.timed_out, end.cause) == (7, False, None)
+    lines = read_log(sandbox).splitlines()
+    assert [lines[0], lines[1].strip(), lines[2]] == [str(sandbox.workdir), "8", str(sandbox.home)]
+    assert "GIVEN=two" in lines
+    assert "lines '\"" in lines
+    assert "s3cret" not in read_log(sandbox)
+    if driver.isolated:
+        assert f"HOME={sandbox.home}" in lines
+
+
+async def test_exit_codes_come_back(sandbox: Sandbox) -> None:
+    """A failing, a killed and a missing program are exits, not exceptions."""
+    assert (await run_shell(sandbox, "exit 3")).code == 3
+    assert (await run_shell(sandbox, "kill -9 $$")).code == -signal.SIGKILL
+    assert (await sandbox.run(("no-such-program",), env={}, timeout_s=20)).code == 127
+
+
+async def test_a_directory_is_not_used_twice(driver: Driver, tmp_path: Path) -> None:
+    """Files of an earlier attempt cannot help the next one."""
+    spec = driver.spec(files={"x": "1"})
+    async with driver.runtime.open(tmp_path / "s", spec):
+        pass
+    with pytest.raises(SandboxError, match="not empty"):
+        async with driver.runtime.open(tmp_path / "s", spec):
+            pass
+
+
+async def test_a_timeout_ends_everything_and_the_sandbox_goes_on(sandbox: Sandbox) -> None:
+    """Also what ignores SIGTERM or left the session; written files stay."""
+    sleep = unique_sleep()
+    script = f"echo kept >k; (setsid {sleep} &); trap '' TERM; {sleep}"
+    end = await run_shell(sandbox, script, timeout_s=0.5)
+    assert end.timed_out
+    assert not running(sleep)
+    assert (await run_shell(sandbox, "cat k")).code == 0
+    assert read_log(sandbox).endswith("kept\n")
+
+
+async def test_cancelling_a_run_ends_its_program_first(sandbox: Sandbox) -> None:
+    """The caller gets control back when nothing runs any more, even if it cancels twice."""
+    sleep = unique_sleep()
+    task = asyncio.create_task(run_shell(sandbox, sleep))
+    await wait_until_running(sleep)
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not running(sleep)
+    assert (await run_shell(sandbox, "exit 6")).code == 6
+
+
+async def test_daemons_end_with_their_program(sandbox: Sandbox) -> None:
+    """A program that ends well leaves no process behind that could go on writing."""
+    sleep = unique_sleep()
+    end = await run_shell(sandbox, f"(setsid {sleep} >/dev/null 2>&1 &); exit 0")
+    assert (end.code, end.timed_out) == (0, False)
+    assert not running(sleep)
+
+
+async def test_a_diff_has_what_was_done_to_the_workdir(sandbox: Sandbox) -> None:
+    """Written, changed, removed and executable files and links, also those put meanwhile."""
+    await sandbox.put(sandbox.workdir, {"late": "x"})
+    await sandbox.put(sandbox.home, {"not-in-it": "x"})
+    script = "echo 2 >edit; rm drop; printf '\\377' >new; chmod +x new; ln -s edit link"
+    await run_shell(sandbox, script)
+    assert (await sandbox.diff()).files == {
+        "edit": FileChange(b"2\n"),
+        "drop": None,
+        "new": FileChange(b"\xff", executable=True),
+        "late": FileChange(b"x"),
+        "link": FileChange(b"edit", link=True),
+    }
+
+
+async def test_a_base_folder_is_seen_and_never_changed(driver: Driver, tmp_path: Path) -> None:
+    """Changes survive a kill, the base stays as it is, and nothing stays mounted."""
+    base = tmp_path / "ba,s:e" if driver.name in {"local", "bubblewrap"} else tmp_path / "base"
+    base.mkdir()
+    for name in ("stays", "goes", "grows"):
+        (base / name).write_text(name)
+    spec = driver.spec(base, files={"given": "g", "stays": "s2"})
+    async with driver.runtime.open(tmp_path / "s", spec) as sandbox:
+        script = "cat stays given; rm goes; echo more >>grows; echo n >n; sleep 9"
+        assert (await run_shell(sandbox, script, timeout_s=1.5)).timed_out
+        assert read_log(sandbox) == "s2g"
+        await sandbox.put(sandbox.workdir, {"put": "p"})
+        assert (await run_shell(sandbox, "cat put n grows; ! test -e goes")).code == 0
+        assert await sandbox.get(sandbox.workdir / "grows") == b"growsmore\n"
+        assert (await sandbox.diff()).files == {
+            "goes": None,
+            "grows": FileChange(b"growsmore\n"),
+            "n": FileChange(b"n\n"),
+            "put": FileChange(b"p"),
+        }
+        assert (await run_shell(sandbox, "cat n put")).code == 0  # started again
+        if driver.name == "bubblewrap":
+            assert str(tmp_path) not in mount_table()
+    assert str(tmp_path / "s") not in mount_table()
+    assert {path.name: path.read_text() for path in base.iterdir()} == {
+        name: name for name in ("goes", "grows", "stays")
+    }
+
+
+async def test_files_go_in_and_come_out_of_own_folders_only(sandbox: Sandbox) -> None:
+    """Under the workdir and the home; nowhere else, and through no link."""
+    program = FileChange(b"#!/bin/sh\ncat d/x\n", executable=True)
+    await sandbox.put(sandbox.workdir, {"d/run": program, "d/x": "xx"})
+    await sandbox.put(sandbox.home, {".settings": b"\xff"})
+    assert (await run_shell(sandbox, "d/run; ln -s / l")).code == 0
+    assert read_log(sandbox) == "xx"
+    assert await sandbox.get(sandbox.home / ".settings") == b"\xff"
+    assert await sandbox.get(sandbox.workdir / "d/x") == b"xx"
+    assert await sandbox.get(sandbox.workdir / "d/x", max_bytes=1) is None
+    assert await sandbox.get(sandbox.workdir / "missing") is None
+    assert await sandbox.get(sandbox.workdir / "l/etc/passwd") is None
+    for path in ("/etc/passwd", f"{sandbox.workdir}/../etc/passwd"):
+        with pytest.raises(UsageError):
+            await sandbox.get(PurePosixPath(path))
+    with pytest.raises(UsageError, match="not under /etc"):
+        await sandbox.put(PurePosixPath("/etc"), {"x": "1"})
+
+
+async def test_mounts_are_read_only_or_the_sandboxs_own(driver: Driver, tmp_path: Path) -> None:
+    """A folder of the node is read-only; one without a source is empty and can be read back."""
+    if not driver.isolated:
+        pytest.skip("plain processes have no mounts")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "tool").write_text("tool")
+    optional = Mount("/bin/sh", str(shared / "tool"), optional=True)
+    mounts = (Mount("/shared", str(shared)), Mount("/logs/verifier"), optional)
+    async with driver.runtime.open(tmp_path / "s", driver.spec(mounts=mounts)) as sandbox:
+        script = "cat /shared/tool; echo 1 >/logs/verifier/reward; touch /shared/x"
+        assert (await run_shell(sandbox, script)).code != 0
+        assert read_log(sandbox).startswith("tool")
+        assert await sandbox.get(PurePosixPath("/logs/verifier/reward")) == b"1\n"
+    assert os.listdir(shared) == ["tool"]  # noqa: PTH208
+
+
+async def test_an_exposed_url_is_all_that_is_reached(driver: Driver, sandbox: Sandbox) -> None:
+    """Also after the sandbox was killed and started again; nothing is after the diff."""
+    server, url = await serve("hello")
+    other, secret = await serve("s3cret")
+    async with server, other:
+        inside = await sandbox.expose(url)
+        assert inside.endswith("/a?b")
+        for _ in range(2):
+            end = await sandbox.run(driver.fetch(inside), env={}, timeout_s=30)
+            assert end.code == 0, read_log(sandbox)
+            assert (await run_shell(sandbox, "sleep 9", timeout_s=0.2)).timed_out
+        assert read_log(sandbox).count("hello") == 2
+        if driver.isolated:
+            await sandbox.diff()
+            for unreachable in (secret, inside):
+                end = await sandbox.run(driver.fetch(unreachable), env={}, timeout_s=30)
+                assert end.code != 0
+            assert "s3cret" not in read_log(sandbox)

@@ -1,0 +1,191 @@
+"""Every sandbox driver for tests, each with a workspace that all of them can run programs in.
+
+Apptainer is replaced by a stand-in where it is not installed: bubblewrap behind the command line
+that we use, so all of our own side is exercised everywhere. What Apptainer itself makes of those
+options is only tested where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from containers import DEBIAN
+from tugline.sandbox.apptainer import Apptainer
+from tugline.sandbox.base import Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.local import Local
+from tugline.types import Workspace
+
+__all__ = ["DRIVERS", "Driver", "driver", "image", "make_apptainer", "read_log", "run_shell"]
+
+DRIVERS = [
+    "local",
+    "bubblewrap",
+    pytest.param("container", marks=pytest.mark.podman),
+    "stand-in",
+    "apptainer",
+]
+
+_MORE = ("chmod", "ln", "setsid", "cut", "sort", "wc", "head", "touch")
+
+STAND_IN = f"""#!{sys.executable}
+import json, os, shutil, sys
+argv = sys.argv[1:]
+if argv == ["--version"]:
+    print("apptainer version 1.4.5-stand-in"); sys.exit(0)
+assert argv.pop(0) == "--silent"
+if argv[0] == "build":
+    assert argv[1:3] == ["--force", "--sandbox"]
+    if not os.path.exists(argv[4]):
+        sys.exit("FATAL: no such image: " + argv[4])
+    shutil.unpack_archive(argv[4], argv[3], "tar"); sys.exit(0)
+assert argv.pop(0) == "exec"
+out = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
+out += ["--clearenv", "--as-pid-1", "--cap-drop", "ALL", "--tmpfs", "/"]
+known = ("--containall", "--no-init", "--no-privs", "--writable-tmpfs", "--net")
+binds, chdir = [], []
+while argv[0].startswith("--"):
+    option = argv.pop(0)
+    if option == "--bind":
+        source, target, *ro = argv.pop(0).split(":")
+        binds += ["--ro-bind" if ro else "--bind", source, target]
+    elif option == "--home":
+        source, target = argv.pop(0).split(":")
+        binds += ["--bind", source, target, "--setenv", "HOME", target]
+    elif option == "--pwd":
+        chdir = ["--chdir", argv.pop(0)]
+    elif option == "--env":
+        binds += ["--setenv", *argv.pop(0).split("=")]
+    elif option == "--network":
+        assert argv.pop(0) == "none"; out.append("--unshare-net")
+    elif option == "--no-mount":
+        argv.pop(0)
+    elif option == "--security":
+        if os.environ.get("NO_SECCOMP"):
+            sys.exit("FATAL: seccomp is not built in")
+        json.load(open(argv.pop(0).removeprefix("seccomp:")))
+    else:
+        assert option in known, option
+image = argv.pop(0)
+for name in os.listdir(image):
+    path = os.path.join(image, name)
+    if os.path.islink(path):
+        out += ["--symlink", os.readlink(path), "/" + name]
+    elif name not in ("proc", "dev"):
+        out += ["--bind", path, "/" + name]
+out += ["--setenv", "PATH", "/bin", "--proc", "/proc", "--dev", "/dev"]
+os.execvp("bwrap", [*out, *binds, *chdir, *argv])
+"""
+
+
+def make_apptainer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Apptainer:
+    """Apptainer itself or its stand-in, with a cache of its own; skip where there is none."""
+    monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
+    if kind == "stand-in":
+        if shutil.which("bwrap") is None:
+            pytest.skip("there is no bwrap for the stand-in")
+        program = tmp_path / "bin" / "apptainer"
+        program.parent.mkdir()
+        program.write_text(STAND_IN)
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    elif why := Apptainer().check_available():
+        pytest.skip(why)
+    return Apptainer(disk_mb=64)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A sandbox directory with a shell and a folder of work."""
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("there is no busybox to make an image of")
+    root = tmp_path / "image"
+    for folder in ("bin", "dev", "etc", "home", "proc", "run", "sys", "tmp", "usr", "var", "task"):
+        (root / folder).mkdir(parents=True)
+    shutil.copy(busybox, root / "bin" / "busybox")
+    for name in (
+        "sh",
+        "cat",
+        "env",
+        "sleep",
+        "rm",
+        "ls",
+        "id",
+        "wget",
+        "dd",
+        "test",
+        "readlink",
+        *_MORE,
+    ):
+        (root / "bin" / name).symlink_to("busybox")
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (root / "etc" / "group").write_text("root:x:0:\n")
+    (root / "task" / "a.txt").write_text("from the image\n")
+    return root
+
+
+@dataclass
+class Driver:
+    """A runtime under test."""
+
+    name: str
+    runtime: Runtime
+    workspace: Workspace
+
+    @property
+    def isolated(self) -> bool:
+        """Whether its programs have namespaces of their own."""
+        return self.name != "local"
+
+    def spec(self, folder: Path | None = None, **fields: Any) -> SandboxSpec:
+        """A spec with this driver's image, over `folder`."""
+        workspace = Workspace(image=self.workspace.image, folder=str(folder) if folder else None)
+        return SandboxSpec(workspace=workspace, **fields)
+
+    def fetch(self, url: str) -> Sequence[str]:
+        """A command that prints what is at a URL, or fails."""
+        if self.name in {"stand-in", "apptainer"}:
+            return ("wget", "-q", "-O-", url)
+        code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5).read())"
+        return ("python3", "-c", code, url)
+
+
+@pytest.fixture(params=DRIVERS)
+def driver(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Driver:
+    """Each driver that works here."""
+    if request.param == "local":
+        return Driver("local", Local(grace_s=0.2), Workspace())
+    if request.param == "bubblewrap":
+        runtime = Bubblewrap()
+        if problem := runtime.check_available():
+            pytest.skip(problem)
+        return Driver("bubblewrap", runtime, Workspace())
+    if request.param == "container":
+        engine = request.getfixturevalue("podman")
+        container = Container(engine=engine, image=DEBIAN, memory_mb=512, processes=200)
+        return Driver("container", container, Workspace())
+    apptainer = make_apptainer(request.param, tmp_path, monkeypatch)
+    folder = request.getfixturevalue("image")
+    return Driver(request.param, apptainer, Workspace(image=str(folder)))
+
+
+async def run_shell(sandbox: Sandbox, script: str, timeout_s: float = 20.0, **env: str) -> Exit:
+    """Run a script."""
+    return await sandbox.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
+
+
+def read_log(sandbox: Sandbox) -> str:
+    """What programs have written so far."""
+    return (sandbox.logs / "agent.log").read_text()
