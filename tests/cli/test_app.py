@@ -13,7 +13,7 @@ from tugline.cli.app import COMMANDS
 
 ENGINE_ROOM = ("renderers", "openai", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
 """Libraries of gateway, server and engine."""
-CLIENT_ROOM = (*ENGINE_ROOM, "aiohttp", "numpy", "msgspec", "structlog", "yaml", "asyncio")
+CLIENT_ROOM = (*ENGINE_ROOM, "rich", "aiohttp", "numpy", "msgspec", "structlog", "yaml", "asyncio")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tugline.cli.task import Paths
 from tugline.cli.up import (
@@ -42,13 +41,13 @@ _REPORT_EVERY_S = 10.0
 _INFRASTRUCTURE = frozenset({Boundary.INFRASTRUCTURE, Boundary.RUNTIME})
 
 
-class Progress:
+class RunProgress:
     """The results so far, and how they are reported."""
 
     def __init__(self, console: Console) -> None:
         self.views: list[ResultView] = []
         self._console = console
-        self.bar = ProgressBar(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -122,7 +121,7 @@ def run(  # noqa: PLR0913 - each is a flag
     tasks = load(paths)
     settings = add_default_engine(settings)
     console = Console(stderr=True, highlight=False)
-    progress = Progress(console)
+    progress = RunProgress(console)
 
     async def main() -> None:
         with progress.bar:

@@ -21,7 +21,7 @@ from tugline.client.discovery import find_server
 from tugline.client.streams import (
     GroupResults,
     Result,
-    ResultQuery,
+    ResultFilter,
     stream_events,
     stream_log,
     stream_results,
@@ -192,7 +192,7 @@ class Client:
         With `auto_ack`, a result is acknowledged when the next one is requested; else call `ack`.
         Without `follow` the stream ends at the newest result.
         """
-        query = ResultQuery(consumer, after, tuple(tasks), groups=False, follow=follow)
+        query = ResultFilter(consumer, after, tuple(tasks), groups=False, follow=follow)
         async with aclosing(self._read(query, auto_ack=auto_ack)) as items:
             async for item in items:
                 if isinstance(item, Result):
@@ -208,7 +208,7 @@ class Client:
         auto_ack: bool = False,
     ) -> AsyncGenerator[GroupResults, None]:
         """Yield whole groups in order of release; see `results`."""
-        query = ResultQuery(consumer, after, tuple(tasks), groups=True, follow=follow)
+        query = ResultFilter(consumer, after, tuple(tasks), groups=True, follow=follow)
         async with aclosing(self._read(query, auto_ack=auto_ack)) as items:
             async for item in items:
                 if isinstance(item, GroupResults):
@@ -330,7 +330,7 @@ class Client:
         return await self._http.ask("POST", url, Barrier, body=body, wait_s=wait_s)
 
     async def _read(
-        self, query: ResultQuery, *, auto_ack: bool
+        self, query: ResultFilter, *, auto_ack: bool
     ) -> AsyncGenerator[Result | GroupResults, None]:
         """Items; with `auto_ack` one is done when the next is requested."""
         if auto_ack and query.consumer is None:

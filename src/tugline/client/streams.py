@@ -154,7 +154,7 @@ class GroupResults(NamedTuple):
         return self.view.released or 0
 
 
-class ResultQuery(NamedTuple):
+class ResultFilter(NamedTuple):
     """Which results to read."""
 
     consumer: str | None
@@ -171,7 +171,7 @@ def unpack(packed: bytes) -> Trajectory:
 
 
 async def stream_results(
-    http: Transport, query: ResultQuery
+    http: Transport, query: ResultFilter
 ) -> AsyncGenerator[Result | GroupResults | None, None]:
     """Results, or groups, from `query.after` on; None at the end of each page.
 
@@ -196,7 +196,7 @@ async def stream_results(
             attempts.done = not query.follow and not await _has_more(http, query, after)
 
 
-async def _find_start(http: Transport, query: ResultQuery) -> int:
+async def _find_start(http: Transport, query: ResultFilter) -> int:
     """The consumer's position; requested once, so that a break cannot return to it."""
     if query.after is not None:
         return query.after
@@ -206,7 +206,7 @@ async def _find_start(http: Transport, query: ResultQuery) -> int:
     return next((each.acked for each in consumers if each.name == query.consumer), 0)
 
 
-async def _has_more(http: Transport, query: ResultQuery, after: int) -> bool:
+async def _has_more(http: Transport, query: ResultFilter, after: int) -> bool:
     """Whether a stream ended too early, because its server stopped."""
     parameters = _parameters(query, after) | {"limit": 1}
     page = await http.ask("GET", "/v1/results", Results, query=parameters)
@@ -214,7 +214,7 @@ async def _has_more(http: Transport, query: ResultQuery, after: int) -> bool:
 
 
 async def _stream_pages(
-    http: Transport, query: ResultQuery, after: int
+    http: Transport, query: ResultFilter, after: int
 ) -> AsyncGenerator[tuple[Results, Result | GroupResults | None], None]:
     """Each item with its page, and None after the last one of a page."""
     parameters = _parameters(query, after) | {"follow": query.follow}
@@ -234,7 +234,7 @@ async def _stream_pages(
             yield page, None
 
 
-def _parameters(query: ResultQuery, after: int) -> dict[str, int | bool | Sequence[str]]:
+def _parameters(query: ResultFilter, after: int) -> dict[str, int | bool | Sequence[str]]:
     return {"after": after, "task": query.tasks, "groups": query.groups, "limit": _GROUP_LIMIT}
 
 
