@@ -151,7 +151,6 @@ async def test_paused_engines_hold_requests(served: Served) -> None:
     """`/pause` holds new requests until `/resume`; an unknown mode is refused."""
     assert await served.post("/pause?mode=keep", {}) == (200, {"status": "paused"})
     task = asyncio.create_task(served.post(GENERATE, body()))
-    await asyncio.sleep(0.05)
     async with served.http.get("/is_paused") as response:
         assert await response.json() == {"is_paused": True}
     assert not task.done()

@@ -34,6 +34,13 @@ async def served(
         yield engine, http
 
 
+async def wait_for_running(engine: ScriptedEngine, count: int) -> None:
+    """Return once `count` requests run; fail after ten seconds."""
+    async with asyncio.timeout(10):
+        while engine.stats().running != count:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.002)
+
+
 async def test_the_script_sees_the_request_and_says_the_answer() -> None:
     """Prompt ids and request id go in; ids, log probabilities and version come out."""
 
@@ -104,11 +111,9 @@ async def test_hanging_up_ends_a_slow_script() -> None:
     """A client that leaves is counted as an abort, as by the model engine."""
     async with served(lambda *_: Reply([5] * 9, delay_s=0.2)) as (engine, http):
         task = asyncio.create_task(http.post(GENERATE, json=BODY))
-        await asyncio.sleep(0.1)
-        assert engine.stats().running == 1
+        await wait_for_running(engine, 1)
         task.cancel()
-        await asyncio.sleep(0.1)
-        assert engine.stats().running == 0
+        await wait_for_running(engine, 0)
         assert engine.stats().finished["abort"] == 1
 
 
@@ -116,18 +121,19 @@ async def test_pause_abort_and_resume() -> None:
     """Held requests start on resume; aborted ones keep what they had."""
     async with served(lambda *_: Reply([5] * 20, delay_s=0.02)) as (engine, http):
         running = asyncio.create_task(http.post(GENERATE, json=BODY))
-        await asyncio.sleep(0.1)
+        await wait_for_running(engine, 1)
         async with http.post("/pause?mode=abort") as response:
             assert response.status == 200
         held = asyncio.create_task(http.post(GENERATE, json=BODY))
-        said = (await (await running).json())["choices"][0]
-        await asyncio.sleep(0.05)
+        aborted = (await (await running).json())["choices"][0]
+        async with http.get("/is_paused") as response:
+            assert await response.json() == {"is_paused": True}
         assert not held.done()
         async with http.post("/resume") as response:
             assert response.status == 200
         async with await held as response:
             assert response.status == 200
-    assert said["finish_reason"] == "abort"
+    assert aborted["finish_reason"] == "abort"
     assert engine.paused is False
 
 
