@@ -77,7 +77,7 @@ class Row:
     turns: int = 0
     """Calls that go on with a conversation, so those that could be exact or not."""
     exact_turns: int = 0
-    healed_turns: int = 0
+    echo_changed_turns: int = 0
     """Exact ones in which the harness had changed the echo of an answer."""
     traces: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUILDERS, 0))
     forwarded: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUILDERS, 0))
@@ -95,7 +95,9 @@ class Row:
         turns = [c for c in one.calls if c.parent is not None and c.branch is not Branch.NEW_THREAD]
         self.turns += len(turns)
         self.exact_turns += sum(turn.branch is None for turn in turns)
-        self.healed_turns += sum(turn.branch is None and bool(turn.echo_changes) for turn in turns)
+        self.echo_changed_turns += sum(
+            turn.branch is None and bool(turn.echo_changes) for turn in turns
+        )
         trained = set()
         for builder in BUILDERS:
             traces, ledger, _ = find("builder", builder)().build(one.calls)
@@ -256,7 +258,7 @@ def show(rows: Sequence[Row], groups: Sequence[Group]) -> None:
     for row in rows:
         table.add_row(
             *(row.harness, row.dialect, row.stage, str(row.calls)),
-            *(f"{row.exact_turns}/{row.turns}", f"{row.healed_turns}/{row.turns}"),
+            *(f"{row.exact_turns}/{row.turns}", f"{row.echo_changed_turns}/{row.turns}"),
             " ".join(str(row.traces[builder]) for builder in BUILDERS),
             " ".join(f"{row.forwarded[builder]:,}" for builder in BUILDERS),
             f"{ratio(row):.2f}",

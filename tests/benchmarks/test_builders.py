@@ -87,7 +87,12 @@ def test_an_exact_session_costs_each_token_once(
 ) -> None:
     """Three turns: 4 + 7 + 10 tokens one by one, 10 as one trace or tree; two turns, both exact."""
     row = counted["pi", "plain"]
-    assert (row["calls"], row["turns"], row["exact_turns"], row["healed_turns"]) == (3, 2, 2, 1)
+    assert (row["calls"], row["turns"], row["exact_turns"], row["echo_changed_turns"]) == (
+        3,
+        2,
+        2,
+        1,
+    )
     assert row["traces"] == {"per_request": 3, "prefix_merging": 1, "tree": 1}
     assert row["forwarded"] == {"per_request": 21, "prefix_merging": 10, "tree": 10}
     assert (row["ratio"], row["trained"], row["sampled"]) == (2.1, 6, 6)
