@@ -300,7 +300,8 @@ def test_a_task_chooses_its_builder_by_name_or_by_class(
     assert isinstance(made, PrefixTree)
     assert made.max_length == 9
     (tmp_path / "theirs.py").write_text(
-        "class Own:\n    def __init__(self, **options):\n        self.options = options\n"
+        "from tugline.traces.base import Builder\n"
+        "class Own(Builder):\n    def __init__(self, **options):\n        self.options = options\n"
         "    def build(self, calls):\n        raise NotImplementedError\n"
     )
     info = tmp_path / "theirs-1.dist-info"
