@@ -74,8 +74,8 @@ class Slow(Local):
     ) -> AsyncIterator[Sandbox]:  # type: ignore[override]
         """Waits first."""
         await asyncio.sleep(30)
-        async with super().open(directory, spec) as box:
-            yield box
+        async with super().open(directory, spec) as sandbox:
+            yield sandbox
 
 
 class Broken(Builder):

@@ -149,10 +149,10 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
     )
     assert root.parent_span_id == b""
     assert [(link.trace_id, link.span_id) for link in root.links] == [(b"\xab" * 16, b"\xcd" * 8)]
-    told = values(root)
-    assert told["tugline.session"] == told["gen_ai.conversation.id"] == "t-0"
-    assert told["tugline.status"] == "completed"
-    assert told["tugline.tokens.sampled"] == rollout.trajectory.ledger.sampled
+    attributes = values(root)
+    assert attributes["tugline.session"] == attributes["gen_ai.conversation.id"] == "t-0"
+    assert attributes["tugline.status"] == "completed"
+    assert attributes["tugline.tokens.sampled"] == rollout.trajectory.ledger.sampled
     (judged,) = by_name["eval"].events
     assert judged.name == "gen_ai.evaluation.result"
 
@@ -231,10 +231,10 @@ def test_a_parent_that_is_none_is_no_link(text: str) -> None:
 def test_the_environment_switches_it_on() -> None:
     """Nothing is imported or sent unless an address is given; another protocol is refused."""
     assert open_tracer({}, node="n") is None
-    asked = {ENDPOINTS[0]: "http://127.0.0.1:9"}
-    assert open_tracer(asked | {"OTEL_SDK_DISABLED": "true"}, node="n") is None
+    environ = {ENDPOINTS[0]: "http://127.0.0.1:9"}
+    assert open_tracer(environ | {"OTEL_SDK_DISABLED": "true"}, node="n") is None
     with pytest.raises(UsageError, match=r"'grpc'; traces are sent by http/protobuf alone"):
-        open_tracer(asked | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, node="n")
+        open_tracer(environ | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, node="n")
 
 
 def test_without_the_extra_the_error_names_it() -> None:

@@ -47,8 +47,8 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> dict[str, 
     """The JSON object that a run ends with."""
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, err
-    told: dict[str, Any] = json.loads(out)
-    return told
+    summary: dict[str, Any] = json.loads(out)
+    return summary
 
 
 def small(tmp_path: Path, steps: int) -> Path:
@@ -63,29 +63,29 @@ def decode_json(line: bytes) -> Step:
     return msgspec.json.decode(line, type=Step)
 
 
-def balanced(told: dict[str, Any]) -> bool:
+def balanced(summary: dict[str, Any]) -> bool:
     """Whether the ledger that was printed adds up (I2)."""
-    ledger = told["ledger"]
+    ledger = summary["ledger"]
     return bool(ledger["sampled"] == ledger["trained"] + ledger["masked"] + ledger["dropped"])
 
 
 @pytest.mark.pi
 @pytest.mark.timeout(400)
-def test_the_real_pi_is_trained_and_every_number_is_told(tmp_path: Path) -> None:
+def test_the_real_pi_is_trained_and_every_number_is_reported(tmp_path: Path) -> None:
     """Two steps with pi: exact continuations, balanced ledger, replayed logprobs, all files."""
     folder = tmp_path / "run"
-    told = finish(start(folder, "--config", str(small(tmp_path, 2))))
-    assert (told["harness"], told["harness_version"]) == ("pi", "0.87.1")
-    assert told["sessions"] == 2 * 2 * 3 + 2 * 4
-    assert (told["steps"], told["updates"] > 0) == (2, True)
-    assert balanced(told)
-    assert told["tokens_trained"] > 0
+    summary = finish(start(folder, "--config", str(small(tmp_path, 2))))
+    assert (summary["harness"], summary["harness_version"]) == ("pi", "0.87.1")
+    assert summary["sessions"] == 2 * 2 * 3 + 2 * 4
+    assert (summary["steps"], summary["updates"] > 0) == (2, True)
+    assert balanced(summary)
+    assert summary["tokens_trained"] > 0
     rows = [decode_json(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     assert all(row.ledger.balanced and row.ledger.sampled == row.tokens for row in rows)
-    assert sum(row.ledger.trained for row in rows) == told["tokens_trained"]
-    assert told["replay_max_abs_dlogprob"] <= 1e-4
-    assert set(told) >= {"pass_before", "pass_after", "ci_before", "ci_after", "seconds", "seed"}
-    merged, single = told["builders"][1], told["builders"][0]
+    assert sum(row.ledger.trained for row in rows) == summary["tokens_trained"]
+    assert summary["replay_max_abs_dlogprob"] <= 1e-4
+    assert set(summary) >= {"pass_before", "pass_after", "ci_before", "ci_after", "seconds", "seed"}
+    merged, single = summary["builders"][1], summary["builders"][0]
     assert (merged["builder"], single["builder"]) == ("prefix_merging", "per_request")
     assert merged["tokens_trained"] == single["tokens_trained"]
     assert merged["tokens_forwarded"] <= single["tokens_forwarded"]
@@ -102,16 +102,16 @@ def test_the_real_pi_is_trained_and_every_number_is_told(tmp_path: Path) -> None
 def test_a_script_of_ones_own_is_trained_the_same_way(tmp_path: Path) -> None:
     """The example agent, started as the user would, goes through the same path."""
     agent = f"{sys.executable} examples/agents/openai_loop.py"
-    told = finish(
+    summary = finish(
         start(
             tmp_path / "run",
             *("--config", str(small(tmp_path, 1)), "--harness", "shell", "--command", agent),
         )
     )
-    assert told["harness"] == "shell"
-    assert told["failed_sessions"] == 0
-    assert balanced(told)
-    assert told["replay_max_abs_dlogprob"] <= 1e-4
+    assert summary["harness"] == "shell"
+    assert summary["failed_sessions"] == 0
+    assert balanced(summary)
+    assert summary["replay_max_abs_dlogprob"] <= 1e-4
 
 
 @pytest.mark.pi
@@ -127,18 +127,18 @@ def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
         time.sleep(rng.uniform(4, 16))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
-        kept = results(folder)
-        assert kept.items() >= acknowledged.items()
-        acknowledged = kept
-    told = finish(start(folder, "--resume"), 600)
+        found = results(folder)
+        assert found.items() >= acknowledged.items()
+        acknowledged = found
+    summary = finish(start(folder, "--resume"), 600)
     sessions = 4 * 2 * 3 + 2 * 4
-    assert told["sessions"] == sessions
-    assert told["failed_sessions"] == 0
+    assert summary["sessions"] == sessions
+    assert summary["failed_sessions"] == 0
     assert results(folder).items() >= acknowledged.items()
     counts, trained = asyncio.run(committed(folder))
     assert counts == {Status.COMPLETED: sessions}
     assert sum(one.sampled for one in trained) == (
-        told["ledger"]["sampled"] - told["ledger"]["dropped_by_reason"][Reason.HELD_OUT]
+        summary["ledger"]["sampled"] - summary["ledger"]["dropped_by_reason"][Reason.HELD_OUT]
     )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

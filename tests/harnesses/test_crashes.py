@@ -37,7 +37,9 @@ def harness(name: str) -> Any:
     return find("harness", name)(**ONE_EACH[name].options)
 
 
-async def told(name: str, command: str, folder: Path, max_turns: int | None = None) -> SessionRun:
+async def run_command(
+    name: str, command: str, folder: Path, max_turns: int | None = None
+) -> SessionRun:
     """A session whose model has one command run."""
     case = ONE_EACH[name]
     call = case.call(command)
@@ -48,7 +50,9 @@ async def told(name: str, command: str, folder: Path, max_turns: int | None = No
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path) -> None:
     """SIGSEGV ends it in the middle of its work: a second one where the first is caught (Rust)."""
-    ran = await told(name, "kill -SEGV $PPID; sleep 0.2; kill -SEGV $PPID; sleep 20", tmp_path)
+    ran = await run_command(
+        name, "kill -SEGV $PPID; sleep 0.2; kill -SEGV $PPID; sleep 20", tmp_path
+    )
     assert len(ran.calls) == 1
     assert "ended by SIG" in (harness(name).find_crash(ran.exit, ran.log.strip()[-TAIL:]) or "")
 
@@ -56,7 +60,7 @@ async def test_a_program_killed_by_a_fault_has_crashed(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_budget_that_is_spent_is_no_crash(name: str, tmp_path: Path) -> None:
     """Whatever its exit code, it gave up because the model refused."""
-    ran = await told(name, "true", tmp_path, max_turns=1)
+    ran = await run_command(name, "true", tmp_path, max_turns=1)
     assert harness(name).find_crash(ran.exit, ran.log.strip()[-TAIL:]) is None, ran.log[-2000:]
 
 
@@ -101,8 +105,8 @@ async def test_node_says_when_it_breaks(options: tuple[str, ...], why: str, tmp_
     """The last words of the very Node that runs the presets."""
     pi = harness("pi")
     await pi.install()
-    async with Local().open(tmp_path) as box:
-        end = await box.run((pi.package.command[0], *options), env={}, timeout_s=60)
-        said = (box.logs / "agent.log").read_text().strip()[-TAIL:]
+    async with Local().open(tmp_path) as sandbox:
+        end = await sandbox.run((pi.package.command[0], *options), env={}, timeout_s=60)
+        said = (sandbox.logs / "agent.log").read_text().strip()[-TAIL:]
     assert why in (pi.find_crash(end, said) or ""), said
     assert pi.find_crash(Exit(0, timed_out=False, seconds=1.0), said) is None

@@ -31,10 +31,10 @@ TOOL = {
     "inputSchema": {"type": "object", "properties": {}},
 }
 for line in sys.stdin:
-    asked = json.loads(line)
-    if "id" not in asked:
+    request = json.loads(line)
+    if "id" not in request:
         continue
-    version = asked.get("params", {}).get("protocolVersion")
+    version = request.get("params", {}).get("protocolVersion")
     known = {
         "initialize": {
             "protocolVersion": version,
@@ -44,7 +44,7 @@ for line in sys.stdin:
         "tools/list": {"tools": [TOOL]},
         "tools/call": {"content": [{"type": "text", "text": "waning " + sys.argv[1]}]},
     }
-    answer = {"jsonrpc": "2.0", "id": asked["id"], "result": known.get(asked["method"], {})}
+    answer = {"jsonrpc": "2.0", "id": request["id"], "result": known.get(request["method"], {})}
     print(json.dumps(answer), flush=True)
 """
 SKILL = """\
@@ -90,15 +90,15 @@ class Moon(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """One message, one answer."""
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.headers["x-token"] != "t1":
             self.answer(401, b"")
-        elif "id" not in asked:
+        elif "id" not in request:
             self.answer(202, b"")
         else:
             line = [sys.executable, "-c", SERVER, "gibbous"]
             done = subprocess.run(
-                line, input=json.dumps(asked).encode(), capture_output=True, check=True
+                line, input=json.dumps(request).encode(), capture_output=True, check=True
             )
             self.answer(200, done.stdout)
 
@@ -130,7 +130,7 @@ def far() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", WITH_MCP)
-async def test_a_server_is_asked_over_http_with_its_headers(
+async def test_a_server_is_called_over_http_with_its_headers(
     name: str, far: str, tmp_path: Path
 ) -> None:
     """Without the token it would tell nothing."""

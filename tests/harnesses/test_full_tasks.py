@@ -34,10 +34,10 @@ PARTS = Parts()
 
 
 class Done(NamedTuple):
-    """What came of a rollout, and where its box was."""
+    """What came of a rollout, and where its sandbox was."""
 
     trajectory: Trajectory
-    box: Path
+    sandbox: Path
 
 
 def script(case: Case, operator: str) -> tuple[Turn, ...]:
@@ -128,9 +128,9 @@ async def rolled(case: Case, place: PluginSpec, folder: Path, operator: str = "+
     return Done(trajectory, folder / "session" / "agent")
 
 
-def kept(done: Done, case: Case) -> list[str]:
+def read_own_log(done: Done, case: Case) -> list[str]:
     """What was kept of the program's own log."""
-    logs = done.box / "logs" / "home"
+    logs = done.sandbox / "logs" / "home"
     patterns = find("harness", case.harness)(**case.options).log_globs
     return [path.read_text(errors="replace") for one in patterns for path in logs.glob(one)]
 
@@ -140,19 +140,19 @@ async def test_the_right_patch_earns_its_reward(
 ) -> None:
     """The program edits in its sandbox, its patch passes in another, its own log is kept."""
     done = await rolled(case, place, tmp_path)
-    assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
+    assert done.trajectory.failure is None, (done.sandbox / "logs/agent.log").read_text()
     assert done.trajectory.status is Status.COMPLETED
     assert done.trajectory.reward is not None
     assert done.trajectory.reward.value == 1.0, done.trajectory.report
     assert done.trajectory.ledger.balanced
     assert len(done.trajectory.traces) == 1
-    assert any(LAST_WORDS in text for text in kept(done, case))
+    assert any(LAST_WORDS in text for text in read_own_log(done, case))
 
 
 async def test_the_wrong_patch_earns_none(case: Case, place: PluginSpec, tmp_path: Path) -> None:
     """The same way, with a change that does not help."""
     done = await rolled(case, place, tmp_path, operator="*")
-    assert done.trajectory.failure is None, (done.box / "logs/agent.log").read_text()
+    assert done.trajectory.failure is None, (done.sandbox / "logs/agent.log").read_text()
     assert done.trajectory.reward is not None
     assert done.trajectory.reward.value == 0.0, done.trajectory.report
 

@@ -17,7 +17,7 @@ from tugline.harnesses.shell import Shell
 from tugline.sandbox.base import Mount
 from tugline.sandbox.cache import cache_folder
 
-SEAT = LaunchContext(
+CONTEXT = LaunchContext(
     instruction="Fix it",
     workdir="/w",
     home="/h",
@@ -29,7 +29,7 @@ SEAT = LaunchContext(
 
 def test_shell_gives_each_sdk_its_variables() -> None:
     """OpenAI's SDK wants /v1 in its base URL, the others do not; the instruction is also a file."""
-    launch = Shell(command=["agent", "--fast"], env={"MORE": "1"}).launch(SEAT)
+    launch = Shell(command=["agent", "--fast"], env={"MORE": "1"}).launch(CONTEXT)
     assert launch.argv == ("agent", "--fast")
     assert launch.env["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/a/v1"
     assert launch.env["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/s/a"
@@ -47,19 +47,19 @@ def test_shell_finds_scripts_where_tugline_was_started(
     folder.mkdir()
     (folder / "a.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert Shell(command=["python3", "my agents/a.py", "b.py"]).launch(SEAT).argv == (
+    assert Shell(command=["python3", "my agents/a.py", "b.py"]).launch(CONTEXT).argv == (
         *("python3", str(folder / "a.py")),
         "b.py",
     )
     monkeypatch.chdir(folder)
-    line = Shell(command="cd src && python3 a.py | tee out").launch(SEAT).argv
+    line = Shell(command="cd src && python3 a.py | tee out").launch(CONTEXT).argv
     assert line == ("sh", "-c", f"cd src && python3 '{folder}/a.py' | tee out")
 
 
 def test_a_sandbox_shows_what_the_command_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its script and the folders it is told of, at their own paths; nothing of the system."""
+    """Its script and its `folders`, at their own paths; nothing of the system."""
     (tmp_path / "a.py").write_text("")
     monkeypatch.chdir(tmp_path)
     shell = Shell(command=[sys.executable, "a.py"], folders=["/opt/mine"])
@@ -72,13 +72,17 @@ def test_a_sandbox_shows_what_the_command_names(
 def test_a_script_may_be_a_word() -> None:
     """No file has so long a name; the word stays what it is."""
     script = "print(1);" * 1000
-    assert Shell(command=["python3", "-c", script]).launch(SEAT).argv == ("python3", "-c", script)
+    assert Shell(command=["python3", "-c", script]).launch(CONTEXT).argv == (
+        "python3",
+        "-c",
+        script,
+    )
 
 
 def test_a_long_instruction_is_only_in_the_file() -> None:
     """The system would refuse to start a program with so large a variable."""
-    seat = msgspec.structs.replace(SEAT, instruction="x" * 200_000)
-    launch = Shell(command=["a"]).launch(seat)
+    context = msgspec.structs.replace(CONTEXT, instruction="x" * 200_000)
+    launch = Shell(command=["a"]).launch(context)
     assert "TUGLINE_INSTRUCTION" not in launch.env
     assert len(launch.files["instruction.txt"]) == 200_000
 
@@ -91,7 +95,7 @@ def test_wrong_options_are_named() -> None:
     with pytest.raises(ConfigError, match="version is 'latest'"):
         Pi(version="latest")
     with pytest.raises(HarnessError, match="not installed yet"):
-        Pi().launch(SEAT)
+        Pi().launch(CONTEXT)
 
 
 def _program(folder: Path, name: str, script: str) -> None:
@@ -155,7 +159,7 @@ async def test_two_that_install_at_once_install_once(system_node: Path) -> None:
 
 
 async def test_a_program_that_asks_no_model_is_not_installed(system_node: Path) -> None:
-    """Whoever installs is told, with its last words, and nothing of it stays."""
+    """The error has its last words, and nothing of it stays."""
     _program(system_node, "node", "[ $1 = --version ] && echo v22.19.0 || echo 'no such thing'")
     cli = "node_modules/@earendil-works/pi-coding-agent/dist/bundle"
     _program(system_node, "npm", f"mkdir -p {cli}; touch {cli}/cli.js")
@@ -190,7 +194,7 @@ async def test_pi_gets_one_provider_and_its_own_home() -> None:
     """The command, environment and settings name the gateway, the key and nothing of the user's."""
     harness = Pi(tools=["read", "edit"])
     await harness.install()
-    launch = harness.launch(SEAT)
+    launch = harness.launch(CONTEXT)
     provider = json.loads(launch.files[".pi/agent/models.json"])["providers"]["tugline"]
     assert provider["baseUrl"] == "http://127.0.0.1:1/s/a/v1"
     assert provider["apiKey"] == "k"

@@ -23,7 +23,7 @@ from tugline.rollout.parts import Parts
 from tugline.sandbox.base import Exit
 from tugline.types import PluginSpec
 
-SEAT = LaunchContext(
+CONTEXT = LaunchContext(
     instruction='-n "a" @b',
     workdir="/w",
     home="/h",
@@ -38,29 +38,29 @@ async def no_trial(_: Path) -> None:
     """Nothing is started."""
 
 
-def launch(name: str, instruction: str = SEAT.instruction, **options: Any) -> Launch:
+def launch(name: str, instruction: str = CONTEXT.instruction, **options: Any) -> Launch:
     """As if the program were installed."""
     harness = find("harness", name)(**options)
     harness.package._command = ("/program",)
-    made: Launch = harness.launch(msgspec.structs.replace(SEAT, instruction=instruction))
+    made: Launch = harness.launch(msgspec.structs.replace(CONTEXT, instruction=instruction))
     return made
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_told_all_and_keeps_to_its_home(name: str) -> None:
+def test_every_preset_gets_all_and_keeps_to_its_home(name: str) -> None:
     """Address, key, model and instruction arrive; settings are the session's own; versions too."""
     made = launch(name)
-    told = json.dumps([made.argv, made.env, made.files])
-    assert all(word in told for word in (SEAT.base_url, "secret", SEAT.model, r"-n \"a\" @b"))
+    text = json.dumps([made.argv, made.env, made.files])
+    assert all(word in text for word in (CONTEXT.base_url, "secret", CONTEXT.model, r"-n \"a\" @b"))
     assert made.env["HOME"] == "/h"
     assert not any(path.startswith("/") for path in made.files)
     with pytest.raises(ConfigError, match=f"harness '{name}': version is 'latest', must be exact"):
         find("harness", name)(version="latest")
     with pytest.raises(HarnessError, match=f"harness '{name}' is not installed yet"):
-        find("harness", name)().launch(SEAT)
+        find("harness", name)().launch(CONTEXT)
 
 
-def asked(made: Launch) -> str:
+def instruction_of(made: Launch) -> str:
     """The instruction that a program is started with: on stdin, or its last argument."""
     if made.argv[3:4] == ("/h/instruction.txt",):
         return made.files["instruction.txt"]
@@ -71,23 +71,23 @@ def asked(made: Launch) -> str:
 def test_an_instruction_is_no_command_of_the_program(name: str) -> None:
     """Three take a slash in front for theirs, and pi an @ for a file: not after a space."""
     slash = " /init it" if name in {"claude_code", "gemini_cli", "qwen_code"} else "/init it"
-    assert asked(launch(name, "/init it")) == slash
-    assert asked(launch(name, "@a it")) == (" @a it" if name == "pi" else "@a it")
-    assert asked(launch(name, "see /a and @b")) == "see /a and @b"
+    assert instruction_of(launch(name, "/init it")) == slash
+    assert instruction_of(launch(name, "@a it")) == (" @a it" if name == "pi" else "@a it")
+    assert instruction_of(launch(name, "see /a and @b")) == "see /a and @b"
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_instruction_longer_than_any_argument_is_read_from_a_file(name: str) -> None:
     """Linux has a limit in bytes; who can take it in no other way says so."""
     short, long = "é" * 65_500, "é" * 65_501
-    assert asked(launch(name, short)) == short
+    assert instruction_of(launch(name, short)) == short
     if name == "mini_swe_agent":
         with pytest.raises(ConfigError, match="is 131002 bytes long, must be at most 131000"):
             launch(name, long)
         return
     made = launch(name, long)
     assert made.argv[0] == "sh"
-    assert asked(made) == long
+    assert instruction_of(made) == long
     assert all(len(word) < 1000 for word in made.argv)
 
 
@@ -104,7 +104,7 @@ def test_pi_speaks_each_dialect_where_it_is_served(dialect: str, api: str, url: 
     """The program appends only part of the path, another one for each of its APIs."""
     models = json.loads(launch("pi", dialect=dialect).files[".pi/agent/models.json"])
     provider = models["providers"]["tugline"]
-    assert (provider["api"], provider["baseUrl"]) == (api, SEAT.base_url + url)
+    assert (provider["api"], provider["baseUrl"]) == (api, CONTEXT.base_url + url)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_opencode_speaks_each_dialect_where_it_is_served(
     config = json.loads(launch("opencode", dialect=dialect).files[".config/opencode/opencode.json"])
     provider = config["provider"]["tugline"]
     assert provider["npm"] == package
-    assert provider["options"] == {"baseURL": SEAT.base_url + url, "apiKey": "secret"}
+    assert provider["options"] == {"baseURL": CONTEXT.base_url + url, "apiKey": "secret"}
     assert config["agent"] == {"title": {"disable": True}}
 
 
@@ -154,8 +154,8 @@ def test_any_text_is_a_text_in_the_settings_of_codex() -> None:
         )
 
 
-def test_claude_code_is_lean_unless_told_otherwise() -> None:
-    """Lean: four tools and no moving cache markers; the window is told either way."""
+def test_claude_code_is_lean_by_default() -> None:
+    """Lean: four tools and no moving cache markers; the window is set either way."""
     lean, full = launch("claude_code"), launch("claude_code", lean=False)
     assert lean.argv[lean.argv.index("--tools") + 1] == "Bash,Edit,Read,Write"
     assert lean.argv[lean.argv.index("--tools") + 2].startswith("-")
@@ -201,7 +201,7 @@ async def test_what_a_killed_installation_left_is_removed(tmp_path: Path) -> Non
     ],
     ids=["one file", "a tree", "npm"],
 )
-async def test_a_full_disk_is_that_of_the_toolbox(tmp_path: Path, error: Exception) -> None:
+async def test_a_full_disk_names_the_install_folder(tmp_path: Path, error: Exception) -> None:
     """Not that of the file which was to be copied."""
 
     async def full(_: Path) -> None:
@@ -242,7 +242,7 @@ SKILL = "---\nname: a-b\ndescription: What for.\n---\nHow.\n"
 
 
 @pytest.mark.parametrize("name", ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"])
-def test_mcp_servers_are_told_in_each_program_s_own_format(name: str) -> None:
+def test_mcp_servers_are_written_in_each_program_s_own_format(name: str) -> None:
     """What is started and what is asked over HTTP, with variables and headers."""
     made = launch(name, mcp=MCP)
     here, there = ("python3", ["-m", "it"], {"KEY": 'a "b"'}), {"authorization": "x"}

@@ -12,7 +12,7 @@ from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.web.serve import run, serve
 
 
-async def main(told: Path) -> None:
+async def main(url_file: Path) -> None:
     """Serve until killed."""
     words = tokenizer()
     answer, end = words.encode("so be it"), words.encode("<|im_end|>")
@@ -22,9 +22,9 @@ async def main(told: Path) -> None:
         eos_ids=end,
     )
     async with serve(create_app(engine, model_name="scripted")) as url:
-        draft = told.with_suffix(".part")
+        draft = url_file.with_suffix(".part")
         draft.write_text(url)
-        draft.replace(told)
+        draft.replace(url_file)
         await asyncio.Event().wait()
 
 

@@ -82,7 +82,7 @@ class World:
         )
 
     def said(self, name: str) -> str:
-        """What a process has told so far."""
+        """What a process has written so far."""
         return (self.folder / f"{name}.log").read_text()
 
     def up(self, name: str, *words: str) -> None:
@@ -121,10 +121,10 @@ def write(path: Path, tasks: Sequence[dict[str, Any]]) -> str:
 
 
 def until(
-    done: Callable[[], bool], what: str, told: Callable[[], str], within_s: float = READY_S
+    done: Callable[[], bool], what: str, log: Callable[[], str], within_s: float = READY_S
 ) -> None:
-    """Wait for it, or fail with what was told meanwhile."""
+    """Wait for it, or fail with its log."""
     end = time.monotonic() + within_s
     while not done():
-        assert time.monotonic() < end, f"waited {within_s} s for {what}: {told()}"
+        assert time.monotonic() < end, f"waited {within_s} s for {what}: {log()}"
         time.sleep(0.05)

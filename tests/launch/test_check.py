@@ -38,10 +38,10 @@ def _task(**changes: Any) -> Task:
 def test_a_part_that_cannot_be_made_is_named(changes: Any, field: str, part: str) -> None:
     """Which part, whether its name or its options, and what would be right."""
     check_runnable(_task())
-    with pytest.raises(Invalid) as told:
+    with pytest.raises(Invalid) as caught:
         check_runnable(_task(**changes))
-    assert told.value.field == field
-    assert part in str(told.value)
+    assert caught.value.field == field
+    assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["harness", "runtime", "evaluator", "builder"])
@@ -49,7 +49,7 @@ def test_a_task_cannot_have_the_server_call_what_is_no_part(kind: str, tmp_path:
     """``module:Class`` reaches parts, not every program and function there is."""
     mark = tmp_path / "called"
     options = {"args": ["touch", str(mark)]}
-    with pytest.raises(Invalid, match=f"is no {kind}") as told:
+    with pytest.raises(Invalid, match=f"is no {kind}") as caught:
         check_runnable(_task(**{kind: PluginSpec("subprocess:Popen", options)}))
-    assert told.value.field == f"{kind}.name"
+    assert caught.value.field == f"{kind}.name"
     assert not mark.exists()

@@ -43,14 +43,14 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(WORDS.to_json())
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    told = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
+    settings = EngineSettings(urls=(url,), tokenizer=tmp_path, renderer="qwen3", wait_s=30)
     async with asyncio.timeout(60):
-        reaching = asyncio.create_task(open_engine(told, slots=1).__aenter__())
+        reaching = asyncio.create_task(open_engine(settings, slots=1).__aenter__())
         await asyncio.sleep(0.5)
         assert not reaching.done()
         async with serve(scripted(), port=port):
             reached = await reaching
-            unknown = replace(told, renderer=None)
+            unknown = replace(settings, renderer=None)
             with pytest.raises(UsageError, match=r"template of 'm' is not known .* qwen3"):
                 await open_engine(unknown, slots=1).__aenter__()
     assert reached.upstream.wire.mode is Mode.EXACT
@@ -59,17 +59,17 @@ async def test_an_engine_that_still_loads_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_exact_mode_needs_a_tokenizer() -> None:
-    """The line says where it is told, before any engine is asked."""
-    told = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
+    """The error names the setting, before any engine is asked."""
+    settings = EngineSettings(urls=("http://127.0.0.1:9",), mode=Mode.EXACT)
     with pytest.raises(UsageError, match=r"needs the model's tokenizer\.json"):
-        await open_engine(told, slots=1).__aenter__()
+        await open_engine(settings, slots=1).__aenter__()
 
 
 async def test_an_engine_that_never_answers_is_given_up() -> None:
     """After `wait_s`, naming its address."""
-    told = EngineSettings(urls=(f"http://127.0.0.1:{free_port()}",), wait_s=0)
+    settings = EngineSettings(urls=(f"http://127.0.0.1:{free_port()}",), wait_s=0)
     with pytest.raises(EngineError, match="no usable engine at"):
-        async with open_engine(told, slots=1):
+        async with open_engine(settings, slots=1):
             pass
 
 

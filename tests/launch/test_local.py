@@ -63,10 +63,10 @@ def expert(_prompt: Ids, request_id: str) -> Reply:
 async def local(folder: Path) -> AsyncIterator[Local]:
     """Engine, server, gateway and node."""
     engine = ScriptedEngine(expert, vocab_size=RENDERING.tokenizer.size)
-    told = Settings(node=NodeSettings(name="n", slots=4))
+    settings = Settings(node=NodeSettings(name="n", slots=4))
     async with serve(create_app(engine, model_name="m")) as url:
         reached = EngineConnection((url,), Upstream(url, Embedded()), RENDERING)
-        async with open_local(told, folder, reached) as cluster:
+        async with open_local(settings, folder, reached) as cluster:
             yield cluster
 
 
@@ -125,7 +125,7 @@ async def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 async def test_a_node_that_dies_ends_the_run(tmp_path: Path) -> None:
-    """Whoever waits for results is told when nobody works on them any more."""
+    """Whoever waits for results gets an error when nobody works on them any more."""
     async with local(tmp_path) as cluster:
         running = asyncio.create_task(cluster.run([task("a", samples=1, command="sleep 30")]))
         await asyncio.sleep(0.2)

@@ -47,8 +47,8 @@ def test_everything_in_one_process_outlives_its_death(world: World) -> None:
         f"{name}-{n}": 1.0 for name, many in (("quick", 3), ("slow", 2)) for n in range(many)
     }
     assert len(views) == 5
-    kept = list(read_folder(world.folder / "kept/trajectories"))
-    assert all(one.ledger.balanced and one.ledger.trained for one in kept)
+    saved = list(read_folder(world.folder / "kept/trajectories"))
+    assert all(one.ledger.balanced and one.ledger.trained for one in saved)
     assert (world.folder / DATA / "tokens.json").read_bytes() == tokens
     _cancel_what_is_followed(world)
     assert world.end("up") == 0
@@ -87,9 +87,9 @@ def test_a_signal_drains_what_runs_and_hands_back_what_waits(world: World) -> No
     assert "draining" in world.said("up")
     world.tugline("up", "up", "--no-node", "--port", "0")
     world.up("up", "no node yet")
-    (told,) = world.ask("status", "t")
-    assert told["task"]["counts"] == {"completed": 1, "queued": 3}
-    assert {one["attempt"] for one in told["sessions"]} == {0}
+    (view,) = world.ask("status", "t")
+    assert view["task"]["counts"] == {"completed": 1, "queued": 3}
+    assert {one["attempt"] for one in view["sessions"]} == {0}
     assert world.end("up") == 0
 
 
@@ -103,18 +103,18 @@ def test_nodes_are_processes_that_come_and_go(
     world: World, store: str, request: pytest.FixtureRequest
 ) -> None:
     """Two nodes share the work of a server; what one of them had when it died, the other does."""
-    told = {"lease_s": 2.0}
+    settings = {"lease_s": 2.0}
     if store == "postgres":
-        told["store"] = request.getfixturevalue("postgres_url")
-    (world.folder / "server.yaml").write_text(json.dumps({"server": told}))
+        settings["store"] = request.getfixturevalue("postgres_url")
+    (world.folder / "server.yaml").write_text(json.dumps({"server": settings}))
     world.tugline("server", "up", "--no-node", "--port", "0", "--config", "server.yaml")
     world.up("server", "the server is up at")
     url = json.loads((world.folder / DATA / "server.json").read_text())["url"]
     join = json.loads((world.folder / DATA / "tokens.json").read_text())["join"]
     engine = world.engine()
     for name in ("a", "b"):
-        told = ("--server", url, "--name", name, "--slots", "2", "--engine", engine, *EXACT)
-        world.tugline(name, "node", *told, TUGLINE_JOIN_TOKEN=join)
+        options = ("--server", url, "--name", name, "--slots", "2", "--engine", engine, *EXACT)
+        world.tugline(name, "node", *options, TUGLINE_JOIN_TOKEN=join)
     for name in ("a", "b"):
         world.up(name, "is up: 2 slots")
     world.ask(

@@ -95,11 +95,11 @@ async def test_orphans_of_a_dead_node_are_ended(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.session("done.1")
     disk.session("journaled.1", done=False)
-    async with Local().open(disk.sessions / "orphan.1" / "agent") as box:
+    async with Local().open(disk.sessions / "orphan.1" / "agent") as sandbox:
         running = asyncio.create_task(
-            box.run(("sh", "-c", "sleep 300 & echo $!; wait"), env={}, timeout_s=60)
+            sandbox.run(("sh", "-c", "sleep 300 & echo $!; wait"), env={}, timeout_s=60)
         )
-        log = box.logs / "agent.log"
+        log = sandbox.logs / "agent.log"
         async with asyncio.timeout(10):
             while not (log.exists() and log.read_text().strip()):  # noqa: ASYNC110 - a program's
                 await asyncio.sleep(0.01)

@@ -34,7 +34,7 @@ async def test_a_node_does_its_work(tmp_path: Path) -> None:
     assert bench.node.stats.committed == 20
 
 
-async def test_work_is_asked_for_as_there_is_room(tmp_path: Path) -> None:
+async def test_work_is_leased_as_there_is_room(tmp_path: Path) -> None:
     """No more run than there are slots, one more is ready, and no more is leased."""
     async with open_bench(tmp_path, slots=2, ready_max=1) as bench:
         await bench.control.submit([make_task(what="hang", samples=9)])

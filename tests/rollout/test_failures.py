@@ -66,7 +66,7 @@ class Case:
 
     name: str
     cause: Cause | None
-    told: str = ""
+    message: str = ""
     """Part of the failure's message, with ``{folder}`` for the test's folder."""
     status: Status = Status.FAILED
     script: str = f"{MEND}; {ASK}"
@@ -384,7 +384,7 @@ class Gone:
 
     @contextlib.asynccontextmanager
     async def open(self, *given: Any, **terms: Any) -> AsyncIterator[Opened]:
-        """As if its node had told a wrong address."""
+        """As if its node had a wrong address."""
         async with self._gateway.open(*given, **terms) as opened:
             yield Opened("http://127.0.0.1:9/s/x", opened.key)
 
@@ -431,7 +431,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
 async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
     """Status, cause, boundary and a message that names the thing; in time; nothing is left."""
     mark = token()
-    kept = len(mounts(tmp_path))
+    mounted = len(mounts(tmp_path))
     async with rig(tmp_path / "gateway", case.play) as model, asyncio.timeout(case.within_s):
         task = a_task(case, tmp_path, mark)
         trajectory = await roll_out(
@@ -447,7 +447,7 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
     assert trajectory.status is case.status
     if failure is not None and case.cause is not None:
         assert failure.boundary is HANDLING[case.cause].boundary
-        assert case.told.replace("{folder}", str(tmp_path)) in failure.message
+        assert case.message.replace("{folder}", str(tmp_path)) in failure.message
         assert len(failure.message) < 2000
         assert (trajectory.reward is not None) is HANDLING[case.cause].evaluated
     assert (trajectory.reward.value if trajectory.reward else None) == case.reward
@@ -457,7 +457,7 @@ async def test_a_bad_case_is_a_typed_result(case: Case, tmp_path: Path) -> None:
         case.check(tmp_path, trajectory)
     assert not running(mark)
     assert not running(str(tmp_path / "session"))
-    assert len(mounts(tmp_path)) == kept
+    assert len(mounts(tmp_path)) == mounted
     if case.runtime.name == "container" and case.marks:
         assert not await asyncio.to_thread(_containers, tmp_path)
 

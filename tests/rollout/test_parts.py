@@ -82,9 +82,9 @@ def test_a_wrong_option_names_its_value_and_what_is_right(
     kind: str, name: str, options: dict[str, Any], line: str
 ) -> None:
     """Before the part is made, so that no text becomes a list of letters."""
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         getattr(Parts(), kind)(PluginSpec(name, options))
-    said = str(told.value)
+    said = str(caught.value)
     assert said.startswith(f"{kind} {name!r}: ")
     assert line in said
 
@@ -108,8 +108,8 @@ def test_a_key_that_is_no_text_is_refused_with_the_task() -> None:
     """However deep it lies."""
     harness = PluginSpec("codex", {"mcp": {"a": [{"b": {5: 1}}]}})
     task = Task(id="t", instruction="i", harness=harness, evaluator=PluginSpec("tests"))
-    with pytest.raises(Invalid) as told:
+    with pytest.raises(Invalid) as caught:
         check_task(task)
-    assert told.value.field == "harness.options"
+    assert caught.value.field == "harness.options"
     where = "harness.options['mcp']['a'][0]['b']"
-    assert str(told.value) == f"{where} has the key 5, must be a string (in quotes)"
+    assert str(caught.value) == f"{where} has the key 5, must be a string (in quotes)"

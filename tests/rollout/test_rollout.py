@@ -208,7 +208,7 @@ async def test_a_program_that_never_calls_the_model_is_a_harness_failure(
 
 
 class Moody(Evaluator):
-    """An evaluator that fails as often as it is told."""
+    """An evaluator that fails so many times."""
 
     def __init__(self, failures: list[Exception]) -> None:
         self.failures = failures
@@ -298,9 +298,9 @@ class Dying(Local):
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Any]:
-        """A box whose `run` does not come back with an end."""
-        async with super().open(*args) as box:
-            run = box.run
+        """A sandbox whose `run` does not come back with an end."""
+        async with super().open(*args) as sandbox:
+            run = sandbox.run
 
             async def lost(*args: Any, **how: Any) -> None:
                 await run(*args, **how)
@@ -308,12 +308,12 @@ class Dying(Local):
                 raise SandboxError(msg)
 
             yield SimpleNamespace(
-                home=box.home,
-                workdir=box.workdir,
-                logs=box.logs,
-                put=box.put,
-                expose=box.expose,
-                read_folder_state=box.read_folder_state,
+                home=sandbox.home,
+                workdir=sandbox.workdir,
+                logs=sandbox.logs,
+                put=sandbox.put,
+                expose=sandbox.expose,
+                read_folder_state=sandbox.read_folder_state,
                 run=lost,
             )
 
@@ -323,15 +323,15 @@ class Unclosed(Local):
 
     @contextlib.asynccontextmanager
     async def open(self, *args: Any) -> AsyncIterator[Any]:
-        """A box whose end is an error."""
-        async with super().open(*args) as box:
-            yield box
-        msg = "cannot clear the box"
+        """A sandbox whose end is an error."""
+        async with super().open(*args) as sandbox:
+            yield sandbox
+        msg = "cannot clear the sandbox"
         raise SandboxError(msg)
 
 
 @pytest.mark.parametrize("agent", [LOOP, shell("exit 3")], ids=["good", "crash"])
-async def test_a_box_that_is_not_closed_well_costs_nothing(
+async def test_a_sandbox_that_is_not_closed_well_costs_nothing(
     agent: PluginSpec, gateway: StubGateway, tmp_path: Path
 ) -> None:
     """What was captured and judged stays, and so does the failure that there was before."""
@@ -384,7 +384,7 @@ async def test_waiting_for_a_judge_is_nobodys_failure(gateway: StubGateway, tmp_
 
 
 async def test_a_runtime_that_cannot_be_looked_at_is_looked_at_again() -> None:
-    """What is told of it is for people: a full disk meanwhile fails no session, and passes."""
+    """Weaknesses are only logged: a full disk meanwhile fails no session, and passes."""
     looks = [SandboxError("cannot write to the cache"), None]
 
     def list_weaknesses() -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from tugline.rollout.sandboxes import PrewarmedSandbox
 from tugline.sandbox.local import Local, LocalSandbox
 
 
-class Boxes:
-    """Real boxes; notes which are open."""
+class Sandboxes:
+    """Real sandboxes; notes which are open."""
 
     def __init__(self, folder: Path, *, broken: bool = False) -> None:
         self.folder, self.broken = folder, broken
@@ -26,45 +26,47 @@ class Boxes:
         if self.broken:
             msg = "no image"
             raise SandboxError(msg)
-        async with Local().open(self.folder / str(len(self.opened))) as box:
-            self.opened.append(box)
+        async with Local().open(self.folder / str(len(self.opened))) as sandbox:
+            self.opened.append(sandbox)
             try:
-                yield box
+                yield sandbox
             finally:
                 self.closed += 1
 
 
-async def prepared(boxes: Boxes, places: asyncio.Semaphore | None = None) -> PrewarmedSandbox:
-    """A box ahead, opened."""
-    warm = PrewarmedSandbox(boxes.open)
-    warm.prepare(places)
+async def prepared(
+    sandboxes: Sandboxes, places: asyncio.Semaphore | None = None
+) -> PrewarmedSandbox:
+    """A sandbox ahead, opened."""
+    prewarmed = PrewarmedSandbox(sandboxes.open)
+    prewarmed.prepare(places)
     async with asyncio.timeout(5):
-        while not (boxes.opened or boxes.broken):  # noqa: ASYNC110 - a file's doing
+        while not (sandboxes.opened or sandboxes.broken):  # noqa: ASYNC110 - a file's doing
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
-    return warm
+    return prewarmed
 
 
-async def test_the_first_box_is_the_one_that_waits(tmp_path: Path) -> None:
+async def test_the_first_sandbox_is_the_one_that_waits(tmp_path: Path) -> None:
     """It gets its files when it is asked for; the next is a new one; both are closed."""
-    boxes = Boxes(tmp_path)
-    warm = await prepared(boxes)
-    async with contextlib.aclosing(warm):
-        async with warm.open({"a/b.txt": "x"}) as box:
-            assert box is boxes.opened[0]
-            assert (box.workdir / "a" / "b.txt").read_text() == "x"
-        assert boxes.closed == 1
-        async with warm.open({"c": "y"}) as box:
-            assert [path.name for path in box.workdir.iterdir()] == ["c"]
-    assert (len(boxes.opened), boxes.closed) == (2, 2)
+    sandboxes = Sandboxes(tmp_path)
+    prewarmed = await prepared(sandboxes)
+    async with contextlib.aclosing(prewarmed):
+        async with prewarmed.open({"a/b.txt": "x"}) as sandbox:
+            assert sandbox is sandboxes.opened[0]
+            assert (sandbox.workdir / "a" / "b.txt").read_text() == "x"
+        assert sandboxes.closed == 1
+        async with prewarmed.open({"c": "y"}) as sandbox:
+            assert [path.name for path in sandbox.workdir.iterdir()] == ["c"]
+    assert (len(sandboxes.opened), sandboxes.closed) == (2, 2)
 
 
 @pytest.mark.parametrize("where", ["workdir", "home", "itself", "undone"])
-async def test_a_box_that_was_touched_is_not_used(where: str, tmp_path: Path) -> None:
+async def test_a_sandbox_that_was_touched_is_not_used(where: str, tmp_path: Path) -> None:
     """What an agent put there, also if it covered its tracks, never meets the tests."""
-    boxes = Boxes(tmp_path)
-    warm = await prepared(boxes)
-    [first] = boxes.opened
+    sandboxes = Sandboxes(tmp_path)
+    prewarmed = await prepared(sandboxes)
+    [first] = sandboxes.opened
     if where == "itself":
         first.workdir.rmdir()
         first.workdir.mkdir()
@@ -73,33 +75,33 @@ async def test_a_box_that_was_touched_is_not_used(where: str, tmp_path: Path) ->
         trace.write_text("evil")
         if where == "undone":
             trace.unlink()
-    async with contextlib.aclosing(warm), warm.open({}) as box:
-        assert box is not first
-        assert not list(box.workdir.iterdir())
-    assert boxes.closed == 2
+    async with contextlib.aclosing(prewarmed), prewarmed.open({}) as sandbox:
+        assert sandbox is not first
+        assert not list(sandbox.workdir.iterdir())
+    assert sandboxes.closed == 2
 
 
-async def test_a_box_that_cannot_be_opened_ahead_is_tried_again(tmp_path: Path) -> None:
-    """The fault is told to who needs the box, not to who did not."""
-    boxes = Boxes(tmp_path, broken=True)
-    warm = await prepared(boxes)
-    boxes.broken = False
-    async with contextlib.aclosing(warm), warm.open({"a": "b"}) as box:
-        assert (box.workdir / "a").exists()
-    unused = await prepared(Boxes(tmp_path, broken=True))
+async def test_a_sandbox_that_cannot_be_opened_ahead_is_tried_again(tmp_path: Path) -> None:
+    """Whoever needs the sandbox gets the error, nobody else."""
+    sandboxes = Sandboxes(tmp_path, broken=True)
+    prewarmed = await prepared(sandboxes)
+    sandboxes.broken = False
+    async with contextlib.aclosing(prewarmed), prewarmed.open({"a": "b"}) as sandbox:
+        assert (sandbox.workdir / "a").exists()
+    unused = await prepared(Sandboxes(tmp_path, broken=True))
     await unused.aclose()
 
 
-async def test_a_box_that_nobody_wants_is_closed(tmp_path: Path) -> None:
+async def test_a_sandbox_that_nobody_wants_is_closed(tmp_path: Path) -> None:
     """Also one that is not open yet, and one for which there was no place."""
-    boxes, places = Boxes(tmp_path), asyncio.Semaphore(1)
-    warm = await prepared(boxes, places)
+    sandboxes, places = Sandboxes(tmp_path), asyncio.Semaphore(1)
+    prewarmed = await prepared(sandboxes, places)
     assert places.locked()
-    other = await prepared(boxes, places)
+    other = await prepared(sandboxes, places)
     await other.aclose()
-    await warm.aclose()
-    assert (len(boxes.opened), boxes.closed, places.locked()) == (1, 1, False)
-    early = PrewarmedSandbox(boxes.open)
+    await prewarmed.aclose()
+    assert (len(sandboxes.opened), sandboxes.closed, places.locked()) == (1, 1, False)
+    early = PrewarmedSandbox(sandboxes.open)
     early.prepare(None)
     await early.aclose()
-    assert len(boxes.opened) - boxes.closed == 0
+    assert len(sandboxes.opened) - sandboxes.closed == 0

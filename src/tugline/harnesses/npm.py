@@ -28,12 +28,13 @@ from tugline.harnesses.install import (
     COMPILE_CACHE,
     Package,
     Step,
+    bundle_libraries,
     install_dir,
     install_once,
+    mount_c_library,
     run_installer,
     run_program,
 )
-from tugline.harnesses.libraries import bundle_libraries, mount_c_library
 from tugline.sandbox.base import Mount
 
 _LOCKED_ON = ("linux", "x86_64")

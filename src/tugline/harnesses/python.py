@@ -16,8 +16,15 @@ from importlib import resources
 from pathlib import Path
 
 from tugline import log
-from tugline.harnesses.install import Package, Step, install_dir, install_once, run_installer
-from tugline.harnesses.libraries import bundle_libraries, mount_c_library
+from tugline.harnesses.install import (
+    Package,
+    Step,
+    bundle_libraries,
+    install_dir,
+    install_once,
+    mount_c_library,
+    run_installer,
+)
 from tugline.sandbox.base import Mount
 
 _EXCLUDED = (
