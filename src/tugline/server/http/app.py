@@ -24,7 +24,7 @@ from tugline import log
 from tugline.errors import Missing, TuglineError
 from tugline.schema import decode
 from tugline.server.control import ControlPlane
-from tugline.server.http import events, nodes, problems, results, sessions, tasks
+from tugline.server.http import nodes, problems, results, tasks
 from tugline.server.http.auth import Caller, Tokens, authorize, identify
 from tugline.server.http.problems import Refusal
 from tugline.server.http.route import JSON, AppState, Call, Metrics, Nothing, Route
@@ -38,7 +38,7 @@ _BINARY = frozenset(
     {"application/octet-stream", "application/zstd", "application/x-msgpack", "text/plain", ""}
 )
 _IDS = {"id": re.compile(r"[A-Za-z0-9._-]{1,160}"), "number": re.compile(r"[0-9]{1,18}")}
-ROUTES = (*tasks.ROUTES, *sessions.ROUTES, *results.ROUTES, *nodes.ROUTES, *events.ROUTES)
+ROUTES = (*tasks.ROUTES, *nodes.ROUTES, *results.ROUTES)
 """Every route, in the order of the documentation."""
 _log = log.get("server.http")
 T = TypeVar("T")

@@ -1,23 +1,65 @@
-"""Routes of tasks."""
+"""Routes of tasks and sessions: submission, state, logs and results.
+
+A node may write to the sessions that it holds. A request about a session that another node holds
+is answered like any lost lease (fencing), whatever epoch it names.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+import zstandard
 from msgspec import Meta
 from starlette.responses import Response
 
-from tugline.errors import Invalid
-from tugline.protocol import Accepted, Cancelled, Page, TaskState, TaskView
-from tugline.server.http.route import CLIENTS, JSON, READERS, Call, Cursor, Limit, Nothing, Routes
-from tugline.server.store import groups, tasks
-from tugline.types import Task
+from tugline.errors import FencedError, Invalid
+from tugline.protocol import (
+    Accepted,
+    Cancelled,
+    Commit,
+    Page,
+    Release,
+    ResultView,
+    SessionView,
+    TaskState,
+    TaskView,
+)
+from tugline.protocol.leases import Epoch
+from tugline.server.http.problems import Refusal
+from tugline.server.http.route import (
+    CLIENTS,
+    JSON,
+    NODES,
+    READERS,
+    TEXT,
+    ZSTD,
+    Call,
+    Cursor,
+    Limit,
+    Name,
+    Nothing,
+    Position,
+    Routes,
+)
+from tugline.server.http.waiting import Stream
+from tugline.server.store import groups, results, sessions, tasks
+from tugline.types import Status, Task, Trajectory, decode
 
 MAX_BATCH = 1000
 """Tasks of one request."""
 MAX_BATCH_BYTES = 64 << 20
+MAX_RESULT = 256 << 20
+"""Bytes of a trajectory as its node sends it."""
+MAX_UNPACKED = 1 << 30
+"""Bytes of a trajectory that is answered as JSON."""
+MAX_CHUNK = 4 << 20
+"""Bytes of log in one request."""
 ROUTES = Routes()
+_FENCED = ("fenced",)
 
 
 class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,3 +122,146 @@ async def get_body(call: Call[Nothing, Nothing]) -> Task:
 async def cancel_task(call: Call[CancelQuery, Nothing]) -> Cancelled:
     """Cancel the unfinished sessions of a task."""
     return await call.db.write(groups.cancel_task, call.id, call.query.by)
+
+
+class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sessions to list."""
+
+    task: Name | None = None
+    """Only those of this task."""
+    status: Status | None = None
+    """Only those in this state."""
+    node: Annotated[str, Meta(max_length=160)] | None = None
+    """Only those that this node holds."""
+    after: Cursor | None = None
+    limit: Limit = 100
+
+
+class LogQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a log, and whether to follow it."""
+
+    offset: Position = 0
+    """Byte to start at."""
+    tail: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+    """Start this many bytes before the end instead."""
+    follow: bool = False
+    """Continue until the session ends."""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The lease that a node acts under."""
+
+    epoch: Epoch
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a piece of a log."""
+
+    epoch: Epoch
+    offset: Position
+    """Byte of the log at which it begins."""
+
+
+class Length(msgspec.Struct, frozen=True):
+    """Length of a log in bytes, where the next piece starts."""
+
+    length: int
+
+
+# --------------------------------------------------------------------------- sessions
+@ROUTES.add("GET", "/v1/sessions", READERS)
+async def list_sessions(call: Call[SessionQuery, Nothing]) -> Page:
+    """List sessions, in the order of submission."""
+    return await call.db.read(sessions.page, **msgspec.structs.asdict(call.query))
+
+
+@ROUTES.add("GET", "/v1/sessions/{id}", READERS)
+async def get_session(call: Call[Nothing, Nothing]) -> SessionView:
+    """Get the current state of a session."""
+    return await call.db.read(sessions.get_view, call.id)
+
+
+@ROUTES.add("POST", "/v1/sessions/{id}/cancel", CLIENTS)
+async def cancel_session(call: Call[CancelQuery, Nothing]) -> Cancelled:
+    """Cancel a session."""
+    return await call.db.write(groups.cancel_session, call.id, call.query.by)
+
+
+@ROUTES.add("GET", "/v1/sessions/{id}/log", READERS, media=(TEXT,))
+async def read_log(call: Call[LogQuery, Nothing]) -> Response:
+    """Read the agent's output as text; to the end of the session if followed."""
+    query, waits = call.query, call.state.waits
+    offset = query.offset if query.tail is None else -query.tail
+    first = await call.control.read_log(call.id, offset=offset)
+    headers = {"tugline-offset": str(first.offset - len(first.data))}
+
+    async def pieces() -> AsyncGenerator[bytes]:
+        part = first
+        while part.data or (query.follow and not part.ended):
+            if part.data:
+                yield part.data
+            wait_s = waits.keep_alive_s if query.follow else 0.0
+            part = await call.control.read_log(call.id, offset=part.offset, wait_s=wait_s)
+
+    return Stream(pieces(), TEXT, waits, headers)
+
+
+@ROUTES.add("GET", "/v1/sessions/{id}/result", READERS)
+async def get_result(call: Call[Nothing, Nothing]) -> ResultView:
+    """Get a result without its tokens."""
+    return await call.db.read(results.get, call.id)
+
+
+@ROUTES.add("GET", "/v1/sessions/{id}/trajectory", READERS, media=(ZSTD, JSON))
+async def get_trajectory(call: Call[Nothing, Nothing]) -> Response:
+    """Get a trajectory: packed as it is stored, or as JSON."""
+    media = call.accept(ZSTD, JSON)
+    data = await call.control.trajectory(call.id)
+    body = await asyncio.to_thread(_to_json, data) if media == JSON else data
+    return Response(body, media_type=media)
+
+
+def _to_json(data: bytes) -> bytes:
+    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+        plain = reader.read(MAX_UNPACKED + 1)
+    if len(plain) > MAX_UNPACKED:
+        msg = f"this trajectory has over {MAX_UNPACKED} bytes; take it as {ZSTD}"
+        raise Refusal(msg, "not-acceptable", known=(ZSTD,))
+    return msgspec.json.encode(decode(plain, Trajectory), enc_hook=_encode_array)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    msg = f"cannot encode {type(value).__name__} as JSON"
+    raise NotImplementedError(msg)
+
+
+# --------------------------------------------------------------------------- for nodes
+@ROUTES.add("POST", "/v1/sessions/{id}/result", NODES, problems=_FENCED, max_body=MAX_RESULT)
+async def commit(call: Call[Lease, bytes]) -> Commit:
+    """Commit a result, once: a trajectory as zstd-compressed msgpack."""
+    await _check_holder(call)
+    return await call.control.dispatcher.commit(call.id, call.query.epoch, call.body)
+
+
+@ROUTES.add("POST", "/v1/sessions/{id}/release", NODES, statuses=(204,), problems=_FENCED)
+async def release(call: Call[Nothing, Release]) -> None:
+    """Return a session to the queue."""
+    await _check_holder(call)
+    await call.control.dispatcher.release(call.id, call.body)
+
+
+@ROUTES.add("POST", "/v1/sessions/{id}/log", NODES, problems=_FENCED, max_body=MAX_CHUNK)
+async def append_log(call: Call[Chunk, bytes]) -> Length:
+    """Append to a session's log."""
+    await _check_holder(call)
+    chunk = call.query
+    return Length(await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body))
+
+
+async def _check_holder(call: Call[Any, Any]) -> None:
+    holder = (await call.db.read(sessions.get, call.id)).node
+    if holder not in {None, call.caller.node}:
+        msg = f"session {call.id} is held by another node now"
+        raise FencedError(msg)

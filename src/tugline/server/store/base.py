@@ -9,11 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from tugline.errors import StoreError
 
 Row = tuple[Any, ...]
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def to_struct(kind: type[S], columns: str, row: Row, **changes: object) -> S:
+    """A row as a struct whose fields are `columns`, separated by commas; `changes` replace some."""
+    return msgspec.convert({**dict(zip(columns.split(", "), row, strict=True)), **changes}, kind)
 
 
 class Tx(ABC):

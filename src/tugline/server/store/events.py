@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tugline.protocol import Event, EventKind
-from tugline.server.store.base import Tx
+from tugline.server.store.base import Tx, to_struct
 
+_COLUMNS = "position, kind, created, task, session, node, detail"
 _TRIM = 1000
 """Events deleted at once, so that other writes need not wait long."""
 
@@ -75,24 +76,13 @@ def page(tx: Tx, after: int, limit: int, task: str | None = None) -> list[Event]
     """Up to `limit` events after a position, of one task or of all."""
     where, values = ("", {}) if task is None else ("AND task = :task", {"task": task})
     rows = tx.all(
-        "SELECT position, kind, created, task, session, node, detail FROM events"  # noqa: S608 - constants
-        f" WHERE position > :after {where} ORDER BY position LIMIT :limit",
+        f"SELECT {_COLUMNS} FROM events WHERE position > :after {where}"  # noqa: S608 - constants
+        " ORDER BY position LIMIT :limit",
         after=after,
         limit=limit,
         **values,
     )
-    return [
-        Event(
-            position=position,
-            kind=EventKind(kind),
-            created=created,
-            task=of,
-            session=session,
-            node=node,
-            detail=json.loads(detail),
-        )
-        for position, kind, created, of, session, node, detail in rows
-    ]
+    return [to_struct(Event, _COLUMNS, row, detail=json.loads(row[-1])) for row in rows]
 
 
 def trim(tx: Tx, before: float) -> int:

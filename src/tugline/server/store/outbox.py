@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tugline.errors import Missing
 from tugline.protocol import Delivery, DeliveryState, EventKind
 from tugline.server.store import events
-from tugline.server.store.base import Row, Tx
+from tugline.server.store.base import Tx, to_struct
 
 _COLUMNS = "id, task, kind, url, state, tries, next_try, error"
 _MAX_ERROR = 300
@@ -68,7 +68,7 @@ def claim(tx: Tx, host: str, *, for_s: float, limit: int) -> list[Delivery]:
         until=tx.now + for_s,
         limit=limit,
     )
-    return [_delivery(row) for row in rows]
+    return [to_struct(Delivery, _COLUMNS, row) for row in rows]
 
 
 def mark_delivered(tx: Tx, delivery: int) -> None:
@@ -115,7 +115,7 @@ def retry(tx: Tx, delivery: int) -> Delivery:
         msg = f"no delivery {delivery}"
         raise Missing(msg)
     tx.notify("outbox")
-    return _delivery(rows[0])
+    return to_struct(Delivery, _COLUMNS, rows[0])
 
 
 def page(
@@ -128,7 +128,7 @@ def page(
         after=after,
         limit=limit,
     )
-    return [_delivery(row) for row in rows]
+    return [to_struct(Delivery, _COLUMNS, row) for row in rows]
 
 
 def trim(tx: Tx) -> int:
@@ -137,18 +137,4 @@ def trim(tx: Tx) -> int:
         "DELETE FROM outbox WHERE id IN (SELECT id FROM outbox WHERE state = 'delivered'"
         " AND id < (SELECT MIN(position) FROM events) ORDER BY id LIMIT :limit)",
         limit=_TRIM,
-    )
-
-
-def _delivery(row: Row) -> Delivery:
-    position, task, kind, url, state, tries, next_try, error = row
-    return Delivery(
-        id=position,
-        task=task,
-        kind=EventKind(kind),
-        url=url,
-        state=DeliveryState(state),
-        tries=tries,
-        next_try=next_try,
-        error=error,
     )
