@@ -26,6 +26,7 @@ from tugline.client.overview import Monitor, Overview
 from tugline.errors import ServerError
 from tugline.protocol import NodeRegistration, NodeState
 from tugline.server.http.app import Api, serve_api
+from tugline.types import Status
 
 SLOW = f"{CALL}\nimport time; time.sleep(30)"
 STRAGGLER = f"{CALL}\nimport os, time\nwhile 'g-2.' in os.getcwd():\n    time.sleep(0.1)\n"
@@ -89,7 +90,7 @@ async def test_an_overview_has_queue_stages_stragglers_and_failures(tmp_path: Pa
         await rig.control.submit([task("g", STRAGGLER, samples=3)])
         await until(lambda: rig.node.stats.committed == 3)
         await rig.control.submit([task("long", SLOW, samples=9, tenant="other")])
-        await until(lambda: rig.node.stages.pools["run"].busy == 2)
+        await until(lambda: rig.node.pools.by_stage[Status.RUN].busy == 2)
         monitor = Monitor(client)
         first = await monitor.read()
         while first.nodes[0].node.running == 0:  # the node reports with its next lease
