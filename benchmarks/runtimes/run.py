@@ -1,6 +1,6 @@
 """What a sandbox costs: to start, to run a command in, to leave; and what it leaves behind.
 
-Every runtime that this machine has opens real boxes, through the contract that the node uses. A
+Every runtime that this machine has opens real sandboxes, through the contract that the node uses. A
 session is start, one command and stop. The workspace is a repository of 20,000 files with its
 history. `leaks` is what is there after the sessions and was not before them: processes, mounts,
 containers, and folders or control groups outside of the sessions' own folders.
@@ -48,9 +48,9 @@ _console = Console(stderr=True, highlight=False)
 async def timed(runtime: Runtime, folder: Path, spec: SandboxSpec, execs: int) -> dict[str, Any]:
     """Milliseconds of each part of one session."""
     began = time.perf_counter()
-    async with runtime.open(folder, spec) as box:
+    async with runtime.open(folder, spec) as sandbox:
         opened = time.perf_counter()
-        spent = [await _command(box) for _ in range(execs)]
+        spent = [await _command(sandbox) for _ in range(execs)]
         leaving = time.perf_counter()
     ended = time.perf_counter()
     await asyncio.to_thread(shutil.rmtree, folder)
@@ -62,11 +62,11 @@ async def timed(runtime: Runtime, folder: Path, spec: SandboxSpec, execs: int) -
     }
 
 
-async def _command(box: Sandbox) -> float:
+async def _command(sandbox: Sandbox) -> float:
     began = time.perf_counter()
-    end = await box.run(COMMAND, env={}, timeout_s=60.0)
+    end = await sandbox.run(COMMAND, env={}, timeout_s=60.0)
     if end.code != 0:
-        said = (box.logs / "agent.log").read_text(errors="replace")[-300:]
+        said = (sandbox.logs / "agent.log").read_text(errors="replace")[-300:]
         msg = f"a command that cannot fail ended with {end.code}: {said}"
         raise SystemExit(msg)
     return 1e3 * (time.perf_counter() - began)
@@ -172,7 +172,7 @@ def workspaces(base: Path, root: Path, count: int) -> dict[str, float]:
 
 # --------------------------------------------------------------------------- what is left
 def processes(root: Path) -> set[str]:
-    """Children of this process, near and far, and whatever else runs for a box under `root`."""
+    """Children of this process, near and far, and whatever else runs for a sandbox under `root`."""
     parents, found = {}, set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -41,12 +41,12 @@ async def test_the_images_own_folder_is_the_workspace(
 ) -> None:
     """Seen copy-on-write, so the image stays as it was."""
     place = SandboxSpec(workspace=Workspace(image=str(image), path="/task"))
-    async with runtime.open(tmp_path / "box", place) as box:
-        end = await box.run(["sh", "-c", "cat a.txt; echo new > a.txt"], env={}, timeout_s=20)
+    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
+        end = await sandbox.run(["sh", "-c", "cat a.txt; echo new > a.txt"], env={}, timeout_s=20)
         assert end.code == 0
-        assert await box.diff() == Patch({"a.txt": FileChange(b"new\n")})
+        assert await sandbox.diff() == Patch({"a.txt": FileChange(b"new\n")})
     assert (image / "task" / "a.txt").read_text() == "from the image\n"
-    assert unmount_all(tmp_path / "box") == 0
+    assert unmount_all(tmp_path / "sandbox") == 0
 
 
 async def test_nothing_of_this_machine_is_seen_and_nothing_reached(
@@ -65,13 +65,15 @@ async def test_nothing_of_this_machine_is_seen_and_nothing_reached(
     port = server.sockets[0].getsockname()[1]
     async with (
         server,
-        runtime.open(tmp_path / "box", SandboxSpec(workspace=Workspace(image=str(image)))) as box,
+        runtime.open(
+            tmp_path / "sandbox", SandboxSpec(workspace=Workspace(image=str(image)))
+        ) as sandbox,
     ):
-        url = await box.expose(f"http://127.0.0.1:{port}")
+        url = await sandbox.expose(f"http://127.0.0.1:{port}")
         script = f"""env; ls {tmp_path} /root; test -e /proc/{os.getpid()}/root && echo seen
         wget -q -O- {url}/; wget -q -T 2 -O- http://127.0.0.1:{port}/ && echo reached"""
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        log = (box.logs / "agent.log").read_text()
+        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
+        log = (sandbox.logs / "agent.log").read_text()
     assert "word" not in log
     assert "HOME=/home/agent" in log
     assert "model" in log
@@ -83,13 +85,13 @@ async def test_the_shell_that_runs_programs_is_out_of_their_reach(
 ) -> None:
     """Its memory is covered; with Apptainer itself a filter of system calls is in force."""
     place = SandboxSpec(workspace=Workspace(image=str(image)))
-    async with runtime.open(tmp_path / "box", place) as box:
+    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
         script = "ls /proc/1/task; test -c /proc/1/mem; echo $?; "
         script += (
             'while read -r name n; do [ $name != Seccomp: ] || echo "$n"; done </proc/1/status'
         )
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        words = (box.logs / "agent.log").read_text().split()
+        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
+        words = (sandbox.logs / "agent.log").read_text().split()
     assert words == ["0", "0" if "stand-in" in request.node.name else "2"]
     assert not any("shell" in line for line in runtime.list_weaknesses())
 
@@ -101,13 +103,13 @@ async def test_an_apptainer_without_seccomp_is_told(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its boxes open all the same, and it is a weakness that they have no filter."""
+    """Its sandboxes open all the same, and it is a weakness that they have no filter."""
     if "stand-in" not in request.node.name:
         pytest.skip("Apptainer has seccomp here")
     monkeypatch.setenv("NO_SECCOMP", "1")
     place = SandboxSpec(workspace=Workspace(image=str(image)))
-    async with runtime.open(tmp_path / "box", place) as box:
-        assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
+    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
+        assert (await sandbox.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
     told = "the shell that runs it, so forge its exit code: FATAL: seccomp is not built in"
     assert any(told in line for line in runtime.list_weaknesses())
 
@@ -124,8 +126,8 @@ async def test_what_a_killed_node_left_is_ended(
         from tugline.types import Workspace
         async def main():
             place = SandboxSpec(workspace=Workspace(image={str(image)!r}, path="/task"))
-            async with Apptainer().open(Path({str(tmp_path / "box")!r}), place) as box:
-                await box.run(["sh", "-c", "echo up > up; sleep 5432"], env={{}}, timeout_s=60)
+            async with Apptainer().open(Path({str(tmp_path / "sandbox")!r}), place) as sandbox:
+                await sandbox.run(["sh", "-c", "echo up > up; sleep 5432"], env={{}}, timeout_s=60)
         asyncio.run(main())"""
     node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
     async with asyncio.timeout(20):
@@ -150,8 +152,8 @@ async def test_an_archive_is_made_a_sandbox_directory_once(
     archive = shutil.make_archive(str(tmp_path / "image"), "tar", image)
     place = SandboxSpec(workspace=Workspace(image=archive))
     for name in ("one", "two"):
-        async with runtime.open(tmp_path / name, place) as box:
-            assert (await box.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
+        async with runtime.open(tmp_path / name, place) as sandbox:
+            assert (await sandbox.run(["sh", "-c", "exit 3"], env={}, timeout_s=20)).code == 3
     made = [path for path in (tmp_path / "cache" / "workspaces").iterdir() if path.is_dir()]
     assert len(made) == 1
     with pytest.raises(ImageError, match=r"'docker://none' cannot be made: .*no such image"):
@@ -174,7 +176,7 @@ async def test_what_it_cannot_give_is_the_tasks_mistake(
 ) -> None:
     """Named, with what would be right."""
     with pytest.raises(UsageError, match=said):
-        async with runtime.open(tmp_path / "box", SandboxSpec(workspace=workspace)):
+        async with runtime.open(tmp_path / "sandbox", SandboxSpec(workspace=workspace)):
             pass
 
 
@@ -185,7 +187,7 @@ async def test_without_the_program_it_says_how_to_get_it(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "there is no apptainer on PATH: see https://" in (Apptainer().check_available() or "")
     with pytest.raises(SandboxError, match="no apptainer on PATH"):
-        async with Apptainer().open(tmp_path / "box"):
+        async with Apptainer().open(tmp_path / "sandbox"):
             pass
 
 

@@ -13,13 +13,13 @@ from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 
 
 async def test_a_sandbox_is_taken_where_there_is_one(tmp_path: Path) -> None:
-    """Nothing is said then, and the box is one."""
+    """Nothing is said then, and the sandbox is one."""
     if Bubblewrap().check_available():
         pytest.skip("no bubblewrap here")
     with capture_logs() as said:
-        async with Auto(memory_mb=512).open(tmp_path, SandboxSpec(files={"a": "1"})) as box:
-            assert str(box.workdir) == "/workspace"
-            assert (await box.run(("cat", "a"), env={}, timeout_s=5)).code == 0
+        async with Auto(memory_mb=512).open(tmp_path, SandboxSpec(files={"a": "1"})) as sandbox:
+            assert str(sandbox.workdir) == "/workspace"
+            assert (await sandbox.run(("cat", "a"), env={}, timeout_s=5)).code == 0
     assert not said
 
 
@@ -32,11 +32,11 @@ async def test_without_one_it_says_once_what_is_open(
     runtime = Auto(memory_mb=512, open_files=100)
     with capture_logs() as said:
         for name in ("a", "b"):
-            async with runtime.open(tmp_path / name) as box:
-                assert box.workdir == tmp_path / name / "work"
-                done = await box.run(("sh", "-c", "ulimit -n"), env={}, timeout_s=5)
+            async with runtime.open(tmp_path / name) as sandbox:
+                assert sandbox.workdir == tmp_path / name / "work"
+                done = await sandbox.run(("sh", "-c", "ulimit -n"), env={}, timeout_s=5)
                 assert done.code == 0
-                assert (box.logs / "agent.log").read_text() == "100\n"
+                assert (sandbox.logs / "agent.log").read_text() == "100\n"
     assert [entry["event"] for entry in said] == ["no isolation here"]
     assert said[0]["ignored"] == ["memory_mb"]
     assert "apt install bubblewrap" in said[0]["problem"]

@@ -37,21 +37,21 @@ def runtime() -> Bubblewrap:
 
 
 @pytest.fixture
-async def box(runtime: Bubblewrap, tmp_path: Path) -> AsyncIterator[Sandbox]:
-    """A box with two files."""
+async def sandbox(runtime: Bubblewrap, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    """A sandbox with two files."""
     place = SandboxSpec(files={"a/b.txt": "one\r\ntwo", "c": "x"})
-    async with runtime.open(tmp_path / "box", place) as opened:
+    async with runtime.open(tmp_path / "sandbox", place) as opened:
         yield opened
 
 
-async def sh(box: Sandbox, script: str, timeout_s: float = 10.0, **env: str) -> Exit:
+async def sh(sandbox: Sandbox, script: str, timeout_s: float = 10.0, **env: str) -> Exit:
     """Run a script."""
-    return await box.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
+    return await sandbox.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
 
 
-def log(box: Sandbox) -> str:
+def log(sandbox: Sandbox) -> str:
     """What programs have written so far."""
-    return (box.logs / "agent.log").read_text()
+    return (sandbox.logs / "agent.log").read_text()
 
 
 def running(mark: str) -> list[int]:
@@ -103,33 +103,35 @@ async def served(answer: str) -> tuple[asyncio.Server, str]:
 
 # --------------------------------------------------------------------------- what a program sees
 async def test_a_program_sees_only_what_it_is_given(
-    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files as given, an environment of its own, no process, user or folder of the machine's."""
     monkeypatch.setenv("HF_TOKEN", "secret")
-    await sh(box, "pwd; id -un; hostname; wc -c <a/b.txt; cat; set -- /proc/[0-9]*; echo $#")
-    assert log(box).split() == ["/workspace", "agent", "sandbox", "8", "2"]
-    await sh(box, "env | cut -d= -f1 | sort | tr '\\n' ' '", GIVEN="x")
-    seen = set(log(box).splitlines()[-1].split()) - {"PWD", "SHLVL", "_"}
+    await sh(sandbox, "pwd; id -un; hostname; wc -c <a/b.txt; cat; set -- /proc/[0-9]*; echo $#")
+    assert log(sandbox).split() == ["/workspace", "agent", "sandbox", "8", "2"]
+    await sh(sandbox, "env | cut -d= -f1 | sort | tr '\\n' ' '", GIVEN="x")
+    seen = set(log(sandbox).splitlines()[-1].split()) - {"PWD", "SHLVL", "_"}
     assert seen == {"PATH", "LANG", "HOME", "TMPDIR", "GIVEN"}
     hidden = "/home/* /var/* /run/* /tmp/* /mnt /media /srv /boot /sys /etc/shadow"
-    await sh(box, f"echo ===; ls -d {hidden} 2>/dev/null")
+    await sh(sandbox, f"echo ===; ls -d {hidden} 2>/dev/null")
     ours = {
         str(up) for one in python_folders() for up in (Path(one), *Path(one).parents)
     }  # anywhere
-    there = [one for one in log(box).rpartition("===")[2].split() if one not in ours]
+    there = [one for one in log(sandbox).rpartition("===")[2].split() if one not in ours]
     assert there == ["/home/agent", "/run/tugline", "/var/tmp"]  # noqa: S108
-    done = await sh(box, "touch /x /usr/x /etc/x /dev/x /run/tugline/x 2>&1 | grep -c Read-only")
-    assert (done.code, log(box).splitlines()[-1]) == (0, "5")
+    done = await sh(
+        sandbox, "touch /x /usr/x /etc/x /dev/x /run/tugline/x 2>&1 | grep -c Read-only"
+    )
+    assert (done.code, log(sandbox).splitlines()[-1]) == (0, "5")
 
 
-async def test_python_and_the_systems_programs_are_there(box: Sandbox) -> None:
+async def test_python_and_the_systems_programs_are_there(sandbox: Sandbox) -> None:
     """`python3` is one with pytest; git works; TLS has its certificates."""
     script = "python3 -m pytest --version && git init -q . && ls /etc/ssl/certs/ca-certificates.crt"
-    assert (await sh(box, script)).code == 0, log(box)
+    assert (await sh(sandbox, script)).code == 0, log(sandbox)
 
 
-async def test_the_kernels_side_doors_are_shut(box: Sandbox) -> None:
+async def test_the_kernels_side_doors_are_shut(sandbox: Sandbox) -> None:
     """No new user namespace, no keyring, no hand on the keeper, no look at it."""
     script = """
         import ctypes, os
@@ -141,28 +143,28 @@ async def test_the_kernels_side_doors_are_shut(box: Sandbox) -> None:
         refused(libc.syscall(250, 0, 0, 0) if os.uname().machine == "x86_64" else -1)
         print(os.listdir("/proc/1"))
         """
-    done = await box.run(("python3", "-c", textwrap.dedent(script)), env={}, timeout_s=10)
-    assert done.code == 0, log(box)
-    assert log(box).splitlines()[-1] == "[]"
+    done = await sandbox.run(("python3", "-c", textwrap.dedent(script)), env={}, timeout_s=10)
+    assert done.code == 0, log(sandbox)
+    assert log(sandbox).splitlines()[-1] == "[]"
 
 
 # --------------------------------------------------------------------------- programs
 async def test_a_sandbox_that_cannot_be_ended_leaves_no_files(
-    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the box had of the disk is given back all the same, and the fault is told."""
-    ended = box.aclose  # type: ignore[attr-defined]
+    """What the sandbox had of the disk is given back all the same, and the fault is told."""
+    ended = sandbox.aclose  # type: ignore[attr-defined]
 
     async def hangs() -> None:
         msg = "hangs in the kernel"
         raise SandboxError(msg)
 
-    (box.logs.parent / "tmp" / "x").write_text("x")
+    (sandbox.logs.parent / "tmp" / "x").write_text("x")
     with monkeypatch.context() as patched:
-        patched.setattr(box, "_stop", hangs)
+        patched.setattr(sandbox, "_stop", hangs)
         with pytest.raises(SandboxError, match="hangs"):
             await ended()
-    assert not (box.logs.parent / "tmp").exists()
+    assert not (sandbox.logs.parent / "tmp").exists()
 
 
 # --------------------------------------------------------------------------- files
@@ -170,33 +172,35 @@ async def test_a_sandbox_that_cannot_be_ended_leaves_no_files(
 # --------------------------------------------------------------------------- limits
 @pytest.mark.usefixtures("runtime")
 async def test_memory_is_bounded(tmp_path: Path) -> None:
-    """What takes too much is ended and told; the box goes on. Small programs are not touched."""
+    """What takes too much is ended and told; the sandbox goes on. Small programs go on."""
     if find_cgroup_parent().memory is None:
         pytest.skip("no memory control group can be made here")
-    async with Bubblewrap(memory_mb=64).open(tmp_path) as box:
+    async with Bubblewrap(memory_mb=64).open(tmp_path) as sandbox:
         eat = ("python3", "-c", "x = b'x' * (300 << 20); print(len(x))")
-        done = await box.run(eat, env={}, timeout_s=20)
+        done = await sandbox.run(eat, env={}, timeout_s=20)
         assert (done.code, done.cause) == (-signal.SIGKILL, Cause.AGENT_MEMORY)
         fill = "head -c 200000000 /dev/zero >/dev/shm/x"
         for _ in range(3):  # what the last one filled is gone
-            assert (await sh(box, fill)).cause is Cause.AGENT_MEMORY
-            done = await sh(box, "test ! -e /dev/shm/x && exit 4")
+            assert (await sh(sandbox, fill)).cause is Cause.AGENT_MEMORY
+            done = await sh(sandbox, "test ! -e /dev/shm/x && exit 4")
             assert (done.code, done.cause) == (4, None)
 
 
 @pytest.mark.usefixtures("runtime")
-async def test_a_fork_bomb_goes_off_in_its_box(tmp_path: Path) -> None:
-    """It gets as many processes as it may, is over with its time, and the box goes on."""
+async def test_a_fork_bomb_goes_off_in_its_sandbox(tmp_path: Path) -> None:
+    """It gets as many processes as it may, is over with its time, and the sandbox goes on."""
     if find_cgroup_parent().processes is None and os.geteuid() == 0:
         pytest.skip("no control group for processes can be made here")
     sleep = unique_sleep()
-    async with Bubblewrap(processes=50).open(tmp_path) as box:
-        done = await sh(box, f"while :; do {sleep} & done 2>/dev/null", 1.0)
+    async with Bubblewrap(processes=50).open(tmp_path) as sandbox:
+        done = await sh(sandbox, f"while :; do {sleep} & done 2>/dev/null", 1.0)
         assert len(running(sleep)) == 0
         assert done.code in (2, -signal.SIGKILL)
-        done = await sh(box, f"i=0; while [ $i -lt 200 ]; do i=$((i+1)); {sleep} & done; exit 0")
+        done = await sh(
+            sandbox, f"i=0; while [ $i -lt 200 ]; do i=$((i+1)); {sleep} & done; exit 0"
+        )
         assert not running(sleep)
-        assert (await sh(box, "exit 4")).code == 4
+        assert (await sh(sandbox, "exit 4")).code == 4
 
 
 @pytest.mark.usefixtures("runtime")
@@ -213,8 +217,8 @@ async def test_a_fork_bomb_goes_off_in_its_box(tmp_path: Path) -> None:
 )
 async def test_the_disk_is_watched(tmp_path: Path, where: str) -> None:
     """Who takes more than its share is ended, wherever it puts it."""
-    async with Bubblewrap(disk_mb=8, file_mb=300).open(tmp_path) as box:
-        done = await sh(box, f"i=0; {where}; sleep 20", 30)
+    async with Bubblewrap(disk_mb=8, file_mb=300).open(tmp_path) as sandbox:
+        done = await sh(sandbox, f"i=0; {where}; sleep 20", 30)
         assert done.cause is Cause.AGENT_DISK
         assert done.seconds < 15
 
@@ -222,12 +226,12 @@ async def test_the_disk_is_watched(tmp_path: Path, where: str) -> None:
 @pytest.mark.usefixtures("runtime")
 async def test_processor_time_and_the_size_of_a_file_are_bounded(tmp_path: Path) -> None:
     """A loop and a file without end are stopped."""
-    async with Bubblewrap(cpu_s=1, file_mb=1, output_mb=1).open(tmp_path) as box:
-        await sh(box, "head -c 3000000 /dev/zero >big; wc -c <big")
-        assert int(log(box).split()[-1]) <= 1 << 20
-        assert (await sh(box, "while :; do :; done")).code in (-signal.SIGXCPU, -signal.SIGKILL)
-        assert (await sh(box, "head -c 9000000 /dev/zero; ulimit -c; ulimit -n")).code == 0
-        assert (box.logs / "agent.log").stat().st_size < (1 << 20) + 400
+    async with Bubblewrap(cpu_s=1, file_mb=1, output_mb=1).open(tmp_path) as sandbox:
+        await sh(sandbox, "head -c 3000000 /dev/zero >big; wc -c <big")
+        assert int(log(sandbox).split()[-1]) <= 1 << 20
+        assert (await sh(sandbox, "while :; do :; done")).code in (-signal.SIGXCPU, -signal.SIGKILL)
+        assert (await sh(sandbox, "head -c 9000000 /dev/zero; ulimit -c; ulimit -n")).code == 0
+        assert (sandbox.logs / "agent.log").stat().st_size < (1 << 20) + 400
 
 
 # --------------------------------------------------------------------------- nothing is left
@@ -237,11 +241,11 @@ async def test_four_hundred_sessions_leave_nothing(runtime: Bubblewrap, tmp_path
     room = asyncio.Semaphore(8)
 
     async def session(number: int) -> int:
-        async with room, runtime.open(tmp_path / str(number)) as box:
-            await sh(box, f"(setsid {sleep} >/dev/null 2>&1 &)")
+        async with room, runtime.open(tmp_path / str(number)) as sandbox:
+            await sh(sandbox, f"(setsid {sleep} >/dev/null 2>&1 &)")
             if number % 20 == 0:
-                assert (await sh(box, "sleep 20", 0.1)).timed_out
-            return (await sh(box, f"exit {number % 100}")).code
+                assert (await sh(sandbox, "sleep 20", 0.1)).timed_out
+            return (await sh(sandbox, f"exit {number % 100}")).code
 
     await session(1000)
     open_before = handles()
@@ -259,8 +263,8 @@ async def test_a_start_that_is_given_up_leaves_nothing(runtime: Bubblewrap, tmp_
     """At whatever moment it is cancelled: no process, no handle."""
 
     async def session(number: int) -> None:
-        async with runtime.open(tmp_path / str(number)) as box:
-            await sh(box, "sleep 9")
+        async with runtime.open(tmp_path / str(number)) as sandbox:
+            await sh(sandbox, "sleep 9")
 
     await asyncio.gather(*[given_up(session(1000 + number), 0.02) for number in range(4)])
     open_before = handles()
@@ -295,8 +299,8 @@ def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path
         import asyncio, pathlib
         from tugline.sandbox.bubblewrap.runtime import Bubblewrap
         async def session(runtime, number):
-            async with runtime.open(pathlib.Path({str(tmp_path)!r}) / str(number)) as box:
-                await box.run(("sleep", "99"), env={{}}, timeout_s=99)
+            async with runtime.open(pathlib.Path({str(tmp_path)!r}) / str(number)) as sandbox:
+                await sandbox.run(("sleep", "99"), env={{}}, timeout_s=99)
         async def main():
             runtime = Bubblewrap()
             runtime.list_weaknesses()
@@ -333,8 +337,8 @@ def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> 
         from tugline.types import Workspace
         async def main():
             place = SandboxSpec(workspace=Workspace(folder={str(tmp_path / "base")!r}))
-            async with Bubblewrap().open(pathlib.Path({str(tmp_path / "box")!r}), place) as box:
-                await box.run(("sh", "-c", "setsid {sleep} & echo x; {sleep}"), env={{}},
+            async with Bubblewrap().open(pathlib.Path({str(tmp_path / "sandbox")!r}), place) as one:
+                await one.run(("sh", "-c", "setsid {sleep} & echo x; {sleep}"), env={{}},
                     timeout_s=300)
         asyncio.run(main())
     """)
@@ -350,8 +354,8 @@ def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> 
     while running(sleep):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    records = list((tmp_path / "box").glob("*.groups"))
-    forged = tmp_path / "box" / "work" / "x.groups"
+    records = list((tmp_path / "sandbox").glob("*.groups"))
+    forged = tmp_path / "sandbox" / "work" / "x.groups"
     forged.parent.mkdir(exist_ok=True)
     forged.write_text('["/sys/fs/cgroup/tugline-x"]')
     where = find_cgroup_parent()
@@ -413,29 +417,29 @@ async def main(here):
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
     place = SandboxSpec(workspace=Workspace(folder=str(here / "base")), files={"f": "1"})
-    async with server, runtime.open(here / "box", place) as box:
+    async with server, runtime.open(here / "sandbox", place) as sandbox:
         async def sh(script, timeout_s=20):
-            return await box.run(("sh", "-c", script), env={}, timeout_s=timeout_s)
+            return await sandbox.run(("sh", "-c", script), env={}, timeout_s=timeout_s)
         async def ok(script):
-            assert (await sh(script)).code == 0, (box.logs / "agent.log").read_text()
+            assert (await sh(script)).code == 0, (sandbox.logs / "agent.log").read_text()
         await ok("cat b f; id; echo 2 >b; echo 3 >n; ! touch /usr/x")
-        inside = await box.expose(url)
+        inside = await sandbox.expose(url)
         fetch = "import sys,urllib.request as u; print(u.urlopen(sys.argv[1],timeout=5).read())"
         await ok(f"python3 -c '{fetch}' {inside}")
         assert (await sh("sleep 9 & sleep 9", 0.3)).timed_out
         bomb = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); sleep 3 & done"
         await sh(bomb)
         await ok("cat n")
-        await box.put(box.workdir, {"p": "4"})
+        await sandbox.put(sandbox.workdir, {"p": "4"})
         await ok("cat p")
-        changed = (await box.diff()).files
+        changed = (await sandbox.diff()).files
         assert set(changed) == {"b", "n", "p"}, changed
     plain = here / "plain"
-    async with runtime.open(plain, SandboxSpec(files={"f": "1"})) as box:
-        assert (await box.run(("cat", "f"), env={}, timeout_s=5)).code == 0
-    async with Bubblewrap(disk_mb=8).open(here / "hidden") as box:
+    async with runtime.open(plain, SandboxSpec(files={"f": "1"})) as sandbox:
+        assert (await sandbox.run(("cat", "f"), env={}, timeout_s=5)).code == 0
+    async with Bubblewrap(disk_mb=8).open(here / "hidden") as sandbox:
         hide = "mkdir -p d/e; head -c 20000000 /dev/zero >d/e/x; chmod 0 d/e d; sleep 20"
-        done = await box.run(("sh", "-c", hide), env={}, timeout_s=30)
+        done = await sandbox.run(("sh", "-c", hide), env={}, timeout_s=30)
         assert done.cause is Cause.AGENT_DISK, done
     print("all of it")
 
@@ -457,11 +461,11 @@ async def test_what_it_cannot_give_is_refused(runtime: Bubblewrap, tmp_path: Pat
     ]
     for workspace, error, said in wrong:
         with pytest.raises(error, match=said):
-            async with runtime.open(tmp_path / "box", SandboxSpec(workspace=workspace)):
+            async with runtime.open(tmp_path / "sandbox", SandboxSpec(workspace=workspace)):
                 pass
     mount = Mount("/tool", "/no/such/tool")
     with pytest.raises(SandboxError, match="/no/such/tool"):
-        async with runtime.open(tmp_path / "box", SandboxSpec(mounts=(mount,))):
+        async with runtime.open(tmp_path / "sandbox", SandboxSpec(mounts=(mount,))):
             pass
 
 
@@ -477,12 +481,12 @@ def test_wrong_options_are_named() -> None:
 
 @pytest.mark.usefixtures("runtime")
 async def test_what_is_shown_may_lie_below_folders_for_passing_files(tmp_path: Path) -> None:
-    """A checkout in /var/tmp, say; otherwise that is the box's own /tmp by another name."""
+    """A checkout in /var/tmp, say; otherwise that is the sandbox's own /tmp by another name."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         await asyncio.to_thread(Path(folder, "x").write_text, "shown\n")
-        async with Bubblewrap(readable=[folder]).open(tmp_path / "a") as box:
-            done = await sh(box, f"cat {folder}/x; ls /var/tmp; echo > /var/tmp/own && exit 4")
-            assert (done.code, log(box)) == (4, f"shown\n{Path(folder).name}\n")
-    async with Bubblewrap().open(tmp_path / "b") as box:
-        done = await sh(box, "echo > /var/tmp/own && test -e /tmp/own && exit 4")
+        async with Bubblewrap(readable=[folder]).open(tmp_path / "a") as sandbox:
+            done = await sh(sandbox, f"cat {folder}/x; ls /var/tmp; echo > /var/tmp/own && exit 4")
+            assert (done.code, log(sandbox)) == (4, f"shown\n{Path(folder).name}\n")
+    async with Bubblewrap().open(tmp_path / "b") as sandbox:
+        done = await sh(sandbox, "echo > /var/tmp/own && test -e /tmp/own && exit 4")
         assert done.code == 4

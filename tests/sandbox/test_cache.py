@@ -306,10 +306,12 @@ async def test_a_folder_is_used_in_place(bases: WorkspaceCache, tmp_path: Path) 
         assert base is None
 
 
-async def test_the_status_in_a_box_reads_no_file_again(repo: Path, bases: WorkspaceCache) -> None:
+async def test_the_status_in_a_sandbox_reads_no_file_again(
+    repo: Path, bases: WorkspaceCache
+) -> None:
     """The index of the base still holds in its copy-on-write view, so git reads times only."""
     async with bases.open(Workspace(repo=str(repo))) as base:
-        layer = OverlayWorkspace(bases.folder.parent / "box", base, {})
+        layer = OverlayWorkspace(bases.folder.parent / "sandbox", base, {})
         await asyncio.to_thread(layer.make)
         await asyncio.to_thread(layer.mount)
         try:

@@ -152,7 +152,9 @@ def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:
     assert group.group.count_oom_kills() == OomKills(others=2)
 
 
-async def test_a_node_out_of_memory_is_not_the_boxs_doing(parent: Cgroup, tmp_path: Path) -> None:
+async def test_a_node_out_of_memory_is_not_the_sandboxs_doing(
+    parent: Cgroup, tmp_path: Path
+) -> None:
     """Killed by what the node runs in, within its own limit: no cause of the agent's."""
     assert parent.memory is not None
     if parent.unified:
@@ -209,7 +211,7 @@ async def test_the_disk_is_summed_up(tmp_path: Path) -> None:
 
 
 async def looked_at(share: ResourceMonitor, seconds: float) -> Exit:
-    """The end of a program that sleeps, in no box."""
+    """The end of a program that sleeps, in no sandbox."""
 
     async def sleeps() -> Exit:
         await asyncio.sleep(seconds)
@@ -228,7 +230,7 @@ async def test_what_was_there_before_the_first_program_does_not_count(tmp_path: 
     assert (await looked_at(share, 0)).cause is Cause.AGENT_DISK
 
 
-async def test_a_box_that_could_not_be_ended_is_ended_at_the_next_look(
+async def test_a_sandbox_that_could_not_be_ended_is_ended_at_the_next_look(
     tmp_path: Path,
 ) -> None:
     """The engine did not answer once."""

@@ -30,18 +30,18 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def sh(box: Sandbox, script: str, timeout_s: float = 10.0, **env: str) -> Exit:
+async def sh(sandbox: Sandbox, script: str, timeout_s: float = 10.0, **env: str) -> Exit:
     """Run a script."""
-    return await box.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
+    return await sandbox.run(("sh", "-c", script), env=env, timeout_s=timeout_s)
 
 
-def log(box: Sandbox) -> str:
+def log(sandbox: Sandbox) -> str:
     """What programs have written so far."""
-    return (box.logs / "agent.log").read_text()
+    return (sandbox.logs / "agent.log").read_text()
 
 
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", "a\\b", "a\0b"])
-async def test_paths_that_leave_the_box_are_refused(tmp_path: Path, path: str) -> None:
+async def test_paths_that_leave_the_sandbox_are_refused(tmp_path: Path, path: str) -> None:
     """A task cannot write outside its folder, and nothing is written before that is known."""
     with pytest.raises(UsageError, match="must be relative"):
         async with Local().open(tmp_path, SandboxSpec(files={"good.txt": "x", path: "x"})):
@@ -55,43 +55,43 @@ async def test_paths_that_leave_the_box_are_refused(tmp_path: Path, path: str) -
 )
 async def test_a_timeout_ends_grandchildren(tmp_path: Path, how: str) -> None:
     """Also those that left the session or ignore SIGTERM."""
-    async with Local(grace_s=0.3).open(tmp_path) as box:
-        done = await sh(box, f"{how} echo $!; sleep 300", timeout_s=0.5)
+    async with Local(grace_s=0.3).open(tmp_path) as sandbox:
+        done = await sh(sandbox, f"{how} echo $!; sleep 300", timeout_s=0.5)
         assert done.timed_out
         assert done.seconds < 5
-        pid = int(log(box).split()[0])
+        pid = int(log(sandbox).split()[0])
     assert not alive(pid)
 
 
 @LINUX
 async def test_leftovers_end_with_a_program_that_ends_well(tmp_path: Path) -> None:
     """A server that the agent forgot does not live on."""
-    async with Local(grace_s=0.2).open(tmp_path) as box:
-        done = await sh(box, "setsid sleep 300 & echo $!")
+    async with Local(grace_s=0.2).open(tmp_path) as sandbox:
+        done = await sh(sandbox, "setsid sleep 300 & echo $!")
         assert (done.code, done.timed_out) == (0, False)
-        assert not alive(int(log(box)))
+        assert not alive(int(log(sandbox)))
         assert not [name for name in os.listdir(tmp_path) if name.endswith(".started")]  # noqa: PTH208
 
 
 async def test_limits_hold(tmp_path: Path) -> None:
     """A program that fills the disk or burns the processor is stopped."""
-    async with Local(cpu_s=1, file_mb=1).open(tmp_path) as box:
-        done = await sh(box, "head -c 3000000 /dev/zero > big; wc -c < big")
-        assert int(log(box).split()[-1]) <= 1 << 20
-        done = await sh(box, "while :; do :; done")
+    async with Local(cpu_s=1, file_mb=1).open(tmp_path) as sandbox:
+        done = await sh(sandbox, "head -c 3000000 /dev/zero > big; wc -c < big")
+        assert int(log(sandbox).split()[-1]) <= 1 << 20
+        done = await sh(sandbox, "while :; do :; done")
         assert done.code in (-signal.SIGXCPU, -signal.SIGKILL)
         assert not done.timed_out
 
 
 @LINUX
 def test_orphans_of_a_killed_parent_are_reaped(tmp_path: Path) -> None:
-    """After kill -9 of the process that ran boxes, the next one ends what is still running."""
+    """After kill -9 of the process that ran sandboxes, the next one ends what is still running."""
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
         from tugline.sandbox.local import Local
         async def main():
-            async with Local().open(pathlib.Path({str(tmp_path)!r})) as box:
-                await box.run(
+            async with Local().open(pathlib.Path({str(tmp_path)!r})) as sandbox:
+                await sandbox.run(
                     ("sh", "-c", "setsid sleep 300 & echo $!; echo $$; sleep 300"),
                     env={{}}, timeout_s=300)
         asyncio.run(main())
@@ -128,8 +128,8 @@ def test_a_recycled_pid_is_not_hit() -> None:
 
 async def test_an_agent_cannot_stop_the_reaper(tmp_path: Path) -> None:
     """A file that merely looks like a record is passed over."""
-    async with Local().open(tmp_path) as box:
-        await sh(box, "echo junk > x.started")
+    async with Local().open(tmp_path) as sandbox:
+        await sh(sandbox, "echo junk > x.started")
     assert Local().reap(tmp_path) == 0
 
 
@@ -137,7 +137,7 @@ async def test_a_refusing_disk_is_a_fault_of_the_place(tmp_path: Path) -> None:
     """An impossible folder is one line that names it."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SandboxError, match="cannot make"):
-        async with Local().open(tmp_path / "file" / "box"):
+        async with Local().open(tmp_path / "file" / "sandbox"):
             pass
 
 
@@ -152,8 +152,8 @@ async def test_programs_that_will_not_end_hold_up_nothing_else(tmp_path: Path) -
     runtime = Local(grace_s=4.0)
 
     async def stubborn(number: int) -> Exit:
-        async with runtime.open(tmp_path / str(number)) as box:
-            return await sh(box, "trap '' TERM; while :; do sleep 1; done", timeout_s=1.0)
+        async with runtime.open(tmp_path / str(number)) as sandbox:
+            return await sh(sandbox, "trap '' TERM; while :; do sleep 1; done", timeout_s=1.0)
 
     ending = asyncio.gather(*(stubborn(number) for number in range(20)))
     await asyncio.sleep(1.6)
@@ -168,7 +168,7 @@ def test_what_a_killed_parent_mounted_is_unmounted(tmp_path: Path) -> None:
     """A view of a base outlives its process, but not the next start."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "a").write_text("1")
-    workspace = OverlayWorkspace(tmp_path / "box", tmp_path / "base", {})
+    workspace = OverlayWorkspace(tmp_path / "sandbox", tmp_path / "base", {})
     workspace.make()
     workspace.mount()
     if str(tmp_path) not in mounted():
@@ -186,10 +186,10 @@ def mounted() -> str:
 
 async def test_a_log_has_a_bound(tmp_path: Path) -> None:
     """What comes after it is forgotten, and the program is not held up."""
-    async with Local(output_mb=1, file_mb=64).open(tmp_path) as box:
-        done = await sh(box, "head -c 30000000 /dev/zero; exit 3")
+    async with Local(output_mb=1, file_mb=64).open(tmp_path) as sandbox:
+        done = await sh(sandbox, "head -c 30000000 /dev/zero; exit 3")
         assert done.code == 3
-        assert (box.logs / "agent.log").stat().st_size < (1 << 20) + 200
+        assert (sandbox.logs / "agent.log").stat().st_size < (1 << 20) + 200
 
 
 async def test_what_only_a_sandbox_can_give_is_refused(tmp_path: Path) -> None:
@@ -204,13 +204,13 @@ async def test_what_only_a_sandbox_can_give_is_refused(tmp_path: Path) -> None:
     ]
     for place, said in wrong:
         with pytest.raises(UsageError, match=said):
-            async with Local().open(tmp_path / "box", place):
+            async with Local().open(tmp_path / "sandbox", place):
                 pass
     mounts = (Mount(tool, tool), Mount("/bin/sh", tool, optional=True))
-    async with Local().open(tmp_path / "box", SandboxSpec(mounts=mounts)) as box:
-        assert await box.get(box.home / "nothing") is None
+    async with Local().open(tmp_path / "sandbox", SandboxSpec(mounts=mounts)) as sandbox:
+        assert await sandbox.get(sandbox.home / "nothing") is None
         with pytest.raises(UsageError, match="is not below"):
-            await box.get(Path("/etc/passwd"))
+            await sandbox.get(Path("/etc/passwd"))
 
 
 def test_a_forged_record_is_no_record(tmp_path: Path) -> None:

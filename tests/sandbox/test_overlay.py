@@ -97,11 +97,11 @@ WAYS = [by_kernel, by_copy, by_fuse, in_private]
 @pytest.fixture
 def layer(base: Path, tmp_path: Path) -> Iterator[OverlayWorkspace]:
     """A layer with initial files, gone at the end."""
-    layer = OverlayWorkspace(tmp_path / "box", base, FILES)
+    layer = OverlayWorkspace(tmp_path / "sandbox", base, FILES)
     layer.make()
     yield layer
     layer.clear()
-    assert not list((tmp_path / "box").iterdir())
+    assert not list((tmp_path / "sandbox").iterdir())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -113,7 +113,7 @@ def test_nothing_done_is_an_empty_patch(layer: OverlayWorkspace, way: object) ->
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_kind_of_change_is_found(layer: OverlayWorkspace, way: object) -> None:
-    """New, changed, removed, renamed, made executable, linked, binary: as a box gets them back."""
+    """New, changed, removed, renamed, made executable, linked, binary: as a sandbox gets them."""
     script = """
     printf 'x = 2\\n' > a.py; rm pkg/b.py task.md; mv docs/deep docs/moved; chmod +x pkg/given.py
     ln -s /etc/passwd out; ln -sf pkg link; printf '\\0\\377' > bin; mkdir -p new/er
@@ -182,7 +182,7 @@ def test_what_is_left_out_is_said(layer: OverlayWorkspace, way: object) -> None:
 def test_links_of_the_base_are_not_followed(base: Path, tmp_path: Path) -> None:
     """What the agent makes in place of a link is not compared with where the link leads."""
     (base / "out").symlink_to(tmp_path)
-    layer = OverlayWorkspace(tmp_path / "box", base, {})
+    layer = OverlayWorkspace(tmp_path / "sandbox", base, {})
     layer.make()
     by_kernel(layer, "rm out; mkdir out; printf secret > out/secret")
     assert layer.diff() == Patch({"out": None, "out/secret": FileChange(b"secret")})
@@ -218,24 +218,24 @@ def test_a_flood_is_not_taken_along_and_the_base_does_not_count(layer: OverlayWo
     assert (len(small.files), len(small.notes)) == (2, 4)
 
 
-def test_boxes_of_one_base_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
+def test_sandboxes_of_one_base_do_not_see_each_other(base: Path, tmp_path: Path) -> None:
     """The base stays as it was, too."""
-    boxes = [OverlayWorkspace(tmp_path / name, base, {}) for name in ("one", "two")]
-    for box in boxes:
-        box.make()
-    by_kernel(boxes[0], "echo mine > a.py; rm -r docs")
-    by_kernel(boxes[1], "test -e docs/one.md; grep -q 'x = 1' a.py")
+    sandboxes = [OverlayWorkspace(tmp_path / name, base, {}) for name in ("one", "two")]
+    for sandbox in sandboxes:
+        sandbox.make()
+    by_kernel(sandboxes[0], "echo mine > a.py; rm -r docs")
+    by_kernel(sandboxes[1], "test -e docs/one.md; grep -q 'x = 1' a.py")
     assert (base / "a.py").read_text() == "x = 1\n"
-    assert boxes[1].diff() == Patch()
-    for box in boxes:
-        box.clear()
+    assert sandboxes[1].diff() == Patch()
+    for sandbox in sandboxes:
+        sandbox.clear()
 
 
 def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path) -> None:
     """Also where it has a folder or a file in their way; folders keep the base's mode."""
     (base / "docs").chmod(0o750)
     files = {"docs/one.md": "mine\n", "a.py/x": "below a file\n", "pkg": "over a folder\n"}
-    layer = OverlayWorkspace(tmp_path / "box", base, files)
+    layer = OverlayWorkspace(tmp_path / "sandbox", base, files)
     layer.make()
     check = 'test "$(cat docs/one.md a.py/x pkg docs/deep/two.md | tr "\\n" .)" = '
     by_kernel(layer, check + '"mine.below a file.over a folder.2."')
@@ -251,9 +251,9 @@ def test_initial_files_lie_over_whatever_the_base_has(base: Path, tmp_path: Path
 def test_an_initial_file_can_be_run_where_the_bases_can(
     base: Path, tmp_path: Path, way: object
 ) -> None:
-    """As a box that it is put into later would have it; that it is so is no change by itself."""
+    """As a sandbox that it is put into later would have it; that alone is no change."""
     layer = OverlayWorkspace(
-        tmp_path / "box", base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"}
+        tmp_path / "sandbox", base, {"run.sh": "#!/bin/sh\nexit 0\n", "a.py": "x = 3\n"}
     )
     layer.make()
     way(layer, "./run.sh; test ! -x a.py; echo y > new")  # type: ignore[operator]
@@ -273,7 +273,7 @@ def test_a_copy_tells_changes_that_keep_size_and_time(layer: OverlayWorkspace) -
 
 
 @pytest.mark.parametrize("way", [by_kernel, in_private])
-def test_a_snapshot_is_a_box_begun_where_another_stood(
+def test_a_snapshot_is_a_sandbox_begun_where_another_stood(
     base: Path, tmp_path: Path, way: object
 ) -> None:
     """With what was removed, and without sharing anything with it."""
@@ -292,7 +292,7 @@ def test_a_snapshot_is_a_box_begun_where_another_stood(
 
 def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
     """Compared with what it began with; it can be snapshot, too."""
-    layer = OverlayWorkspace(tmp_path / "box", None, FILES)
+    layer = OverlayWorkspace(tmp_path / "sandbox", None, FILES)
     layer.make()
     assert layer.mount() == layer.own == layer.work
     assert layer.diff() == Patch()
@@ -311,7 +311,7 @@ def test_without_a_base_it_is_a_plain_folder(tmp_path: Path) -> None:
 def test_a_folder_is_not_used_twice(layer: OverlayWorkspace, base: Path, tmp_path: Path) -> None:
     """What one session left is not the next one's head start."""
     with pytest.raises(SandboxError, match="is not empty; each session needs a folder of its own"):
-        OverlayWorkspace(tmp_path / "box", base, {}).make()
+        OverlayWorkspace(tmp_path / "sandbox", base, {}).make()
     assert layer.diff() == Patch()
 
 
@@ -323,8 +323,8 @@ def test_what_a_killed_process_left_mounted_is_found(
     sitting = subprocess.Popen(["sleep", "60"], cwd=layer.work)
     try:
         assert unmount_all(tmp_path / "bo") == 0
-        assert unmount_all(tmp_path / "box") == 1
-        assert unmount_all(tmp_path / "box") == 0
+        assert unmount_all(tmp_path / "sandbox") == 1
+        assert unmount_all(tmp_path / "sandbox") == 0
         assert not is_mounted(layer.work)
     finally:
         sitting.kill()

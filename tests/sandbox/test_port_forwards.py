@@ -449,7 +449,7 @@ except ConnectionResetError: print("reset")
 
 
 async def test_without_an_allow_list_there_is_no_proxy(place: int) -> None:
-    """No variable tells of one; with a list they do as soon as the box reaches its gateway."""
+    """No variable tells of one; with a list they do as soon as the sandbox reaches its gateway."""
     async with server(page) as port, doors() as without, doors("example.com:443") as made:
         await without.add(place, f"http://127.0.0.1:{port}")
         assert without.env == {}

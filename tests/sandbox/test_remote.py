@@ -37,29 +37,29 @@ def running(argument: str) -> bool:
 async def test_a_session_goes_its_way(remote: Any, tmp_path: Path) -> None:
     """Files in, a program with its output and exit code, changes out, nothing left there."""
     files = {"a.py": "x = 1\n", "pkg/b.py": "y = 2\n"}
-    async with remote.open(tmp_path / "box", SandboxSpec(files=files)) as box:
-        await box.put(box.home, {"settings.json": "{}"})
+    async with remote.open(tmp_path / "sandbox", SandboxSpec(files=files)) as sandbox:
+        await sandbox.put(sandbox.home, {"settings.json": "{}"})
         script = (
             'cat ~/settings.json; echo "$A"; rm a.py; printf new > pkg/b.py; ln -s /etc out; exit 7'
         )
-        end = await box.run(["sh", "-c", script], env={"A": "it's\n$HOME"}, timeout_s=20)
+        end = await sandbox.run(["sh", "-c", script], env={"A": "it's\n$HOME"}, timeout_s=20)
         assert (end.code, end.timed_out) == (7, False)
-        assert (box.logs / "agent.log").read_text() == "{}it's\n$HOME\n"
+        assert (sandbox.logs / "agent.log").read_text() == "{}it's\n$HOME\n"
         changed = {
             "a.py": None,
             "pkg/b.py": FileChange(b"new"),
             "out": FileChange(b"/etc", link=True),
         }
-        assert await box.diff() == Patch(changed)
-        assert await box.expose("http://127.0.0.1:1/s/x") == "http://127.0.0.1:1/s/x"
+        assert await sandbox.diff() == Patch(changed)
+        assert await sandbox.expose("http://127.0.0.1:1/s/x") == "http://127.0.0.1:1/s/x"
     assert list((tmp_path / "there").iterdir()) == []
-    assert sorted(path.name for path in (tmp_path / "box").iterdir()) == ["logs"]
+    assert sorted(path.name for path in (tmp_path / "sandbox").iterdir()) == ["logs"]
 
 
-async def test_a_patch_is_laid_over_a_new_box(remote: Any, tmp_path: Path) -> None:
+async def test_a_patch_is_laid_over_a_new_sandbox(remote: Any, tmp_path: Path) -> None:
     """As an evaluator does it: modes, links, removals, files in the way of folders."""
     files = {"a": "1", "b": "2", "c/d": "3"}
-    async with remote.open(tmp_path / "box", SandboxSpec(files=files)) as box:
+    async with remote.open(tmp_path / "sandbox", SandboxSpec(files=files)) as sandbox:
         patch = {
             "a": None,
             "b": None,
@@ -68,24 +68,24 @@ async def test_a_patch_is_laid_over_a_new_box(remote: Any, tmp_path: Path) -> No
             "run.sh": FileChange(b"#!/bin/sh\nexit 5\n", executable=True),
             "link": FileChange(b"run.sh", link=True),
         }
-        await box.put(box.workdir, patch)
-        assert (await box.run(["./link"], env={}, timeout_s=20)).code == 5
-        assert await box.get(box.workdir / "b/in") == b"below"
-        assert await box.get(box.workdir / "c") == b"\0"
-        assert await box.get(box.workdir / "c", max_bytes=0) is None
+        await sandbox.put(sandbox.workdir, patch)
+        assert (await sandbox.run(["./link"], env={}, timeout_s=20)).code == 5
+        assert await sandbox.get(sandbox.workdir / "b/in") == b"below"
+        assert await sandbox.get(sandbox.workdir / "c") == b"\0"
+        assert await sandbox.get(sandbox.workdir / "c", max_bytes=0) is None
         for missing in ("a", "link", "c/d", "none"):
-            assert await box.get(box.workdir / missing) is None, missing
+            assert await sandbox.get(sandbox.workdir / missing) is None, missing
         with pytest.raises(UsageError, match="must be relative"):
-            await box.put(box.workdir, {"../x": "x"})
+            await sandbox.put(sandbox.workdir, {"../x": "x"})
 
 
 async def test_what_outlives_its_time_is_ended_there(remote: Any, tmp_path: Path) -> None:
     """With its children, also when the session is cancelled."""
-    async with remote.open(tmp_path / "box") as box:
-        end = await box.run(["sh", "-c", "sleep 6543 & sleep 6543"], env={}, timeout_s=0.5)
+    async with remote.open(tmp_path / "sandbox") as sandbox:
+        end = await sandbox.run(["sh", "-c", "sleep 6543 & sleep 6543"], env={}, timeout_s=0.5)
         assert (end.timed_out, end.code) == (True, -9)
         assert not running("6543")
-        task = asyncio.create_task(box.run(["sleep", "6544"], env={}, timeout_s=60))
+        task = asyncio.create_task(sandbox.run(["sleep", "6544"], env={}, timeout_s=60))
         async with asyncio.timeout(20):
             while not running("6544"):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(0.05)
@@ -104,8 +104,8 @@ async def test_what_a_killed_node_left_there_is_removed(remote: Any, tmp_path: P
         from remote_runtime import Remote
         async def main():
             runtime = Remote(folder={remote.folder!r})
-            async with runtime.open(Path({str(tmp_path / "box")!r})) as box:
-                await box.run(["sleep", "7654"], env={{}}, timeout_s=60)
+            async with runtime.open(Path({str(tmp_path / "sandbox")!r})) as sandbox:
+                await sandbox.run(["sleep", "7654"], env={{}}, timeout_s=60)
         asyncio.run(main())"""
     node = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
     async with asyncio.timeout(20):
@@ -122,13 +122,13 @@ async def test_what_it_cannot_give_or_reach_is_told(remote: Any, tmp_path: Path)
     """A workspace or a mount is refused; a machine that is not there is a fault of the place."""
     for spec in (SandboxSpec(workspace=Workspace(image="x")), SandboxSpec(mounts=(Mount("/x"),))):
         with pytest.raises(UsageError, match="takes files only"):
-            async with remote.open(tmp_path / "box", spec):
+            async with remote.open(tmp_path / "sandbox", spec):
                 pass
     assert remote.check_available() is None
     away = type(remote)(connect=("sh", "-c", "echo no route >&2; exit 255"))
     assert "no route" in away.check_available()
-    box = remote.open(tmp_path / "other")
-    async with box as opened:
+    sandbox = remote.open(tmp_path / "other")
+    async with sandbox as opened:
         with pytest.raises(SandboxError, match=r"sh: .*not found"):
             await opened.call("nothing-of-that-name")
 

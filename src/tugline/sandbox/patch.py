@@ -1,9 +1,9 @@
 """Collect the files that an agent changed, without git and without trusting them.
 
-The workdir is hostile ground: links that point out of it, pipes that never end, names that are no
-text, trees without bottom. Only regular files are opened, no link is followed (where it leads is
-its content), everything is capped, and what was left out is said in `Patch.notes`, never passed
-over. How a copy-on-write layer is read is in `layers.py`; the limits and the reading are these.
+The workdir is hostile: links that point out of it, pipes that never end, names that are no text,
+trees of any depth. Only regular files are opened, no link is followed (its target is its content),
+everything is limited, and what was left out is reported in `Patch.notes`. Reading the upper layer
+of an overlay is in `workspace.overlay`.
 """
 
 from __future__ import annotations

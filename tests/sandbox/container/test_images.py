@@ -49,11 +49,11 @@ def built(engine: str, *workspaces: Workspace) -> list[str]:
 
 
 async def refused(runtime: Container, tmp_path: Path, workspace: Workspace) -> str:
-    """Why no box can be opened."""
+    """Why no sandbox can be opened."""
     with pytest.raises(ImageError) as caught:
         async with (
             asyncio.timeout(60),
-            runtime.open(tmp_path / "box", SandboxSpec(workspace=workspace)),
+            runtime.open(tmp_path / "sandbox", SandboxSpec(workspace=workspace)),
         ):
             pass
     return str(caught.value)
@@ -94,11 +94,11 @@ async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
 
     async def session(number: int) -> tuple[bytes | None, dict[str, FileChange | None], str]:
         place = SandboxSpec(workspace=workspace, files={"task.txt": "t"})
-        async with runtime.open(tmp_path / f"box{number}", place) as box:
-            assert str(box.workdir) == "/app"
-            await box.run(["sh", "-c", "echo $K; cat task.txt; rm own"], env={}, timeout_s=20)
-            said = (box.logs / "agent.log").read_text()
-            return await box.get(box.workdir / "stamp"), (await box.diff()).files, said
+        async with runtime.open(tmp_path / f"sandbox{number}", place) as sandbox:
+            assert str(sandbox.workdir) == "/app"
+            await sandbox.run(["sh", "-c", "echo $K; cat task.txt; rm own"], env={}, timeout_s=20)
+            said = (sandbox.logs / "agent.log").read_text()
+            return await sandbox.get(sandbox.workdir / "stamp"), (await sandbox.diff()).files, said
 
     try:
         found = await asyncio.gather(*map(session, range(3)))
@@ -165,8 +165,8 @@ async def test_session_that_gives_up_does_not_stop_the_build(podman: str, tmp_pa
             ):
                 pass
         began = time.monotonic()
-        async with runtime.open(tmp_path / "b", SandboxSpec(workspace=workspace)) as box:
-            assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+        async with runtime.open(tmp_path / "b", SandboxSpec(workspace=workspace)) as sandbox:
+            assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
         assert time.monotonic() - began < 15
     finally:
         unbuilt(podman, *names(workspace))
@@ -189,7 +189,7 @@ async def test_cancelled_look_into_an_image_leaves_no_container(
         return call
 
     async def session() -> None:
-        async with runtime.open(tmp_path / "box"):
+        async with runtime.open(tmp_path / "sandbox"):
             pass
 
     for holder, name in ((DockerContainers, "create"), (DockerContainer, "delete")):
@@ -223,14 +223,14 @@ async def test_least_used_image_of_ours_goes_first(podman: str, tmp_path: Path) 
 
 
 async def test_image_in_use_is_not_removed(podman: str, tmp_path: Path) -> None:
-    """An image that a box is made of stays, also when it is too large."""
+    """An image that a sandbox is made of stays, also when it is too large."""
     runtime = Container(engine=podman, images_gb=0.001)
     dockerfile = f"FROM {BUSYBOX}\nCOPY own /\n"
     first, second = (context(tmp_path / name, dockerfile) for name in "ab")
     try:
-        async with runtime.open(tmp_path / "box", SandboxSpec(workspace=first)) as box:
+        async with runtime.open(tmp_path / "sandbox", SandboxSpec(workspace=first)) as sandbox:
             assert await runtime.prefetch([second]) == []
-            assert (await box.run(["cat", "/own"], env={}, timeout_s=20)).code == 0
+            assert (await sandbox.run(["cat", "/own"], env={}, timeout_s=20)).code == 0
             assert len(built(podman, first, second)) == 2
     finally:
         unbuilt(podman, *names(first, second))

@@ -28,20 +28,20 @@ from tugline.types import Cause, Workspace
 pytestmark = pytest.mark.podman
 
 
-def said(box: object, name: str = "agent") -> str:
+def said(sandbox: object, name: str = "agent") -> str:
     """What a program wrote."""
-    return (box.logs / f"{name}.log").read_text()  # type: ignore[attr-defined]
+    return (sandbox.logs / f"{name}.log").read_text()  # type: ignore[attr-defined]
 
 
 async def test_cancelled_run_leaves_nothing(
     container: Container, podman: str, tmp_path: Path
 ) -> None:
-    """A box whose session is cancelled is gone, container and all."""
+    """A sandbox whose session is cancelled is gone, container and all."""
 
     async def session() -> None:
-        async with container.open(tmp_path / "box") as box:
+        async with container.open(tmp_path / "sandbox") as sandbox:
             opened.set()
-            await box.run(["sleep", "300"], env={}, timeout_s=300)
+            await sandbox.run(["sleep", "300"], env={}, timeout_s=300)
 
     opened = asyncio.Event()
     task = asyncio.create_task(session())
@@ -57,12 +57,12 @@ async def test_cancelled_run_leaves_nothing(
 async def test_cancelled_start_leaves_nothing(
     container: Container, podman: str, tmp_path: Path, after_s: float
 ) -> None:
-    """However far the making of a box has come when its session is cancelled."""
+    """However far the making of a sandbox has come when its session is cancelled."""
     await asyncio.to_thread(container.inspect)
     (tmp_path / "base").mkdir()
     place = SandboxSpec(workspace=Workspace(folder=str(tmp_path / "base")))
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(after_s), container.open(tmp_path / "box", place):
+        async with asyncio.timeout(after_s), container.open(tmp_path / "sandbox", place):
             await asyncio.sleep(60)
     assert left(podman, tmp_path) == []
 
@@ -75,9 +75,9 @@ async def test_many_at_once_leave_nothing(
     async def session(number: int) -> int:
         async with container.open(
             tmp_path / str(number), SandboxSpec(files={"n": str(number)})
-        ) as box:
-            await box.run(["cat", "n"], env={}, timeout_s=60)
-            return int(said(box))
+        ) as sandbox:
+            await sandbox.run(["cat", "n"], env={}, timeout_s=60)
+            return int(said(sandbox))
 
     assert await asyncio.gather(*map(session, range(8))) == list(range(8))
     assert left(podman, tmp_path) == []
@@ -99,9 +99,9 @@ from tugline.types import Workspace
 async def main():
     container = Container(engine={podman!r}, image={DEBIAN!r})
     place = SandboxSpec(workspace=Workspace(folder={str(base)!r}))
-    async with container.open(Path({str(tmp_path / "s" / "agent")!r}), place) as box:
+    async with container.open(Path({str(tmp_path / "s" / "agent")!r}), place) as sandbox:
         print("open", flush=True)
-        await box.run(["sleep", "300"], env={{}}, timeout_s=300)
+        await sandbox.run(["sleep", "300"], env={{}}, timeout_s=300)
 asyncio.run(main())
 """
     node = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=-1)
@@ -120,54 +120,56 @@ async def test_record_of_another_container_removes_nothing(
     container: Container, tmp_path: Path
 ) -> None:
     """A record names a container of its own folder, or none: it is no way to remove others."""
-    async with container.open(tmp_path / "a" / "agent") as box:
+    async with container.open(tmp_path / "a" / "agent") as sandbox:
         record = (tmp_path / "a" / "agent" / "container.json").read_bytes()
         forged = tmp_path / "b" / "agent"
         forged.mkdir(parents=True)
         (forged / "container.json").write_bytes(record)
         assert await asyncio.to_thread(container.reap, tmp_path / "b") == 0
-        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+        assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
 
 
 async def test_too_much_memory_is_told(container: Container, tmp_path: Path) -> None:
-    """A program that takes more than the box has is killed, and the exit says for what."""
-    async with container.open(tmp_path / "box") as box:
+    """A program that takes more than the sandbox has is killed, and the exit says for what."""
+    async with container.open(tmp_path / "sandbox") as sandbox:
         eat = "a = bytearray(900 << 20)"
-        end = await box.run(["python3", "-c", eat], env={}, timeout_s=60)
+        end = await sandbox.run(["python3", "-c", eat], env={}, timeout_s=60)
         assert (end.code, end.cause) == (-9, Cause.AGENT_MEMORY)
-        assert (await box.run(["true"], env={}, timeout_s=20)).cause is None
+        assert (await sandbox.run(["true"], env={}, timeout_s=20)).cause is None
 
 
 @pytest.mark.parametrize("where", ["/workspace", "/home/agent", "/var/x"])
 async def test_full_disk_is_told(podman: str, tmp_path: Path, where: str) -> None:
-    """Writing more than `disk_mb`, wherever, ends the program; the box can still be read."""
+    """Writing more than `disk_mb`, wherever, ends the program; the sandbox can still be read."""
     runtime = Container(engine=podman, image=DEBIAN, disk_mb=20)
-    async with runtime.open(tmp_path / "box") as box:
+    async with runtime.open(tmp_path / "sandbox") as sandbox:
         fill = f"mkdir -p {where}; dd if=/dev/zero of={where}/full bs=1M count=60; sleep 60"
-        end = await box.run(["sh", "-c", fill], env={}, timeout_s=40)
+        end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=40)
         assert (end.cause, end.timed_out) == (Cause.AGENT_DISK, False)
 
 
 async def test_a_full_disk_is_told_of_a_quick_program(podman: str, tmp_path: Path) -> None:
     """One that has ended before anybody looked took no less."""
-    async with Container(engine=podman, image=DEBIAN, disk_mb=20).open(tmp_path / "box") as box:
-        end = await box.run(["head", "-c", "1", "/etc/hostname"], env={}, timeout_s=20)
+    async with Container(engine=podman, image=DEBIAN, disk_mb=20).open(
+        tmp_path / "sandbox"
+    ) as sandbox:
+        end = await sandbox.run(["head", "-c", "1", "/etc/hostname"], env={}, timeout_s=20)
         assert end.cause is None
         fill = "head -c 60000000 /dev/zero >full"
-        end = await box.run(["sh", "-c", fill], env={}, timeout_s=20)
+        end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=20)
         assert (end.code, end.cause) == (0, Cause.AGENT_DISK)
 
 
 async def test_fork_bomb_is_bounded(container: Container, tmp_path: Path) -> None:
     """Processes have a limit, and all are dead afterwards."""
-    async with container.open(tmp_path / "box") as box:
+    async with container.open(tmp_path / "sandbox") as sandbox:
         bomb = (
             "import os,time\nn=0\ntry:\n  while n<1000:\n    n+=1\n"
             "    if not os.fork(): time.sleep(60)\nexcept OSError: print(n)"
         )
-        await box.run(["python3", "-c", bomb], env={}, timeout_s=60)
-        assert int(said(box)) < 200
-        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+        await sandbox.run(["python3", "-c", bomb], env={}, timeout_s=60)
+        assert int(said(sandbox)) < 200
+        assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
 
 
 async def test_programs_have_few_rights_and_no_network(
@@ -182,9 +184,9 @@ mknod /tmp/d b 8 0 2>/dev/null && echo DEVICE
 echo x 2>/dev/null >/run/tugline/runner && echo WRITTEN
 exit 0
 """
-    async with container.open(tmp_path / "box") as box:
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        words = said(box).split()
+    async with container.open(tmp_path / "sandbox") as sandbox:
+        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
+        words = said(sandbox).split()
     assert words == ["CapBnd:", "00000000000004fb", "NoNewPrivs:", "1", "Seccomp:", "2", "lo"]
 
 
@@ -193,41 +195,41 @@ async def test_all_is_dead_when_work_is_looked_at(
     container: Container, tmp_path: Path, look: str
 ) -> None:
     """Also what outlived its run, by whatever means; the next program starts it again."""
-    async with container.open(tmp_path / "box") as box:
-        inside = ("nsenter", f"--target={box._pid}", "--pid", "--mount", "sleep", "300")
+    async with container.open(tmp_path / "sandbox") as sandbox:
+        inside = ("nsenter", f"--target={sandbox._pid}", "--pid", "--mount", "sleep", "300")
         left_over = await asyncio.create_subprocess_exec(*inside)
         await asyncio.sleep(0.1)
         assert left_over.returncode is None
-        await (box.diff() if look == "changes" else box.snapshot(tmp_path / "snapshot"))
+        await (sandbox.diff() if look == "changes" else sandbox.snapshot(tmp_path / "snapshot"))
         await asyncio.wait_for(left_over.wait(), 5)
-        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+        assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
 
 
 async def test_two_at_once_in_a_killed_container(container: Container, tmp_path: Path) -> None:
     """It is started again once, for whoever comes, also for a door."""
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-    async with server, container.open(tmp_path / "box") as box:
-        assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
+    async with server, container.open(tmp_path / "sandbox") as sandbox:
+        assert (await sandbox.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
         asked = (
-            box.run(["sh", "-c", f"exit {n}"], env={}, timeout_s=20, log_name=f"{n}")
+            sandbox.run(["sh", "-c", f"exit {n}"], env={}, timeout_s=20, log_name=f"{n}")
             for n in range(2)
         )
         port = server.sockets[0].getsockname()[1]
-        *ends, url = await asyncio.gather(*asked, box.expose(f"http://127.0.0.1:{port}"))
+        *ends, url = await asyncio.gather(*asked, sandbox.expose(f"http://127.0.0.1:{port}"))
         assert [getattr(end, "code", None) for end in ends] == [0, 1]
         assert url == "http://127.0.0.1:10040"
-        assert (await box.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
-        assert await box.expose(f"http://127.0.0.1:{port}") == url
+        assert (await sandbox.run(["sleep", "60"], env={}, timeout_s=0.1)).timed_out
+        assert await sandbox.expose(f"http://127.0.0.1:{port}") == url
 
 
 async def test_memory_that_a_program_left_behind(podman: str, tmp_path: Path) -> None:
     """What lies in /dev/shm goes with the program that took too much, or it would end all next."""
     runtime = Container(engine=podman, image=DEBIAN, memory_mb=70)
-    async with runtime.open(tmp_path / "box") as box:
+    async with runtime.open(tmp_path / "sandbox") as sandbox:
         fill = "head -c 64000000 /dev/zero >/dev/shm/x; python3 -c 'bytearray(30 << 20)'"
-        end = await box.run(["sh", "-c", fill], env={}, timeout_s=20)
+        end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=20)
         assert end.cause is Cause.AGENT_MEMORY
-        end = await box.run(["python3", "-c", "bytearray(8 << 20)"], env={}, timeout_s=20)
+        end = await sandbox.run(["python3", "-c", "bytearray(8 << 20)"], env={}, timeout_s=20)
         assert (end.code, end.cause) == (0, None)
 
 
@@ -247,7 +249,7 @@ async def test_cancelled_while_mounting(
     place = SandboxSpec(workspace=Workspace(folder=str(tmp_path / "base")))
 
     async def session() -> None:
-        async with container.open(tmp_path / "box", place):
+        async with container.open(tmp_path / "sandbox", place):
             pass
 
     task = asyncio.create_task(session())
@@ -270,54 +272,54 @@ async def test_mounts_are_read_only_or_its_own(container: Container, tmp_path: P
         Mount("/bin/sh", str(tools / "tool"), optional=True),
         Mount("/lib64/ld-tugline.so", str(tools / "tool"), optional=True),
     )
-    async with container.open(tmp_path / "box", SandboxSpec(mounts=mounts)) as box:
+    async with container.open(tmp_path / "sandbox", SandboxSpec(mounts=mounts)) as sandbox:
         script = f"cat {tools}/tool /lib64/ld-tugline.so; touch {tools}/x; echo 1 >/logs/verifier/r"
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        assert said(box).startswith("tt")
-        assert "Read-only" in said(box)
-        assert await box.get(PurePosixPath("/logs/verifier/r")) == b"1\n"
+        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
+        assert said(sandbox).startswith("tt")
+        assert "Read-only" in said(sandbox)
+        assert await sandbox.get(PurePosixPath("/logs/verifier/r")) == b"1\n"
         with pytest.raises(UsageError, match="/etc/passwd is not below /"):
-            await box.get(PurePosixPath("/etc/passwd"))
+            await sandbox.get(PurePosixPath("/etc/passwd"))
         with pytest.raises(UsageError, match="not under /etc"):
-            await box.put(PurePosixPath("/etc"), {"passwd": ""})
+            await sandbox.put(PurePosixPath("/etc"), {"passwd": ""})
 
 
 async def test_image_with_nothing_but_busybox(podman: str, tmp_path: Path) -> None:
     """No bash, no C library and no Python are needed inside."""
     runtime = Container(engine=podman)
     place = SandboxSpec(workspace=Workspace(image=BUSYBOX), files={"a": "1"})
-    async with runtime.open(tmp_path / "box", place) as box:
-        end = await box.run(["sh", "-c", "cat a; kill -TERM $$"], env={}, timeout_s=20)
-        assert (end.code, said(box)) == (-15, "1")
+    async with runtime.open(tmp_path / "sandbox", place) as sandbox:
+        end = await sandbox.run(["sh", "-c", "cat a; kill -TERM $$"], env={}, timeout_s=20)
+        assert (end.code, said(sandbox)) == (-15, "1")
 
 
 @pytest.mark.parametrize("user", ["1234:1234", "nobody"])
 async def test_user_can_write_where_an_agent_must(podman: str, tmp_path: Path, user: str) -> None:
     """Programs that are not root can write to the workdir and the home."""
     runtime = Container(engine=podman, image=DEBIAN, user=user)
-    async with runtime.open(tmp_path / "box", SandboxSpec(files={"a": "1"})) as box:
+    async with runtime.open(tmp_path / "sandbox", SandboxSpec(files={"a": "1"})) as sandbox:
         script = "id -u; touch b ~/c /tmp/d && echo ok; touch /usr/e 2>/dev/null || echo kept"
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        assert said(box).split()[1:] == ["ok", "kept"]
-        assert set((await box.diff()).files) == {"b"}
+        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
+        assert said(sandbox).split()[1:] == ["ok", "kept"]
+        assert set((await sandbox.diff()).files) == {"b"}
 
 
 async def test_read_only_image(podman: str, tmp_path: Path) -> None:
     """With `read_only` only the workdir, the home and /tmp can be written to."""
     runtime = Container(engine=podman, image=DEBIAN, read_only=True)
-    async with runtime.open(tmp_path / "box") as box:
+    async with runtime.open(tmp_path / "sandbox") as sandbox:
         script = "touch a ~/b /tmp/c && echo ok; touch /usr/d 2>/dev/null || echo kept"
-        await box.run(["sh", "-c", script], env={}, timeout_s=20)
-        assert said(box).split() == ["ok", "kept"]
+        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
+        assert said(sandbox).split() == ["ok", "kept"]
 
 
 async def test_exec_costs_milliseconds(container: Container, tmp_path: Path) -> None:
     """A program through the shell is far below an exec of the engine (some 150 ms)."""
-    async with container.open(tmp_path / "box") as box:
+    async with container.open(tmp_path / "sandbox") as sandbox:
         seconds = []
         for _ in range(15):
             began = time.perf_counter()
-            await box.run(["true"], env={}, timeout_s=20)
+            await sandbox.run(["true"], env={}, timeout_s=20)
             seconds.append(time.perf_counter() - began)
     assert sorted(seconds)[7] < 0.075
 
@@ -331,7 +333,7 @@ async def test_no_shell_is_said(podman: str, tmp_path: Path) -> None:
     place = SandboxSpec(workspace=Workspace(build=str(context)))
     try:
         with pytest.raises(ImageError, match=r"has no /bin/sh"):
-            async with runtime.open(tmp_path / "box", place):
+            async with runtime.open(tmp_path / "sandbox", place):
                 pass
     finally:
         unbuilt(podman, build_name(context))
@@ -373,7 +375,7 @@ async def test_engine_that_is_not_there(tmp_path: Path) -> None:
     assert "install podman" in why
     assert await asyncio.to_thread(runtime.list_weaknesses) == ()
     with pytest.raises(SandboxError, match=r"none\.sock"):
-        async with runtime.open(tmp_path / "box"):
+        async with runtime.open(tmp_path / "sandbox"):
             pass
 
 
@@ -397,8 +399,8 @@ async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         with serving(folder) as engine:
             runtime = Container(engine=engine, image=BUSYBOX)
-            box = await stack.enter_async_context(runtime.open(tmp_path / "s" / "agent"))
-        assert (await box.run(["true"], env={}, timeout_s=20)).code == 0
+            sandbox = await stack.enter_async_context(runtime.open(tmp_path / "s" / "agent"))
+        assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
     assert (tmp_path / "s" / "agent" / "container.json").exists()
     with serving(folder):
         assert await asyncio.to_thread(runtime.reap, tmp_path / "s") == 1

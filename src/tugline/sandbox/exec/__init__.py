@@ -1,1 +1,1 @@
-"""Programs in a box: started, listened to, bounded, ended."""
+"""Run programs in a sandbox: start them, copy their output, limit and end them."""

@@ -1,1 +1,1 @@
-"""The ways out of a box, and nothing beside them."""
+"""Forwarded ports and the proxy: the only ways out of a sandbox."""

@@ -1,1 +1,1 @@
-"""What a box begins with: made once, shared, copied on write."""
+"""Workspaces: checked out once, shared, copied on write."""
