@@ -66,16 +66,16 @@ class Judge:
     ) -> None:
         self.folder, self.task, self.base = folder, given, dict(base or {})
         self.timeout_s = timeout_s
-        self.boxes = 0
+        self.opened = 0
 
     @contextlib.asynccontextmanager
     async def open_sandbox(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        """A numbered box."""
-        self.boxes += 1
-        async with Local(grace_s=0.1).open(self.folder / str(self.boxes)) as box:
-            await box.put(box.workdir, self.base)
-            await box.put(box.workdir, files)
-            yield box
+        """A numbered sandbox."""
+        self.opened += 1
+        async with Local(grace_s=0.1).open(self.folder / str(self.opened)) as sandbox:
+            await sandbox.put(sandbox.workdir, self.base)
+            await sandbox.put(sandbox.workdir, files)
+            yield sandbox
 
     def outcome(self, files: Mapping[str, str | FileChange | None] | None = None) -> SessionOutcome:
         """What an agent left that made this patch."""

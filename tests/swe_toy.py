@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.datasets.base import Template
+from tugline.datasets.base import TaskTemplate
 from tugline.datasets.swe import SweTaskSet
 from tugline.sandbox.base import Content
 from tugline.types import Task
@@ -36,10 +36,10 @@ def make(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def template(**values: Any) -> Template:
+def template(**values: Any) -> TaskTemplate:
     """What all tasks have in common: an agent that does nothing."""
     shell = {"name": "shell", "options": {"command": "true"}}
-    return Template.read({"harness": shell, **values}, "test", Path())
+    return TaskTemplate.read({"harness": shell, **values}, "test", Path())
 
 
 def tasks(taskset: SweTaskSet, **values: Any) -> list[Task]:

@@ -105,7 +105,7 @@ def test_what_was_tried_is_not_tried_again(folder: Path) -> None:
     (folder / "set.yaml").write_text(SET + "select: {exclude: [solved]}\n")
     again = tugline("tasks", "validate", folder / "set.yaml", "--out", out)
     tried = re.findall(r"^([a-z ]+): ", again.stderr, re.MULTILINE)
-    assert sorted(tried) == ["broken", "error", "tried before"]
+    assert sorted(tried) == ["broken", "error", "validated before"]
     assert "fine: 1, broken: 1, error: 1" in again.stdout
     assert len(out.read_text().splitlines()) == 5
     fine = SET.replace("name: pi", "name: codex") + "select: {include: [fine]}\n"
@@ -121,7 +121,7 @@ def test_what_has_another_solution_or_judge_is_tried_again(folder: Path) -> None
     (folder / "set.yaml").write_text(SET + "select: {include: [fine]}\n")
     validate = ("tasks", "validate", folder / "set.yaml", "--out", out)
     assert tugline(*validate).returncode == 0
-    assert "tried before: 1" in tugline(*validate).stderr
+    assert "validated before: 1" in tugline(*validate).stderr
     rows = (folder / "rows.jsonl").read_text()
     (folder / "rows.jsonl").write_text(rows.replace('{"work": "right"}', '{"work": "bad"}', 1))
     assert "fine: broken" in tugline(*validate).stderr

@@ -93,14 +93,14 @@ def test_an_answer_is_what_the_renderer_reads_back() -> None:
     turn = CASE.script()[0]
     parsed = RENDERING.parse(WORDS.encode(turn.render()))
     assert (parsed.reasoning, parsed.content) == (turn.reasoning, turn.text)
-    assert [(name, json.loads(told)) for name, told in parsed.calls] == list(turn.calls)
+    assert [(name, json.loads(arguments)) for name, arguments in parsed.calls] == list(turn.calls)
 
 
 # --------------------------------------------------------------------------- the judge
 def call(number: int, before: Call | None = None, **changes: Any) -> Call:
     """The next exact turn."""
     ids = np.arange(5 if before is None else len(before.prompt_ids) + 7, dtype=np.int32)
-    told = {
+    fields = {
         "session": "s",
         "number": number,
         "dialect": "openai_chat",
@@ -115,7 +115,7 @@ def call(number: int, before: Call | None = None, **changes: Any) -> Call:
         "timings": Timings(0.0, last_token=10.0),
         "request": b"%d" % number,
     }
-    return Call(**{**told, **changes})
+    return Call(**{**fields, **changes})
 
 
 def session(**changes: Any) -> SessionRun:
@@ -123,7 +123,7 @@ def session(**changes: Any) -> SessionRun:
     calls = [call(0)]
     for number in range(1, 4):
         calls.append(call(number, calls[-1]))
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "exit": Exit(0, timed_out=False, seconds=1.0),
         "calls": tuple(calls),
         "requests": tuple(
@@ -137,7 +137,7 @@ def session(**changes: Any) -> SessionRun:
         "expected_tokens": 12,
         "side_calls": 0,
     }
-    return SessionRun(**{**told, **changes})
+    return SessionRun(**{**fields, **changes})
 
 
 def verdicts(ran: SessionRun) -> dict[str, str | None]:
@@ -148,9 +148,9 @@ def verdicts(ran: SessionRun) -> dict[str, str | None]:
 
 def test_a_good_session_passes() -> None:
     """No judge objects, but for the budget that this session did not have."""
-    told = verdicts(session())
-    assert told.pop("budget_stop_survived") == "4 calls with a budget of 2"
-    assert set(told.values()) == {None}
+    failures = verdicts(session())
+    assert failures.pop("budget_stop_survived") == "4 calls with a budget of 2"
+    assert set(failures.values()) == {None}
 
 
 def edited(**changes: Any) -> tuple[Call, ...]:

@@ -200,5 +200,5 @@ async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
     """The same work on the same workspace is judged once."""
     tests = TestsEvaluator(**UNITTEST, cache=True)
     first, again = await judge(tests, GOOD), await judge(tests, GOOD)
-    assert (first.report["cached"], again.report["cached"], judge.boxes) == (False, True, 1)
+    assert (first.report["cached"], again.report["cached"], judge.opened) == (False, True, 1)
     assert again.reward == first.reward

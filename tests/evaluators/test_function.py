@@ -27,9 +27,9 @@ def share(outcome: SessionOutcome, *, of: int = 4) -> float:
 
 
 async def opens(outcome: SessionOutcome) -> dict[str, float]:
-    """Runs the agent's program in a box, which is how to do it."""
-    async with outcome.open_sandbox(dict(outcome.patch.files)) as box:
-        end = await box.run(("sh", "run.sh"), env={}, timeout_s=30.0)
+    """Runs the agent's program in a sandbox, which is how to do it."""
+    async with outcome.open_sandbox(dict(outcome.patch.files)) as sandbox:
+        end = await sandbox.run(("sh", "run.sh"), env={}, timeout_s=30.0)
     return {"value": float(end.code == 0), "exit": end.code}
 
 

@@ -1,4 +1,4 @@
-"""Harbor tasks, judged by their own script: in a clean box, or where the agent was.
+"""Harbor tasks, judged by their own script: in a clean sandbox, or where the agent was.
 
 The agent is a command that stands where a reference solution would, in real sandboxes.
 """
@@ -68,7 +68,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> Judge:
             limits=Limits(eval_s=60.0),
         )
         solution = Solution(argv=("sh", "-c", command))
-        return asyncio.run(validate_task(task, solution, tmp_path / "boxes", Parts()))
+        return asyncio.run(validate_task(task, solution, tmp_path / "sandboxes", Parts()))
 
     return judged
 
@@ -148,7 +148,7 @@ def test_tests_that_lie_in_an_image_are_not_the_agents(
         workspace=Workspace(build=str(tmp_path / "environment")),
     )
     looking = Solution(argv=("sh", "-c", "ls -A /tests; ! [ -e /tests/secret.txt ]"))
-    proof = asyncio.run(validate_task(task, looking, tmp_path / "boxes", Parts()))
+    proof = asyncio.run(validate_task(task, looking, tmp_path / "sandboxes", Parts()))
     assert (proof.reward, proof.why) == (1.0, "rewarded by the task's script")
 
 

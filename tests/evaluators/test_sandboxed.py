@@ -64,23 +64,23 @@ def judged(
     for argv in (("init", "-q"), ("add", "."), (*who, "commit", "-q", "-m", "first")):
         subprocess.run(("git", "-C", repo, *argv), check=True, timeout=20)
     given = task({}, Workspace(repo=str(repo), commit="HEAD", image=image))
-    boxes: list[str] = []
+    sandboxes: list[str] = []
 
     def opened() -> contextlib.AbstractAsyncContextManager[Sandbox]:
-        boxes.append(str(len(boxes)))
-        return runtime.open(tmp_path / boxes[-1], SandboxSpec(workspace=given.workspace))
+        sandboxes.append(str(len(sandboxes)))
+        return runtime.open(tmp_path / sandboxes[-1], SandboxSpec(workspace=given.workspace))
 
     @contextlib.asynccontextmanager
     async def open_sandbox(files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
-        async with opened() as box:
-            await box.put(box.workdir, files)
-            yield box
+        async with opened() as sandbox:
+            await sandbox.put(sandbox.workdir, files)
+            yield sandbox
 
     async def judge(command: str, evaluator: Evaluator) -> Verdict:
-        async with opened() as box:
-            end = await box.run(("sh", "-ec", command), env={}, timeout_s=20.0)
-            assert end.code == 0, (box.logs / "agent.log").read_text()
-            patch = await box.diff()
+        async with opened() as sandbox:
+            end = await sandbox.run(("sh", "-ec", command), env={}, timeout_s=20.0)
+            assert end.code == 0, (sandbox.logs / "agent.log").read_text()
+            patch = await sandbox.diff()
         return await evaluator.evaluate(SessionOutcome(given, patch, open_sandbox, 30.0, exit=DONE))
 
     return judge
@@ -121,7 +121,7 @@ async def test_cheating_does_not_pay(judged: Judged, command: str) -> None:
 
 
 async def test_parts_are_judged_in_boxes_of_their_own(judged: Judged) -> None:
-    """What one evaluator makes of its box, another one does not see."""
+    """What one evaluator makes of its sandbox, another one does not see."""
     command = "test ! -e done && touch done && printf 'ok 1 - clean\\n1..1\\n'"
     part = {"evaluator": {"name": "tests", "options": {"command": command, "format": "tap"}}}
     whole = {"evaluator": {"name": "tests", "options": UNITTEST}, "weight": 3}

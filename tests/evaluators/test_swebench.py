@@ -1,4 +1,4 @@
-"""Verdicts on SWE rows, with scripts that run in a local box."""
+"""Verdicts on SWE rows, with scripts that run in a local sandbox."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def judge(tmp_path: Path) -> Judge:
 
 
 async def test_what_resolves_the_issue_gets_one(judge: Judge) -> None:
-    """All of both lists pass; one box is enough to know."""
+    """All of both lists pass; one sandbox is enough to know."""
     verdict = await judge.on(GOOD, eval_script=REAL)
     assert verdict.reward.value == 1.0, verdict.report["log"]
     assert verdict.reward.parts == {"resolved": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
     assert verdict.report["failures"] == 0
     assert "+    return a + b" in verdict.report["diff"]
-    assert judge.boxes == 1
+    assert judge.opened == 1
 
 
 async def test_half_of_it_gets_a_part_only_if_asked_for(judge: Judge) -> None:
@@ -190,7 +190,7 @@ async def test_what_keeps_the_tests_from_beginning_gets_nothing(judge: Judge) ->
     script = SCRIPT.replace("mkdir -p tests", "mkdir -p tests; python3 calc.py || exit 1")
     verdict = await judge.on({"calc.py": "1 / 0\n"}, eval_script=script)
     assert verdict.reward.value == 0.0
-    assert judge.boxes == 2
+    assert judge.opened == 2
 
 
 async def test_a_script_that_hangs_before_the_tests_is_nobodys_fault(judge: Judge) -> None:
@@ -205,7 +205,7 @@ async def test_a_task_that_never_tells_anything_is_broken(judge: Judge) -> None:
     script = SCRIPT.replace("python3 -B", "no-such-runner")
     with pytest.raises(EvaluatorError, match="give no result, also without the agent's work"):
         await judge.on(GOOD, eval_script=script)
-    assert judge.boxes == 2
+    assert judge.opened == 2
 
 
 async def test_a_parser_that_swebench_does_not_know(judge: Judge) -> None:

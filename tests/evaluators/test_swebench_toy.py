@@ -64,9 +64,9 @@ class Toy:
         self.tried += 1
         runtime = self.parts.runtime(self.runtime)
         place = SandboxSpec(workspace=task.workspace)
-        async with runtime.open(self.folder / str(self.tried), place) as box:
-            await box.run(("sh", "-c", command), env={}, timeout_s=30, log_name="said")
-            return (box.logs / "said.log").read_text()
+        async with runtime.open(self.folder / str(self.tried), place) as sandbox:
+            await sandbox.run(("sh", "-c", command), env={}, timeout_s=30, log_name="said")
+            return (sandbox.logs / "said.log").read_text()
 
     async def check(self, *, first: int | None = None) -> None:
         """Gold 1 and empty 0 for each; for the `first` ones also what else earns nothing."""

@@ -156,9 +156,9 @@ async def test_verdicts_are_remembered_by_content(judge: Judge) -> None:
     first, again = await judge(GOOD, tests), await judge(GOOD, tests)
     assert (first.report["cached"], again.report["cached"]) == (False, True)
     assert again.reward == first.reward
-    assert judge.boxes == 1
+    assert judge.opened == 1
     assert (await judge({}, tests)).reward.value == 0.0
-    assert judge.boxes == 2
+    assert judge.opened == 2
 
 
 async def test_wrong_settings_are_named(judge: Judge) -> None:

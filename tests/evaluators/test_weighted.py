@@ -137,7 +137,7 @@ async def test_parts_run_at_once_but_in_place_one_by_one(judge: Judge) -> None:
 
 
 def test_what_parts_need_is_passed_on() -> None:
-    """Their folders, the agent's box, and what is hidden from it."""
+    """Their folders, the agent's sandbox, and what is hidden from it."""
     parts = {"a": says(mount=["/a", "/srv/a"]), "b": says(mount=["/b", None], hides=["/x"])}
     weighted = WeightedEvaluator(parts=parts)
     assert weighted.mounts(task()) == (Mount("/a", "/srv/a"), Mount("/b"))

@@ -18,7 +18,7 @@ DONE = "Done."
 IDLE = "I look at it first.\n```sh\nls\n```"
 
 
-async def main(rows: list[dict[str, str]], told: Path) -> None:
+async def main(rows: list[dict[str, str]], url_file: Path) -> None:
     """Serve until killed; FILE gets the URL."""
     words = tokenizer()
     end = words.encode("<|im_end|>")
@@ -37,9 +37,9 @@ async def main(rows: list[dict[str, str]], told: Path) -> None:
 
     engine = ScriptedEngine(reply, vocab_size=words.size, eos_ids=end)
     async with serve(create_app(engine, model_name="scripted")) as url:
-        draft = told.with_suffix(".part")
+        draft = url_file.with_suffix(".part")
         draft.write_text(url)
-        draft.replace(told)
+        draft.replace(url_file)
         await asyncio.Event().wait()
 
 

@@ -68,13 +68,13 @@ def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(rows))
     (tmp_path / "r.csv").write_text("instruction,id\ndo one,1\ndo two,2\n")
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
-    told = []
+    loaded = []
     for name in ("r.jsonl", "r.json", "r.csv", "r.parquet"):
         text = f"taskset: {{name: jsonl, options: {{path: {name}, id: id}}}}\n"
         text += "template: {harness: {name: pi}, evaluator: {name: tests}}\n"
         (tmp_path / "set.yaml").write_text(text)
-        told.append([(task.id, task.instruction) for task in load([tmp_path / "set.yaml"])])
-    assert told == [[("1", "do one"), ("2", "do two")]] * 4
+        loaded.append([(task.id, task.instruction) for task in load([tmp_path / "set.yaml"])])
+    assert loaded == [[("1", "do one"), ("2", "do two")]] * 4
 
 
 ONES = "taskset: {{name: jsonl, options: {{path: {path}, id: id{more}}}}}\n"
@@ -100,7 +100,7 @@ def test_rows_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "more", "told"),
+    ("name", "data", "more", "message"),
     [
         ("r.csv", "id,instruction\n1,a,b\n", "", "line 2: there are more values than the 2 names"),
         ("r.csv", "id,instruction\n1\n", "", "line 2: instruction has no value, must be a text"),
@@ -111,15 +111,15 @@ def test_rows_are_read_as_they_are_written(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_without_a_value_is_told(
-    tmp_path: Path, name: str, data: str, more: str, told: str
+    tmp_path: Path, name: str, data: str, more: str, message: str
 ) -> None:
     """Nobody is asked to do 'null'."""
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         rows_of(tmp_path / name, data, more)
 
 
 def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
-    """Both are read from one folder; an id that is there twice is told with its places."""
+    """Both are read from one folder; an id that is there twice is message with its places."""
     file = written(tmp_path)
     (tmp_path / "rows.jsonl").rename(tmp_path.parent / "rows.jsonl")
     file.write_text(SET.replace("path: rows.jsonl", "path: ../rows.jsonl"))
@@ -132,7 +132,7 @@ def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("prefix:", "prefx:", "unknown key 'prefx'; did you mean 'prefix'?"),
         ("samples: 4", "sampels: 4", "template: unknown key 'sampels'; did you mean 'samples'?"),
@@ -152,13 +152,13 @@ def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
-def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, message: str) -> None:
     """File, key, value, and what would be right."""
     file = written(tmp_path, SET.replace(old, new, 1))
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - told is looked at below
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is checked below
         load([file])
     assert type(caught.value).__name__ in {"ConfigError", "UnknownPlugin"}
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_documented_set_of_ones_own_works(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
-from tugline.datasets.base import Template
+from tugline.datasets.base import TaskTemplate
 from tugline.datasets.files import gather
 from tugline.datasets.harbor import HarborTaskSet
 from tugline.errors import ConfigError
@@ -48,7 +48,9 @@ def made(folder: Path, toml: str = TOML) -> Path:
 def read(folder: Path, template: dict[str, Any] | None = None, **options: Any) -> Task:
     """Its only task."""
     values = {"harness": {"name": "pi"}} | (template or {})
-    (task,) = HarborTaskSet(path=str(folder), **options).tasks(Template.read(values, "t", folder))
+    (task,) = HarborTaskSet(path=str(folder), **options).tasks(
+        TaskTemplate.read(values, "t", folder)
+    )
     return task
 
 
@@ -70,8 +72,8 @@ def test_the_template_is_stricter_than_the_folder(tmp_path: Path) -> None:
     """Its runtime, limits and evaluator win; the set's options go where its evaluator is named."""
     folder = made(tmp_path / "one")
     judge = {"name": "weighted", "options": {"parts": {"a": {"evaluator": {"name": "harbor"}}}}}
-    told = {"limits": {"agent_s": 5}, "runtime": {"name": "local"}, "evaluator": judge}
-    task = read(folder, told)
+    values = {"limits": {"agent_s": 5}, "runtime": {"name": "local"}, "evaluator": judge}
+    task = read(folder, values)
     assert (task.limits.agent_s, task.limits.eval_s) == (5, 120)
     assert task.runtime == PluginSpec("local")
     placed = task.evaluator.options["parts"]["a"]["evaluator"]
@@ -94,7 +96,7 @@ def test_where_it_is_judged_is_the_authors_or_the_runs_choice(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("toml", "told"),
+    ("toml", "message"),
     [
         ("[agent]\ntimeout_sec = 'long'", "agent.timeout_sec is 'long'"),
         ("[environment]\nmemory = 'lots'", "environment.memory is 'lots', must be a size"),
@@ -106,17 +108,17 @@ def test_where_it_is_judged_is_the_authors_or_the_runs_choice(tmp_path: Path) ->
     ],
     ids=["type", "size", "windows", "steps", "verifier", "mode", "toml"],
 )
-def test_what_cannot_be_is_an_error(tmp_path: Path, toml: str, told: str) -> None:
+def test_what_cannot_be_is_an_error(tmp_path: Path, toml: str, message: str) -> None:
     """With the file, the field and its value."""
     folder = made(tmp_path / "one", toml)
     with pytest.raises(ConfigError) as caught:
         read(folder)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"),
+    ("gone", "message"),
     [
         ("tests/test.sh", "tests/test.sh is missing"),
         ("environment/Dockerfile", "no environment/Dockerfile, and no environment.docker_image"),
@@ -124,11 +126,11 @@ def test_what_cannot_be_is_an_error(tmp_path: Path, toml: str, told: str) -> Non
         ("task.toml", "no folder with task.toml is there"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, gone: str, told: str) -> None:
+def test_what_is_missing_is_named(tmp_path: Path, gone: str, message: str) -> None:
     """A task without it is none."""
     folder = made(tmp_path / "one")
     (folder / gone).unlink()
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read(folder)
 
 
@@ -182,7 +184,7 @@ def test_a_task_that_cannot_be_had_may_be_left_out(tmp_path: Path) -> None:
     """The others of its set are as they are, and it is warned about."""
     made(tmp_path / "one")
     made(tmp_path / "two", "[[steps]]\nname = 'a'\n")
-    template = Template.read({"harness": {"name": "pi"}}, "t", tmp_path)
+    template = TaskTemplate.read({"harness": {"name": "pi"}}, "t", tmp_path)
     with structlog.testing.capture_logs() as logged:
         found = HarborTaskSet(path=str(tmp_path), leave_out=True).tasks(template)
         assert [task.id for task in found] == ["one"]
@@ -194,7 +196,7 @@ def test_unknown_keys_and_unfulfilled_wishes_are_warned_about_once(tmp_path: Pat
     toml = TOML + "gpus = 1\nflavour = 'mint'\n"
     for name in ("one", "two"):
         made(tmp_path / name, toml)
-    template = Template.read({"harness": {"name": "pi"}}, "t", tmp_path)
+    template = TaskTemplate.read({"harness": {"name": "pi"}}, "t", tmp_path)
     with structlog.testing.capture_logs() as logged:
         assert len(list(HarborTaskSet(path=str(tmp_path)).tasks(template))) == 2
     assert [(each["event"], each["key"]) for each in logged] == [
@@ -214,13 +216,13 @@ def test_a_variable_of_the_node_is_passed_only_by_name(
     closed, opened = (
         HarborTaskSet(path=str(folder), pass_env=names) for names in ((), ("SECRET_KEY",))
     )
-    for taskset, told in (
+    for taskset, env in (
         (closed, {"A": "none", "B": "x"}),
         (opened, {"A": "s3cret", "B": "xs3cret"}),
     ):
         solution = taskset.solution(task)
         assert solution is not None
-        assert solution.env == told
+        assert solution.env == env
 
 
 def test_the_example_is_a_task_set_and_a_folder() -> None:

@@ -129,7 +129,7 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("selection", "told"),
+    ("selection", "message"),
     [
         (Selection(shares={"a": 0.7, "b": 0.4}), "select.shares is"),
         (Selection(shares={"a": 0.5}, split="b"), "split is 'b', must be one of shares: a"),
@@ -138,7 +138,7 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
     ],
     ids=["shares", "split", "limit", "difficulty"],
 )
-def test_what_makes_no_sense_is_told(selection: Selection, told: str) -> None:
+def test_what_makes_no_sense_is_told(selection: Selection, message: str) -> None:
     """By field and value."""
-    with pytest.raises(ConfigError, match=told.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         selection.check("set.yaml")

@@ -15,7 +15,7 @@ from launch.processes import World, until
 from swe_toy import EXAMPLE, make, written
 from tasksets.test_swe import GYM
 from tugline.config import load
-from tugline.datasets.base import Template
+from tugline.datasets.base import TaskTemplate
 from tugline.datasets.files import read_set
 from tugline.datasets.swe import SweTaskSet
 from tugline.launch.settings import load_settings
@@ -32,7 +32,7 @@ def test_the_tasks_are_well_said(size: str, tmp_path: Path) -> None:
     """Every key is one, and every part can be made with its options."""
     file = EXAMPLE / f"{size}.yaml"
     assert read_set(file) is not None
-    template = Template.read(read_values(file)["template"], size, EXAMPLE)
+    template = TaskTemplate.read(read_values(file)["template"], size, EXAMPLE)
     (task,) = SweTaskSet(path=written(tmp_path / "rows.jsonl", GYM)).tasks(template)
     Parts().check(task)
 
@@ -40,15 +40,15 @@ def test_the_tasks_are_well_said(size: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_cluster_is_well_said(size: str) -> None:
     """Every key is a setting, with a value that may be."""
-    told = load_settings(EXAMPLE / f"{size}.cluster.yaml", server={}, node={}, engine={})
-    assert told.node.slots >= 1
+    settings = load_settings(EXAMPLE / f"{size}.cluster.yaml", server={}, node={}, engine={})
+    assert settings.node.slots >= 1
 
 
 def test_the_paper_is_what_the_paper_says() -> None:
     """293 tasks, 16 samples, 4 groups a batch, one epoch, Adam at 1e-6, TIS, prefix merging."""
-    told = read_values(EXAMPLE / "paper.yaml")
-    assert (told["select"]["limit"], told["template"]["samples"]) == (293, 16)
-    assert told["template"]["builder"] == {"name": "prefix_merging"}
+    settings = read_values(EXAMPLE / "paper.yaml")
+    assert (settings["select"]["limit"], settings["template"]["samples"]) == (293, 16)
+    assert settings["template"]["builder"] == {"name": "prefix_merging"}
     grpo = load(EXAMPLE / "paper.grpo.yaml", GrpoConfig)
     assert (grpo.lr, grpo.epochs, grpo.sessions_per_update) == (1e-6, 1, 4 * 16)
     assert grpo.importance_cap is not None

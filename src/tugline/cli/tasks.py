@@ -1,7 +1,7 @@
-"""``tugline tasks list | validate | prefetch``: what is in a task set, and whether it can be done.
+"""``tugline tasks list | validate | prefetch``: list, validate and prefetch the tasks of a set.
 
-A task is fine when its reference solution earns 1 and doing nothing earns less. Anything else
-would teach a model nothing, or the wrong thing, and is found here without one.
+A task is fine if its reference solution earns 1 and doing nothing earns less. Any other task would
+teach a model nothing, or the wrong thing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RIGHT = 1.0 - 1e-6
 
 
 class State(StrEnum):
-    """What is to be said of a task."""
+    """The result of validating a task."""
 
     FINE = "fine"
     BROKEN = "broken"
@@ -57,23 +57,23 @@ class State(StrEnum):
 _GOOD = frozenset({State.FINE, State.UNPROVEN})
 
 
-class Proved(msgspec.Struct, frozen=True, kw_only=True):
+class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     """A line of ``--out``."""
 
     task: str
     digest: str
-    """Of the task, its solution and their files; when one changes, it is tried again."""
+    """Of the task, its solution and their files; if one changes, it is validated again."""
     state: State
     reference: float | None = None
-    """What the reference solution earned."""
+    """Reward of the reference solution."""
     empty: float | None = None
-    """What doing nothing earned."""
+    """Reward of doing nothing."""
     why: str = ""
     cause: Cause | None = None
     seconds: float = 0.0
 
 
-class Listed(msgspec.Struct, frozen=True):
+class TaskLine(msgspec.Struct, frozen=True):
     """A line of ``list --json``."""
 
     id: str
@@ -87,7 +87,7 @@ def list_tasks(paths: Paths, *, as_json: Json = False) -> None:
     found = [task for task, _ in gather(paths, folders=True)]
     if as_json:
         for task in found:
-            typer.echo(msgspec.json.encode(Listed(task.id, task.samples, task.tags)))
+            typer.echo(msgspec.json.encode(TaskLine(task.id, task.samples, task.tags)))
         return
     table = Table("id", "samples", "tags", box=None)
     for task in found:
@@ -100,7 +100,7 @@ def list_tasks(paths: Paths, *, as_json: Json = False) -> None:
 
 @tasks.command()
 def prefetch(paths: Paths, *, as_json: Json = False) -> None:
-    """Have the images and repositories of tasks on this machine before sessions ask for them."""
+    """Fetch the images and repositories of tasks ahead of time."""
     wanted: dict[bytes, tuple[PluginSpec, list[Workspace]]] = {}
     for task, _ in gather(paths, folders=True):
         key = msgspec.msgpack.encode(task.runtime, order="deterministic")
@@ -132,16 +132,16 @@ def validate(
     paths: Paths,
     *,
     runtime: Annotated[
-        str | None, typer.Option(help="Try them in this runtime instead of their own.")
+        str | None, typer.Option(help="Use this runtime instead of the tasks' own.")
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Tasks that are tried at once.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks to validate at once.")] = 2,
     out: Annotated[
         Path | None,
-        typer.Option(help="Add a line for each task; what is fine there is not tried again."),
+        typer.Option(help="Append a line for each task; tasks that are fine there are skipped."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Try reference solutions and empty ones, without a model; exit code 1 if any is not fine."""
+    """Validate tasks by reference solutions and empty ones; exit 1 if any is not fine."""
     found = gather(paths, folders=True)
     if runtime is not None:
         selected = PluginSpec(runtime)
@@ -149,17 +149,17 @@ def validate(
     parts = Parts()
     _check_runtimes(parts, [task for task, _ in found])
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    proved = _kept(out) if out else {}
+    earlier = _read_results(out) if out else {}
     keys = [_key(task, selected) for task, selected in found]
-    done = [proved[key] for key in keys if key in proved]
+    done = [earlier[key] for key in keys if key in earlier]
     left = [
         (task, selected, digest)
         for (task, selected), (name, digest) in zip(found, keys, strict=True)
-        if (name, digest) not in proved
+        if (name, digest) not in earlier
     ]
     if done:
-        console.print(f"tried before: {len(done)}, see {out}", markup=False)
-    done += asyncio.run(_try_all(left, parts, jobs, out, console))
+        console.print(f"validated before: {len(done)}, see {out}", markup=False)
+    done += asyncio.run(_check_all(left, parts, jobs, out, console))
     if as_json:
         for one in done:
             typer.echo(msgspec.json.encode(one))
@@ -170,7 +170,7 @@ def validate(
 
 
 def _check_runtimes(parts: Parts, found: Sequence[Task]) -> None:
-    """Raises `UsageError` for one that cannot be used here: no task is to blame for that."""
+    """Raises `UsageError` for a runtime that cannot be used on this machine."""
     for part in {msgspec.json.encode(task.runtime): task.runtime for task in found}.values():
         why = parts.runtime(part).check_available()
         if why is not None:
@@ -178,50 +178,50 @@ def _check_runtimes(parts: Parts, found: Sequence[Task]) -> None:
             raise UsageError(msg)
 
 
-async def _try_all(
+async def _check_all(
     found: Sequence[tuple[Task, SelectedTasks | None, str]],
     parts: Parts,
     jobs: int,
     out: Path | None,
     console: Console,
-) -> list[Proved]:
+) -> list[TaskCheck]:
     places = asyncio.Semaphore(jobs)
     with tempfile.TemporaryDirectory(prefix="tugline-") as folder, _bar(console) as bar:
         line = bar.add_task("tasks", total=len(found))
 
-        async def one(
+        async def check_one(
             number: int, task: Task, selected: SelectedTasks | None, digest: str
-        ) -> Proved:
+        ) -> TaskCheck:
             async with places:
-                proved = await _try(task, selected, digest, Path(folder) / str(number), parts)
+                check = await _check_task(task, selected, digest, Path(folder) / str(number), parts)
             if out is not None:
-                await asyncio.to_thread(_keep, out, proved)
+                await asyncio.to_thread(_append_result, out, check)
             bar.advance(line)
             if not console.is_terminal:
-                console.print(f"{proved.task}: {proved.state}", markup=False)
-            return proved
+                console.print(f"{check.task}: {check.state}", markup=False)
+            return check
 
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(one(n, *each)) for n, each in enumerate(found)]
+            running = [group.create_task(check_one(n, *each)) for n, each in enumerate(found)]
     return [task.result() for task in running]
 
 
-async def _try(
+async def _check_task(
     task: Task, selected: SelectedTasks | None, digest: str, folder: Path, parts: Parts
-) -> Proved:
-    """Both solutions, one after the other."""
+) -> TaskCheck:
+    """Evaluate both solutions, one after the other."""
     try:
         solution = await asyncio.to_thread(selected.solution, task) if selected else None
         solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
         empty = await validate_task(task, None, folder / "empty", parts)
     except UsageError as error:  # a part that cannot be made
-        return Proved(task=task.id, digest=digest, state=State.ERROR, why=str(error))
-    return _judged(task, digest, solved, empty)
+        return TaskCheck(task=task.id, digest=digest, state=State.ERROR, why=str(error))
+    return _classify(task, digest, solved, empty)
 
 
-def _judged(
+def _classify(
     task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
-) -> Proved:
+) -> TaskCheck:
     state, why = State.FINE, ""
     failed = next((one for one in (solved, empty) if one and one.failure), None)
     if failed is not None:
@@ -233,7 +233,7 @@ def _judged(
         state = State.UNPROVEN
     elif solved.reward is not None and solved.reward < _RIGHT:
         state, why = State.BROKEN, f"reference: {solved.why}"
-    return Proved(
+    return TaskCheck(
         task=task.id,
         digest=digest,
         state=state,
@@ -252,29 +252,29 @@ def _key(task: Task, selected: SelectedTasks | None) -> tuple[str, str]:
         return task.id, ""
 
 
-def _kept(out: Path) -> dict[tuple[str, str], Proved]:
-    """What was tried before and needs no second look. Raises `ConfigError`."""
-    with out.open("a+b") as file:  # also to see now whether it can be written
+def _read_results(out: Path) -> dict[tuple[str, str], TaskCheck]:
+    """Read earlier results that are still valid. Raises `ConfigError`."""
+    with out.open("a+b") as file:  # also to find out now whether it can be written
         file.seek(0)
         data = file.read()
     whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:  # cut short: it is tried again
+    if whole != data:  # a truncated line is validated again
         os.truncate(out, len(whole))
-    kept: dict[tuple[str, str], Proved] = {}
+    valid: dict[tuple[str, str], TaskCheck] = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            one = msgspec.json.decode(line, type=Proved)
+            one = msgspec.json.decode(line, type=TaskCheck)
         except msgspec.DecodeError as error:
-            msg = f"{out}, line {number} is none of this command's: {error}"
+            msg = f"{out}, line {number} is not a line of this command: {error}"
             raise ConfigError(msg) from error
-        if one.state in _GOOD and one.digest:  # without one, nobody knows what was tried
-            kept[one.task, one.digest] = one
-    return kept
+        if one.state in _GOOD and one.digest:  # without a digest it is unknown what was validated
+            valid[one.task, one.digest] = one
+    return valid
 
 
-def _keep(out: Path, proved: Proved) -> None:
+def _append_result(out: Path, check: TaskCheck) -> None:
     with out.open("ab") as file:
-        file.write(msgspec.json.encode(proved) + b"\n")
+        file.write(msgspec.json.encode(check) + b"\n")
 
 
 def _bar(console: Console) -> Progress:
@@ -289,7 +289,7 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _show(done: Sequence[Proved]) -> None:
+def _show(done: Sequence[TaskCheck]) -> None:
     console = Console(highlight=False)
     table = Table("task", "state", "reference", "empty", "why", box=None)
     for one in done:

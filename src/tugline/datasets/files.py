@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, Template, task_id
+from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, TaskTemplate, task_id
 from tugline.errors import ConfigError, UnknownPlugin
 from tugline.plugins import find, make
 from tugline.protocol import ResultView
@@ -29,7 +29,7 @@ from tugline.types import PluginSpec, Task
 HARBOR_TASK = "task.toml"
 """The file that marks a folder as a Harbor task."""
 _INSPECTION = {"harness": {"name": "shell", "options": {"command": "true"}}}
-"""Template for a folder of Harbor tasks, which has none."""
+"""TaskTemplate for a folder of Harbor tasks, which has none."""
 _WHOLE = 1.0 + 1e-9
 """The most that shares such as .7, .2 and .1 add up to, with a margin for rounding."""
 
@@ -187,7 +187,7 @@ class SelectedTasks:
         self._folder, self._where, self._file = folder, where, file
         file.select.check(where)
         self._set = _make_task_set(file.taskset, folder)
-        self._template = Template.read(
+        self._template = TaskTemplate.read(
             file.template, f"{where}, template", folder, prefix=file.prefix
         )
 

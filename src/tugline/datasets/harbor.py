@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from tugline import log
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Mount
 from tugline.sandbox.variables import expand_variables
@@ -132,7 +132,7 @@ class HarborTaskSet(TaskSet):
         self._root, self._build, self._in_place = Path(path), build, in_place
         self._network, self._pass_env = network, list(pass_env)
 
-    def tasks(self, template: Template) -> Iterator[Task]:
+    def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Make a task of each folder, by name."""
         warned: set[str] = set()
         for folder in self._list_folders():
@@ -167,7 +167,7 @@ class HarborTaskSet(TaskSet):
             raise ConfigError(msg)
         return found
 
-    def _make_task(self, folder: Path, config: TaskToml, template: Template) -> Task:
+    def _make_task(self, folder: Path, config: TaskToml, template: TaskTemplate) -> Task:
         _check(folder, config)
         seconds = config.verifier.timeout_sec or 600.0
         shared = config.verifier.environment_mode == "shared"

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.errors import ConfigError
 from tugline.schema import parse_json, read_text, read_values
 from tugline.types import Task
@@ -177,7 +177,7 @@ class JsonlTaskSet(TaskSet):
         self._solutions: dict[str, dict[str, str]] | None = None
         """Files of solutions by instance; None until one is requested."""
 
-    def tasks(self, template: Template) -> Iterator[Task]:
+    def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """A task for each row."""
         if "evaluator" not in template.given:
             msg = "template.evaluator is missing: rows only fill its options"

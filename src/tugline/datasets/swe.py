@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, Template
+from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.datasets.rows import Source
 from tugline.datasets.swe_rows import (
     TEST_COMMANDS,
@@ -100,7 +100,7 @@ class SweTaskSet(TaskSet):
         self._evaluation = {"partial": partial, "protected": list(protected), "network": network}
         self._solutions: dict[str, str] | None = None
 
-    def tasks(self, template: Template) -> Iterator[Task]:
+    def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Make a task of each row."""
         for row, split in self._read_rows():
             image = self._select_image(row)
