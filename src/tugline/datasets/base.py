@@ -1,7 +1,7 @@
 """The task set contract: from a benchmark's own files to tasks, one for each instance.
 
 The instruction, workspace and evaluator of an instance come from the set; harness, runtime,
-samples and limits come from a `Template`, the same for all tasks of a run. Where both have a
+samples and limits come from a `TaskTemplate`, the same for all tasks of a run. Where both have a
 value, the template wins.
 
 A set may have reference solutions (`solution`), to validate tasks before a model is trained on
@@ -53,7 +53,7 @@ class TaskSet(ABC):
     """A set of tasks. A `path` among its options has been made absolute before."""
 
     @abstractmethod
-    def tasks(self, template: Template) -> Iterator[Task]:
+    def tasks(self, template: TaskTemplate) -> Iterator[Task]:
         """Yield the tasks in the order of the source.
 
         Raises `ConfigError` that names the file, the instance, the field and its value.
@@ -64,7 +64,7 @@ class TaskSet(ABC):
         return None
 
 
-class Template(msgspec.Struct, frozen=True):
+class TaskTemplate(msgspec.Struct, frozen=True):
     """What all tasks of a run have in common."""
 
     task: Task
@@ -73,7 +73,7 @@ class Template(msgspec.Struct, frozen=True):
     """Fields that were given, such as ``runtime`` and ``limits.agent_s``; the rest is default."""
 
     @classmethod
-    def read(cls, values: Any, where: str, folder: Path, *, prefix: str = "") -> Template:
+    def read(cls, values: Any, where: str, folder: Path, *, prefix: str = "") -> TaskTemplate:
         """Read the values of a task file without the fields of an instance.
 
         Raises `ConfigError`.
