@@ -21,6 +21,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.local import Local
+from tugline.sandbox.pausable_timeout import PausableTimeout
 from tugline.types import (
     TRANSITIONS,
     Boundary,
@@ -366,6 +367,41 @@ class NoEvalSlot(StageSlots):
     async def _never(self) -> AsyncIterator[None]:
         await asyncio.sleep(60)
         yield
+
+
+class NotedSlots(StageSlots):
+    """Notes the order in which slots are held and the agent's timeout starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[object] = []
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, status: Status) -> AsyncIterator[None]:
+        """Never wait."""
+        self.events.append(status)
+        yield
+
+    def start_agent_timeout(self, limit_s: float) -> PausableTimeout:
+        """As ever."""
+        self.events.append(limit_s)
+        return super().start_agent_timeout(limit_s)
+
+
+async def test_time_in_ready_does_not_count_towards_agent_s(
+    gateway: StubGateway, tmp_path: Path
+) -> None:
+    """The agent's timeout starts once the session holds a slot of RUN, not while it waits."""
+    slots = NotedSlots()
+    await roll_out(
+        a_task(ONCE, limits=Limits(agent_s=60.0)),
+        Session(id="t-0", task="t", sample=0),
+        gateway=gateway,
+        directory=tmp_path,
+        parts=Parts(),
+        slots=slots,
+    )
+    assert slots.events == [Status.INIT, Status.RUN, 60.0, Status.BUILD, Status.EVAL]
 
 
 async def test_waiting_for_a_judge_is_nobodys_failure(gateway: StubGateway, tmp_path: Path) -> None:
