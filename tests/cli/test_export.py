@@ -33,7 +33,7 @@ def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:
     done = export("sft", tmp_path / "in", "--out", out, *filters, *more, *split, "--json")
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
-    assert output["kept"] + sum(output["left_out"].values()) == output["found"] == 8
+    assert output["exported"] + sum(output["left_out"].values()) == output["recordings"] == 8
     assert output["left_out"] == {"low_reward": 3, "tag": 2}
     assert {name: one["sessions"] for name, one in output["files"].items()} == {
         "train": 2,

@@ -72,7 +72,7 @@ def test_a_damaged_recording_is_named_and_the_rest_exported(tmp_path: Path) -> N
     record(tmp_path, "c", sample=2, calls=[call(0, [], [1])])
     (tmp_path / "d.0.rec").write_bytes(b"")
     summary = export("parquet", tmp_path, tmp_path / "out")
-    assert (summary.found, summary.kept) == (4, 1)
+    assert (summary.recordings, summary.exported) == (4, 1)
     assert summary.left_out == {SkipReason.DAMAGED: 2, SkipReason.NO_HEADER: 1}
     assert str(broken) in summary.errors[0]
     assert "prompt_ids is empty" in summary.errors[1]
@@ -107,4 +107,4 @@ def test_ids_of_two_tokenizers_are_not_mixed(tmp_path: Path) -> None:
         export("trl", tmp_path, tmp_path / "out")
     export("parquet", tmp_path, tmp_path / "out")
     assert pq.read_table(tmp_path / "out")["tokenizer"].to_pylist() == ["1f", "2f"]
-    assert export("sft", tmp_path, tmp_path / "chat").kept == 2
+    assert export("sft", tmp_path, tmp_path / "chat").exported == 2

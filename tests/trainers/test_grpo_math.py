@@ -17,7 +17,7 @@ from tugline.config import from_mapping
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
 from tugline.trainers.grpo.config import Estimator, GrpoConfig
-from tugline.trainers.grpo.loss import Terms, token_terms, token_weights
+from tugline.trainers.grpo.loss import TokenTerms, token_terms, token_weights
 from tugline.trainers.grpo.train import StepReport
 from tugline.types import Sample
 
@@ -114,8 +114,8 @@ def test_turns_get_less_the_earlier_they_are() -> None:
 
 
 # --------------------------------------------------------------------------- loss
-def terms(ratios: list[float], advantages: list[float], **changes: object) -> Terms:
-    """Terms where new / old has the given ratios and old is 0.5 everywhere."""
+def terms(ratios: list[float], advantages: list[float], **changes: object) -> TokenTerms:
+    """TokenTerms where new / old has the given ratios and old is 0.5 everywhere."""
     old = torch.full((len(ratios),), math.log(0.5))
     new = (old + torch.tensor(ratios).log()).requires_grad_()
     fields: dict[str, object] = {

@@ -58,7 +58,7 @@ class Detokenizer:
         self._at_start = True
         return ready
 
-    def end_segment(self) -> str:
+    def finish_text(self) -> str:
         """End the segment: its end is certain, its trailing white space is dropped."""
         text, _ = utf_8_decode(self._bytes, "replace", True)
         text = self._undecided + text

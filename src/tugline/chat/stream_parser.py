@@ -73,10 +73,10 @@ class _Output:
             self._calls.append(call)
             self._pieces.append(call)
 
-    def end_segment(self) -> None:
+    def finish_text(self) -> None:
         """End the current segment of reasoning or text."""
-        self._emit(ReasoningDelta, self.reasoning.end_segment())
-        self._emit(TextDelta, self.text.end_segment())
+        self._emit(ReasoningDelta, self.reasoning.finish_text())
+        self._emit(TextDelta, self.text.finish_text())
 
     def build_message(self) -> Message:
         """The whole answer."""
@@ -158,7 +158,7 @@ class StreamParser:
         """End the answer; returns the remaining pieces, and the whole as a message."""
         if not self._ended:
             self._state.finish()
-        self.output.end_segment()
+        self.output.finish_text()
         return self.output.take_pieces(), self.output.build_message()
 
     def replay(self, ids: list[int]) -> _State:
@@ -248,7 +248,7 @@ class _State(ABC):
     def hold(self, token: int) -> _State:
         """Take the mark from which on only the whole answer can be parsed."""
         taken = self.output.text.take_guarded()
-        self.output.end_segment()
+        self.output.finish_text()
         return _Held(self.parser, [*self.parser.rendering.tokenizer.encode(taken), token], None)
 
     def end(self, token: int) -> bool:
@@ -261,7 +261,7 @@ class _State(ABC):
 
     def open_call(self, token: int) -> _State:
         """Take the mark that opens a tool call."""
-        self.output.end_segment()
+        self.output.finish_text()
         return _Call(self.parser, [token])
 
 
@@ -277,13 +277,13 @@ class _Text(_State):
     def mark(self, token: int) -> _State:
         marks, template, parser = self.marks, self.template, self.parser
         if token == marks.think and (template.reopens_reasoning or self.at_start):
-            self.output.end_segment()
+            self.output.finish_text()
             self.output.reasoning.skip(template.preface)
             return _Reasoning(parser)
         if token == marks.block and parser.in_section:
             return self.open_call(token)
         if token in (marks.section, marks.section_end):
-            self.output.end_segment()
+            self.output.finish_text()
             parser.in_section = token == marks.section or not template.strict_section
             return _Text(parser)
         return self.add_mark(token)
@@ -343,7 +343,7 @@ class _Reasoning(_State):
     def mark(self, token: int) -> _State:
         marks, template = self.marks, self.template
         if token == marks.think_end:
-            self.output.end_segment()
+            self.output.finish_text()
             return _Text(self.parser)
         if token == marks.call and template.reopens_reasoning:
             return self.open_call(token)
@@ -355,7 +355,7 @@ class _Reasoning(_State):
 
     def hold(self, token: int) -> _State:
         taken = self.output.reasoning.take_guarded()
-        self.output.end_segment()
+        self.output.finish_text()
         ids = [*self.parser.rendering.tokenizer.encode(taken), token]
         return _Held(self.parser, ids, np.asarray([self.marks.think], np.int32))
 
@@ -376,11 +376,11 @@ class _DraftCall(_State):
             self._pending.append(token)
             return self
         self.output.add_reasoning([one for one in self._pending if one != self.marks.think])
-        self.output.end_segment()
+        self.output.finish_text()
         return _Text(self.parser)
 
     def finish(self) -> None:
-        self.output.end_segment()
+        self.output.finish_text()
         self.parser.replay(self._pending).finish()
 
 
@@ -522,7 +522,7 @@ class _ChannelBody(_State):
         if channels is None or token not in (channels.start, channels.end):
             return self.add([token])
         self._body.finish()
-        self.output.end_segment()
+        self.output.finish_text()
         return _ChannelHeader(self.parser, [token] if token == channels.start else [])
 
     def decide(self) -> _State:

@@ -175,7 +175,9 @@ def _show(summary: Summary) -> None:
         table.add_row(one.path, *(f"{count:,}" for count in counts))
     console.print(table)
     left, rows = _format_counts(summary.left_out), _format_counts(summary.rows_left_out)
-    console.print(f"{summary.kept} of {summary.found} sessions; left out: {left}", markup=False)
+    console.print(
+        f"{summary.exported} of {summary.recordings} sessions; left out: {left}", markup=False
+    )
     if summary.rows_left_out:
         console.print(f"of these, rows left out: {rows}", markup=False)
     for error in summary.errors:

@@ -53,10 +53,10 @@ def list_(
         raise typer.Exit(1)
 
 
-def _list(found: Sequence[InventoryItem]) -> None:
+def _list(items: Sequence[InventoryItem]) -> None:
     table = Table("name", "version", "installed", "checksum", "newest", box=None)
     table.add_column("checked in", overflow="fold")
-    for item in found:
+    for item in items:
         dialects = [case.dialect for case in CASES if case.harness == item.name]
         table.add_row(
             item.name,

@@ -146,13 +146,16 @@ def _show(report: Report) -> None:
         say(f"  {report.recording}")
 
 
-def _show_difference(one: Difference) -> None:
+def _show_difference(difference: Difference) -> None:
     console = Console(highlight=False, soft_wrap=True)
     say = console.print
-    beside = "" if one.call is None else f", beside call {one.call}"
-    say(f"request {one.request}{beside}: {one.where}", markup=False, style="yellow")
-    for sign, text, colour in (("-", one.recorded, "red"), ("+", one.replayed, "green")):
+    beside = "" if difference.call is None else f", beside call {difference.call}"
+    say(f"request {difference.request}{beside}: {difference.where}", markup=False, style="yellow")
+    for sign, text, colour in (
+        ("-", difference.recorded, "red"),
+        ("+", difference.replayed, "green"),
+    ):
         for line in text.splitlines():
             say(f"  {sign} {line}", markup=False, style=colour)
-    if one.id_at is not None:
-        say(f"  prompt ids differ from position {one.id_at} on", markup=False)
+    if difference.id_at is not None:
+        say(f"  prompt ids differ from position {difference.id_at} on", markup=False)

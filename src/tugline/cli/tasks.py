@@ -68,7 +68,7 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Reward of the reference solution."""
     empty: float | None = None
     """Reward of doing nothing."""
-    why: str = ""
+    reason: str = ""
     cause: Cause | None = None
     seconds: float = 0.0
 
@@ -110,8 +110,8 @@ def prefetch(paths: Paths, *, as_json: Json = False) -> None:
     if as_json:
         typer.echo(msgspec.json.encode({"workspaces": count, "failed": failed}))
     else:
-        for why in failed:
-            typer.echo(why)
+        for reason in failed:
+            typer.echo(reason)
         typer.echo(f"{count - len(failed)} of {count} workspaces are here")
     if failed:
         raise typer.Exit(1)
@@ -169,17 +169,17 @@ def validate(
         raise typer.Exit(1)
 
 
-def _check_runtimes(parts: Parts, found: Sequence[Task]) -> None:
+def _check_runtimes(parts: Parts, tasks: Sequence[Task]) -> None:
     """Raises `UsageError` for a runtime that cannot be used on this machine."""
-    for part in {msgspec.json.encode(task.runtime): task.runtime for task in found}.values():
-        why = parts.runtime(part).check_available()
-        if why is not None:
-            msg = f"runtime {part.name!r} cannot be used here: {why}"
+    for part in {msgspec.json.encode(task.runtime): task.runtime for task in tasks}.values():
+        reason = parts.runtime(part).check_available()
+        if reason is not None:
+            msg = f"runtime {part.name!r} cannot be used here: {reason}"
             raise UsageError(msg)
 
 
 async def _check_all(
-    found: Sequence[tuple[Task, SelectedTasks | None, str]],
+    entries: Sequence[tuple[Task, SelectedTasks | None, str]],
     parts: Parts,
     jobs: int,
     out: Path | None,
@@ -187,7 +187,7 @@ async def _check_all(
 ) -> list[TaskCheck]:
     places = asyncio.Semaphore(jobs)
     with tempfile.TemporaryDirectory(prefix="tugline-") as folder, _bar(console) as bar:
-        line = bar.add_task("tasks", total=len(found))
+        line = bar.add_task("tasks", total=len(entries))
 
         async def check_one(
             number: int, task: Task, selected: SelectedTasks | None, digest: str
@@ -202,7 +202,7 @@ async def _check_all(
             return check
 
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(check_one(n, *each)) for n, each in enumerate(found)]
+            running = [group.create_task(check_one(n, *each)) for n, each in enumerate(entries)]
     return [task.result() for task in running]
 
 
@@ -215,31 +215,31 @@ async def _check_task(
         solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
         empty = await validate_task(task, None, folder / "empty", parts)
     except UsageError as error:  # a part that cannot be made
-        return TaskCheck(task=task.id, digest=digest, state=State.ERROR, why=str(error))
+        return TaskCheck(task=task.id, digest=digest, state=State.ERROR, reason=str(error))
     return _classify(task, digest, solved, empty)
 
 
 def _classify(
     task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
 ) -> TaskCheck:
-    state, why = State.FINE, ""
+    state, reason = State.FINE, ""
     failed = next((one for one in (solved, empty) if one and one.failure), None)
     if failed is not None:
         which = "reference" if failed is solved else "empty"
-        state, why = State.ERROR, f"{which}: {failed.why}"
+        state, reason = State.ERROR, f"{which}: {failed.reason}"
     elif empty.reward is not None and empty.reward >= _RIGHT:
-        state, why = State.SOLVED, f"empty: {empty.why}"
+        state, reason = State.SOLVED, f"empty: {empty.reason}"
     elif solved is None:
         state = State.UNPROVEN
     elif solved.reward is not None and solved.reward < _RIGHT:
-        state, why = State.BROKEN, f"reference: {solved.why}"
+        state, reason = State.BROKEN, f"reference: {solved.reason}"
     return TaskCheck(
         task=task.id,
         digest=digest,
         state=state,
         reference=solved.reward if solved else None,
         empty=empty.reward,
-        why=why,
+        reason=reason,
         cause=failed.failure.cause if failed and failed.failure else None,
         seconds=empty.seconds + (solved.seconds if solved else 0.0),
     )
@@ -291,11 +291,11 @@ def _bar(console: Console) -> Progress:
 
 def _show(done: Sequence[TaskCheck]) -> None:
     console = Console(highlight=False)
-    table = Table("task", "state", "reference", "empty", "why", box=None)
+    table = Table("task", "state", "reference", "empty", "reason", box=None)
     for one in done:
         rewards = ("-" if r is None else f"{r:g}" for r in (one.reference, one.empty))
-        why = f"{one.cause}: {one.why}" if one.cause else one.why
-        table.add_row(one.task, one.state, *rewards, Text(why[:300]))
+        reason = f"{one.cause}: {one.reason}" if one.cause else one.reason
+        table.add_row(one.task, one.state, *rewards, Text(reason[:300]))
     console.print(table)
     counts = Counter(one.state for one in done)
     console.print(", ".join(f"{state}: {counts[state]}" for state in State if counts[state]))

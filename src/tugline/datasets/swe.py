@@ -177,14 +177,14 @@ class SweTaskSet(TaskSet):
         return PluginSpec("swebench", options)
 
 
-def _check_words(option: str, text: str, words: Sequence[str]) -> None:
+def _check_words(option: str, text: str, choices: Sequence[str]) -> None:
     """Raises `ConfigError` for unknown words in braces."""
-    right = f"text with {', '.join(f'{{{word}}}' for word in words)} in it"
+    right = f"text with {', '.join(f'{{{word}}}' for word in choices)} in it"
     try:
         found = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError:
         _reject(option, text, right)
-    if any(name not in words for name in found):
+    if any(name not in choices for name in found):
         _reject(option, text, right)
 
 

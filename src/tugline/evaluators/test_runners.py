@@ -318,14 +318,14 @@ def _select_paths(paths: Sequence[str] | None, tests: list[str]) -> list[str]:
 
 def _find_expected(sources: Mapping[str, str], paths: Sequence[str]) -> list[str]:
     """Return the names of the tests in `paths`. Raises `EvaluatorError` if there are none."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in paths:
         try:
-            found |= find_tests(path, sources[path])
+            names |= find_tests(path, sources[path])
         except (SyntaxError, ValueError) as error:
             msg = f"evaluator 'tests': {path} is not valid Python: {error}"
             raise EvaluatorError(msg) from error
-    if not found:
+    if not names:
         msg = f"evaluator 'tests': no test functions in {list(paths)}; give files with tests"
         raise EvaluatorError(msg)
-    return sorted(found)
+    return sorted(names)

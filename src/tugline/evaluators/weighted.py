@@ -33,7 +33,7 @@ class PartOptions(msgspec.Struct, frozen=True):
     required: bool = True
 
 
-class _Part(NamedTuple):
+class _WeightedPart(NamedTuple):
     """One evaluator."""
 
     evaluator: Evaluator
@@ -65,7 +65,7 @@ class WeightedEvaluator(Evaluator):
 
     def mounts(self, task: Task) -> tuple[Mount, ...]:
         """The mounts of all parts. Raises `ConfigError` if they conflict."""
-        found: dict[str, tuple[str, Mount]] = {}
+        by_target: dict[str, tuple[str, Mount]] = {}
         for name, part in self._parts.items():
             for mount in part.evaluator.mounts(task):
                 if self.in_place and mount.source and not part.evaluator.in_place:
@@ -74,14 +74,14 @@ class WeightedEvaluator(Evaluator):
                         f"{mount.target}, because another part is in place"
                     )
                     raise ConfigError(msg)
-                other, had = found.setdefault(mount.target, (name, mount))
+                other, had = by_target.setdefault(mount.target, (name, mount))
                 if had != mount or (other != name and self.in_place):
                     msg = (
                         f"evaluator 'weighted': parts {other!r} and {name!r} both have a folder of "
                         f"their own at {mount.target}; use one of them"
                     )
                     raise ConfigError(msg)
-        return tuple(mount for _, mount in found.values())
+        return tuple(mount for _, mount in by_target.values())
 
     def hidden(self, task: Task) -> tuple[str, ...]:
         """Folders that any part hides from the agent."""
@@ -103,7 +103,7 @@ class WeightedEvaluator(Evaluator):
         return self._combine({name: task.result() for name, task in tasks.items()})
 
     async def _evaluate_part(
-        self, name: str, part: _Part, outcome: SessionOutcome, alone: asyncio.Lock
+        self, name: str, part: _WeightedPart, outcome: SessionOutcome, alone: asyncio.Lock
     ) -> Verdict | str:
         """Return its verdict, or the reason if there is none and it is not required."""
         in_place = part.evaluator.in_place
@@ -155,7 +155,7 @@ class WeightedEvaluator(Evaluator):
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _make_part(name: str, options: PartOptions) -> _Part:
+def _make_part(name: str, options: PartOptions) -> _WeightedPart:
     """Make a part from its options. Raises `ConfigError`."""
     where = f"evaluator 'weighted': parts[{name!r}]"
     spec = options.evaluator
@@ -168,4 +168,4 @@ def _make_part(name: str, options: PartOptions) -> _Part:
     except ConfigError as error:
         msg = f"{where}: {error}"
         raise ConfigError(msg) from error
-    return _Part(evaluator, options.weight, options.required)
+    return _WeightedPart(evaluator, options.weight, options.required)

@@ -56,12 +56,12 @@ class FileSummary(msgspec.Struct):
 class Summary(msgspec.Struct):
     """The result of an export."""
 
-    found: int
+    recordings: int
     """Recordings."""
-    kept: int = 0
+    exported: int = 0
     """Sessions with a row in a file."""
     left_out: dict[SkipReason, int] = {}
-    """Recordings that have none, by reason; ``found == kept + sum(left_out)``."""
+    """Recordings that have none, by reason; ``recordings == exported + sum(left_out)``."""
     rows_left_out: dict[SkipReason, int] = {}
     """Traces or conversations, by reason."""
     files: dict[str, FileSummary] = {}
@@ -91,11 +91,13 @@ def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> Summary
 class _RunningExport:
     """The open files and the counts of one export."""
 
-    def __init__(self, export: Export, targets: Mapping[str, Path], found: int) -> None:
+    def __init__(self, export: Export, targets: Mapping[str, Path], session_count: int) -> None:
         self.export = export
         self.targets = targets
         self.writers: dict[str, RowWriter] = {}
-        self.summary = Summary(found, files={n: FileSummary(str(p)) for n, p in targets.items()})
+        self.summary = Summary(
+            session_count, files={n: FileSummary(str(p)) for n, p in targets.items()}
+        )
         self.skipped: Counter[SkipReason] = Counter()
         self.skipped_rows: Counter[SkipReason] = Counter()
         self.builder = make_builder(export.builder) if export.builder is not None else None
@@ -120,7 +122,7 @@ class _RunningExport:
                 tasks[name].add(session.task)
                 self.summary.files[name].tasks = len(tasks[name])
                 self.summary.files[name].sessions += 1
-                self.summary.kept += 1
+                self.summary.exported += 1
             on_progress("writing", index + 1, len(kept))
         self.summary.left_out = dict(sorted((+self.skipped).items()))
         self.summary.rows_left_out = dict(sorted((+self.skipped_rows).items()))
@@ -180,10 +182,12 @@ class _RunningExport:
             self.summary.errors.append(str(error))
 
     def _rename_files(self) -> None:
-        if not self.summary.kept:
+        if not self.summary.exported:
             why = ", ".join(f"{count} {reason}" for reason, count in self.summary.left_out.items())
             first = f" ({self.summary.errors[0]})" if self.summary.errors else ""
-            msg = f"nothing is left to export: of {self.summary.found} recordings, {why}{first}"
+            msg = (
+                f"nothing is left to export: of {self.summary.recordings} recordings, {why}{first}"
+            )
             raise UsageError(msg)
         self._close_writers()
         for path in self.targets.values():

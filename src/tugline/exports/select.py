@@ -102,28 +102,28 @@ def select(
 ) -> tuple[list[SessionSummary], Counter[SkipReason]]:
     """Return the sessions to export, sorted, and how many are skipped for which reason."""
     skipped: Counter[SkipReason] = Counter()
-    kept: list[SessionSummary] = []
-    for session in sorted(_latest_attempts(sessions, skipped), key=lambda one: one.sort_key):
+    chosen: list[SessionSummary] = []
+    for session in sorted(_latest_attempts(sessions, skipped), key=lambda each: each.sort_key):
         reason = selection.check(session)
         if reason is None:
-            kept.append(session)
+            chosen.append(session)
         else:
             skipped[reason] += 1
     if selection.dedupe:
-        kept = _first_of_each(
-            kept, lambda one: (one.task, one.answers), 1, skipped, SkipReason.DUPLICATE
+        chosen = _first_of_each(
+            chosen, lambda each: (each.task, each.answers), 1, skipped, SkipReason.DUPLICATE
         )
     if selection.best_of is not None:
-        ranked = sorted(kept, key=lambda one: -(one.reward or 0.0))
-        kept = _first_of_each(
-            ranked, lambda one: one.task, selection.best_of, skipped, SkipReason.NOT_BEST
+        ranked = sorted(chosen, key=lambda each: -(each.reward or 0.0))
+        chosen = _first_of_each(
+            ranked, lambda each: each.task, selection.best_of, skipped, SkipReason.NOT_BEST
         )
     if selection.one_per_task:
         shuffled = sorted(
-            kept, key=lambda one: hash_fraction(f"{one.session} {one.sample}", selection.seed)
+            chosen, key=lambda each: hash_fraction(f"{each.session} {each.sample}", selection.seed)
         )
-        kept = _first_of_each(shuffled, lambda one: one.task, 1, skipped, SkipReason.NOT_DRAWN)
-    return sorted(kept, key=lambda one: one.sort_key), skipped
+        chosen = _first_of_each(shuffled, lambda each: each.task, 1, skipped, SkipReason.NOT_DRAWN)
+    return sorted(chosen, key=lambda each: each.sort_key), skipped
 
 
 def _latest_attempts(

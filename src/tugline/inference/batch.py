@@ -208,12 +208,12 @@ class Batch:
                 break
         return chosen
 
-    def _find(self, one: Sequence) -> tuple[int, int]:
+    def _find(self, sequence: Sequence) -> tuple[int, int]:
         """Where the longest cached prefix is (a row, or ``-1 - slot`` if parked), its length.
 
         The last token of a prompt is always computed, since its logits are wanted.
         """
-        ids = one.request.prompt_ids[:-1]
+        ids = sequence.request.prompt_ids[:-1]
         row, running = self._running_prefixes.longest(ids)
         slot, parked = self._parked_prefixes.longest(ids)
         return (row, running) if running >= parked else (-1 - slot, parked)
@@ -241,16 +241,16 @@ class Batch:
         self._forward(first, ids, positions)
         return ids.size
 
-    def _start(self, one: Sequence, row: int) -> None:
-        request = one.request
+    def _start(self, sequence: Sequence, row: int) -> None:
+        request = sequence.request
         seed = int(np.random.default_rng(request.seed).integers(2**63))
         self._rows[row] = (
-            *(one.prompt_len, 0, 0),
+            *(sequence.prompt_len, 0, 0),
             *(request.temperature, request.top_p, request.top_k),
             *(seed, True),
         )
         self._running_prefixes.put(row, request.prompt_ids)
-        self.running.append(one)
+        self.running.append(sequence)
 
     def _supersede(self, chosen: list[tuple[Sequence, int, int]]) -> None:
         """Drop parked KV that a running row now holds in full; refresh what else was used."""
@@ -347,8 +347,8 @@ class Batch:
         self._parked_prefixes.put(slot, self.running[row].ids[:length])
 
 
-def _shares(one: Sequence, other: Sequence) -> int:
-    return shared_prefix(one.request.prompt_ids[:-1], other.request.prompt_ids)
+def _shares(first: Sequence, other: Sequence) -> int:
+    return shared_prefix(first.request.prompt_ids[:-1], other.request.prompt_ids)
 
 
 def _pool_for(model: PreTrainedModel) -> KVPool:

@@ -155,9 +155,9 @@ class Engine:
 
         Computed between two steps, during which no other request progresses.
         """
-        found: list[Logprobs] = []
-        await self._run_in_thread(lambda: found.append(score(self._model, ids, temperature)))
-        return found[0]
+        scores: list[Logprobs] = []
+        await self._run_in_thread(lambda: scores.append(score(self._model, ids, temperature)))
+        return scores[0]
 
     async def swap(
         self, weights: Mapping[str, torch.Tensor], version: int, mode: Mode = "wait"
@@ -194,16 +194,16 @@ class Engine:
 
     async def abort(self, ids: Sequence[str]) -> int:
         """End requests by id, all when `ids` is empty; returns how many there were."""
-        found: list[int] = []
+        counts: list[int] = []
 
         def abort() -> None:
             known = (*self._batch.running, *self._batch.waiting)
             doomed = [one for one in known if not ids or one.request.id in ids]
-            found.append(len(doomed))
+            counts.append(len(doomed))
             self._batch.cancel(doomed)
 
         await self._run_in_thread(abort)
-        return found[0]
+        return counts[0]
 
     # ----------------------------------------------------------------- commands for the thread
     def _raise_if_down(self) -> None:
@@ -304,20 +304,20 @@ def _reject(future: asyncio.Future[None], error: Exception) -> None:
         future.set_exception(error)
 
 
-def _chunk_since(one: Sampled, start: int) -> SampledChunk:
+def _chunk_since(sequence: Sampled, start: int) -> SampledChunk:
     """Return the tokens from `start` on, as views of arrays that are not written there again."""
-    finish = one.finish  # before the count: once there is a finish, the count is final
-    end = one.count
-    bounds = [*one.versions, (end, 0)]
+    finish = sequence.finish  # before the count: once there is a finish, the count is final
+    end = sequence.count
+    bounds = [*sequence.versions, (end, 0)]
     spans = tuple(
         VersionSpan(version, max(begin, start), min(bounds[index + 1][0], end))
         for index, (begin, version) in enumerate(bounds[:-1])
         if begin < end and bounds[index + 1][0] > start
     )
     return SampledChunk(
-        ids=one.ids[one.prompt_len + start : one.prompt_len + end],
-        logprobs=one.logprobs[start:end],
+        ids=sequence.ids[sequence.prompt_len + start : sequence.prompt_len + end],
+        logprobs=sequence.logprobs[start:end],
         versions=spans,
         finish=finish,
-        stop_id=one.stop_id if finish else None,
+        stop_id=sequence.stop_id if finish else None,
     )

@@ -95,16 +95,16 @@ class Local:
 
     async def list_sessions(self, tasks: Sequence[str]) -> list[SessionView]:
         """The sessions of these tasks, in their order and that of their samples."""
-        found: list[SessionView] = []
+        views: list[SessionView] = []
         for task in tasks:
             after, more = None, True
             while more:
                 page = await self.control.database.read(
                     sessions.page, task=task, after=after, limit=_BATCH
                 )
-                found += page.sessions
+                views += page.sessions
                 after, more = page.next, page.next is not None
-        return found
+        return views
 
     async def find_recordings(self, tasks: Sequence[str]) -> dict[str, Path]:
         """Session to the recording of its last attempt, if it made any calls."""

@@ -98,7 +98,7 @@ def sort_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:
             positions, start = call_positions(message), len(ordered)
         elif len(ordered) - start > 1:
             ordered[start:] = sorted(
-                ordered[start:], key=lambda one: positions.get(one.tool_call_id or "", 0)
+                ordered[start:], key=lambda each: positions.get(each.tool_call_id or "", 0)
             )
     return tuple(ordered)
 

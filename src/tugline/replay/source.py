@@ -208,9 +208,9 @@ class RecordedSource(TokenSource):
         request = msgspec.structs.replace(ask.request, messages=messages)
         state.requests += 1
         digests = state.normalizer.digest_messages(messages)
-        digests = tuple(state.aliases.get(one, one) for one in digests)
+        digests = tuple(state.aliases.get(candidate, candidate) for candidate in digests)
         tools = state.normalizer.mask_tools(request.tools)
-        matches = [one for one in state.remaining if one.answers(digests, tools)]
+        matches = [candidate for candidate in state.remaining if candidate.answers(digests, tools)]
         if not matches:
             similar = self._report_difference(state, ask, request, digests, number)
             if similar is None:
@@ -218,7 +218,10 @@ class RecordedSource(TokenSource):
             matches = [similar]
         response = min(
             matches,
-            key=lambda one: (not one.required, _first_different_id(one, ask) is not None),
+            key=lambda candidate: (
+                not candidate.required,
+                _first_different_id(candidate, ask) is not None,
+            ),
         )
         state.remaining.remove(response)
         state.replayed += 1
@@ -242,7 +245,9 @@ class RecordedSource(TokenSource):
         if self._live is not None and self._is_after_fork(state, request, digests):
             return None
         candidates = state.remaining or self.responses
-        similar = max(candidates, key=lambda one: one.count_shared_messages(digests), default=None)
+        similar = max(
+            candidates, key=lambda candidate: candidate.count_shared_messages(digests), default=None
+        )
         if similar is None:
             state.add_difference(Difference(number, None, "nothing is recorded before the fork"))
             state.ended = True

@@ -31,7 +31,7 @@ class TaskValidation(msgspec.Struct, frozen=True):
     """The evaluation of one solution."""
 
     reward: float | None
-    why: str
+    reason: str
     """The evaluator's reason, or the end of the solution's output where it failed."""
     failure: Failure | None = None
     """Why there is no reward."""
@@ -105,10 +105,10 @@ async def validate_task(
     finally:
         with contextlib.suppress(OSError):
             await asyncio.to_thread(remove, directory.parent, directory.name)
-    why = error_text or str(verdict.report.get("reason", ""))
+    reason = error_text or str(verdict.report.get("reason", ""))
     if refused := verdict.report.get("refused"):
-        why += f" (not laid on: {', '.join(refused)})"
-    return TaskValidation(verdict.reward.value, why, None, time.monotonic() - began)
+        reason += f" (not applied: {', '.join(refused)})"
+    return TaskValidation(verdict.reward.value, reason, None, time.monotonic() - began)
 
 
 def fingerprint(task: Task, solution: Solution | None) -> str:

@@ -36,7 +36,7 @@ from tugline.server.hub import Subscription
 from tugline.server.logs import Logs
 from tugline.server.store import leases, nodes, sessions, tasks
 from tugline.server.store.database import Database
-from tugline.server.store.leases import Orders
+from tugline.server.store.leases import LeaseOrders
 from tugline.server.validation import check_registration, read_end
 from tugline.types import Session, Task
 
@@ -157,7 +157,7 @@ class ServerDispatcher:
         return self._tokens[token]
 
     # ------------------------------------------------------------------ one request
-    async def _renew(self, node: str, request: LeaseRequest | Renewal) -> Orders:
+    async def _renew(self, node: str, request: LeaseRequest | Renewal) -> LeaseOrders:
         return await self._database.write_relaxed(
             leases.renew, node, request.held, request.applied, lease_s=self._lease_s
         )
@@ -174,7 +174,7 @@ class ServerDispatcher:
             if self._waiting.get(waiter.node) is waiter:
                 del self._waiting[waiter.node]
 
-    def _has_news(self, node: str, orders: Orders, request: LeaseRequest) -> bool:
+    def _has_news(self, node: str, orders: LeaseOrders, request: LeaseRequest) -> bool:
         if self._nodes_changed.poll():  # repeat orders once rather than keep all nodes for ever
             self._known.clear()
         known, new = self._known.get(node, _Known()), self._summarize(orders, request.held)
@@ -185,14 +185,18 @@ class ServerDispatcher:
             or new.follow - known.follow
         )
 
-    def _summarize(self, orders: Orders, held: Sequence[HeldSession]) -> _Known:
+    def _summarize(self, orders: LeaseOrders, held: Sequence[HeldSession]) -> _Known:
         follow = {each.session for each in held}.intersection(self._logs.followed())
         return _Known(
             frozenset(orders.stop), orders.control.generation, orders.draining, frozenset(follow)
         )
 
     async def _respond(
-        self, node: str, orders: Orders, held: Sequence[HeldSession], granted: Sequence[Session]
+        self,
+        node: str,
+        orders: LeaseOrders,
+        held: Sequence[HeldSession],
+        granted: Sequence[Session],
     ) -> LeaseResponse:
         bodies = await self._read_tasks({session.task for session in granted})
         known = self._known[node] = self._summarize(orders, held)

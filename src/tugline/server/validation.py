@@ -216,7 +216,7 @@ def _check_text(field: str, text: str, longest: int) -> None:
         _refuse(field, repr(text), "without zero bytes")
 
 
-def _refuse(field: str, shown: str, must: str) -> NoReturn:
-    text = shown if len(shown) <= 80 else f"{shown[:60]}..."
+def _refuse(field: str, value: str, must: str) -> NoReturn:
+    text = value if len(value) <= 80 else f"{value[:60]}..."
     msg = f"{field} is {text}, must be {must}"
     raise Invalid(msg, field=field)

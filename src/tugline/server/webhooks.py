@@ -71,7 +71,7 @@ class _Try(NamedTuple):
     """Pause that the receiver asked for."""
 
     @property
-    def settled(self) -> bool:
+    def is_final(self) -> bool:
         """Whether it need not be retried."""
         return self.final or not self.error
 
@@ -160,7 +160,7 @@ class WebhookSender:
             while claimed := await self._claim(host):
                 tries = await asyncio.gather(*map(self._send, claimed))
                 await self._database.write(_record, tries, self._retries)
-                failures = 0 if any(each.settled for each in tries) else failures + 1
+                failures = 0 if any(each.is_final for each in tries) else failures + 1
                 if failures:  # a long list must not become a storm
                     _log.info("receiver fails", host=host, error=tries[0].error)
                     await asyncio.sleep(min(self._retries.pause(failures), self._retries.rest_s))

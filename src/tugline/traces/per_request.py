@@ -27,7 +27,7 @@ class PerRequest(Builder):
             for answer in chain.place_answers(train_side=self.train_side):
                 answers.append((answer, chain.kind, previous))
                 previous = answer.call.number
-        answers.sort(key=lambda one: one[0].call.number)
+        answers.sort(key=lambda numbered: numbered[0].call.number)
         index = {answer.call.number: i for i, (answer, _, _) in enumerate(answers)}
         traces: list[Trace] = []
         for answer, kind, previous in answers:

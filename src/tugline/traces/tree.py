@@ -117,7 +117,9 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
         """Return for each branch the one whose view covers it: itself, or a longer one."""
         view_of = [0] * len(self.branches)
         passed: dict[tuple[str, int], int] = {}
-        deepest_first = sorted(enumerate(self.branches), key=lambda one: (-one[1].length, one[0]))
+        deepest_first = sorted(
+            enumerate(self.branches), key=lambda numbered: (-numbered[1].length, numbered[0])
+        )
         for number, branch in deepest_first:
             view_of[number] = passed.get((branch.session, branch.node), number)
             for node in self._ancestors(branch.node):

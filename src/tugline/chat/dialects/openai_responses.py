@@ -207,12 +207,12 @@ def _build_echo(body: _Body, compacted: Sequence[Raw] | None) -> bytes:
 
 def _find_user_items(items: Sequence[Raw]) -> list[Raw]:
     """The user's messages, as items in full, which is how a compaction repeats them."""
-    found: list[Raw] = []
+    collected: list[Raw] = []
     for index, message in enumerate(map(_message.decode, items)):
         if message.role == "user":
             parts = message.content
             if isinstance(parts, str):
                 parts = [{"type": "input_text", "text": parts}]
             item = {"id": f"msg_kept_{index}", "type": "message", "status": "completed"}
-            found.append(Raw(encode({**item, "role": "user", "content": parts})))
-    return found
+            collected.append(Raw(encode({**item, "role": "user", "content": parts})))
+    return collected

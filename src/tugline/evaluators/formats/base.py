@@ -87,5 +87,5 @@ def read_lines(data: bytes) -> Iterator[str]:
         yield _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
-def _worse(one: TestOutcome, other: TestOutcome) -> TestOutcome:
-    return min(one, other, key=_WORST_FIRST.index)
+def _worse(first: TestOutcome, other: TestOutcome) -> TestOutcome:
+    return min(first, other, key=_WORST_FIRST.index)

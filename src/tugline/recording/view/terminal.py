@@ -121,7 +121,7 @@ class Terminal:
     def _print_turns(self) -> None:
         view = self.session.view
         moments: list[TurnView | TimelineEvent] = [*view.turns, *view.events]
-        self._print_table(sorted(moments, key=lambda one: one.at))
+        self._print_table(sorted(moments, key=lambda moment: moment.at))
 
     def _print_table(self, moments: Sequence[TurnView | TimelineEvent]) -> None:
         rows = [

@@ -262,10 +262,10 @@ def open_file_usage(root: Path) -> int:
     return sum(sizes.values())
 
 
-def _add_size(sizes: dict[int, int], found: os.stat_result) -> None:
+def _add_size(sizes: dict[int, int], status: os.stat_result) -> None:
     # By number alone: an overlay shows files as those of another disk than they are mapped from.
-    size = found.st_blocks * 512
-    sizes[found.st_ino] = max(size, sizes.get(found.st_ino, 0))
+    size = status.st_blocks * 512
+    sizes[status.st_ino] = max(size, sizes.get(status.st_ino, 0))
 
 
 def _numbered(folder: str) -> Iterator[str]:
@@ -284,13 +284,13 @@ def _open_files(folder: str) -> Iterator[tuple[os.stat_result, str]]:
                     yield found, entry.path
 
 
-def _is_hidden(root: Path, path: str, found: os.stat_result) -> bool:
+def _is_hidden(root: Path, path: str, status: os.stat_result) -> bool:
     """Whether an open file is not at its path on disk, as when folders are being renamed."""
     for _ in range(_LOOKUPS):
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.lstat(f"{root}{os.readlink(path)}"), found):  # noqa: PTH115
+            if os.path.samestat(os.lstat(f"{root}{os.readlink(path)}"), status):  # noqa: PTH115
                 return False
-    return found.st_dev not in _memory_devices(root)
+    return status.st_dev not in _memory_devices(root)
 
 
 def _memory_devices(root: Path) -> set[int]:

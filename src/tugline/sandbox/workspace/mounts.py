@@ -98,4 +98,4 @@ def _mount_points() -> list[Path]:
 
 def _unescape(name: bytes) -> bytes:
     r"""Decode a name of the mount table, which writes a space as ``\040``."""
-    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), name)
+    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), name)

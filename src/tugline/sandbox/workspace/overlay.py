@@ -310,8 +310,8 @@ def _has_xattr(entry: os.DirEntry[str], names: frozenset[str]) -> bool:
     return bool(names & set(os.listxattr(entry.path, follow_symlinks=False)))
 
 
-def _stamp(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_mode, found.st_size, found.st_mtime_ns
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_mode, status.st_size, status.st_mtime_ns
 
 
 def _disk_time(folder: Path) -> int:

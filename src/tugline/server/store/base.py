@@ -44,8 +44,8 @@ class Tx(ABC):
 
     def all(self, sql: str, **values: object) -> list[Row]:
         """All rows."""
-        found: list[Row] = self.execute(sql, values).fetchall()
-        return found
+        rows: list[Row] = self.execute(sql, values).fetchall()
+        return rows
 
     def one(self, sql: str, **values: object) -> Row | None:
         """The first row, or None."""

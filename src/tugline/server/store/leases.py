@@ -30,7 +30,7 @@ from tugline.server.store.sessions import SessionRow
 from tugline.types import HANDLING, RETRIES, Cause, Failure, Session, Status
 
 
-class Orders(NamedTuple):
+class LeaseOrders(NamedTuple):
     """Orders for a node, besides new work."""
 
     again: tuple[Session, ...]
@@ -52,7 +52,7 @@ def register(tx: Tx, registration: NodeRegistration, lease_s: float) -> NodeRegi
 
 def renew(
     tx: Tx, node: str, held: Sequence[HeldSession], applied: int, *, lease_s: float
-) -> Orders:
+) -> LeaseOrders:
     """Extend a node's lease, record the stages it reports, and reconcile.
 
     Raises `FencedError` for a lost node.
@@ -61,7 +61,9 @@ def renew(
     return reconcile(tx, node, held, advance=True)
 
 
-def reconcile(tx: Tx, node: str, held: Sequence[HeldSession], *, advance: bool = False) -> Orders:
+def reconcile(
+    tx: Tx, node: str, held: Sequence[HeldSession], *, advance: bool = False
+) -> LeaseOrders:
     """Compare what a node holds with the table. Raises `FencedError` for a lost node.
 
     With `advance`, the reported stages are recorded; without, nothing is written.
@@ -80,7 +82,7 @@ def reconcile(tx: Tx, node: str, held: Sequence[HeldSession], *, advance: bool =
         if entry.stop is not None:
             stop.append(Stop(session, epoch, StopKind(entry.stop), entry.stop_by))
     again = tuple(_session(entry) for entry in entries.values())
-    return Orders(again, tuple(stop), nodes.control(tx), draining)
+    return LeaseOrders(again, tuple(stop), nodes.control(tx), draining)
 
 
 def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:

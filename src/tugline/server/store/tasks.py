@@ -84,11 +84,11 @@ def session_ids(task: Task) -> Iterator[str]:
 
 
 def _read_digests(tx: Tx, ids: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    statuses: dict[str, str] = {}
     for start in range(0, len(ids), _CHUNK):
         names, values = bind_names(ids[start : start + _CHUNK])
-        found |= dict(tx.all(f"SELECT id, digest FROM tasks WHERE id IN ({names})", **values))  # noqa: S608 - constants
-    return found
+        statuses |= dict(tx.all(f"SELECT id, digest FROM tasks WHERE id IN ({names})", **values))  # noqa: S608 - constants
+    return statuses
 
 
 def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:

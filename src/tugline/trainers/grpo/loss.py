@@ -17,7 +17,7 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.types import Sample
 
 
-class Terms(NamedTuple):
+class TokenTerms(NamedTuple):
     """One entry per trained token, shape ``(N,)``."""
 
     loss: torch.Tensor
@@ -37,7 +37,7 @@ def token_terms(
     advantage: torch.Tensor,
     reference: torch.Tensor | None,
     config: GrpoConfig,
-) -> Terms:
+) -> TokenTerms:
     """Losses from log probabilities: `new` carries gradient, the others are constants.
 
     ``ratio = exp(new - old)``; ``loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)`` (PPO,
@@ -57,7 +57,7 @@ def token_terms(
         kl = torch.expm1(log_ratio) - log_ratio
         loss = loss + config.kl * kl
     clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-    return Terms(loss, ratio.detach(), clipped, kl.detach())
+    return TokenTerms(loss, ratio.detach(), clipped, kl.detach())
 
 
 def token_weights(samples: Sequence[Sample], config: GrpoConfig) -> list[float]:

@@ -80,24 +80,31 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
     """
     ledger = _LedgerBuilder()
     samples: list[Sample] = []
-    ordered = sorted(trajectories, key=lambda one: (one.task, one.sample, one.session))
-    for _, members in groupby(ordered, key=lambda one: one.task):
+    ordered = sorted(
+        trajectories,
+        key=lambda trajectory: (trajectory.task, trajectory.sample, trajectory.session),
+    )
+    for _, members in groupby(ordered, key=lambda trajectory: trajectory.task):
         group = list(members)
-        rewarded = {one.session: found for one in group if (found := _rewards(one, config))}
-        rewards = [one.session for one in rewarded.values()]
+        rewarded = {
+            trajectory.session: found
+            for trajectory in group
+            if (found := _rewards(trajectory, config))
+        }
+        rewards = [trajectory.session for trajectory in rewarded.values()]
         levels = baselines(rewards, config.advantage, config.advantage_eps)
         baseline = dict(zip(rewarded, levels, strict=True))
         skipped = config.skip_zero_variance and not has_signal(rewards)
-        for one in group:
-            ledger.add(one)
-            if one.session not in rewarded:
-                ledger.drop(Reason.SESSION_FAILED, one.ledger.trained)
+        for trajectory in group:
+            ledger.add(trajectory)
+            if trajectory.session not in rewarded:
+                ledger.drop(Reason.SESSION_FAILED, trajectory.ledger.trained)
             elif skipped:
-                ledger.drop(Reason.NO_SIGNAL, one.ledger.trained)
+                ledger.drop(Reason.NO_SIGNAL, trajectory.ledger.trained)
             else:
-                advantage = baseline[one.session].advantage
-                advantages = [advantage(reward) for reward in rewarded[one.session].by_trace]
-                samples += _samples(one, advantages, config, version, ledger)
+                advantage = baseline[trajectory.session].advantage
+                advantages = [advantage(reward) for reward in rewarded[trajectory.session].by_trace]
+                samples += _samples(trajectory, advantages, config, version, ledger)
     return Prepared(tuple(samples), ledger.build())
 
 

@@ -249,6 +249,6 @@ def _logprob_gap(new: torch.Tensor, micro: MicroBatch, version: int) -> float | 
     return float(difference.max()) if len(difference) else None
 
 
-def _largest(one: float | None, other: float | None) -> float | None:
-    known = [value for value in (one, other) if value is not None]
+def _largest(first: float | None, other: float | None) -> float | None:
+    known = [value for value in (first, other) if value is not None]
     return max(known, default=None)

@@ -1,0 +1,72 @@
+"""Names are standard technical English: no retired words, few class names with two meanings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "tugline"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+RETIRED_WORDS = """
+    bell blame box boxes crew doors heard judged keeper laid moot said seam seams seat segment
+    segments shown told untold
+"""
+"""Not even as a part of a name, such as in ``_told`` or ``box_of``."""
+RETIRED_NAMES = """
+    Ask Bases Carried Course Doors Draw Exchange Fate Graded Halt Happening Heal Hello House Kept
+    Led Line Notice Orders Part Patience Place Plan Reached Saved Seal Share Story Strand Take
+    Tapped Terms Voice Wanted Warm Welcome apart bury carried_on_by conclude deal enough evals found
+    greet hand hand_back healed hear inits intake judges_files keeps kept lose one placed posting
+    settled sift spares take_up telling unseen untrained weigh why words worth
+"""
+"""Not as a whole name, apart from underscores before it."""
+MOST_SHARED = 15
+"""Class names that may have more than one definition."""
+
+
+def list_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every name that others can see: classes, functions, parameters, attributes, fields."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.ClassDef(name=name)
+                | ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.arg(arg=name)
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.AnnAssign(target=ast.Name(id=name))
+            ):
+                yield name, node.lineno
+
+
+def is_retired(name: str) -> bool:
+    """Whether a name is, or contains, a retired word."""
+    parts = {part.lower() for part in re.findall(r"[a-z]+|[A-Z][a-z]*", name)}
+    return name.strip("_") in RETIRED_NAMES.split() or not parts.isdisjoint(RETIRED_WORDS.split())
+
+
+def test_no_retired_word_is_an_identifier() -> None:
+    """docs/glossary.md has the standard words; all offenders are printed."""
+    offenders = []
+    for path in SOURCES:
+        module = path.relative_to(PACKAGE).as_posix()
+        names = [(part, 0) for part in module.removesuffix(".py").split("/")]
+        names += list_names(ast.parse(path.read_text(encoding="utf-8")))
+        offenders += [f"{module}:{line}: {name}" for name, line in names if is_retired(name)]
+    assert not offenders, f"{len(offenders)} retired names:\n" + "\n".join(sorted(set(offenders)))
+
+
+def test_class_names_have_one_definition() -> None:
+    """Few classes share a name, so that a reader knows which one is meant."""
+    names = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    shared = sorted(name for name, count in names.items() if count > 1)
+    assert len(shared) <= MOST_SHARED, f"{len(shared)} shared class names: {', '.join(shared)}"
