@@ -90,7 +90,7 @@ def test_what_is_wrong_with_a_task_is_told(folder: Path) -> None:
     }, done.stderr
     assert (lines["fine"]["reference"], lines["fine"]["empty"]) == (1.0, 0.0)
     assert (lines["error"]["reference"], lines["error"]["cause"]) == (None, "evaluator")
-    assert lines["broken"]["why"].startswith("reference: ")
+    assert lines["broken"]["reason"].startswith("reference: ")
     assert done.returncode == 1
     assert "fine: fine" in done.stderr
 
@@ -216,9 +216,9 @@ def test_a_task_that_cannot_be_tried_has_its_cause(podman: str, tmp_path: Path) 
     done = tugline("tasks", "validate", tmp_path, "--json", env={"DOCKER_HOST": podman})
     lines = {line["task"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert (lines["hangs"]["state"], lines["hangs"]["reference"]) == ("broken", 0.0)
-    assert lines["hangs"]["why"] == "reference: not done within 1 s"
+    assert lines["hangs"]["reason"] == "reference: not done within 1 s"
     assert (lines["unbuilt"]["state"], lines["unbuilt"]["cause"]) == ("error", "image")
-    assert "so it is told" in lines["unbuilt"]["why"]
+    assert "so it is told" in lines["unbuilt"]["reason"]
     assert done.returncode == 1
 
 

@@ -101,20 +101,20 @@ def test_a_script_without_a_readable_reward_is_no_verdict(judge: Judge) -> None:
         proof = judge("touch done", script)
         assert proof.failure is not None
         assert (proof.reward, proof.failure.cause) == (None, Cause.EVALUATOR)
-        assert why in proof.why
+        assert why in proof.reason
 
 
 def test_work_that_breaks_the_script_earns_nothing(judge: Judge) -> None:
     """Without it the script gives a reward, so there is a verdict."""
     proof = judge("rm given.txt", "set -e; cat given.txt; echo 1 > /logs/verifier/reward.txt")
     assert proof.failure is None
-    assert (proof.reward, proof.why) == (0.0, "no reward was written (exit 1)")
+    assert (proof.reward, proof.reason) == (0.0, "no reward was written (exit 1)")
 
 
 def test_a_script_that_never_ends_is_ended(judge: Judge) -> None:
     """The agent's loop costs it the reward, and the evaluator a second."""
     proof = judge("true", "sleep 60", timeout_s=1.0)
-    assert (proof.reward, proof.why) == (0.0, "not done within 1 s")
+    assert (proof.reward, proof.reason) == (0.0, "not done within 1 s")
 
 
 def test_nothing_but_the_work_counts_in_a_clean_box(judge: Judge) -> None:
@@ -149,7 +149,7 @@ def test_tests_that_lie_in_an_image_are_not_the_agents(
     )
     looking = Solution(argv=("sh", "-c", "ls -A /tests; ! [ -e /tests/secret.txt ]"))
     proof = asyncio.run(validate_task(task, looking, tmp_path / "sandboxes", Parts()))
-    assert (proof.reward, proof.why) == (1.0, "rewarded by the task's script")
+    assert (proof.reward, proof.reason) == (1.0, "rewarded by the task's script")
 
 
 def test_the_tests_cannot_be_changed_by_the_work_they_run(judge: Judge) -> None:
@@ -196,10 +196,10 @@ def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
     left_out = judge("touch json.py sitecustomize.py", script)
     assert left_out.reward == 0.0
-    assert left_out.why.endswith("(not laid on: json.py, sitecustomize.py)")
+    assert left_out.reason.endswith("(not laid on: json.py, sitecustomize.py)")
     assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
     there = judge("echo >> calendar.py", "cat calendar.py | wc -l > /logs/verifier/reward.txt")
-    assert there.reward == 2.0, there.why
+    assert there.reward == 2.0, there.reason
 
 
 @pytest.mark.parametrize("text", ["true", "0.5", '{"a": 1, "b": false}', "-3"])

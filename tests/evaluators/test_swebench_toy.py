@@ -56,7 +56,7 @@ class Toy:
         """What some work earns."""
         self.tried += 1
         proof = await validate_task(task, solution, self.folder / str(self.tried), self.parts)
-        assert proof.failure is None, proof.why
+        assert proof.failure is None, proof.reason
         return proof.reward
 
     async def says(self, task: Task, command: str) -> str:
@@ -163,8 +163,8 @@ async def test_tests_in_an_image_are_not_the_agents_to_see(
     (task,) = tasks(taskset, runtime=msgspec.to_builtins(runtime))
     peek = Solution(argv=("sh", "-c", "test -d /r2e_tests && ! test -e /r2e_tests/test_1.py"))
     proof = await validate_task(task, peek, tmp_path / "peek", parts)
-    assert (proof.reward, proof.failure) == (0.0, None), proof.why
-    assert "solution" not in proof.why
+    assert (proof.reward, proof.failure) == (0.0, None), proof.reason
+    assert "solution" not in proof.reason
     gold = Solution(home={"p": toy.rows[0]["patch"]}, argv=("sh", "-c", "git apply $HOME/p"))
     assert await toy.earns(task, gold) == 1.0
     forged = {"run_tests.sh": "echo PASSED r2e_tests/test_1.py::TestParse::test_mixed\n"}
