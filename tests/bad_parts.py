@@ -13,7 +13,7 @@ from tugline.errors import HarnessError
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox, SandboxSpec
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.traces.base import Builder, Built
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Reward
@@ -65,7 +65,7 @@ class Noting(Evaluator):
         return Verdict(Reward(1.0), {"notes": list(outcome.patch.notes)})
 
 
-class Slow(Local):
+class Slow(LocalRuntime):
     """A runtime that takes its time to start."""
 
     @contextlib.asynccontextmanager

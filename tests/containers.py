@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tugline.sandbox.container.engine import Docker, Engine, service_command
+from tugline.sandbox.container.engine import ContainerEngine, Docker, service_command
 from tugline.sandbox.container.images import find_image
 from tugline.sandbox.container.runtime import Container
 from tugline.sandbox.container.sandbox import DIRECTORY
@@ -70,7 +70,7 @@ def container(podman: str) -> Container:
 
 def left(engine: str, directory: Path) -> list[str]:
     """Containers of boxes below `directory`, and mounts there."""
-    found = Engine(engine).run_blocking(lambda docker: docker.containers.list(all=True))
+    found = ContainerEngine(engine).run_blocking(lambda docker: docker.containers.list(all=True))
     places = [one["Labels"].get(DIRECTORY, "") for one in found]
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     return [one for one in places + mounts if str(directory) in one]
@@ -78,7 +78,9 @@ def left(engine: str, directory: Path) -> list[str]:
 
 def exists(engine: str, image: str) -> bool:
     """Whether the engine has an image."""
-    return Engine(engine).run_blocking(lambda docker: find_image(docker, image)) is not None
+    return (
+        ContainerEngine(engine).run_blocking(lambda docker: find_image(docker, image)) is not None
+    )
 
 
 def unbuilt(engine: str, *images: str) -> None:
@@ -89,7 +91,7 @@ def unbuilt(engine: str, *images: str) -> None:
             if await find_image(docker, name) is not None:
                 await docker.images.delete(name, force=True)
 
-    Engine(engine).run_blocking(remove)
+    ContainerEngine(engine).run_blocking(remove)
 
 
 def _missing() -> str:

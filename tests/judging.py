@@ -10,7 +10,7 @@ import numpy as np
 
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.sandbox.base import Content, Exit, Sandbox
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import (
     Call,
@@ -72,7 +72,7 @@ class Judge:
     async def open_sandbox(self, files: Mapping[str, Content]) -> AsyncIterator[Sandbox]:
         """A numbered sandbox."""
         self.opened += 1
-        async with Local(grace_s=0.1).open(self.folder / str(self.opened)) as sandbox:
+        async with LocalRuntime(grace_s=0.1).open(self.folder / str(self.opened)) as sandbox:
             await sandbox.put(sandbox.workdir, self.base)
             await sandbox.put(sandbox.workdir, files)
             yield sandbox

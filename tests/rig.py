@@ -20,7 +20,7 @@ from tugline.chat.request import Constraint
 from tugline.gateway.app import Gateway, StreamMode
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
-from tugline.gateway.settings import DEFAULTS, Settings
+from tugline.gateway.settings import DEFAULTS, CallSettings
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task
@@ -162,7 +162,7 @@ async def rig(
     stream: StreamMode = "live",
     spent_status: int = 400,
     wire: EngineFormat | None = None,
-    tuning: Settings = DEFAULTS,
+    tuning: CallSettings = DEFAULTS,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """One engine replica per play, a gateway and one session, up while the block lasts.

@@ -22,7 +22,7 @@ from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.sandbox.container.runtime import Container
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.types import Workspace
 
 __all__ = ["DRIVERS", "Driver", "driver", "image", "make_apptainer", "read_log", "run_shell"]
@@ -166,7 +166,7 @@ def driver(
 ) -> Driver:
     """Each driver that works here."""
     if request.param == "local":
-        return Driver("local", Local(grace_s=0.2), Workspace())
+        return Driver("local", LocalRuntime(grace_s=0.2), Workspace())
     if request.param == "bubblewrap":
         runtime = Bubblewrap()
         if problem := runtime.check_available():

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tugline.recording.records import Result
+from tugline.recording.records import RecordedResult
 from tugline.types import (
     Call,
     Failure,
@@ -45,7 +45,7 @@ class StubGateway:
         self.script = script
         self.requests: dict[str, list[dict]] = {}
         self.failures: dict[str, Failure] = {}
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, RecordedResult] = {}
         self.open_now: set[str] = set()
         self.url = ""
         self.app = Starlette(
@@ -85,7 +85,7 @@ class StubGateway:
             prompt = [*prompt, 10 + number, 11, 12]
         return found
 
-    async def write_result(self, session: str, result: Result) -> None:
+    async def write_result(self, session: str, result: RecordedResult) -> None:
         """Keep what became of it."""
         self.results[session] = result
 

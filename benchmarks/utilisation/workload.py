@@ -24,7 +24,7 @@ import numpy as np
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import EngineLoad
-from tugline.recording.records import Result
+from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts as Made
 from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.patch import Patch, PatchLimits
@@ -290,7 +290,7 @@ class Gateway:
             )
         ]
 
-    async def conclude(self, session: str, result: Result) -> None:
+    async def conclude(self, session: str, result: RecordedResult) -> None:
         """Nothing is kept."""
 
     def failure(self, session: str) -> Failure | None:

@@ -35,7 +35,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "auto": "tugline.sandbox.auto:Auto",
         "bubblewrap": "tugline.sandbox.bubblewrap.runtime:Bubblewrap",
         "container": "tugline.sandbox.container.runtime:Container",
-        "local": "tugline.sandbox.local:Local",
+        "local": "tugline.sandbox.local:LocalRuntime",
     },
     "evaluator": {
         "function": "tugline.evaluators.function:FunctionEvaluator",

@@ -17,7 +17,7 @@ from tugline.harnesses.base import Harness, LaunchContext
 from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.testing.scripted_model import Fault, Script, serve_scripted_model
 from tugline.types import Call, Limits, PluginSpec, Session, Task
 
@@ -134,7 +134,7 @@ async def run_session(case: Case, scenario: Scenario, folder: Path) -> SessionRu
     """Run the program once in `folder`, which must be empty and stays."""
     async with (
         serve_scripted_model(scenario.scripts, scenario.faults) as served,
-        Local().open(folder, SandboxSpec(files=scenario.files)) as sandbox,
+        LocalRuntime().open(folder, SandboxSpec(files=scenario.files)) as sandbox,
     ):
         gateway = RecordingGateway(served.upstream, served.rendering, folder / "recordings")
         gateway.broken = scenario.broken

@@ -10,7 +10,7 @@ import re
 
 from conformance.session_run import Scenario
 from tugline.cli.harness_check import FILES, INSTRUCTION, LAST_WORDS, Case
-from tugline.testing.scripted_model import Fault, Turn
+from tugline.testing.scripted_model import Fault, ScriptedTurn
 
 SLOW = 1
 """The turn whose first words must leave before its last are sampled."""
@@ -48,13 +48,16 @@ def slow_start(case: Case) -> Scenario:
 def team(case: Case) -> Scenario:
     """Codex starts an agent of its own and waits for it."""
 
-    def wait(prompt: str) -> Turn:
+    def wait(prompt: str) -> ScriptedTurn:
         agents = re.findall(r'"agent_id":\s*"([^"]+)"', prompt)
-        return Turn(calls=(("multi_agent_v1__wait_agent", {"targets": agents[-1:]}),))
+        return ScriptedTurn(calls=(("multi_agent_v1__wait_agent", {"targets": agents[-1:]}),))
 
     start = ("multi_agent_v1__spawn_agent", {"message": _SUB_TASK})
-    sub = (Turn(calls=(case.call("cat one.txt"),)), Turn("A walrus."))
-    scripts = {_TEAM: (Turn("I ask.", calls=(start,)), wait, Turn(LAST_WORDS)), _SUB_TASK: sub}
+    sub = (ScriptedTurn(calls=(case.call("cat one.txt"),)), ScriptedTurn("A walrus."))
+    scripts = {
+        _TEAM: (ScriptedTurn("I ask.", calls=(start,)), wait, ScriptedTurn(LAST_WORDS)),
+        _SUB_TASK: sub,
+    }
     return Scenario(scripts, FILES, options={"sub_agents": True})
 
 

@@ -22,7 +22,7 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import CASES, LAST_WORDS, cases_of
 from tugline.errors import UsageError
 from tugline.sandbox.base import Exit
-from tugline.testing.scripted_model import Fault, ScriptedModel, Turn, make_tokenizer
+from tugline.testing.scripted_model import Fault, ScriptedModel, ScriptedTurn, make_tokenizer
 from tugline.types import (
     Branch,
     Call,
@@ -41,7 +41,10 @@ from tugline.types import (
 WORDS = make_tokenizer()
 RENDERING = Rendering(WORDS, "qwen3", thinking_retention="all")
 CASE = cases_of("pi")[0]
-SCRIPT = (Turn("First.", "I think.", (("bash", {"command": "ls"}),)), Turn("Second."))
+SCRIPT = (
+    ScriptedTurn("First.", "I think.", (("bash", {"command": "ls"}),)),
+    ScriptedTurn("Second."),
+)
 
 
 def prompt(*messages: tuple[Role, str], tools: bool = True) -> Ids:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tugline.demo.family import FAMILIES, Edit, Problem, Split, generate, split_of
+from tugline.demo.family import FAMILIES, Edit, RepairProblem, Split, generate, split_of
 
 
-def problems(split: Split, count: int, seed: int = 3) -> list[Problem]:
+def problems(split: Split, count: int, seed: int = 3) -> list[RepairProblem]:
     """The first problems of a split."""
     return list(islice(generate(split, seed), count))
 
@@ -21,7 +21,7 @@ def problems(split: Split, count: int, seed: int = 3) -> list[Problem]:
 SAMPLE = [*problems("train", 300), *problems("heldout", 100)]
 
 
-def passes(problem: Problem, edit: Edit | None) -> bool:
+def passes(problem: RepairProblem, edit: Edit | None) -> bool:
     """Run the repository's tests in this process, after `edit`."""
     source = problem.files[problem.module]
     if edit is not None:

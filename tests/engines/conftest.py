@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines import servers, tool_model
 from engines.tool_model import Folders
-from tugline.gateway.engine_report import Report
+from tugline.gateway.engine_report import EngineReport
 from tugline.gateway.probe import probe
 from tugline.trainers.weights import (
     EmbeddedWeightUpdater,
@@ -48,9 +48,9 @@ class Served:
     """Fresh version numbers: an engine outlives the tests that change its weights."""
     version: int = 0
     """Of the first weights, as served now."""
-    report: list[Report] = field(default_factory=list)
+    report: list[EngineReport] = field(default_factory=list)
 
-    async def examined(self) -> Report:
+    async def examined(self) -> EngineReport:
         """The doctor's report, made once."""
         if not self.report:
             self.report.append(await probe(self.url))

@@ -31,7 +31,7 @@ from tugline.gateway.engine_report import ROUTES, CheckOutcome
 from tugline.gateway.probe import count_running
 from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer
-from tugline.recording.verify.report import Verdict
+from tugline.recording.verify.report import VerifyVerdict
 from tugline.recording.verify.session import verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.prefix_merging import PrefixMerging
@@ -503,10 +503,10 @@ async def test_verify_finds_what_the_engine_itself_recomputes(
     assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
     told = found.checks["engine"]
     if served.name == "sglang" and sampling is CALM:
-        assert told.verdict is Verdict.UNCHECKED
+        assert told.verdict is VerifyVerdict.UNCHECKED
         assert "captured at temperature 0.5, this engine recomputes at 1" in told.detail
         return
-    assert told.verdict is Verdict.PASS
+    assert told.verdict is VerifyVerdict.PASS
     worst = max(turn.max_dlogprob or 0.0 for turn in found.turns)
     request.node.user_properties.append((FURTHEST, worst))
     assert worst < CLOSE

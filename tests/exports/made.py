@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from calls import make_call, make_header
 from tugline.exports.base import make_exporter
-from tugline.exports.pipeline import Export, Summary, run
+from tugline.exports.pipeline import Export, ExportSummary, run
 from tugline.recording.file import Writer
-from tugline.recording.records import Result
+from tugline.recording.records import RecordedResult
 from tugline.types import (
     Call,
     Ledger,
@@ -91,14 +91,14 @@ def record(
             ledger = Ledger(sampled=3, trained=3)
             builder = "prefix_merging"
             writer.append_record(
-                Result(status=status, builder=builder, ledger=ledger, reward=reward_given)
+                RecordedResult(status=status, builder=builder, ledger=ledger, reward=reward_given)
             )
     return path
 
 
 def export(
     form: str, where: Path, out: Path, *, options: Mapping[str, Any] | None = None, **plan: Any
-) -> Summary:
+) -> ExportSummary:
     """Export every recording of a folder."""
     exporter = make_exporter(PluginSpec(form, dict(options or {})))
     paths = sorted(where.rglob("*.rec"))

@@ -13,12 +13,12 @@ import pytest
 
 from rig import ASK, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
-from tugline.gateway.settings import Settings
+from tugline.gateway.settings import CallSettings
 from tugline.testing.scripted_engine import Reply
 from tugline.types import Branch, Call, CallOutcome, Finish, VersionSpan
 
 LONG = " ".join(f"word{i}" for i in range(24))
-QUICK = Settings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
+QUICK = CallSettings(backoff_s=0.001, grace_s=0.01, probe_every_s=0.02)
 
 
 # --------------------------------------------------------------------------- lost engines

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rig import Play, ids, rig, says, text_of, until
-from tugline.gateway.settings import Settings
+from tugline.gateway.settings import CallSettings
 from tugline.testing.scripted_engine import Reply
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import Call, CallOutcome, Ids
@@ -20,7 +20,7 @@ from tugline.types import Call, CallOutcome, Ids
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1).map(
     lambda text: f"<{text}> wörter 界 " + " ".join(text) + " end."
 )
-AT_ONCE = Settings(backoff_s=0.001, grace_s=0.0)
+AT_ONCE = CallSettings(backoff_s=0.001, grace_s=0.0)
 
 
 def cut_at(text: str, cuts: list[int], slow: list[float]) -> Play:

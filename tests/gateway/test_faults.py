@@ -27,7 +27,7 @@ from rig import RENDERING, ids, until
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
-from tugline.gateway.settings import Settings
+from tugline.gateway.settings import CallSettings
 from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import CallOutcome, Limits, PluginSpec, Reason, Session, Task
 from tugline.web.serve import serve
@@ -223,7 +223,7 @@ async def client(
 ) -> AsyncIterator[Client]:
     """A session in front of a faulty engine."""
     engine = Faulty(answer)
-    settings = Settings(backoff_s=0.001, grace_s=0.01, **tuning)
+    settings = CallSettings(backoff_s=0.001, grace_s=0.01, **tuning)
     task = Task(
         id="t",
         instruction="",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import rendering
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
-from tugline.gateway.prefix import PrefixTree, Prompt
+from tugline.gateway.prefix import CallTree, Prompt
 from tugline.types import Branch, EchoChange, Ids, Message, Role, Tool, ToolCall
 
 TOOLS = (Tool("read", "Read a file", {"type": "object", "properties": {"path": {}}}),)
@@ -26,9 +26,9 @@ def sampled(text: str) -> Ids:
     return np.asarray(RENDERING.tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
-def answered(arguments: str = ARGUMENTS) -> tuple[PrefixTree, Prompt, Ids]:
+def answered(arguments: str = ARGUMENTS) -> tuple[CallTree, Prompt, Ids]:
     """A tree after one turn that called `read`."""
-    tree = PrefixTree(RENDERING)
+    tree = CallTree(RENDERING)
     plan = tree.match(START, TOOLS)
     ids = sampled(f'<tool_call>\n{{"name": "read", "arguments": {arguments}}}\n</tool_call>')
     call = ToolCall("call_0_0", "read", arguments)
@@ -111,9 +111,9 @@ def test_the_same_question_again_starts_anew() -> None:
     assert (plan.branch, plan.turn) == (None, None)
 
 
-def longer(answers: int) -> tuple[PrefixTree, tuple[Message, ...]]:
+def longer(answers: int) -> tuple[CallTree, tuple[Message, ...]]:
     """A conversation of several turns with two calls each, and its history."""
-    tree, messages = PrefixTree(RENDERING), START
+    tree, messages = CallTree(RENDERING), START
     for number in range(answers):
         plan = tree.match(messages, TOOLS)
         calls = tuple(ToolCall(f"call_{number}_{i}", "read", f'{{"path":"{i}"}}') for i in (0, 1))
@@ -171,7 +171,7 @@ def test_a_deleted_failed_turn_goes_on_from_the_turn_before() -> None:
 )
 def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, ...]) -> None:
     """A harmless change continues exactly, and is told."""
-    tree = PrefixTree(RENDERING)
+    tree = CallTree(RENDERING)
     plan = tree.match(START, TOOLS)
     tree.add(plan, 0, sampled("x"), Message(Role.ASSISTANT, "Hi.", reasoning="Hm."))
     after = tree.match((*START, echoed, Message(Role.USER, "Go on.")), TOOLS)
@@ -180,7 +180,7 @@ def test_what_was_healed_is_recorded(echoed: Message, heals: tuple[EchoChange, .
 
 def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
     """Two samples of one prompt that say the same are continued each from its own ids."""
-    tree = PrefixTree(RENDERING)
+    tree = CallTree(RENDERING)
     for number in (0, 1):
         plan = tree.match(START, TOOLS)
         call = ToolCall(f"call_{number}_0", "read", ARGUMENTS)
@@ -192,7 +192,7 @@ def test_equal_answers_are_told_apart_by_their_call_ids() -> None:
 def test_a_prefill_is_refused_by_name() -> None:
     """An assistant message at the end that the model did not give cannot be continued."""
     with pytest.raises(Unsupported, match=r"messages\[2\] is the assistant's"):
-        PrefixTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
+        CallTree(RENDERING).match((*START, Message(Role.ASSISTANT, "Sure:")), TOOLS)
 
 
 def raw(tokens: TokenSequence) -> bytes:
@@ -202,7 +202,7 @@ def raw(tokens: TokenSequence) -> bytes:
 
 def test_observed_ids_that_extend_the_parent_are_exact() -> None:
     """Without a rendering the engine's prompt decides; a changed one is a branch with its place."""
-    tree = PrefixTree(None)
+    tree = CallTree(None)
     plan = tree.set_observed(tree.match(START, TOOLS), b"[1, 2, 3]")
     tree.add(plan, 0, np.array([4, 5], np.int32), Message(Role.ASSISTANT, "Hi."))
     history = (*START, Message(Role.ASSISTANT, "Hi."), Message(Role.USER, "Go on."))

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from rig import RENDERING, says
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine_report import CheckOutcome, Report
+from tugline.gateway.engine_report import CheckOutcome, EngineReport
 from tugline.gateway.probe import connect, probe
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
@@ -159,13 +159,13 @@ async def served(stub: Stub) -> AsyncIterator[str]:
         yield url
 
 
-async def examine(stub: Stub) -> Report:
+async def examine(stub: Stub) -> EngineReport:
     """What the doctor says of it."""
     async with served(stub) as url:
         return await probe(url)
 
 
-def outcomes(report: Report) -> dict[str, CheckOutcome]:
+def outcomes(report: EngineReport) -> dict[str, CheckOutcome]:
     """Checks by name."""
     return {check.name: check.outcome for check in report.checks}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rig import ASK, cut_once, rig, says
-from tugline.gateway.settings import Settings
+from tugline.gateway.settings import CallSettings
 from tugline.recording.file import Recording, read
-from tugline.recording.records import Event, EventKind
+from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, Task
 
 
@@ -81,7 +81,7 @@ async def test_a_spent_budget_has_the_status_its_harness_stops_on(
 async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:
     """A gateway that runs for weeks remembers the last ones, and those that are live."""
     task = Task(id="t", instruction="", harness=PluginSpec("shell"), evaluator=PluginSpec("tests"))
-    async with rig(tmp_path, says("Hello."), tuning=Settings(closed_sessions=3)) as it:
+    async with rig(tmp_path, says("Hello."), tuning=CallSettings(closed_sessions=3)) as it:
         await it.ask()
         for number in range(9):
             async with it.gateway.open(Session(id=f"o{number}", task="t", sample=0), task):
@@ -102,7 +102,7 @@ def recording(folder: Path) -> Recording:
     return read(path)
 
 
-def events(folder: Path, kind: EventKind) -> list[Event]:
+def events(folder: Path, kind: RecordedEventKind) -> list[RecordedEvent]:
     """Those of one kind."""
     return [event for event in recording(folder).events if event.kind is kind]
 
@@ -113,7 +113,7 @@ async def test_a_refused_request_is_recorded_without_its_content(tmp_path: Path)
         assert (await it.ask(top_k=-5))["status"] == 400
         assert (await it.ask(messages="Mend"))["status"] == 400
         found = recording(tmp_path)
-    assert [event.kind for event in found.events] == [EventKind.REFUSED] * 2
+    assert [event.kind for event in found.events] == [RecordedEventKind.REFUSED] * 2
     assert found.calls == ()
     for event in found.events:
         assert event.detail.startswith("400 ")
@@ -129,7 +129,7 @@ async def test_a_replayed_answer_is_an_event(tmp_path: Path) -> None:
         async with it.post(it.body(), **{"x-stainless-retry-count": "1"}) as response:
             assert response.status == 200
         assert len(recording(tmp_path).calls) == 1
-        assert [event.call for event in events(tmp_path, EventKind.REPEATED)] == [0]
+        assert [event.call for event in events(tmp_path, RecordedEventKind.REPEATED)] == [0]
 
 
 async def test_a_replica_that_dies_in_the_middle_is_an_event(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ async def test_a_replica_that_dies_in_the_middle_is_an_event(tmp_path: Path) -> 
     play = cut_once("a long enough answer to be cut in two", 5)
     async with rig(tmp_path, play, play) as it:
         await it.read()
-        (fault,) = events(tmp_path, EventKind.ENGINE_FAULT)
+        (fault,) = events(tmp_path, RecordedEventKind.ENGINE_FAULT)
         (call,) = recording(tmp_path).calls
     assert fault.call == call.number
     assert fault.detail == f"{call.replicas[0]} after 5 tokens"
@@ -151,9 +151,9 @@ async def test_pauses_and_weights_are_events_of_live_sessions(tmp_path: Path) ->
         it.gateway.resume()
         found = recording(tmp_path).events
     assert [(event.kind, event.detail) for event in found] == [
-        (EventKind.PAUSED, "abort"),
-        (EventKind.WEIGHTS, "7"),
-        (EventKind.RESUMED, ""),
+        (RecordedEventKind.PAUSED, "abort"),
+        (RecordedEventKind.WEIGHTS, "7"),
+        (RecordedEventKind.RESUMED, ""),
     ]
     assert found[0].at <= found[1].at <= found[2].at
 
@@ -177,7 +177,7 @@ async def test_raw_bodies_are_recorded_byte_for_byte(tmp_path: Path, stream: boo
             sent = await response.read()
         found = recording(tmp_path)
     (event,) = found.events
-    assert (event.kind, event.call, event.data) == (EventKind.RESPONSE, 0, sent)
+    assert (event.kind, event.call, event.data) == (RecordedEventKind.RESPONSE, 0, sent)
     assert b"Mend it." in found.calls[0].request
 
 

@@ -14,8 +14,8 @@ from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.harnesses.preset import start_once
 from tugline.plugins import find
 from tugline.sandbox.base import Exit
-from tugline.sandbox.local import Local
-from tugline.testing.scripted_model import Turn
+from tugline.sandbox.local import LocalRuntime
+from tugline.testing.scripted_model import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 ONE_EACH = {case.harness: case for case in reversed(CASES)}
@@ -43,7 +43,7 @@ async def run_command(
     """A session whose model has one command run."""
     case = ONE_EACH[name]
     call = case.call(command)
-    script = (Turn("", calls=(call,)), Turn("Done."))
+    script = (ScriptedTurn("", calls=(call,)), ScriptedTurn("Done."))
     return await run_session(case, Scenario({INSTRUCTION: script}, max_turns=max_turns), folder)
 
 
@@ -105,7 +105,7 @@ async def test_node_says_when_it_breaks(options: tuple[str, ...], why: str, tmp_
     """The last words of the very Node that runs the presets."""
     pi = harness("pi")
     await pi.install()
-    async with Local().open(tmp_path) as sandbox:
+    async with LocalRuntime().open(tmp_path) as sandbox:
         end = await sandbox.run((pi.package.command[0], *options), env={}, timeout_s=60)
         said = (sandbox.logs / "agent.log").read_text().strip()[-TAIL:]
     assert why in (pi.find_crash(end, said) or ""), said

@@ -15,7 +15,7 @@ import pytest
 
 from conformance.session_run import Scenario, SessionRun, run_session
 from tugline.cli.harness_check import CASES
-from tugline.testing.scripted_model import Turn
+from tugline.testing.scripted_model import ScriptedTurn
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 ONE_EACH = {case.harness: case for case in reversed(CASES)}
@@ -57,10 +57,10 @@ Count them twice.
 
 
 async def run_scripted(
-    name: str, folder: Path, *turns: Turn, options: dict[str, Any] | None = None
+    name: str, folder: Path, *turns: ScriptedTurn, options: dict[str, Any] | None = None
 ) -> SessionRun:
     """One session of the real program with a script in its folder."""
-    script = {INSTRUCTION: (*turns, Turn("Hello."))}
+    script = {INSTRUCTION: (*turns, ScriptedTurn("Hello."))}
     return await run_session(
         ONE_EACH[name], Scenario(script, {"server.py": SERVER}, options=options or {}), folder
     )
@@ -79,7 +79,9 @@ async def test_a_tool_of_an_mcp_server_is_offered_and_called(name: str, tmp_path
     else:
         tools = [tool.name for tool in seen.calls[0].tools]
         call = (next(tool for tool in tools if tool.endswith("phase_of_moon")), {})
-    ran = await run_scripted(name, tmp_path / "called", Turn("", calls=(call,)), options=options)
+    ran = await run_scripted(
+        name, tmp_path / "called", ScriptedTurn("", calls=(call,)), options=options
+    )
     assert b"waning gibbous" in ran.requests[1].request, ran.log[-2000:]
 
 

@@ -19,7 +19,7 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
 from tugline.sandbox.container.runtime import Container
-from tugline.testing.scripted_model import Fault, ScriptedModel, Turn, serve_scripted_model
+from tugline.testing.scripted_model import Fault, ScriptedModel, ScriptedTurn, serve_scripted_model
 from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
@@ -40,7 +40,7 @@ class Done(NamedTuple):
     sandbox: Path
 
 
-def script(case: Case, operator: str) -> tuple[Turn, ...]:
+def script(case: Case, operator: str) -> tuple[ScriptedTurn, ...]:
     """Look at the file, change it, say so."""
 
     def run(command: str) -> tuple[str, dict[str, object]]:
@@ -48,10 +48,12 @@ def script(case: Case, operator: str) -> tuple[Turn, ...]:
 
     end = (run("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),) if case.ends_by_command else ()
     return (
-        Turn("I look at it.", calls=(run("cat bill.py"),)),
+        ScriptedTurn("I look at it.", calls=(run("cat bill.py"),)),
         # Qwen Code refuses `sed -i` for a file that its own tool did not read.
-        Turn("I mend it.", calls=(run(f"sed 's/-/{operator}/' bill.py > new; mv new bill.py"),)),
-        Turn(LAST_WORDS, calls=end),
+        ScriptedTurn(
+            "I mend it.", calls=(run(f"sed 's/-/{operator}/' bill.py > new; mv new bill.py"),)
+        ),
+        ScriptedTurn(LAST_WORDS, calls=end),
     )
 
 

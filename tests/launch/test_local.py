@@ -17,7 +17,7 @@ from tugline.errors import Invalid, ServerError
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
 from tugline.launch.engine import EngineConnection
-from tugline.launch.local import Local, open_local
+from tugline.launch.local import LocalServer, open_local
 from tugline.launch.settings import Settings
 from tugline.node.settings import NodeSettings
 from tugline.server.store import stats
@@ -60,7 +60,7 @@ def expert(_prompt: Ids, request_id: str) -> Reply:
 
 
 @contextlib.asynccontextmanager
-async def local(folder: Path) -> AsyncIterator[Local]:
+async def local(folder: Path) -> AsyncIterator[LocalServer]:
     """Engine, server, gateway and node."""
     engine = ScriptedEngine(expert, vocab_size=RENDERING.tokenizer.size)
     settings = Settings(node=NodeSettings(name="n", slots=4))
@@ -70,7 +70,7 @@ async def local(folder: Path) -> AsyncIterator[Local]:
             yield cluster
 
 
-async def status(cluster: Local) -> dict[str, int]:
+async def status(cluster: LocalServer) -> dict[str, int]:
     """Sessions by status."""
     return (await cluster.control.database.read(stats.counts)).sessions
 

@@ -14,7 +14,7 @@ from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
 from tugline.rollout.parts import Parts
 from tugline.sandbox.exec.processes import start_time
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 
 KB = 1 << 10
 
@@ -95,7 +95,7 @@ async def test_orphans_of_a_dead_node_are_ended(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.session("done.1")
     disk.session("journaled.1", done=False)
-    async with Local().open(disk.sessions / "orphan.1" / "agent") as sandbox:
+    async with LocalRuntime().open(disk.sessions / "orphan.1" / "agent") as sandbox:
         running = asyncio.create_task(
             sandbox.run(("sh", "-c", "sleep 300 & echo $!; wait"), env={}, timeout_s=60)
         )

@@ -20,7 +20,7 @@ import numpy as np
 
 from calls import make_call
 from tugline.recording.file import Writer
-from tugline.recording.records import Event, EventKind
+from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Call, Ids, Message, Role
 
 LONGEST_S = 0.02
@@ -63,7 +63,9 @@ def write(path: Path, calls: list[Call], told: int) -> None:
             writer.append(call)
             os.write(told, b".")
             if call.number % 7 == 0:
-                writer.append_record(Event(EventKind.PAUSED, time.time(), detail="wait"))
+                writer.append_record(
+                    RecordedEvent(RecordedEventKind.PAUSED, time.time(), detail="wait")
+                )
 
 
 def main(folder: Path, times: int) -> None:

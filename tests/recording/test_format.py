@@ -15,7 +15,7 @@ import numpy as np
 from recording.killed_writer import conversation
 from rig import ASK, in_turn, rig
 from tugline.recording.file import MAGIC, VERSION, Writer, read
-from tugline.recording.records import Event, EventKind
+from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Call, Image, Message, Role
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,9 @@ def test_the_example_reads_everything_the_format_has(tmp_path: Path) -> None:
         with Writer(path, sync=False) as writer:
             for call in part:
                 writer.append(call)
-                writer.append_record(Event(EventKind.RESPONSE, 1.0, call.number, data=b"{}"))
+                writer.append_record(
+                    RecordedEvent(RecordedEventKind.RESPONSE, 1.0, call.number, data=b"{}")
+                )
     path.write_bytes(path.read_bytes() + b"torn")
     assert read_by_example(path) == [ours(call) for call in calls]
 
@@ -87,4 +89,4 @@ def test_the_page_tells_this_version() -> None:
     page = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
     assert f"version {VERSION}" in page
     assert MAGIC.hex(" ") in page
-    assert [kind for kind in EventKind if f"`{kind}`" not in page] == []
+    assert [kind for kind in RecordedEventKind if f"`{kind}`" not in page] == []

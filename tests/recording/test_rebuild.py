@@ -17,7 +17,7 @@ from tugline.errors import CaptureError, UnknownPlugin, UsageError
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer, write_result
 from tugline.recording.rebuild import rebuild, rebuild_all
-from tugline.recording.records import Result
+from tugline.recording.records import RecordedResult
 from tugline.recording.trajectories import INDEX, pack, read, read_folder, read_index
 from tugline.types import Boundary, Ledger, PluginSpec, Reward, Status
 
@@ -51,7 +51,7 @@ async def test_rewards_per_trace_stay_with_the_traces_they_are_for(tmp_path: Pat
     await work(tmp_path)
     (path,) = recordings_of(tmp_path)
     reward = Reward(1.0, {"tests": 1.0}, per_trace=(1.0, 0.5))
-    result = Result(
+    result = RecordedResult(
         status=Status.COMPLETED, builder="prefix_merging", ledger=Ledger(), reward=reward
     )
     write_result(path, result)

@@ -20,8 +20,8 @@ from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_model import (
     Fault,
+    ScriptedTurn,
     ServedModel,
-    Turn,
     make_tokenizer,
     serve_scripted_model,
 )
@@ -41,9 +41,9 @@ def run(command: str) -> tuple[str, dict[str, object]]:
 
 
 TURNS = (
-    Turn("I look.", calls=(run("cat one.txt; date -Iseconds"), run("pwd"))),
-    Turn(reasoning="It is short.", calls=(run("cat one.txt > second.txt"),)),
-    Turn("Done."),
+    ScriptedTurn("I look.", calls=(run("cat one.txt; date -Iseconds"), run("pwd"))),
+    ScriptedTurn(reasoning="It is short.", calls=(run("cat one.txt > second.txt"),)),
+    ScriptedTurn("Done."),
 )
 
 
@@ -69,7 +69,7 @@ def task(harness: PluginSpec = AGENT, **changes: Any) -> Task:
 
 
 @contextlib.asynccontextmanager
-async def observed(turns: Sequence[Turn]) -> AsyncIterator[ServedModel]:
+async def observed(turns: Sequence[ScriptedTurn]) -> AsyncIterator[ServedModel]:
     """The same model behind an engine that renders by itself."""
     async with (
         serve_scripted_model({INSTRUCTION: turns}, {}) as model,
@@ -81,7 +81,7 @@ async def observed(turns: Sequence[Turn]) -> AsyncIterator[ServedModel]:
 async def record(
     folder: Path,
     what: Task | None = None,
-    turns: Sequence[Turn] = TURNS,
+    turns: Sequence[ScriptedTurn] = TURNS,
     faults: dict[int, Fault] | None = None,
     model: ServedModel | None = None,
 ) -> Path:

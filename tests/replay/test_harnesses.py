@@ -15,7 +15,7 @@ from tugline.cli.harness_check import FILES, INSTRUCTION, Case, cases_of
 from tugline.recording.file import read
 from tugline.replay.run import RecordedSession, fork, replay
 from tugline.replay.source import Live
-from tugline.testing.scripted_model import Turn, serve_scripted_model
+from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
 from tugline.types import Role
 
 HARNESSES = (
@@ -32,7 +32,7 @@ HARNESSES = (
 def unhurried(case: Case) -> Scenario:
     """The plain session with commands that take a moment: Qwen Code loses output of quick ones."""
 
-    def slow(turn: Turn) -> Turn:
+    def slow(turn: ScriptedTurn) -> ScriptedTurn:
         calls = [
             (name, {**options, case.argument: f"{options[case.argument]}; sleep 0.3"})
             for name, options in turn.calls

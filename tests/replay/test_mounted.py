@@ -7,7 +7,7 @@ import pytest
 from tugline.replay import mounted
 from tugline.replay.mounted import MountedRuntime, find_prefix
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 
 
 @pytest.mark.parametrize("start", [mounted._AS_ROOT, mounted._AS_USER], ids=["root", "user"])
@@ -20,7 +20,7 @@ async def test_programs_find_their_folder_at_another_place(
     (old / "work" / "mine.txt").write_text("recorded")
     if not mounted._works(start, old):
         pytest.skip("this machine or user may not make such a name space")
-    async with MountedRuntime(Local(), old, start).open(
+    async with MountedRuntime(LocalRuntime(), old, start).open(
         tmp_path / "new", SandboxSpec(files={"a.txt": "a"})
     ) as box:
         await box.put(box.home, {"settings": f"at {box.workdir}"})

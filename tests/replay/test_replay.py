@@ -19,8 +19,8 @@ from tugline.replay.matching import sort_tool_results
 from tugline.replay.normalizer import Normalizer, folder_patterns
 from tugline.replay.run import Options, RecordedSession, fork, replay
 from tugline.replay.source import Live
-from tugline.sandbox.local import Local
-from tugline.testing.scripted_model import Turn, serve_scripted_model
+from tugline.sandbox.local import LocalRuntime
+from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
 from tugline.types import Limits, Message, PluginSpec, Reason, Role, ToolCall
 
 PI = PluginSpec("pi")
@@ -235,8 +235,8 @@ async def test_a_fork_goes_on_live_and_trains_what_is_new(recording: Path, tmp_p
     recording = RecordedSession.load(recording)
     other = (
         *TURNS[:1],
-        Turn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
-        Turn("Done otherwise."),
+        ScriptedTurn("Another way.", calls=(run("cp one.txt second.txt; echo copied"),)),
+        ScriptedTurn("Done otherwise."),
     )
     async with serve_scripted_model({INSTRUCTION: other}, {}) as model:
         live = Live(model.upstream, 1, samples=2, slots=2, first=3)
@@ -306,7 +306,7 @@ async def test_a_killed_session_goes_on_where_it_was(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     await process.wait()
-    Local().reap(folder)
+    LocalRuntime().reap(folder)
     recording = RecordedSession.load(recording)
     assert recording.result is None
     async with serve_scripted_model({INSTRUCTION: TURNS}, {}) as model:

@@ -20,7 +20,7 @@ from tugline.harnesses.base import Harness
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.pausable_timeout import PausableTimeout
 from tugline.types import (
     TRANSITIONS,
@@ -294,7 +294,7 @@ async def test_a_node_without_what_a_harness_needs_is_no_wrong_task(
     assert trajectory.failure == Failure(Boundary.HARNESS, "no node", Cause.INSTALL)
 
 
-class Dying(Local):
+class Dying(LocalRuntime):
     """A runtime that is lost as soon as the agent has done its work."""
 
     @contextlib.asynccontextmanager
@@ -319,7 +319,7 @@ class Dying(Local):
             )
 
 
-class Unclosed(Local):
+class Unclosed(LocalRuntime):
     """A runtime that cannot clear up."""
 
     @contextlib.asynccontextmanager
@@ -456,7 +456,7 @@ async def test_cancelling_ends_the_agent(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not gateway.open_now
-    assert not await asyncio.to_thread(Local().reap, tmp_path)
+    assert not await asyncio.to_thread(LocalRuntime().reap, tmp_path)
 
 
 def test_a_wrong_part_is_an_error_at_the_door() -> None:

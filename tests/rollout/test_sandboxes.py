@@ -9,7 +9,7 @@ import pytest
 
 from tugline.errors import SandboxError
 from tugline.rollout.sandboxes import PrewarmedSandbox
-from tugline.sandbox.local import Local, LocalSandbox
+from tugline.sandbox.local import LocalRuntime, LocalSandbox
 
 
 class Sandboxes:
@@ -26,7 +26,7 @@ class Sandboxes:
         if self.broken:
             msg = "no image"
             raise SandboxError(msg)
-        async with Local().open(self.folder / str(len(self.opened))) as sandbox:
+        async with LocalRuntime().open(self.folder / str(len(self.opened))) as sandbox:
             self.opened.append(sandbox)
             try:
                 yield sandbox

@@ -17,7 +17,7 @@ import pytest
 
 from tugline.errors import ConfigError, UsageError, WorkspaceError
 from tugline.sandbox.cache import WorkspaceCache
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.workspace import repos
 from tugline.sandbox.workspace.mounts import is_mounted
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
@@ -150,7 +150,7 @@ async def test_what_cannot_be_had_says_what_and_why(
             async with bases.open(workspace):
                 pass
         assert "word" not in str(caught.value)
-    assert len(await Local().prefetch(cases.values())) == len(cases)
+    assert len(await LocalRuntime().prefetch(cases.values())) == len(cases)
     assert not [
         path for path in bases.folder.iterdir() if path.name.startswith("git-") and path.is_dir()
     ]

@@ -19,8 +19,8 @@ from tugline.sandbox.base import Exit
 from tugline.sandbox.exec.limits import (
     RECORD,
     Cgroup,
-    Limits,
     OomKills,
+    ProgramLimits,
     SandboxCgroup,
     find_cgroup_parent,
     list_unenforced,
@@ -62,7 +62,7 @@ def parent() -> Cgroup:
 def test_a_group_bounds_memory_and_counts_what_it_killed(parent: Cgroup, tmp_path: Path) -> None:
     """What takes too much is killed; the group and its record are gone afterwards."""
     group = SandboxCgroup(parent, tmp_path)
-    group.create(Limits(memory_mb=30))
+    group.create(ProgramLimits(memory_mb=30))
     assert len(list(tmp_path.glob(f"*{RECORD}"))) == 1
     with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
         group.add(eater.pid)
@@ -78,7 +78,7 @@ def test_a_group_bounds_memory_and_counts_what_it_killed(parent: Cgroup, tmp_pat
 def test_a_group_bounds_the_number_of_processes(parent: Cgroup, tmp_path: Path) -> None:
     """The next one cannot be made."""
     group = SandboxCgroup(parent, tmp_path)
-    group.create(Limits(processes=5))
+    group.create(ProgramLimits(processes=5))
     script = "for i in 1 2 3 4 5 6 7 8; do sleep 9 & echo $i; done"
     with program("sh", "-c", script) as bomb:
         group.add(bomb.pid)
@@ -98,7 +98,7 @@ def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
 ) -> None:
     """By its record; a record of anything else is left alone."""
     group = SandboxCgroup(parent, tmp_path)
-    group.create(Limits())
+    group.create(ProgramLimits())
     (record,) = tmp_path.glob(f"*{RECORD}")
     with program("sleep", "60") as left:
         group.add(left.pid)
@@ -117,7 +117,7 @@ def test_a_killed_process_s_group_is_reaped_with_what_runs_in_it(
 
 def test_without_groups_each_process_is_bounded() -> None:
     """Data, not address space; cores are off; what is not enforced is said."""
-    limits = Limits(memory_mb=50, open_files=64, cpu_s=7, file_mb=3)
+    limits = ProgramLimits(memory_mb=50, open_files=64, cpu_s=7, file_mb=3)
     with program("sleep", "60") as one:
         set_rlimits(one.pid, limits, Cgroup())
         assert resource.prlimit(one.pid, resource.RLIMIT_DATA) == (50 << 20, 50 << 20)
@@ -127,7 +127,7 @@ def test_without_groups_each_process_is_bounded() -> None:
         assert resource.prlimit(one.pid, resource.RLIMIT_CORE) == (0, 0)
         assert resource.prlimit(one.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
         assert os.getpriority(os.PRIO_PROCESS, one.pid) > 0
-        set_rlimits(one.pid, Limits(), Cgroup())  # nothing is raised again
+        set_rlimits(one.pid, ProgramLimits(), Cgroup())  # nothing is raised again
         assert resource.prlimit(one.pid, resource.RLIMIT_NOFILE) == (64, 64)
     lines = list_unenforced(Cgroup())
     assert len(lines) == 2
@@ -142,7 +142,7 @@ def test_a_unified_group_is_set_by_its_own_files(tmp_path: Path) -> None:
     assert not Cgroup(root, root).unified
     (root / "cgroup.controllers").write_text("cpu memory pids")
     group = SandboxCgroup(Cgroup(root, root), tmp_path)
-    group.create(Limits(memory_mb=2, processes=7))
+    group.create(ProgramLimits(memory_mb=2, processes=7))
     (made,) = root.glob("tugline-*")
     texts = {path.name: path.read_text() for path in made.iterdir()}
     assert texts == {"memory.max": "2097152", "memory.swap.max": "0", "pids.max": "7"}
@@ -164,7 +164,7 @@ async def test_a_node_out_of_memory_is_not_the_sandboxs_doing(
     try:
         (node / "memory.limit_in_bytes").write_text(str(40 << 20))
         group = SandboxCgroup(Cgroup(node, None), tmp_path)
-        group.create(Limits(memory_mb=4096))
+        group.create(ProgramLimits(memory_mb=4096))
         with program(sys.executable, "-c", "x = b'x' * (200 << 20)") as eater:
             group.add(eater.pid)
             share = ResourceMonitor(100, list, group.group.count_oom_kills, _nothing)
@@ -284,11 +284,11 @@ def test_deleted_files_that_are_still_open_count(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("name", list(Limits.__struct_fields__))
+@pytest.mark.parametrize("name", list(ProgramLimits.__struct_fields__))
 def test_wrong_limits_are_named(name: str) -> None:
     """Each of them, with what would be right."""
     for value in (0, -1, 1.5, True, "8"):
-        limits = Limits(**{name: value})  # type: ignore[arg-type]
+        limits = ProgramLimits(**{name: value})  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=f"runtime 'r': {name} is .*a whole number from 1"):
             limits.check("r")
 

@@ -15,7 +15,7 @@ import pytest
 from tugline.errors import ConfigError, SandboxError, UsageError
 from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
 from tugline.sandbox.exec.processes import ProgramRecord, end_program, start_time
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.workspace.overlay import OverlayWorkspace
 from tugline.types import Workspace
 
@@ -44,7 +44,7 @@ def log(sandbox: Sandbox) -> str:
 async def test_paths_that_leave_the_sandbox_are_refused(tmp_path: Path, path: str) -> None:
     """A task cannot write outside its folder, and nothing is written before that is known."""
     with pytest.raises(UsageError, match="must be relative"):
-        async with Local().open(tmp_path, SandboxSpec(files={"good.txt": "x", path: "x"})):
+        async with LocalRuntime().open(tmp_path, SandboxSpec(files={"good.txt": "x", path: "x"})):
             pass
     assert not (tmp_path / "work" / "good.txt").exists()
 
@@ -55,7 +55,7 @@ async def test_paths_that_leave_the_sandbox_are_refused(tmp_path: Path, path: st
 )
 async def test_a_timeout_ends_grandchildren(tmp_path: Path, how: str) -> None:
     """Also those that left the session or ignore SIGTERM."""
-    async with Local(grace_s=0.3).open(tmp_path) as sandbox:
+    async with LocalRuntime(grace_s=0.3).open(tmp_path) as sandbox:
         done = await sh(sandbox, f"{how} echo $!; sleep 300", timeout_s=0.5)
         assert done.timed_out
         assert done.seconds < 5
@@ -66,7 +66,7 @@ async def test_a_timeout_ends_grandchildren(tmp_path: Path, how: str) -> None:
 @LINUX
 async def test_leftovers_end_with_a_program_that_ends_well(tmp_path: Path) -> None:
     """A server that the agent forgot does not live on."""
-    async with Local(grace_s=0.2).open(tmp_path) as sandbox:
+    async with LocalRuntime(grace_s=0.2).open(tmp_path) as sandbox:
         done = await sh(sandbox, "setsid sleep 300 & echo $!")
         assert (done.code, done.timed_out) == (0, False)
         assert not alive(int(log(sandbox)))
@@ -75,7 +75,7 @@ async def test_leftovers_end_with_a_program_that_ends_well(tmp_path: Path) -> No
 
 async def test_limits_hold(tmp_path: Path) -> None:
     """A program that fills the disk or burns the processor is stopped."""
-    async with Local(cpu_s=1, file_mb=1).open(tmp_path) as sandbox:
+    async with LocalRuntime(cpu_s=1, file_mb=1).open(tmp_path) as sandbox:
         done = await sh(sandbox, "head -c 3000000 /dev/zero > big; wc -c < big")
         assert int(log(sandbox).split()[-1]) <= 1 << 20
         done = await sh(sandbox, "while :; do :; done")
@@ -106,9 +106,9 @@ def test_orphans_of_a_killed_parent_are_reaped(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert all(alive(pid) for pid in pids)
-    assert Local().reap(tmp_path) >= 2
+    assert LocalRuntime().reap(tmp_path) >= 2
     assert not any(alive(pid) for pid in pids)
-    assert Local().reap(tmp_path) == 0
+    assert LocalRuntime().reap(tmp_path) == 0
 
 
 @LINUX
@@ -128,28 +128,28 @@ def test_a_recycled_pid_is_not_hit() -> None:
 
 async def test_an_agent_cannot_stop_the_reaper(tmp_path: Path) -> None:
     """A file that merely looks like a record is passed over."""
-    async with Local().open(tmp_path) as sandbox:
+    async with LocalRuntime().open(tmp_path) as sandbox:
         await sh(sandbox, "echo junk > x.started")
-    assert Local().reap(tmp_path) == 0
+    assert LocalRuntime().reap(tmp_path) == 0
 
 
 async def test_a_refusing_disk_is_a_fault_of_the_place(tmp_path: Path) -> None:
     """An impossible folder is one line that names it."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SandboxError, match="cannot make"):
-        async with Local().open(tmp_path / "file" / "sandbox"):
+        async with LocalRuntime().open(tmp_path / "file" / "sandbox"):
             pass
 
 
 def test_wrong_options_are_named() -> None:
     """An option out of range says which and what would be right."""
     with pytest.raises(ConfigError, match="cpu_s is 0"):
-        Local(cpu_s=0)
+        LocalRuntime(cpu_s=0)
 
 
 async def test_programs_that_will_not_end_hold_up_nothing_else(tmp_path: Path) -> None:
     """Twenty ignore SIGTERM at once: they are killed side by side, and threads stay free."""
-    runtime = Local(grace_s=4.0)
+    runtime = LocalRuntime(grace_s=4.0)
 
     async def stubborn(number: int) -> Exit:
         async with runtime.open(tmp_path / str(number)) as sandbox:
@@ -173,7 +173,7 @@ def test_what_a_killed_parent_mounted_is_unmounted(tmp_path: Path) -> None:
     workspace.mount()
     if str(tmp_path) not in mounted():
         pytest.skip("no overlay can be mounted here: workspaces are copied")
-    assert Local().reap(tmp_path) == 1
+    assert LocalRuntime().reap(tmp_path) == 1
     assert str(tmp_path) not in mounted()
     assert (tmp_path / "base" / "a").read_text() == "1"
 
@@ -186,7 +186,7 @@ def mounted() -> str:
 
 async def test_a_log_has_a_bound(tmp_path: Path) -> None:
     """What comes after it is forgotten, and the program is not held up."""
-    async with Local(output_mb=1, file_mb=64).open(tmp_path) as sandbox:
+    async with LocalRuntime(output_mb=1, file_mb=64).open(tmp_path) as sandbox:
         done = await sh(sandbox, "head -c 30000000 /dev/zero; exit 3")
         assert done.code == 3
         assert (sandbox.logs / "agent.log").stat().st_size < (1 << 20) + 200
@@ -204,10 +204,10 @@ async def test_what_only_a_sandbox_can_give_is_refused(tmp_path: Path) -> None:
     ]
     for place, said in wrong:
         with pytest.raises(UsageError, match=said):
-            async with Local().open(tmp_path / "sandbox", place):
+            async with LocalRuntime().open(tmp_path / "sandbox", place):
                 pass
     mounts = (Mount(tool, tool), Mount("/bin/sh", tool, optional=True))
-    async with Local().open(tmp_path / "sandbox", SandboxSpec(mounts=mounts)) as sandbox:
+    async with LocalRuntime().open(tmp_path / "sandbox", SandboxSpec(mounts=mounts)) as sandbox:
         assert await sandbox.get(sandbox.home / "nothing") is None
         with pytest.raises(UsageError, match="is not below"):
             await sandbox.get(Path("/etc/passwd"))
@@ -222,7 +222,7 @@ def test_a_forged_record_is_no_record(tmp_path: Path) -> None:
             started = ProgramRecord(bystander.pid, start_time(bystander.pid), "m" * 32)
             (tmp_path / "work" / "x.started").write_bytes(msgspec.json.encode(started))
             (tmp_path / "home" / "x.started").write_bytes(msgspec.json.encode(started))
-            assert Local().reap(tmp_path) == 0
+            assert LocalRuntime().reap(tmp_path) == 0
             assert alive(bystander.pid)
         finally:
             bystander.kill()

@@ -6,12 +6,12 @@ import pytest
 
 from tugline.sandbox.base import Runtime, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace
 
 
-@pytest.fixture(params=[Local, Bubblewrap])
+@pytest.fixture(params=[LocalRuntime, Bubblewrap])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
     """Each that can be had here without a container engine."""
     made: Runtime = request.param()

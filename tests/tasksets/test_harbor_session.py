@@ -13,7 +13,7 @@ from tugline.datasets.files import gather
 from tugline.gateway.app import Gateway
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.testing.scripted_model import Turn, serve_scripted_model
+from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
 from tugline.types import PluginSpec, Session, Status, Trajectory
 
 __all__ = ["podman"]
@@ -29,8 +29,8 @@ async def rolled(name: str, command: str, engine: str, folder: Path) -> Trajecto
     found = {task.id: task for task, _ in gather([EXAMPLES / "tasks.yaml"])}[name]
     runtime = PluginSpec("container", {**found.runtime.options, "engine": engine})
     task = msgspec.structs.replace(found, runtime=runtime, harness=PluginSpec("pi", PI.options))
-    first = Turn("I do it.", calls=((PI.tool, {PI.argument: command, **PI.arguments}),))
-    turns = (first, Turn("That is it."))
+    first = ScriptedTurn("I do it.", calls=((PI.tool, {PI.argument: command, **PI.arguments}),))
+    turns = (first, ScriptedTurn("That is it."))
     async with serve_scripted_model({task.instruction.strip(): turns}, {}) as model:
         gateway = Gateway(model.upstream, model.rendering, folder / "recordings")
         async with gateway:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tugline.datasets.files import Difficulty, Selection
+from tugline.datasets.files import Difficulty, TaskSelection
 from tugline.errors import ConfigError
 from tugline.protocol import ResultView
 from tugline.types import PluginSpec, Status, Task
@@ -31,7 +31,7 @@ def tasks(names: Sequence[str] = NAMES, prefix: str = "") -> list[Task]:
     ]
 
 
-def picked(selection: Selection, among: Sequence[Task] | None = None, **kept: str) -> list[str]:
+def picked(selection: TaskSelection, among: Sequence[Task] | None = None, **kept: str) -> list[str]:
     """The names of the tasks that are taken."""
     found = selection.pick(
         tasks() if among is None else among, folder=Path(kept.get("folder", "."))
@@ -42,41 +42,41 @@ def picked(selection: Selection, among: Sequence[Task] | None = None, **kept: st
 def test_shares_are_disjoint_and_stay_when_tasks_come_and_go() -> None:
     """An instance's split depends on its name alone, and shares are about what they say."""
     shares = {"train": 0.75, "test": 0.25}
-    train = picked(Selection(shares=shares, split="train"))
-    test = picked(Selection(shares=shares, split="test"))
+    train = picked(TaskSelection(shares=shares, split="train"))
+    test = picked(TaskSelection(shares=shares, split="test"))
     assert sorted(train + test) == sorted(NAMES)
     assert 260 < len(train) < 340
-    fewer = picked(Selection(shares=shares, split="test"), tasks(NAMES[:50]))
+    fewer = picked(TaskSelection(shares=shares, split="test"), tasks(NAMES[:50]))
     assert fewer == [name for name in test if name in NAMES[:50]]
 
 
 def test_shares_add_up_as_people_add() -> None:
     """0.8 + 0.05 + 0.05 + 0.1 is 1, whatever binary fractions make of it."""
-    Selection(shares={"a": 0.8, "b": 0.05, "c": 0.05, "d": 0.1}).check("set.yaml")
-    Selection(shares={"a": 0.56, "b": 0.33, "c": 0.11}).check("set.yaml")
+    TaskSelection(shares={"a": 0.8, "b": 0.05, "c": 0.05, "d": 0.1}).check("set.yaml")
+    TaskSelection(shares={"a": 0.56, "b": 0.33, "c": 0.11}).check("set.yaml")
 
 
 def test_what_is_in_no_share_is_in_no_split() -> None:
     """Shares may leave something over."""
-    half = picked(Selection(shares={"train": 0.5}, split="train"))
+    half = picked(TaskSelection(shares={"train": 0.5}, split="train"))
     assert 150 < len(half) < 250
 
 
 def test_shuffling_goes_by_the_seed_alone() -> None:
     """The same seed gives the same order, whatever else is there; another seed another one."""
-    one = picked(Selection(shuffle=1))
-    assert one == picked(Selection(shuffle=1), list(reversed(tasks())))
+    one = picked(TaskSelection(shuffle=1))
+    assert one == picked(TaskSelection(shuffle=1), list(reversed(tasks())))
     assert one != NAMES
     assert sorted(one) == sorted(NAMES)
-    assert one != picked(Selection(shuffle=2))
+    assert one != picked(TaskSelection(shuffle=2))
     some = set(NAMES[::3])
-    assert picked(Selection(shuffle=1), tasks(NAMES[::3])) == [n for n in one if n in some]
-    assert picked(Selection(shuffle=1, limit=5)) == one[:5]
+    assert picked(TaskSelection(shuffle=1), tasks(NAMES[::3])) == [n for n in one if n in some]
+    assert picked(TaskSelection(shuffle=1, limit=5)) == one[:5]
 
 
 def test_patterns_and_tags() -> None:
     """All conditions hold together."""
-    chosen = Selection(include=("case-1?", "case-2?"), exclude=("*9",), tags={"kind": "o*"})
+    chosen = TaskSelection(include=("case-1?", "case-2?"), exclude=("*9",), tags={"kind": "o*"})
     assert picked(chosen) == ["case-11", "case-13", "case-15", "case-17"] + [
         f"case-2{n}" for n in (1, 3, 5, 7)
     ]
@@ -116,29 +116,29 @@ def test_difficulty_is_the_mean_reward_of_earlier_runs(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     hard = Difficulty(results=".", min=0.1, max=0.9, prefix="old-")
     some = tasks(NAMES[:5])
-    assert picked(Selection(difficulty=hard), some, folder=str(tmp_path)) == [
+    assert picked(TaskSelection(difficulty=hard), some, folder=str(tmp_path)) == [
         "case-2",
         "case-3",
         "case-4",
     ]
     sure = msgspec.structs.replace(hard, unknown=False, results="results.jsonl", samples=2)
-    assert picked(Selection(difficulty=sure), some, folder=str(tmp_path)) == ["case-2"]
+    assert picked(TaskSelection(difficulty=sure), some, folder=str(tmp_path)) == ["case-2"]
     (tmp_path / "results.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=r"line 1 is not a result of `tugline results --json`"):
-        picked(Selection(difficulty=hard), some, folder=str(tmp_path))
+        picked(TaskSelection(difficulty=hard), some, folder=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        (Selection(shares={"a": 0.7, "b": 0.4}), "select.shares is"),
-        (Selection(shares={"a": 0.5}, split="b"), "split is 'b', must be one of shares: a"),
-        (Selection(limit=0), "limit is 0"),
-        (Selection(difficulty=Difficulty("r", min=0.9, max=0.1)), "difficulty.min is 0.9"),
+        (TaskSelection(shares={"a": 0.7, "b": 0.4}), "select.shares is"),
+        (TaskSelection(shares={"a": 0.5}, split="b"), "split is 'b', must be one of shares: a"),
+        (TaskSelection(limit=0), "limit is 0"),
+        (TaskSelection(difficulty=Difficulty("r", min=0.9, max=0.1)), "difficulty.min is 0.9"),
     ],
     ids=["shares", "split", "limit", "difficulty"],
 )
-def test_what_makes_no_sense_is_told(selection: Selection, message: str) -> None:
+def test_what_makes_no_sense_is_told(selection: TaskSelection, message: str) -> None:
     """By field and value."""
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         selection.check("set.yaml")

@@ -27,7 +27,7 @@ from scripted_turns import NOT_FOUND, Turn, write_script
 from transformers import Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.family import Problem, generate
+from tugline.demo.family import RepairProblem, generate
 from tugline.demo.live import ProgressDisplay
 from tugline.demo.rig import WARM_START, rendering, rig
 from tugline.demo.settings import DemoSettings
@@ -105,7 +105,7 @@ def record_openings(scratch: Path, live: ProgressDisplay) -> tuple[Tokenizer, di
     openings: dict[str, Opening] = {}
     problem = next(generate("train", SEED))
     for name, (settings, _) in HARNESSES.items():
-        script: list[tuple[Problem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
+        script: list[tuple[RepairProblem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
         roomy = msgspec.structs.replace(settings, window=BYTES_WINDOW)
         _, calls = asyncio.run(record(script, bytes_only, scratch / name, roomy, live))
         (call,) = next(iter(calls.values()))
@@ -131,7 +131,7 @@ def record_traces(
 
 
 async def record(
-    scripts: Sequence[tuple[Problem, Sequence[Turn]]],
+    scripts: Sequence[tuple[RepairProblem, Sequence[Turn]]],
     tokenizer: Tokenizer,
     folder: Path,
     settings: DemoSettings,

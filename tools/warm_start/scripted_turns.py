@@ -7,7 +7,7 @@ import random
 
 import msgspec
 
-from tugline.demo.family import Edit, Problem
+from tugline.demo.family import Edit, RepairProblem
 
 
 class ToolTurn(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ HABIT_WEIGHTS = (1, 3, 2, 3)
 """How an unsuccessful scripted session goes wrong."""
 
 
-def write_script(problem: Problem, rng: random.Random, p_right: float = 1.0) -> list[Turn]:
+def write_script(problem: RepairProblem, rng: random.Random, p_right: float = 1.0) -> list[Turn]:
     """Assistant turns that solve `problem` with probability `p_right`, else a bad habit."""
     if rng.random() < p_right:
         return [_read(problem), _edit(problem, problem.solution), FIXED]
@@ -43,10 +43,10 @@ def write_script(problem: Problem, rng: random.Random, p_right: float = 1.0) -> 
     return [NOT_FOUND]
 
 
-def _read(problem: Problem) -> ToolTurn:
+def _read(problem: RepairProblem) -> ToolTurn:
     return ToolTurn("read", json.dumps({"path": problem.module}))
 
 
-def _edit(problem: Problem, edit: Edit) -> ToolTurn:
+def _edit(problem: RepairProblem, edit: Edit) -> ToolTurn:
     edits = [{"oldText": edit.old, "newText": edit.new}]
     return ToolTurn("edit", json.dumps({"path": problem.module, "edits": edits}))

@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
-from tugline.demo.family import Problem, generate
+from tugline.demo.family import RepairProblem, generate
 from tugline.types import Ids, Mask, Message, Role, Tool, Trace
 
 
@@ -128,7 +128,7 @@ def encode_turn(turn: Turn, tokenizer: Tokenizer) -> Ids:
     return np.array(tokenizer.encode(f"{text}<|im_end|>"), np.int32)
 
 
-def tool_result(problem: Problem, turn: ToolTurn) -> str:
+def tool_result(problem: RepairProblem, turn: ToolTurn) -> str:
     """What the agent's tools answer to a scripted turn on the untouched repository."""
     arguments = json.loads(turn.arguments)
     path = arguments["path"]
@@ -155,7 +155,7 @@ def solved_conversations(
 
 def render_session(
     rendering: Rendering,
-    problem: Problem,
+    problem: RepairProblem,
     turns: Sequence[Turn],
     system: str = "",
     tools: Sequence[Tool] = (),

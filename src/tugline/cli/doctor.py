@@ -21,7 +21,7 @@ from rich.table import Table
 from tugline.cli.options import Folder, Server, Token, connect
 from tugline.client.health import HealthCheck, examine
 from tugline.errors import UsageError
-from tugline.gateway.engine_report import CheckOutcome, Report
+from tugline.gateway.engine_report import CheckOutcome, EngineReport
 from tugline.gateway.probe import probe
 from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime
@@ -118,7 +118,7 @@ def _examine(server: str | None, token: str | None, folder: Path | None, *, as_j
         raise typer.Exit(1)
 
 
-def _show(report: Report, refusal: str) -> None:
+def _show(report: EngineReport, refusal: str) -> None:
     console = Console(highlight=False)
     engine = escape(f"{report.engine} {report.version}")
     console.print(f"[bold]{engine}[/] at {report.url}: {escape(str(report.model))}")

@@ -15,7 +15,7 @@ from rich.table import Table
 from tugline.cli.rebuild import parse_builder, parse_options, parse_pairs
 from tugline.errors import UsageError
 from tugline.exports.base import TraceFilter, make_exporter
-from tugline.exports.pipeline import Export, Summary, run
+from tugline.exports.pipeline import Export, ExportSummary, run
 from tugline.exports.select import Selection, Split
 from tugline.recording.folder import resolve
 from tugline.types import PluginSpec, Status, TraceKind
@@ -124,7 +124,7 @@ def export(  # noqa: PLR0913 - each is a flag
         _show(summary)
 
 
-def _run(plan: Export, paths: list[Path]) -> Summary:
+def _run(plan: Export, paths: list[Path]) -> ExportSummary:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bars = {phase: progress.add_task(phase, total=None) for phase in ("reading", "writing")}
@@ -167,7 +167,7 @@ def _parse_split(text: str | None, stratify: str | None, seed: int) -> Split | N
     return Split(shares=shares, stratify=stratify, seed=seed)
 
 
-def _show(summary: Summary) -> None:
+def _show(summary: ExportSummary) -> None:
     console = Console(highlight=False, soft_wrap=True)
     table = Table("file", *("tasks", "sessions", "rows", "tokens", "trained"), box=None)
     for one in summary.files.values():

@@ -24,7 +24,7 @@ from tugline.harnesses.base import Harness
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.testing.scripted_model import Turn, serve_scripted_model
+from tugline.testing.scripted_model import ScriptedTurn, serve_scripted_model
 from tugline.types import Call, CallOutcome, Limits, PluginSpec, Reward, Session, Task, TraceKind
 
 INSTRUCTION = "Read one.txt and two.txt, then write both into both.txt."
@@ -54,27 +54,27 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tool call that runs a command."""
         return self.tool, {self.argument: command, **self.arguments}
 
-    def final_turn(self, text: str = LAST_WORDS) -> Turn:
+    def final_turn(self, text: str = LAST_WORDS) -> ScriptedTurn:
         """Return the answer after which the program ends."""
         end = (self.call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),)
-        return Turn(text, calls=end if self.ends_by_command else ())
+        return ScriptedTurn(text, calls=end if self.ends_by_command else ())
 
-    def script(self) -> tuple[Turn, ...]:
+    def script(self) -> tuple[ScriptedTurn, ...]:
         """Return four turns that do `INSTRUCTION`.
 
         The first has reasoning, text and two parallel tool calls, which is what breaks histories.
         """
         return (
-            Turn(
+            ScriptedTurn(
                 "First I read both files.",
                 reasoning="They may be long. I look at each.",
                 calls=(self.call("cat one.txt; sleep 0.2"), self.call("cat two.txt; sleep 0.2")),
             ),
-            Turn(
+            ScriptedTurn(
                 "Both files are short, so I write them into a third one, in the order given.",
                 calls=(self.call("cat one.txt two.txt > both.txt"),),
             ),
-            Turn(reasoning="I make sure.", calls=(self.call("cat both.txt"),)),
+            ScriptedTurn(reasoning="I make sure.", calls=(self.call("cat both.txt"),)),
             self.final_turn(),
         )
 

@@ -19,7 +19,7 @@ from tugline.errors import UsageError
 from tugline.gateway.probe import connect
 from tugline.recording.folder import RUNS, locate
 from tugline.replay.matching import Difference
-from tugline.replay.run import Options, RecordedSession, Report, fork
+from tugline.replay.run import Options, RecordedSession, ReplayReport, fork
 from tugline.replay.run import replay as run_replay
 from tugline.replay.source import Live
 
@@ -115,7 +115,7 @@ def _make_folder(keep: Path | None, recorded: RecordedSession, live: Live | None
 
 
 # --------------------------------------------------------------------------- output
-def _show(report: Report) -> None:
+def _show(report: ReplayReport) -> None:
     say = Console(highlight=False, soft_wrap=True, markup=False).print
     program = " ".join(filter(None, (report.harness, report.version)))
     done = f"{report.replayed} of {report.recorded} requests"

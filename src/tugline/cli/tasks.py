@@ -40,7 +40,7 @@ _RIGHT = 1.0 - 1e-6
 """The least reward of a solution, with room for rounding."""
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     """The result of validating a task."""
 
     FINE = "fine"
@@ -54,7 +54,7 @@ class State(StrEnum):
     """It has no reference solution; nothing else is wrong."""
 
 
-_GOOD = frozenset({State.FINE, State.UNPROVEN})
+_GOOD = frozenset({CheckState.FINE, CheckState.UNPROVEN})
 
 
 class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     digest: str
     """Of the task, its solution and their files; if one changes, it is validated again."""
-    state: State
+    state: CheckState
     reference: float | None = None
     """Reward of the reference solution."""
     empty: float | None = None
@@ -215,24 +215,24 @@ async def _check_task(
         solved = await validate_task(task, solution, folder / "solved", parts) if solution else None
         empty = await validate_task(task, None, folder / "empty", parts)
     except UsageError as error:  # a part that cannot be made
-        return TaskCheck(task=task.id, digest=digest, state=State.ERROR, reason=str(error))
+        return TaskCheck(task=task.id, digest=digest, state=CheckState.ERROR, reason=str(error))
     return _classify(task, digest, solved, empty)
 
 
 def _classify(
     task: Task, digest: str, solved: TaskValidation | None, empty: TaskValidation
 ) -> TaskCheck:
-    state, reason = State.FINE, ""
+    state, reason = CheckState.FINE, ""
     failed = next((one for one in (solved, empty) if one and one.failure), None)
     if failed is not None:
         which = "reference" if failed is solved else "empty"
-        state, reason = State.ERROR, f"{which}: {failed.reason}"
+        state, reason = CheckState.ERROR, f"{which}: {failed.reason}"
     elif empty.reward is not None and empty.reward >= _RIGHT:
-        state, reason = State.SOLVED, f"empty: {empty.reason}"
+        state, reason = CheckState.SOLVED, f"empty: {empty.reason}"
     elif solved is None:
-        state = State.UNPROVEN
+        state = CheckState.UNPROVEN
     elif solved.reward is not None and solved.reward < _RIGHT:
-        state, reason = State.BROKEN, f"reference: {solved.reason}"
+        state, reason = CheckState.BROKEN, f"reference: {solved.reason}"
     return TaskCheck(
         task=task.id,
         digest=digest,
@@ -298,4 +298,4 @@ def _show(done: Sequence[TaskCheck]) -> None:
         table.add_row(one.task, one.state, *rewards, Text(reason[:300]))
     console.print(table)
     counts = Counter(one.state for one in done)
-    console.print(", ".join(f"{state}: {counts[state]}" for state in State if counts[state]))
+    console.print(", ".join(f"{state}: {counts[state]}" for state in CheckState if counts[state]))

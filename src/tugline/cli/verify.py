@@ -21,7 +21,7 @@ from tugline.errors import CaptureError
 from tugline.recording.file import read
 from tugline.recording.folder import resolve
 from tugline.recording.verify.engine import Scorer, connect_scorer
-from tugline.recording.verify.report import SessionReport, Summary, Verdict, summarize
+from tugline.recording.verify.report import SessionReport, VerifySummary, VerifyVerdict, summarize
 from tugline.recording.verify.session import TOLERANCE, verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.lineage import Continuation
@@ -34,7 +34,11 @@ _CONTINUATIONS = {
     Continuation.BROKEN: "red",
     Continuation.NO_TOKEN_IDS: "yellow",
 }
-_VERDICTS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNCHECKED: "yellow"}
+_VERDICTS = {
+    VerifyVerdict.PASS: "green",
+    VerifyVerdict.FAIL: "red",
+    VerifyVerdict.UNCHECKED: "yellow",
+}
 _MANY = 20
 """Sessions from which on progress is shown."""
 
@@ -147,7 +151,7 @@ def _make_table(report: SessionReport) -> Table:
     return table
 
 
-def _show_summary(summary: Summary) -> None:
+def _show_summary(summary: VerifySummary) -> None:
     turns = ", ".join(f"{count} {name}" for name, count in summary.turns.items() if count)
     checks = ", ".join(f"{count} {name}" for name, count in summary.checks.items() if count)
     colour = "red" if summary.failed else "green"

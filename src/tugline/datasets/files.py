@@ -51,7 +51,7 @@ class Difficulty(msgspec.Struct, frozen=True):
     """Of the earlier run's task ids; None: that of this file."""
 
 
-class Selection(msgspec.Struct, frozen=True):
+class TaskSelection(msgspec.Struct, frozen=True):
     """Which tasks to take; all conditions must hold."""
 
     split: str | None = None
@@ -173,7 +173,7 @@ class SetFile(msgspec.Struct, frozen=True):
     """The task set and its options."""
     template: dict[str, Any]
     """What all tasks have in common, with the keys of a task file."""
-    select: Selection = Selection()
+    select: TaskSelection = TaskSelection()
     """Which tasks to take."""
     prefix: str = ""
     """Prefix of each task's id, to run the same set again."""

@@ -28,7 +28,7 @@ _MAX_FIELD = 1 << 30
 """Characters; patches and lists of tests are longer than the default of `csv`."""
 
 
-class Source(msgspec.Struct, frozen=True):
+class RowSource(msgspec.Struct, frozen=True):
     """The source of rows: a file, or a dataset of the Hugging Face hub."""
 
     path: str | None = None
@@ -167,7 +167,7 @@ class JsonlTaskSet(TaskSet):
         solution: Mapping[str, str] | str | None = None,
         tags: Sequence[str] = (),
     ) -> None:
-        self._source = Source(path, dataset, subset, split, revision)
+        self._source = RowSource(path, dataset, subset, split, revision)
         self._source.check("jsonl")
         self._instruction = instruction
         self._id = id

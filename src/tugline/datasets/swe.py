@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
-from tugline.datasets.rows import Source
+from tugline.datasets.rows import RowSource
 from tugline.datasets.swe_rows import (
     TEST_COMMANDS,
-    Row,
+    SweRow,
     list_files,
     make_eval_script,
     read_row,
@@ -84,7 +84,7 @@ class SweTaskSet(TaskSet):
         protected: Sequence[str] = (),
         network: bool = False,
     ) -> None:
-        self._source = Source(path, dataset, subset, split, revision)
+        self._source = RowSource(path, dataset, subset, split, revision)
         self._source.check("swe")
         self._images = IMAGES.get(images, images) if images else None
         self._repos = repos if repos is None else _resolve(path, repos)
@@ -126,12 +126,12 @@ class SweTaskSet(TaskSet):
             home={_PATCH: patch if patch.endswith("\n") else f"{patch}\n"}, argv=("sh", "-c", apply)
         )
 
-    def _read_rows(self) -> Iterator[tuple[Row, str | None]]:
+    def _read_rows(self) -> Iterator[tuple[SweRow, str | None]]:
         for where, raw, split in self._source.rows():
             row = read_row(raw, where, test_command=self._command, log_parser=self._parser)
             yield row, split
 
-    def _make_instruction(self, row: Row) -> str:
+    def _make_instruction(self, row: SweRow) -> str:
         return self._prompt.format(
             problem_statement=row.problem.strip(),
             hints_text=row.hints.strip(),
@@ -140,7 +140,7 @@ class SweTaskSet(TaskSet):
             instance_id=row.instance,
         )
 
-    def _select_image(self, row: Row) -> str | None:
+    def _select_image(self, row: SweRow) -> str | None:
         if self._images is None and (row.image or self._repos):
             return row.image if self._repos is None else None
         published = "swe-gym" if row.repo.lower() in TEST_COMMANDS else "swebench"
@@ -152,13 +152,13 @@ class SweTaskSet(TaskSet):
             repo=row.repo,
         )
 
-    def _make_workspace(self, row: Row, image: str | None) -> Workspace:
+    def _make_workspace(self, row: SweRow, image: str | None) -> Workspace:
         if self._repos is None:
             return Workspace(image=image, commit=row.commit or "HEAD", path=self._folder)
         repo = self._repos.format(instance_id=row.instance, repo=row.repo)
         return Workspace(image=image, repo=repo, commit=row.commit, path=self._folder)
 
-    def _make_evaluator(self, row: Row) -> PluginSpec:
+    def _make_evaluator(self, row: SweRow) -> PluginSpec:
         script = row.eval_script or make_eval_script(row, self._folder, self._setup)
         options = {
             "instance": row.instance,

@@ -48,7 +48,7 @@ _R2E_COMMAND = (
 )
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SweRow(msgspec.Struct, frozen=True, kw_only=True):
     """One problem in a repository."""
 
     instance: str
@@ -82,7 +82,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_row(
     raw: object, where: str, *, test_command: str | None = None, log_parser: str | None = None
-) -> Row:
+) -> SweRow:
     """Read a row of a dataset. Raises `ConfigError`.
 
     `test_command` and `log_parser` replace those of the row.
@@ -105,7 +105,7 @@ def read_row(
         )
     if not parser:
         fields.refuse("log_parser", "the name of a parser of swebench's")
-    return Row(
+    return SweRow(
         instance=fields.text("instance_id"),
         repo=repo,
         commit=fields.text("base_commit"),
@@ -126,7 +126,7 @@ def read_row(
     )
 
 
-def _read_r2e(fields: _Fields) -> Row:
+def _read_r2e(fields: _Fields) -> SweRow:
     """Read a row of R2E, whose tests are in the image beside the repository."""
     repo, commit = fields.text("repo_name"), fields.text("commit_hash")
     expected = fields.mapping("expected_output_json")
@@ -136,7 +136,7 @@ def _read_r2e(fields: _Fields) -> Row:
         fields.refuse("expected_output_json", "an object of test names with PASSED among them")
     problem = fields.text("problem_statement")
     issue = _ISSUE.search(problem)
-    return Row(
+    return SweRow(
         instance=f"{repo}__{commit[:12]}",
         repo=repo,
         problem=(issue[1] if issue else problem).strip(),
@@ -282,7 +282,7 @@ def _unquote(name: str) -> str:
     return data.decode(errors="replace")
 
 
-def make_eval_script(row: Row, folder: str, setup: Sequence[str] = ()) -> str:
+def make_eval_script(row: SweRow, folder: str, setup: Sequence[str] = ()) -> str:
     """Return a Bash script that runs a row's tests in `folder`.
 
     It has the shape of the scripts in SWE-bench's own rows, so that the package `swebench` can
@@ -317,7 +317,7 @@ def _apply_patch(patch: str) -> list[str]:
     return [f"git apply -v - <<'{end}' || {refused}", patch.rstrip("\n"), end]
 
 
-def _make_command(row: Row, files: PatchedFiles) -> str:
+def _make_command(row: SweRow, files: PatchedFiles) -> str:
     if row.own_command:
         return row.test_command
     cases = _MYPY_CASE.findall(row.test_patch) if row.repo == "python/mypy" else []

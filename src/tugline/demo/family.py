@@ -31,7 +31,7 @@ class Edit(msgspec.Struct, frozen=True):
     new: str
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
     """One repository with one bug."""
 
     id: str
@@ -206,7 +206,7 @@ def split_of(*parts: str) -> Split:
     return "heldout" if held_out else "train"
 
 
-def generate(split: Split, seed: int) -> Iterator[Problem]:
+def generate(split: Split, seed: int) -> Iterator[RepairProblem]:
     """Endless problems of `split`; the same seed gives the same sequence."""
     rng = random.Random(f"{split}/{seed}")
     number = 0
@@ -260,7 +260,7 @@ class _Function(NamedTuple):
         return "\n".join([*lines, ""])
 
 
-def _problem(rng: random.Random, split: Split, name: str) -> Problem:
+def _problem(rng: random.Random, split: Split, name: str) -> RepairProblem:
     family, module, wording = _combination(rng, split)
     target = _function(rng, split, family, taken=())
     right, bug, *rest = target.choices
@@ -273,7 +273,7 @@ def _problem(rng: random.Random, split: Split, name: str) -> Problem:
     need = family.need.format(word=word, **target.names)
     path = f"{module}.py"
     tests = [f"from {module} import {other.name}, {target.name}\n", target.test(), other.test()]
-    return Problem(
+    return RepairProblem(
         id=name,
         family=family.name,
         files={

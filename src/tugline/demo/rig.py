@@ -19,7 +19,7 @@ from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
 from tugline.inference.load import load
 from tugline.launch.engine import serve_engine
-from tugline.launch.local import Local, OnDone, open_local
+from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings
@@ -62,7 +62,7 @@ def describe(model: torch.nn.Module) -> str:
 class Rig:
     """The running system."""
 
-    cluster: Local
+    cluster: LocalServer
 
     async def run(self, tasks: list[Task], on_done: OnDone) -> list[Trajectory]:
         """Roll out `tasks`. Raises `EngineError` when not one session got through."""

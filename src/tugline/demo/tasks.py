@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from itertools import islice
 
-from tugline.demo.family import Problem, generate
+from tugline.demo.family import RepairProblem, generate
 from tugline.demo.settings import DemoSettings
 from tugline.errors import ConfigError
 from tugline.types import Group, Limits, PluginSpec, Sampling, Task
@@ -48,7 +48,7 @@ def heldout_tasks(settings: DemoSettings, name: str) -> list[Task]:
     ]
 
 
-def make_task(settings: DemoSettings, name: str, problem: Problem, *, samples: int) -> Task:
+def make_task(settings: DemoSettings, name: str, problem: RepairProblem, *, samples: int) -> Task:
     """Make a task; the seed of a single sample ignores the part of `name` before the dash."""
     seed_name = name.partition("-")[2] if samples == 1 else name
     return Task(

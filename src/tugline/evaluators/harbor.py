@@ -48,7 +48,7 @@ _MAX_REWARD_BYTES = 1 << 20
 _MAX_TESTS_BYTES = 64 << 20
 
 
-class _ScriptRun(NamedTuple):
+class _HarborRun(NamedTuple):
     """How the script ended, and the rewards that it left; None with the reason why not."""
 
     exit: Exit
@@ -128,7 +128,7 @@ class HarborEvaluator(Evaluator):
             mounts=self.mounts(outcome.task),
         )
 
-    async def _run(self, runner: ScriptRunner) -> _ScriptRun:
+    async def _run(self, runner: ScriptRunner) -> _HarborRun:
         """Run the script in a sandbox that has the work, and read the rewards."""
         sandbox = runner.sandbox
         if self.in_place:
@@ -145,16 +145,16 @@ class HarborEvaluator(Evaluator):
         )
         log = await runner.read_tail("tests")
         if end.timed_out:
-            return _ScriptRun(end, None, f"not done within {round(end.seconds, 1):g} s", log)
+            return _HarborRun(end, None, f"not done within {round(end.seconds, 1):g} s", log)
         try:
             rewards = await _read_rewards(sandbox)
         except ValueError as error:
-            return _ScriptRun(end, None, str(error), log)
+            return _HarborRun(end, None, str(error), log)
         if rewards is None:
-            return _ScriptRun(end, None, f"no reward was written (exit {end.code})", log)
-        return _ScriptRun(end, rewards, "", log)
+            return _HarborRun(end, None, f"no reward was written (exit {end.code})", log)
+        return _HarborRun(end, rewards, "", log)
 
-    async def _put_tests(self, runner: ScriptRunner) -> _ScriptRun | None:
+    async def _put_tests(self, runner: ScriptRunner) -> _HarborRun | None:
         """Put the tests into the agent's sandbox; return None if exactly they are there then."""
         sandbox = runner.sandbox
         files = await asyncio.to_thread(_read_folder, self._tests)
@@ -168,14 +168,14 @@ class HarborEvaluator(Evaluator):
         )
         for path, file in files.items():
             if await sandbox.get(TESTS / path, max_bytes=_MAX_TESTS_BYTES) != file.data:
-                return _ScriptRun(end, None, f"{TESTS / path} could not be put there")
+                return _HarborRun(end, None, f"{TESTS / path} could not be put there")
         for name in ("reward.json", "reward.txt"):
             if await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES) is not None:
-                return _ScriptRun(end, None, f"{LOGS} could not be emptied")
+                return _HarborRun(end, None, f"{LOGS} could not be emptied")
         return None
 
     async def _check_without_work(
-        self, outcome: SessionOutcome, run: _ScriptRun, deadline: float
+        self, outcome: SessionOutcome, run: _HarborRun, deadline: float
     ) -> None:
         """Raises `EvaluatorError` if there is no reward without the agent's work either."""
         if self._proven:
@@ -191,7 +191,7 @@ class HarborEvaluator(Evaluator):
         self._proven = True
 
     def _score(
-        self, run: _ScriptRun, outcome: SessionOutcome, refused: Mapping[str, str]
+        self, run: _HarborRun, outcome: SessionOutcome, refused: Mapping[str, str]
     ) -> Verdict:
         parts = dict(run.rewards or {})
         report: dict[str, Any] = {

@@ -38,17 +38,17 @@ class Scores(msgspec.Struct, frozen=True):
     reasoning: str = ""
 
 
-class _Message(msgspec.Struct):
+class _JudgeMessage(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    message: _Message
+class _JudgeChoice(msgspec.Struct):
+    message: _JudgeMessage
     finish_reason: str | None = None
 
 
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+class _JudgeCompletion(msgspec.Struct):
+    choices: list[_JudgeChoice]
 
 
 class _RetryableError(Exception):
@@ -189,7 +189,7 @@ class JudgeClient:
 def parse_scores(answer: bytes, names: Sequence[str]) -> Scores:
     """Return the scores in a completion. Raises `_RetryableError` if they are not as requested."""
     try:
-        choice = msgspec.json.decode(answer, type=_Completion).choices[0]
+        choice = msgspec.json.decode(answer, type=_JudgeCompletion).choices[0]
         text = (choice.message.content or "").rpartition("</think>")[2].strip()
         fenced = text.removeprefix("```json").removeprefix("```").removesuffix("```")
         scores = msgspec.json.decode(fenced.encode(errors="replace"), type=Scores)

@@ -97,7 +97,7 @@ class SessionExport:
         return result.reward.value if result is not None and result.reward is not None else None
 
 
-class Row(NamedTuple):
+class ExportRow(NamedTuple):
     """The columns of one row, and its token counts for the summary."""
 
     values: Mapping[str, object]
@@ -128,7 +128,7 @@ class Exporter:
     """Whether rows are for a trainer of token ids: of one tokenizer, each with tokens to train on,
     without images."""
 
-    def rows(self, session: SessionExport) -> Iterator[Row | SkipReason]:
+    def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
         """Yield the rows of a session, and a reason for everything that becomes no row."""
         every = frozenset(TraceKind)
         for index, trace in enumerate(session.built.traces):
@@ -139,7 +139,9 @@ class Exporter:
             if skip is None and self.trains and trace.images:
                 skip = SkipReason.IMAGES
             row = self.row(session, index, trace) if skip is None else skip
-            yield row if isinstance(row, SkipReason) else Row(row, size, int(trace.mask.sum()))
+            yield (
+                row if isinstance(row, SkipReason) else ExportRow(row, size, int(trace.mask.sum()))
+            )
 
     def row(
         self, session: SessionExport, index: int, trace: Trace

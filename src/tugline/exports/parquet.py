@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from tugline.chat.serialization import serialize_message, serialize_tool
-from tugline.exports.base import Row, SessionExport, SkipReason
+from tugline.exports.base import ExportRow, SessionExport, SkipReason
 from tugline.exports.tables import TableExporter, pairs
 from tugline.types import Message, Trace
 
@@ -69,7 +69,7 @@ class Calls(TableExporter):
         prompt_tokens:int sampled_tokens:int finish:text outcome:text received:float sent:float
         first_token:float last_token:float tags:tags model:text harness:text builder:text"""
 
-    def rows(self, session: SessionExport) -> Iterator[Row | SkipReason]:
+    def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
         """Yield every call; the filters of traces do not apply."""
         shared = _session_columns(session)
         for call in session.recording.calls:
@@ -85,7 +85,7 @@ class Calls(TableExporter):
             rest = {name: getattr(call, name) for name in (*names, "finish", "outcome")}
             times = msgspec.structs.asdict(call.timings)
             tokens = len(call.prompt_ids) + len(call.sampled_ids)
-            yield Row({**shared, **columns, **rest, **times}, tokens, len(call.sampled_ids))
+            yield ExportRow({**shared, **columns, **rest, **times}, tokens, len(call.sampled_ids))
 
 
 def _serialize(message: Message) -> dict[str, object]:

@@ -53,7 +53,7 @@ class FileSummary(msgspec.Struct):
     """Tokens that a trainer learns from; sampled ones for chat and for the table of calls."""
 
 
-class Summary(msgspec.Struct):
+class ExportSummary(msgspec.Struct):
     """The result of an export."""
 
     recordings: int
@@ -70,7 +70,7 @@ class Summary(msgspec.Struct):
     """Of the first damaged recordings."""
 
 
-def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> Summary:
+def run(export: Export, paths: Sequence[Path], on_progress: Progress) -> ExportSummary:
     """Write the files. Raises `UsageError` if one exists, or if nothing is left to write."""
     names = list(export.split.shares) if export.split is not None else []
     suffix = export.exporter.suffix
@@ -95,7 +95,7 @@ class _RunningExport:
         self.export = export
         self.targets = targets
         self.writers: dict[str, RowWriter] = {}
-        self.summary = Summary(
+        self.summary = ExportSummary(
             session_count, files={n: FileSummary(str(p)) for n, p in targets.items()}
         )
         self.skipped: Counter[SkipReason] = Counter()

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from tugline.chat.serialization import serialize_message, serialize_tool
-from tugline.exports.base import Exporter, Row, SessionExport, SkipReason
+from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, TraceKind
 
@@ -44,14 +44,14 @@ class Sft(Exporter):
         self.front = system == "front"
         self.shape = shape
 
-    def rows(self, session: SessionExport) -> Iterator[Row | SkipReason]:
+    def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
         """Yield the longest conversation of each thread."""
         for kind, chain in find_conversations(session.recording.calls):
             yield SkipReason.SHORTER if kind is None else self._make_row(session, kind, chain)
 
     def _make_row(
         self, session: SessionExport, kind: TraceKind, calls: Sequence[Call]
-    ) -> Row | SkipReason:
+    ) -> ExportRow | SkipReason:
         if not calls:
             return SkipReason.UNANSWERED
         tokens = len(calls[-1].prompt_ids) + len(calls[-1].sampled_ids)
@@ -76,7 +76,7 @@ class Sft(Exporter):
             "model": session.header.model,
             "harness": session.header.task.harness.name,
         }
-        return Row(columns, tokens, sum(len(call.sampled_ids) for call in calls))
+        return ExportRow(columns, tokens, sum(len(call.sampled_ids) for call in calls))
 
     def _make_columns(self, messages: Sequence[Message]) -> dict[str, object]:
         serialized = [

@@ -37,12 +37,12 @@ from tugline.gateway.engine import EngineContext
 from tugline.gateway.policy import contract_for
 from tugline.gateway.replicas import TokenSource
 from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions
-from tugline.gateway.settings import DEFAULTS, Settings
+from tugline.gateway.settings import DEFAULTS, CallSettings
 from tugline.gateway.transcript import Transcript
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
-from tugline.recording.records import EventKind, Result, truncate
+from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import serve
@@ -82,7 +82,7 @@ class Gateway:
         flush_s: float = 1.0,
         raw: RawMode = "requests",
         raw_limit: int = 4 << 20,
-        settings: Settings = DEFAULTS,
+        settings: CallSettings = DEFAULTS,
         clock: Clock = time.monotonic,
     ) -> None:
         """Recordings are written to `folder`, one file per session; port 0 takes any free one.
@@ -173,7 +173,7 @@ class Gateway:
         """Calls of the session's last attempt, without raw requests. Raises `KeyError`."""
         return recordings.read(self._sessions.path(session), bodies=False).calls
 
-    async def write_result(self, session: str, result: Result) -> None:
+    async def write_result(self, session: str, result: RecordedResult) -> None:
         """Record the outcome of a session that has been closed. Raises `CaptureError`."""
         await asyncio.to_thread(recordings.write_result, self._sessions.path(session), result)
 
@@ -194,7 +194,7 @@ class Gateway:
         Raises `EngineError` when they are not over in time; the gateway then stays paused.
         """
         self._engine.gate.clear()
-        self._sessions.note(EventKind.PAUSED, mode)
+        self._sessions.note(RecordedEventKind.PAUSED, mode)
         running = [c for live in self._sessions for call in live.running for c in call.choices]
         if mode == PauseMode.ABORT:
             await asyncio.gather(*(choice.stop_early() for choice in running if not choice.done))
@@ -211,12 +211,12 @@ class Gateway:
     def resume(self) -> None:
         """Let held calls go on."""
         self._engine.gate.set()
-        self._sessions.note(EventKind.RESUMED, "")
+        self._sessions.note(RecordedEventKind.RESUMED, "")
 
     def set_weights_version(self, version: int) -> None:
         """Announce what the engine now serves, for engines that do not report it with tokens."""
         self._engine.version = version
-        self._sessions.note(EventKind.WEIGHTS, str(version))
+        self._sessions.note(RecordedEventKind.WEIGHTS, str(version))
 
     # ----------------------------------------------------------------------- routes
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -313,7 +313,7 @@ class Gateway:
             if http.sent:
                 sent = truncate(b"".join(http.sent), self._raw_limit)
                 live.transcript.note(
-                    EventKind.RESPONSE, call=completion.choices[0].number, data=sent
+                    RecordedEventKind.RESPONSE, call=completion.choices[0].number, data=sent
                 )
 
     async def _send_stream(

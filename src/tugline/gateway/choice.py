@@ -31,7 +31,7 @@ from tugline.gateway.policy import classify_call
 from tugline.gateway.prefix import Prompt
 from tugline.gateway.transcript import Transcript
 from tugline.recording.recorder import SampledTokens, mark_replayed
-from tugline.recording.records import EventKind
+from tugline.recording.records import RecordedEventKind
 from tugline.types import (
     Call,
     CallOutcome,
@@ -320,7 +320,7 @@ class Choice:
     def _note_fault(self) -> None:
         if self._replicas and self._counted:
             detail = f"{self._replicas[-1]} after {self._counted} tokens"
-            self._transcript.note(EventKind.ENGINE_FAULT, detail, call=self.number)
+            self._transcript.note(RecordedEventKind.ENGINE_FAULT, detail, call=self.number)
 
     # ----------------------------------------------------------------------- the context
     @property

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from tugline.chat.response import Piece, Response, Usage
 from tugline.errors import TuglineError
 from tugline.gateway.choice import Choice
-from tugline.gateway.settings import Settings
+from tugline.gateway.settings import CallSettings
 
 IndexedPiece = tuple[int, Piece]
 """The index of the choice that a piece belongs to, and the piece."""
@@ -26,7 +26,7 @@ class Completion:
     """The choices of one model call, and the clients that read them."""
 
     def __init__(
-        self, key: bytes, choices: Sequence[Choice], settings: Settings, *, stream: bool
+        self, key: bytes, choices: Sequence[Choice], settings: CallSettings, *, stream: bool
     ) -> None:
         """`key` identifies repetitions of the request, `stream` is whether it was streamed."""
         self.key, self.choices, self.stream = key, choices, stream

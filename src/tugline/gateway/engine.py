@@ -15,7 +15,7 @@ from tugline.chat.templates.rendering import Rendering
 from tugline.errors import ContextOverflow, EngineError, Unsupported
 from tugline.gateway.policy import check_request
 from tugline.gateway.replicas import TokenSource
-from tugline.gateway.settings import DEFAULTS, Settings
+from tugline.gateway.settings import DEFAULTS, CallSettings
 from tugline.histogram import MOMENTS, Distribution
 from tugline.recording.folder import save_tokenizer
 from tugline.recording.records import Header
@@ -57,7 +57,7 @@ class EngineContext:
     card: ModelCard
     rendering: Rendering | None
     """None in observed and text mode."""
-    settings: Settings = DEFAULTS
+    settings: CallSettings = DEFAULTS
     tokenizer: str = ""
     """SHA-256 of the tokenizer's file, once it is kept beside the recordings."""
     version: int = 0

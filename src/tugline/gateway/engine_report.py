@@ -17,7 +17,7 @@ from tugline.errors import UsageError
 from tugline.types import LogprobMeaning, Mode
 
 
-class Route(NamedTuple):
+class EngineRoute(NamedTuple):
     """One way to ask an engine."""
 
     mode: Mode
@@ -26,27 +26,29 @@ class Route(NamedTuple):
     """What opens the route where it is closed."""
 
 
-_TEXT = Route(Mode.TEXT, lambda _: TextChat(), "give it a chat template")
+_TEXT = EngineRoute(Mode.TEXT, lambda _: TextChat(), "give it a chat template")
 _PARSERS = "start it with --enable-auto-tool-choice --tool-call-parser NAME"
-ROUTES: dict[str, dict[str, Route]] = {
+ROUTES: dict[str, dict[str, EngineRoute]] = {
     "embedded": {
-        "generate": Route(Mode.EXACT, lambda _: Embedded(), "this is no engine of ours"),
+        "generate": EngineRoute(Mode.EXACT, lambda _: Embedded(), "this is no engine of ours"),
     },
     "vllm": {
-        "generate": Route(Mode.EXACT, VllmGenerate, "start vLLM with --enable-scale-out"),
-        "completions": Route(Mode.EXACT, VllmCompletions, "upgrade to vLLM 0.10.2 or later"),
-        "chat": Route(Mode.OBSERVED, VllmChat, f"{_PARSERS} (and --reasoning-parser)"),
+        "generate": EngineRoute(Mode.EXACT, VllmGenerate, "start vLLM with --enable-scale-out"),
+        "completions": EngineRoute(Mode.EXACT, VllmCompletions, "upgrade to vLLM 0.10.2 or later"),
+        "chat": EngineRoute(Mode.OBSERVED, VllmChat, f"{_PARSERS} (and --reasoning-parser)"),
         "text": _TEXT,
     },
     "sglang": {
-        "generate": Route(Mode.EXACT, SglangGenerate, "upgrade SGLang"),
-        "chat": Route(
+        "generate": EngineRoute(Mode.EXACT, SglangGenerate, "upgrade SGLang"),
+        "chat": EngineRoute(
             Mode.OBSERVED, SglangChat, "start it with --tool-call-parser and --reasoning-parser"
         ),
         "text": _TEXT,
     },
     "openai": {
-        "chat": Route(Mode.OBSERVED, ObservedChat, "use an engine that knows `return_token_ids`"),
+        "chat": EngineRoute(
+            Mode.OBSERVED, ObservedChat, "use an engine that knows `return_token_ids`"
+        ),
         "text": _TEXT,
     },
 }
@@ -62,7 +64,7 @@ class CheckOutcome(StrEnum):
     """It could not be determined."""
 
 
-class Check(msgspec.Struct, frozen=True):
+class ProbeCheck(msgspec.Struct, frozen=True):
     """One thing that was tried."""
 
     name: str
@@ -70,7 +72,7 @@ class Check(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine supports, and what to change."""
 
     url: str
@@ -84,7 +86,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The routes that work, the best first."""
     logprob_meaning: LogprobMeaning | None = None
     """None where it could not be measured."""
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ProbeCheck, ...] = ()
     advice: tuple[str, ...] = ()
 
     @property

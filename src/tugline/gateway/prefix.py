@@ -75,7 +75,7 @@ class _Chain:
     chain: list[bytes] = field(default_factory=list)
 
 
-class PrefixTree:
+class CallTree:
     """The turns of one session."""
 
     def __init__(self, rendering: Rendering | None) -> None:

@@ -24,7 +24,7 @@ from tugline import log
 from tugline.chat.engines.base import NO_IDS, Delta, EngineFormat, EngineRequest
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
-from tugline.gateway.engine_report import ROUTES, Check, CheckOutcome, Report
+from tugline.gateway.engine_report import ROUTES, CheckOutcome, EngineReport, ProbeCheck
 from tugline.gateway.replicas import Upstream
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
 from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
@@ -58,7 +58,7 @@ _RUNNING = re.compile(
 _log = log.get("gateway.probe")
 
 
-async def probe(url: str, model: str | None = None) -> Report:
+async def probe(url: str, model: str | None = None) -> EngineReport:
     """Probe the engine at `url`. Raises `EngineError` if it does not answer at all."""
     async with EngineHttp(url) as engine:
         return await _Probe(engine, await engine.card(model)).run()
@@ -165,12 +165,12 @@ class _Probe:
 
     def __init__(self, engine: EngineHttp, card: ModelCard) -> None:
         self._engine, self._card = engine, card
-        self._checks: list[Check] = []
+        self._checks: list[ProbeCheck] = []
         self._advice: list[str] = []
         self._prompt = _ANY_IDS
         self._number = 0
 
-    async def run(self) -> Report:
+    async def run(self) -> EngineReport:
         """Run all checks, in the order of the report."""
         kind, version = await self._identify()
         window = self._card.max_model_len
@@ -189,7 +189,7 @@ class _Probe:
             await self._check_overflow(wire)
             meaning = await self._measure_logprobs(wire)
         await self._check_control(kind, meaning)
-        return Report(
+        return EngineReport(
             url=self._engine.url,
             engine=kind,
             version=version,
@@ -397,4 +397,4 @@ class _Probe:
 
     def _note(self, name: str, passed: bool | None, detail: str) -> None:  # noqa: FBT001 - a verdict
         outcomes = {True: CheckOutcome.PASS, False: CheckOutcome.FAIL, None: CheckOutcome.UNKNOWN}
-        self._checks.append(Check(name, outcomes[passed], detail))
+        self._checks.append(ProbeCheck(name, outcomes[passed], detail))

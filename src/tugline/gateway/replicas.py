@@ -20,7 +20,7 @@ import aiohttp
 from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Post
 from tugline.errors import EngineError, TuglineError, UsageError
-from tugline.gateway.settings import DEFAULTS, Settings
+from tugline.gateway.settings import DEFAULTS, CallSettings
 from tugline.web.engine_http import ModelCard, fetch_card
 from tugline.web.sse import read_payloads
 
@@ -100,7 +100,7 @@ class Upstream(TokenSource):
         model: str | None = None,
         card: ModelCard | None = None,
         idle_s: float = 300.0,
-        settings: Settings = DEFAULTS,
+        settings: CallSettings = DEFAULTS,
     ) -> None:
         """`model` is a served name, the first if None; `idle_s` how long a reply may pause.
 

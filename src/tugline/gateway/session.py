@@ -40,7 +40,7 @@ from tugline.gateway.policy import resolve_sampling
 from tugline.gateway.prefix import Prompt
 from tugline.gateway.transcript import Transcript
 from tugline.recording.file import Writer
-from tugline.recording.records import EventKind
+from tugline.recording.records import RecordedEventKind
 from tugline.types import Limits, Policy, Sampling
 
 _log = log.get("gateway.session")
@@ -123,7 +123,7 @@ class LiveSession:
             await earlier.wait_recorded()
             earlier = self._find_repeated(key, stream=request.stream, retry=retry)
         if earlier is not None and not earlier.broke_off:
-            self.transcript.note(EventKind.REPEATED, call=earlier.choices[0].number)
+            self.transcript.note(RecordedEventKind.REPEATED, call=earlier.choices[0].number)
             return earlier
         choices = self._make_choices(request, prompt)
         if earlier is not None:
@@ -189,7 +189,7 @@ class LiveSession:
         if isinstance(error, RequestError | EngineError):
             field = error.param if isinstance(error, RequestError) else None
             detail = f"{status} {type(error).__name__} {field or ''}"
-            self.transcript.note(EventKind.REFUSED, detail.rstrip())
+            self.transcript.note(RecordedEventKind.REFUSED, detail.rstrip())
 
     async def close(self) -> None:
         """Cancel what is being sampled, and close the recording."""
@@ -259,7 +259,7 @@ class Sessions:
         closed = self._closed.get(session_id)
         return closed.error if closed else None
 
-    def note(self, kind: EventKind, detail: str) -> None:
+    def note(self, kind: RecordedEventKind, detail: str) -> None:
         """Record an event in every live session."""
         for live in self:
             live.transcript.note(kind, detail)

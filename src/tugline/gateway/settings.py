@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class CallSettings:
     """Durations in seconds, sizes in bytes; the defaults suit production."""
 
     # Requests of clients
@@ -48,4 +48,4 @@ class Settings:
     probe_timeout_s: float = 5.0
 
 
-DEFAULTS = Settings()
+DEFAULTS = CallSettings()

@@ -8,9 +8,9 @@ import time
 from tugline import log
 from tugline.errors import CaptureError
 from tugline.gateway.engine import EngineContext
-from tugline.gateway.prefix import PrefixTree
+from tugline.gateway.prefix import CallTree
 from tugline.recording.file import Writer
-from tugline.recording.records import Event, EventKind
+from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Call
 
 _log = log.get("gateway.transcript")
@@ -21,7 +21,7 @@ class Transcript:
 
     def __init__(self, session_id: str, engine: EngineContext, writer: Writer) -> None:
         self.session_id = session_id
-        self.turns = PrefixTree(engine.rendering)
+        self.turns = CallTree(engine.rendering)
         self.writer = writer
         self.sampled_tokens = 0
         self.declares_tools = False
@@ -29,7 +29,7 @@ class Transcript:
         self._traffic = engine.traffic
         self._lock = asyncio.Lock()
         """Calls of parallel agents are written one after the other."""
-        self._pending: list[Event] = []
+        self._pending: list[RecordedEvent] = []
         """Events that are written with the next call."""
 
     async def append(self, call: Call) -> None:
@@ -61,13 +61,18 @@ class Transcript:
             await asyncio.to_thread(write)
 
     def note(
-        self, kind: EventKind, detail: str = "", *, call: int | None = None, data: bytes = b""
+        self,
+        kind: RecordedEventKind,
+        detail: str = "",
+        *,
+        call: int | None = None,
+        data: bytes = b"",
     ) -> None:
         """Record an event; never fails and never waits for the disk.
 
         With a synchronous writer it is written with the next call or at the end.
         """
-        self._pending.append(Event(kind, time.time(), call, detail, data))
+        self._pending.append(RecordedEvent(kind, time.time(), call, detail, data))
         if not self.writer.sync:
             self._write_events()
 

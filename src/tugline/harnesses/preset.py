@@ -27,7 +27,7 @@ from tugline.harnesses.base import (
 )
 from tugline.harnesses.install import Package
 from tugline.sandbox.base import Exit, Mount, Runtime, SandboxSpec
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 
 Window = Annotated[int, msgspec.Meta(ge=1)]
 """An engine's context window, in tokens."""
@@ -127,9 +127,9 @@ async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
     """Start a newly installed program, which must call its model; the call is refused.
 
     So a broken installation is found before any session, and compiled scripts are cached. Raises
-    `HarnessError` with the program's last output. `runtime` is `Local` unless given.
+    `HarnessError` with the program's last output. `runtime` is `LocalRuntime` unless given.
     """
-    runtime, spec = runtime or Local(), SandboxSpec(mounts=harness.mounts)
+    runtime, spec = runtime or LocalRuntime(), SandboxSpec(mounts=harness.mounts)
     called = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="tugline-trial-") as folder:
         async with (

@@ -42,7 +42,7 @@ OnResult = Callable[[ResultView, int], None]
 """Called with each result, those of an earlier run first, and the number of sessions."""
 
 
-class Local:
+class LocalServer:
     """What `open_local` yields; may be used for one batch of tasks after the other."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Local:
 @contextlib.asynccontextmanager
 async def open_local(
     settings: Settings, folder: Path, engine: EngineConnection
-) -> AsyncIterator[Local]:
+) -> AsyncIterator[LocalServer]:
     """Server, gateway and node in `folder`, in front of an engine."""
     async with (
         open_control_plane(settings.server, folder) as control,
@@ -142,7 +142,7 @@ async def open_local(
     ):
         running = asyncio.create_task(opened.node.run(), name="node")
         try:
-            yield Local(control, opened.gateway, running)
+            yield LocalServer(control, opened.gateway, running)
         finally:
             running.cancel()
             await asyncio.wait({running}, timeout=_STOP_S)

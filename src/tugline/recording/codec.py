@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from tugline.recording.records import Event, Header, Result
+from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.types import Call, Ids, Image, Logprobs, Message, Tool, decode, encode, shared_prefix
 
 Packed = tuple[bytes, bytes]
@@ -98,7 +98,7 @@ class MessageRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: tuple[Tool, ...] = ()
 
 
-Record = Header | CallRecord | ImageRecord | Event | Result
+Record = Header | CallRecord | ImageRecord | RecordedEvent | RecordedResult
 _message_encoder = msgspec.json.Encoder()
 _message_decoder = msgspec.json.Decoder(MessageRecord)
 
@@ -274,7 +274,9 @@ class Unpacker:
         self._bodies: dict[int, bytes] = {}
         self._tools: tuple[Tool, ...] = ()
 
-    def unpack(self, packed: bytes, behind: bytes) -> Header | Event | Result | None:
+    def unpack(
+        self, packed: bytes, behind: bytes
+    ) -> Header | RecordedEvent | RecordedResult | None:
         """Decode a record; calls and images are collected, and None is returned for them.
 
         Raises `msgspec.DecodeError`, `zstandard.ZstdError`, `KeyError` or `ValueError` on one that

@@ -28,7 +28,7 @@ import zstandard
 
 from tugline.errors import CaptureError
 from tugline.recording.codec import Packed, Packer, Unpacker
-from tugline.recording.records import Event, Header, Result
+from tugline.recording.records import Header, RecordedEvent, RecordedResult
 from tugline.types import Call
 
 VERSION = 3
@@ -56,8 +56,8 @@ class Recording:
     header: Header | None = None
     calls: tuple[Call, ...] = ()
     """Their arrays are read-only; ids of calls that continue each other share memory."""
-    events: tuple[Event, ...] = ()
-    result: Result | None = None
+    events: tuple[RecordedEvent, ...] = ()
+    result: RecordedResult | None = None
     """The last one, if there are several."""
     images: dict[str, str] = field(default_factory=dict)
     """URL of every image in the calls, by its `Image.digest`."""
@@ -75,12 +75,12 @@ def read(path: Path, *, salvage: bool = False, bodies: bool = True) -> Recording
     """
     data = _read_bytes(path)
     recording, unpacker = Recording(), Unpacker(bodies=bodies)
-    events: list[Event] = []
+    events: list[RecordedEvent] = []
     good_end = 0
     try:
         for frame in read_frames(path, data):
             record = _unpack_frame(path, frame, unpacker)
-            if isinstance(record, Event):
+            if isinstance(record, RecordedEvent):
                 events.append(record)
             elif isinstance(record, Header):
                 recording.header = recording.header or record
@@ -114,7 +114,9 @@ def _read_bytes(path: Path) -> bytes:
         raise CaptureError(msg) from error
 
 
-def _unpack_frame(path: Path, frame: Frame, unpacker: Unpacker) -> Header | Event | Result | None:
+def _unpack_frame(
+    path: Path, frame: Frame, unpacker: Unpacker
+) -> Header | RecordedEvent | RecordedResult | None:
     if not frame.packed:
         unpacker.begin_section()
         return None
@@ -228,7 +230,7 @@ class Writer:
         """Write one call; returns the bytes it took."""
         return self._write_records(self._packer.pack_call(call))
 
-    def append_record(self, record: Event | Result) -> int:
+    def append_record(self, record: RecordedEvent | RecordedResult) -> int:
         """Write an event or the session's result; returns the bytes it took."""
         return self._write_records(self._packer.pack(record))
 
@@ -295,7 +297,7 @@ def _frame(packed: bytes, plain: bytes) -> bytes:
     return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), packed, plain))
 
 
-def write_result(path: Path, result: Result) -> None:
+def write_result(path: Path, result: RecordedResult) -> None:
     """Append the session's result to its recording and flush it to the disk."""
     with Writer(path) as writer:
         writer.append_record(result)

@@ -45,7 +45,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     empty."""
 
 
-class EventKind(StrEnum):
+class RecordedEventKind(StrEnum):
     """Kinds of events beside the model calls."""
 
     REFUSED = "refused"
@@ -65,10 +65,10 @@ class EventKind(StrEnum):
     """The raw response body of `call`, in `data`; only if configured."""
 
 
-class Event(msgspec.Struct, frozen=True, tag="event"):
+class RecordedEvent(msgspec.Struct, frozen=True, tag="event"):
     """An event at `at` (Unix seconds), about `call` if it is not None."""
 
-    kind: EventKind
+    kind: RecordedEventKind
     at: float
     call: int | None = None
     detail: str = ""
@@ -84,7 +84,7 @@ def truncate(data: bytes, limit: int) -> bytes:
     return data[:limit] + f"\n[tugline left out {len(rest)} bytes, sha256 {digest}]".encode()
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     """The outcome of a session: a trajectory without its traces, which a builder can rebuild."""
 
     status: Status

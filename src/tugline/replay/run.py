@@ -22,7 +22,7 @@ from tugline.errors import UsageError
 from tugline.gateway.app import Gateway, Opened
 from tugline.recording.file import read
 from tugline.recording.folder import load_tokenizer
-from tugline.recording.records import Header, Result
+from tugline.recording.records import Header, RecordedResult
 from tugline.replay.matching import Difference
 from tugline.replay.mounted import MountedRuntime, Prefix, find_prefix
 from tugline.replay.normalizer import Normalizer, folder_patterns
@@ -39,7 +39,7 @@ class RecordedSession:
 
     header: Header
     calls: tuple[Call, ...]
-    result: Result | None
+    result: RecordedResult | None
     tokenizer: Tokenizer | None
 
     @classmethod
@@ -66,7 +66,7 @@ class RecordedSession:
         return Rendering(self.tokenizer, header.template, thinking_retention=retention)
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one replay or fork."""
 
     session: str
@@ -116,7 +116,9 @@ class Options:
     harness_version: str | None = None
 
 
-async def replay(session: RecordedSession, folder: Path, options: Options | None = None) -> Report:
+async def replay(
+    session: RecordedSession, folder: Path, options: Options | None = None
+) -> ReplayReport:
     """Run the harness again in the new `folder`, on the recorded responses alone."""
     (report,) = await _run_all(session, folder, [session.header.session], options or Options())
     return report
@@ -124,7 +126,7 @@ async def replay(session: RecordedSession, folder: Path, options: Options | None
 
 async def fork(
     session: RecordedSession, folder: Path, live: Live, options: Options | None = None
-) -> list[Report]:
+) -> list[ReplayReport]:
     """Run sessions that are replayed up to call `live.at` and sampled from there on.
 
     Each has a recording in the new `folder`, with the replayed calls marked. The samples are
@@ -148,7 +150,7 @@ async def _run_all(
     sessions: Sequence[Session],
     options: Options,
     live: Live | None = None,
-) -> list[Report]:
+) -> list[ReplayReport]:
     header = recorded.header
     task = _make_task(header.task, options.harness_version)
     with _find_prefix(header) as prefix:
@@ -161,7 +163,7 @@ async def _run_all(
             gateway.folders = {"workdir": header.workdir, "home": header.home}
         slots = asyncio.Semaphore(live.slots if live else 1)
 
-        async def run(session: Session) -> Report:
+        async def run(session: Session) -> ReplayReport:
             directory = _session_folder(folder, session)
             async with slots:
                 trajectory = await roll_out(
@@ -172,7 +174,7 @@ async def _run_all(
             if missing and state.requests and not state.ended:
                 where = f"the end: {len(missing)} of the recorded requests were not made"
                 state.add_difference(Difference(state.requests, missing[0].call.number, where))
-            return Report(
+            return ReplayReport(
                 session=session.id,
                 harness=task.harness.name,
                 version=harness.version,

@@ -34,7 +34,7 @@ from tugline.errors import (
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway, Opened
 from tugline.harnesses.base import Launch, LaunchContext
-from tugline.recording.records import Result
+from tugline.recording.records import RecordedResult
 from tugline.rollout.failures import classify, make_failure, make_total_timeout
 from tugline.rollout.parts import Parts
 from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
@@ -222,7 +222,7 @@ class _Rollout:
         trajectory = self._make_trajectory(end)
         if not self.recording:
             return trajectory
-        result = Result(
+        result = RecordedResult(
             status=trajectory.status,
             builder=self.task.builder.name,
             ledger=trajectory.ledger,

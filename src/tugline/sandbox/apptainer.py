@@ -29,7 +29,7 @@ from tugline.errors import ConfigError, DiskFull, ImageError, SandboxError, Usag
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
 from tugline.sandbox.exec import limits
-from tugline.sandbox.exec.limits import Cgroup, Limits
+from tugline.sandbox.exec.limits import Cgroup, ProgramLimits
 from tugline.sandbox.exec.processes import ChildProcess, find_records, start_time
 from tugline.sandbox.exec.runner import ARGV, CONTROL, Runner
 from tugline.sandbox.files import translate_errors
@@ -59,7 +59,7 @@ class Apptainer(HostRuntime):
 
     `image` is for workspaces without one; `network` is "none", or "host" where Apptainer may create
     no network here: programs then reach whatever this machine reaches. `allow` names hosts that may
-    be reached from "none". The other options are those of `Limits`.
+    be reached from "none". The other options are those of `ProgramLimits`.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Apptainer(HostRuntime):
             msg = f"runtime 'apptainer': network is {network!r}, must be 'none' or 'host'"
             raise ConfigError(msg)
         try:
-            self._limits = Limits(**bounds)
+            self._limits = ProgramLimits(**bounds)
         except TypeError as error:
-            known = ", ".join(Limits.__struct_fields__)
+            known = ", ".join(ProgramLimits.__struct_fields__)
             msg = f"runtime 'apptainer': {error}; limits are {known}"
             raise ConfigError(msg) from error
         self._limits.check("apptainer")
@@ -178,7 +178,7 @@ class ApptainerSandbox(IsolatedSandbox):
     def __init__(
         self,
         layout: Layout,
-        bounds: Limits,
+        bounds: ProgramLimits,
         allow: AllowList | None,
         cgroup_parent: Cgroup,
         image: Path,

@@ -18,16 +18,16 @@ from tugline import log
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Runtime, Sandbox, SandboxSpec
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 from tugline.types import Workspace
 
 _log = log.get("sandbox")
 
 
 class Auto(Runtime):
-    """Opens sandboxes of `Bubblewrap`, or of `Local` where that does not work.
+    """Opens sandboxes of `Bubblewrap`, or of `LocalRuntime` where that does not work.
 
-    `options` are those of `Bubblewrap`; those that `Local` does not have are then ignored.
+    `options` are those of `Bubblewrap`; those that `LocalRuntime` does not have are then ignored.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -36,8 +36,10 @@ class Auto(Runtime):
             msg = f"runtime 'auto': no option {name!r} (its options: {', '.join(known)})"
             raise ConfigError(msg)
         self._bubblewrap = Bubblewrap(**options)
-        fit = inspect.signature(Local).parameters
-        self._local = Local(**{name: value for name, value in options.items() if name in fit})
+        fit = inspect.signature(LocalRuntime).parameters
+        self._local = LocalRuntime(
+            **{name: value for name, value in options.items() if name in fit}
+        )
         self._ignored = sorted(options.keys() - fit.keys())
         self._chosen: Runtime | None = None
         self._choosing = threading.Lock()

@@ -30,7 +30,7 @@ import msgspec
 from tugline import log
 from tugline.errors import ConfigError, UsageError, WorkspaceError
 from tugline.sandbox.files import remove, translate_errors
-from tugline.sandbox.workspace.repos import Source, resolve, source_of
+from tugline.sandbox.workspace.repos import RepoSource, resolve, source_of
 from tugline.types import Workspace
 
 Fill = Callable[[Path], Awaitable[None]]
@@ -55,7 +55,7 @@ def digest(*parts: str) -> str:
     return sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _CacheEntry(msgspec.Struct, frozen=True):
     description: str
     bytes: int
 
@@ -107,7 +107,7 @@ class WorkspaceCache:
         finally:
             os.close(lock)
 
-    async def _resolve(self, source: Source, wanted: str | None) -> str:
+    async def _resolve(self, source: RepoSource, wanted: str | None) -> str:
         """Return the full hash; a branch is resolved once a minute, not for every session."""
         when, commit = self._resolved.get((source.where, wanted), (-_RESOLVED_FOR_S, ""))
         if time.monotonic() - when > _RESOLVED_FOR_S:
@@ -115,7 +115,7 @@ class WorkspaceCache:
             self._resolved[source.where, wanted] = (time.monotonic(), commit)
         return commit
 
-    async def _check_out(self, source: Source, commit: str, into: Path) -> None:
+    async def _check_out(self, source: RepoSource, commit: str, into: Path) -> None:
         if source.local:
             await source.check_out(Path(source.where), commit, into)
             return
@@ -183,7 +183,7 @@ class WorkspaceCache:
 
     def _describe(self, key: str, folder: Path, description: str) -> None:
         with translate_errors(f"cannot write {self.folder / key}.json"):
-            entry = _Entry(description, _disk_bytes(folder))
+            entry = _CacheEntry(description, _disk_bytes(folder))
             (self.folder / f"{key}.json").write_bytes(msgspec.json.encode(entry))
 
     @contextlib.asynccontextmanager
@@ -227,7 +227,7 @@ class WorkspaceCache:
         for path in self.folder.glob("*.json"):
             # Another process may evict it meanwhile.
             with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-                size = msgspec.json.decode(path.read_bytes(), type=_Entry).bytes
+                size = msgspec.json.decode(path.read_bytes(), type=_CacheEntry).bytes
                 use = path.with_suffix(".use")
                 used = use if use.exists() else path
                 found.append((used.stat().st_mtime, path.stem, size))

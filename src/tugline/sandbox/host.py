@@ -28,7 +28,7 @@ from tugline.sandbox.base import (
     SandboxSpec,
 )
 from tugline.sandbox.cache import WorkspaceCache
-from tugline.sandbox.exec.limits import Cgroup, Limits, OomKills, SandboxCgroup, set_rlimits
+from tugline.sandbox.exec.limits import Cgroup, OomKills, ProgramLimits, SandboxCgroup, set_rlimits
 from tugline.sandbox.exec.processes import finish
 from tugline.sandbox.exec.resource_monitor import ResourceMonitor
 from tugline.sandbox.exec.runner import Runner
@@ -137,7 +137,7 @@ class IsolatedSandbox(HostSandbox):
     def __init__(
         self,
         layout: Layout,
-        limits: Limits,
+        limits: ProgramLimits,
         allow: AllowList | None,
         cgroup_parent: Cgroup | None,
     ) -> None:

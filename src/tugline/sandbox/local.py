@@ -47,7 +47,7 @@ _RECORD = ".started"
 _KILL_THREADS = 32
 
 
-class Local(HostRuntime):
+class LocalRuntime(HostRuntime):
     """Sandboxes that are folders, with programs that are children of this process.
 
     `cpu_s` is processor time of each single process, `file_mb` the largest file it may write,

@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 
-class Answer(NamedTuple):
+class WebhookResponse(NamedTuple):
     """A receiver's answer, or why there is none."""
 
     status: int = 0
@@ -36,17 +36,17 @@ class WebhookClient:
             headers={"User-Agent": "tugline", "Content-Type": "application/json"},
         )
 
-    async def post(self, url: str, body: bytes, headers: dict[str, str]) -> Answer:
+    async def post(self, url: str, body: bytes, headers: dict[str, str]) -> WebhookResponse:
         """Send a delivery; no answer is read beyond its headers."""
         try:
             async with self._client.post(
                 url, data=body, headers=headers, allow_redirects=False
             ) as answer:
-                return Answer(answer.status, answer.headers.get("Retry-After", ""))
+                return WebhookResponse(answer.status, answer.headers.get("Retry-After", ""))
         except TimeoutError:
-            return Answer(error=f"no answer within {self._timeout_s:g} s")
+            return WebhookResponse(error=f"no answer within {self._timeout_s:g} s")
         except (aiohttp.ClientError, ValueError) as error:  # the latter for an invalid URL
-            return Answer(error=str(error) or type(error).__name__)
+            return WebhookResponse(error=str(error) or type(error).__name__)
 
     async def close(self) -> None:
         """Close its connections."""

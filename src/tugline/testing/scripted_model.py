@@ -47,7 +47,7 @@ CONTEXT_WINDOW = 131_072
 """Tokens."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ScriptedTurn(msgspec.Struct, frozen=True):
     """One answer; `calls` are names of tools with their arguments."""
 
     text: str = ""
@@ -77,11 +77,11 @@ class Fault(msgspec.Struct, frozen=True):
     """Seconds before each token."""
 
 
-Script = Sequence[Turn | Callable[[str], Turn]]
+Script = Sequence[ScriptedTurn | Callable[[str], ScriptedTurn]]
 """Turns in order; a function gets the text of the prompt."""
 
-_SIDE_ANSWER = Turn("A short title")
-_AFTER_END = Turn("There is nothing left to do.")
+_SIDE_ANSWER = ScriptedTurn("A short title")
+_AFTER_END = ScriptedTurn("There is nothing left to do.")
 
 
 class ScriptedModel:
@@ -132,7 +132,7 @@ class ScriptedModel:
             cut_after=fault.cut_after if done == 0 else None,
         )
 
-    def _turn(self, marker: str, turn: int, text: str) -> Turn:
+    def _turn(self, marker: str, turn: int, text: str) -> ScriptedTurn:
         if not marker:
             self.side_calls += 1
             return _SIDE_ANSWER
@@ -140,7 +140,7 @@ class ScriptedModel:
         if turn >= len(script):
             return _AFTER_END
         answer = script[turn]
-        return answer if isinstance(answer, Turn) else answer(text)
+        return answer if isinstance(answer, ScriptedTurn) else answer(text)
 
     def _count_answered(self, prompt: Ids) -> int:
         """Return how many tokens of the answer the prompt already ends with."""

@@ -28,7 +28,7 @@ from tugline.traces.prefix_merging import merge_prefixes
 from tugline.types import Call, Ids, Logprobs, Mask, Reason, Span, Trace
 
 
-class TokenSource(msgspec.Struct, frozen=True):
+class TreeSource(msgspec.Struct, frozen=True):
     """The call and policy version that sampled a token."""
 
     session: str
@@ -40,7 +40,7 @@ class TokenSource(msgspec.Struct, frozen=True):
     """Why it is not trained; None if it is."""
 
 
-class Node(msgspec.Struct, frozen=True):
+class TreeNode(msgspec.Struct, frozen=True):
     """Tokens ``[start, end)`` of a tree, which follow the last token of the node `parent`."""
 
     start: int
@@ -74,8 +74,8 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
     """As captured; 0 where nothing was sampled."""
     source: Ids
     """Index in `sources`; -1 where nothing was sampled."""
-    nodes: tuple[Node, ...]
-    sources: tuple[TokenSource, ...]
+    nodes: tuple[TreeNode, ...]
+    sources: tuple[TreeSource, ...]
     branches: tuple[TreeBranch, ...]
 
     @property
@@ -222,7 +222,7 @@ def build_tree(sessions: Mapping[str, Sequence[Trace]]) -> Tree:
     The traces may come from any builder.
     """
     roots: dict[tuple[str, ...], _GrowingNode] = {}
-    sources: list[TokenSource] = []
+    sources: list[TreeSource] = []
     leaves: list[tuple[str, int, Trace, _GrowingNode]] = []
     for session, traces in sessions.items():
         first = len(leaves)
@@ -231,7 +231,7 @@ def build_tree(sessions: Mapping[str, Sequence[Trace]]) -> Tree:
             for span in trace.spans:
                 source[span.start : span.end] = len(sources)
                 sources.append(
-                    TokenSource(session, len(leaves), span.call, span.version, span.masked)
+                    TreeSource(session, len(leaves), span.call, span.version, span.masked)
                 )
             root = roots.setdefault(trace.images, _GrowingNode(_NO_IDS, _NO_LOGPROBS, _NO_IDS))
             leaf = root.insert(trace.ids, trace.logprobs, source)
@@ -252,10 +252,10 @@ def build_tree(sessions: Mapping[str, Sequence[Trace]]) -> Tree:
     )
 
 
-def _number_nodes(roots: Iterable[_GrowingNode]) -> tuple[list[_GrowingNode], list[Node]]:
+def _number_nodes(roots: Iterable[_GrowingNode]) -> tuple[list[_GrowingNode], list[TreeNode]]:
     """Return every node in an order in which parents come first."""
     growing: list[_GrowingNode] = []
-    nodes: list[Node] = []
+    nodes: list[TreeNode] = []
     pending: list[tuple[_GrowingNode, int | None]] = [
         (child, None) for root in reversed(list(roots)) for child in reversed(root.children)
     ]
@@ -265,7 +265,7 @@ def _number_nodes(roots: Iterable[_GrowingNode]) -> tuple[list[_GrowingNode], li
         start = nodes[-1].end if nodes else 0
         depth = 0 if parent is None else nodes[parent].depth + len(growing[parent].ids)
         growing.append(node)
-        nodes.append(Node(start, start + len(node.ids), parent, depth))
+        nodes.append(TreeNode(start, start + len(node.ids), parent, depth))
         pending += [(child, node.index) for child in reversed(node.children)]
     return growing, nodes
 

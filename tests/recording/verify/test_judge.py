@@ -20,8 +20,8 @@ from rig import RENDERING, ids, rig, says
 from tugline.chat.response import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
 from tugline.recording.file import Recording, Writer, write_result
-from tugline.recording.records import Result
-from tugline.recording.verify.report import Verdict, summarize
+from tugline.recording.records import RecordedResult
+from tugline.recording.verify.report import VerifyVerdict, summarize
 from tugline.recording.verify.session import verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import Built
@@ -56,7 +56,7 @@ async def test_a_session_passes_and_says_how_each_turn_goes_on(tmp_path: Path) -
     ]
     fork = found.turns[3]
     assert 0 < fork.shared < fork.prompt
-    assert {check.verdict for check in found.checks.values()} == {Verdict.PASS}
+    assert {check.verdict for check in found.checks.values()} == {VerifyVerdict.PASS}
     assert found.checks.keys() == {"lineage", "text", "numbers", "ledger", "traces"}
     assert found.notes == ["no result is recorded"]
     assert not found.failed
@@ -120,7 +120,7 @@ async def test_what_is_false_is_found(
     path, recording = read_in(tmp_path)
     rewritten(path, recording, change)
     found = verify(tmp_path)
-    failed = {name for name, check in found.checks.items() if check.verdict is Verdict.FAIL}
+    failed = {name for name, check in found.checks.items() if check.verdict is VerifyVerdict.FAIL}
     assert failed == wrong
     assert words in " ".join(fault for turn in found.turns for fault in turn.faults)
     assert found.failed
@@ -131,13 +131,17 @@ async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
     await work(tmp_path)
     path, recording = read_in(tmp_path)
     ledger = PrefixMerging().build(recording.calls).ledger
-    write_result(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger))
+    write_result(
+        path, RecordedResult(status=Status.COMPLETED, builder="prefix_merging", ledger=ledger)
+    )
     found = verify(tmp_path)
-    assert found.checks["ledger"].verdict is Verdict.PASS
+    assert found.checks["ledger"].verdict is VerifyVerdict.PASS
     assert found.notes == []
     wrong = replace(ledger, trained=ledger.trained - 1, masked={})
-    write_result(path, Result(status=Status.COMPLETED, builder="prefix_merging", ledger=wrong))
-    assert verify(tmp_path).checks["ledger"].verdict is Verdict.FAIL
+    write_result(
+        path, RecordedResult(status=Status.COMPLETED, builder="prefix_merging", ledger=wrong)
+    )
+    assert verify(tmp_path).checks["ledger"].verdict is VerifyVerdict.FAIL
 
 
 class Careless:
@@ -163,13 +167,13 @@ class Lossy:
 @pytest.mark.parametrize(
     ("builder", "ledger", "traces"),
     [
-        (f"{__name__}:Careless", Verdict.PASS, Verdict.FAIL),
-        (f"{__name__}:Lossy", Verdict.FAIL, Verdict.FAIL),
-        ("nobody:Knows", Verdict.UNCHECKED, Verdict.UNCHECKED),
+        (f"{__name__}:Careless", VerifyVerdict.PASS, VerifyVerdict.FAIL),
+        (f"{__name__}:Lossy", VerifyVerdict.FAIL, VerifyVerdict.FAIL),
+        ("nobody:Knows", VerifyVerdict.UNCHECKED, VerifyVerdict.UNCHECKED),
     ],
 )
 async def test_a_builder_is_held_to_what_was_sampled(
-    builder: str, ledger: Verdict, traces: Verdict, tmp_path: Path
+    builder: str, ledger: VerifyVerdict, traces: VerifyVerdict, tmp_path: Path
 ) -> None:
     """A wrong context, a lost trace and a builder that is not here are told apart."""
     await work(tmp_path)
@@ -202,7 +206,7 @@ async def test_answers_that_the_gateway_shaped_are_read_back(
         reply = await it.ask(**fields)
         assert reply["status"] == 200, reply
     found = verify(tmp_path)
-    assert found.checks["text"].verdict is Verdict.PASS, found.checks
+    assert found.checks["text"].verdict is VerifyVerdict.PASS, found.checks
     assert read_in(tmp_path)[1].calls[0].answer is not None
 
 
@@ -233,7 +237,7 @@ async def test_an_answer_that_broke_off_and_was_taken_up_is_read_back(
     assert [turn.continuation for turn in found.turns] == [Continuation.FIRST, Continuation.EXACT]
     assert not found.failed, found.checks
     rewritten(path, recording, changed(1, answer=Message(Role.ASSISTANT, "word0 wort1")))
-    assert verify(tmp_path).checks["text"].verdict is Verdict.FAIL
+    assert verify(tmp_path).checks["text"].verdict is VerifyVerdict.FAIL
 
 
 def _joined(pieces: list[Piece]) -> Message:
@@ -312,18 +316,20 @@ def test_an_observed_answer_is_checked_with_a_tokenizer_and_never_without(tmp_pa
     """No tokenizer: said so, not passed. With one, the told words must be among the sampled."""
     path, recording = _observed(tmp_path, Mode.OBSERVED)
     check = verify_session(path, recording, TextVerifier()).checks["text"]
-    assert check.verdict is Verdict.UNCHECKED
+    assert check.verdict is VerifyVerdict.UNCHECKED
     assert "give --tokenizer" in check.detail
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     RENDERING.tokenizer.save(folder)
     assert (
-        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict is Verdict.PASS
+        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict
+        is VerifyVerdict.PASS
     )
     lie = replace(recording.calls[0], answer=Message(Role.ASSISTANT, "Ho."))
     recording.calls = (lie,)
     assert (
-        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict is Verdict.FAIL
+        verify_session(path, recording, TextVerifier(folder)).checks["text"].verdict
+        is VerifyVerdict.FAIL
     )
 
 
@@ -332,7 +338,7 @@ def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path:
     found = verify_session(*_observed(tmp_path, Mode.TEXT), TextVerifier())
     assert [turn.continuation for turn in found.turns] == [Continuation.NO_TOKEN_IDS]
     assert found.turns[0].sampled == 4
-    assert found.checks["ledger"].verdict is Verdict.PASS
+    assert found.checks["ledger"].verdict is VerifyVerdict.PASS
     assert "4 no_token_ids" in found.checks["ledger"].detail
 
 

@@ -13,7 +13,7 @@ from recording.verify.recorded import Modelled, changed, modelled, read_in, rewr
 from rig import rig, says
 from tugline.errors import EngineError
 from tugline.recording.verify.engine import connect_scorer
-from tugline.recording.verify.report import SessionReport, Verdict, summarize
+from tugline.recording.verify.report import SessionReport, VerifyVerdict, summarize
 from tugline.recording.verify.session import verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.types import LogprobMeaning, Sampling
@@ -44,7 +44,7 @@ async def test_a_true_session_is_within_rounding(temperature: float, tmp_path: P
     async with modelled(tmp_path, sampling) as it:
         await it.talk(3)
         found = await scored(tmp_path, it)
-    assert found.checks["engine"].verdict is Verdict.PASS
+    assert found.checks["engine"].verdict is VerifyVerdict.PASS
     assert not found.failed, found.checks
     assert [turn.scored for turn in found.turns] == [turn.sampled for turn in found.turns]
     sums = summarize([found])
@@ -70,7 +70,7 @@ async def test_a_wrong_context_shows(tmp_path: Path) -> None:
     assert first.max_dlogprob < CLOSE
     assert second.mean_dlogprob is not None
     assert second.mean_dlogprob > 0.1
-    assert found.checks["engine"].verdict is Verdict.FAIL
+    assert found.checks["engine"].verdict is VerifyVerdict.FAIL
     assert "call 1" in found.checks["engine"].detail
 
 
@@ -83,12 +83,12 @@ async def test_other_weights_are_told_and_not_judged(tmp_path: Path) -> None:
         found = await scored(tmp_path, it)
         await it.talk(1)
         both = await scored(tmp_path, it)
-    assert found.checks["engine"].verdict is Verdict.UNCHECKED
+    assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
     why = "sampled under weights of version 0, the engine has 5"
     assert why in found.checks["engine"].detail
     assert found.turns[0].max_dlogprob is not None
     assert found.turns[0].max_dlogprob > 0.1
-    assert both.checks["engine"].verdict is Verdict.PASS
+    assert both.checks["engine"].verdict is VerifyVerdict.PASS
     assert any(why in note for note in both.notes)
 
 
@@ -109,12 +109,12 @@ async def test_what_means_something_else_is_not_judged(
         path, recording = read_in(tmp_path)
         rewritten(path, recording, changed(0, **change))
         found = await scored(tmp_path, it)
-        assert found.checks["engine"].verdict is Verdict.UNCHECKED
+        assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
         assert why in found.checks["engine"].detail
         raw = {**change, "logprob_meaning": LogprobMeaning.RAW}
         rewritten(path, recording, changed(0, **raw))
         found = await scored(tmp_path, it)
-        assert found.checks["engine"].verdict is Verdict.PASS
+        assert found.checks["engine"].verdict is VerifyVerdict.PASS
 
 
 @pytest.mark.engine
@@ -125,7 +125,7 @@ async def test_what_was_replayed_is_judged_where_it_was_sampled(tmp_path: Path) 
         path, recording = read_in(tmp_path)
         rewritten(path, recording, changed(0, replayed=True))
         found = await scored(tmp_path, it)
-    assert found.checks["engine"].verdict is Verdict.UNCHECKED
+    assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
     assert "another session" in found.checks["engine"].detail
 
 
@@ -138,7 +138,7 @@ async def test_what_lies_beyond_the_window_is_left_out(tmp_path: Path) -> None:
     (turn,) = found.turns
     assert turn.prompt + turn.sampled == 530
     assert turn.scored == turn.sampled - 1
-    assert found.checks["engine"].verdict is Verdict.PASS
+    assert found.checks["engine"].verdict is VerifyVerdict.PASS
 
 
 @pytest.mark.engine
@@ -150,8 +150,8 @@ async def test_broken_numbers_are_not_compared(tmp_path: Path) -> None:
         logprobs = np.full_like(recording.calls[0].logprobs, np.inf)
         rewritten(path, recording, changed(0, logprobs=logprobs))
         found = await scored(tmp_path, it)
-    assert found.checks["numbers"].verdict is Verdict.FAIL
-    assert found.checks["engine"].verdict is Verdict.UNCHECKED
+    assert found.checks["numbers"].verdict is VerifyVerdict.FAIL
+    assert found.checks["engine"].verdict is VerifyVerdict.UNCHECKED
 
 
 async def test_an_engine_that_cannot_score_says_so(tmp_path: Path) -> None:

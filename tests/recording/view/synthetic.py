@@ -13,7 +13,7 @@ from tugline.chat.tokenizer import Tokenizer
 from tugline.demo import warm_start_model
 from tugline.recording.file import Writer
 from tugline.recording.folder import save_tokenizer
-from tugline.recording.records import Event, EventKind, Result
+from tugline.recording.records import RecordedEvent, RecordedEventKind, RecordedResult
 from tugline.types import (
     Branch,
     Call,
@@ -114,7 +114,7 @@ class Script:
     def end(self, ledger: Ledger) -> Path:
         """Say how it ended, and close the file."""
         reward = Reward(0.5, {"tests": 0.5})
-        result = Result(
+        result = RecordedResult(
             status=Status.COMPLETED, builder="prefix_merging", ledger=ledger, reward=reward
         )
         self.writer.append_record(result)
@@ -139,11 +139,13 @@ def small(folder: Path) -> Path:
     second = script.call(
         [*whole(first), *encode(HOSTILE)], f"It says {HOSTILE}", messages=messages, versions=(4, 5)
     )
-    script.writer.append_record(Event(EventKind.WEIGHTS, START + 3.9, detail="version 5"))
+    script.writer.append_record(
+        RecordedEvent(RecordedEventKind.WEIGHTS, START + 3.9, detail="version 5")
+    )
     gone = {"outcome": CallOutcome.CLIENT_GONE, "finish": Finish.ABORT, "answer": None}
     script.call([*whole(second), *encode("on")], "never heard", versions=(5,), **gone)
     script.writer.append_record(
-        Event(EventKind.ENGINE_FAULT, START + 5.2, 2, "replica \x1b[2J b died")
+        RecordedEvent(RecordedEventKind.ENGINE_FAULT, START + 5.2, 2, "replica \x1b[2J b died")
     )
     edited = [*first.prompt_ids.tolist(), *encode("Another history.")]
     script.call(edited, "A fork.", parent=0, branch=Branch.HISTORY_EDITED, versions=(5,))

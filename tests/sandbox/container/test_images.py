@@ -14,7 +14,7 @@ from aiodocker.containers import DockerContainer, DockerContainers
 from containers import BUSYBOX, DEBIAN, exists, unbuilt
 from tugline.errors import ImageError
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.container.engine import Engine
+from tugline.sandbox.container.engine import ContainerEngine
 from tugline.sandbox.container.images import BUILT, build_name
 from tugline.sandbox.container.runtime import Container
 from tugline.sandbox.patch import FileChange
@@ -202,7 +202,7 @@ async def test_cancelled_look_into_an_image_leaves_no_container(
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-    async with Engine(podman).client() as docker:
+    async with ContainerEngine(podman).client() as docker:
         named = {"label": ["tugline=peek"]}
         assert not await docker.containers.list(all=True, filters=named)
 

@@ -18,7 +18,7 @@ import pytest
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
 from tugline.sandbox.base import Mount, SandboxSpec
-from tugline.sandbox.container.engine import Engine
+from tugline.sandbox.container.engine import ContainerEngine
 from tugline.sandbox.container.images import build_name
 from tugline.sandbox.container.runtime import Container
 from tugline.sandbox.container.sandbox import ContainerRecord
@@ -409,7 +409,7 @@ async def test_engine_that_is_gone_at_the_end(tmp_path: Path) -> None:
 
 def test_engine_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes a connection and says nothing does not hold up a node's start."""
-    monkeypatch.setattr(Engine.run_blocking, "__defaults__", (0.5,))
+    monkeypatch.setattr(ContainerEngine.run_blocking, "__defaults__", (0.5,))
     hello = b"HTTP/1.0 200 OK\r\nApi-Version: 1.41\r\nLibpod-Api-Version: 4.3.1\r\n\r\nOK"
     held = []
 

@@ -9,7 +9,7 @@ import pytest
 from served import TOKENS, Served, result
 from tugline.errors import UsageError
 from tugline.server.http.app import ROUTES
-from tugline.server.http.auth import Role, Tokens
+from tugline.server.http.auth import ApiRole, Tokens
 from tugline.server.http.route import Route
 
 GUARDED = [route for route in ROUTES if route.roles]
@@ -29,7 +29,7 @@ async def test_no_route_opens_without_its_token(server: Served) -> None:
             told = await server.ask(route.method, _path(route), key)
             assert (told.status, told.problem.type[20:]) == (401, "unauthorized"), (route.path, key)
             assert told.headers["www-authenticate"].startswith("Bearer")
-        for role in set(Role) - route.roles:
+        for role in set(ApiRole) - route.roles:
             told = await server.ask(route.method, _path(route), keys[role])
             assert (told.status, told.problem.type[20:]) == (403, "forbidden"), (route.path, role)
 
@@ -37,11 +37,12 @@ async def test_no_route_opens_without_its_token(server: Served) -> None:
 async def test_the_roles_are_these() -> None:
     """Who may do what is a decision: it does not change by accident."""
     may = {
-        role: {n for n, r in zip(NAMES, GUARDED, strict=True) if role in r.roles} for role in Role
+        role: {n for n, r in zip(NAMES, GUARDED, strict=True) if role in r.roles}
+        for role in ApiRole
     }
-    assert may[Role.JOIN] == {"POST /v1/nodes"}
-    assert may[Role.READ] == {name for name in NAMES if name.startswith("GET ")}
-    assert may[Role.NODE] == {
+    assert may[ApiRole.JOIN] == {"POST /v1/nodes"}
+    assert may[ApiRole.READ] == {name for name in NAMES if name.startswith("GET ")}
+    assert may[ApiRole.NODE] == {
         "POST /v1/nodes/{id}/lease",
         "POST /v1/nodes/{id}/renew",
         "POST /v1/nodes/{id}/drain",
@@ -49,8 +50,8 @@ async def test_the_roles_are_these() -> None:
         "POST /v1/sessions/{id}/log",
         "POST /v1/sessions/{id}/release",
     }
-    only_nodes = may[Role.NODE] - {"POST /v1/nodes/{id}/drain"}
-    assert may[Role.CLIENT] == set(NAMES) - only_nodes - {"POST /v1/nodes"}
+    only_nodes = may[ApiRole.NODE] - {"POST /v1/nodes/{id}/drain"}
+    assert may[ApiRole.CLIENT] == set(NAMES) - only_nodes - {"POST /v1/nodes"}
     assert [route.path for route in ROUTES if not route.roles] == ["/healthz"]
 
 

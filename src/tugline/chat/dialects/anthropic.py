@@ -76,7 +76,7 @@ _ERRORS = {
 _FAILED, _OVERLOADED = 500, 529
 
 
-class _Choice(msgspec.Struct):
+class _ToolChoiceBody(msgspec.Struct):
     type: str
     name: str = ""
     disable_parallel_tool_use: bool = False
@@ -91,7 +91,7 @@ class _Thinking(msgspec.Struct):
     type: str
 
 
-class _Output(msgspec.Struct):
+class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
 
 
@@ -99,7 +99,7 @@ class _Context(msgspec.Struct):
     edits: list[dict[str, Any]] = []
 
 
-class _Body(msgspec.Struct):
+class _MessagesBody(msgspec.Struct):
     """The envelope; fields that it does not name are accepted and change nothing."""
 
     model: str
@@ -112,15 +112,15 @@ class _Body(msgspec.Struct):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     stop_sequences: list[str] | None = None
-    tool_choice: _Choice | None = None
+    tool_choice: _ToolChoiceBody | None = None
     thinking: _Thinking | None = None
-    output_config: _Output | None = None
+    output_config: _OutputConfig | None = None
     output_format: _Format | None = None
     context_management: _Context | None = None
     mcp_servers: list[Any] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(_MessagesBody)
 
 
 class Anthropic(Dialect):
@@ -150,7 +150,7 @@ class Anthropic(Dialect):
             place = f"messages[{len(body.messages) - 1}]"
             msg = f"{place} begins the answer (role 'assistant'); the last message must be a user's"
             raise RequestError(msg, param=place)
-        choice = body.tool_choice or _Choice("auto")
+        choice = body.tool_choice or _ToolChoiceBody("auto")
         return Request(
             model=body.model,
             messages=messages,
@@ -240,7 +240,7 @@ class Anthropic(Dialect):
 
 
 # --------------------------------------------------------------------------- the envelope
-def _check(body: _Body) -> None:
+def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
         msg = "mcp_servers would be called by the API's own servers; none are here, leave it out"
         raise RequestError(msg, param="mcp_servers")
@@ -255,7 +255,7 @@ def _check(body: _Body) -> None:
             raise RequestError(msg, param=place)
 
 
-def _parse_constraint(body: _Body) -> Constraint | None:
+def _parse_constraint(body: _MessagesBody) -> Constraint | None:
     form = body.output_config.format if body.output_config else None
     form = form or body.output_format
     if form is None:
@@ -266,7 +266,7 @@ def _parse_constraint(body: _Body) -> Constraint | None:
     return Constraint(ConstraintKind.JSON_SCHEMA, bytes(form.schema).decode())
 
 
-def _parse_choice(choice: _Choice) -> ToolChoice:
+def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
     mode = _CHOICES.get(choice.type)
     if mode is None:
         raise invalid(choice.type, "tool_choice.type", f"must be one of {', '.join(_CHOICES)}")

@@ -75,7 +75,7 @@ _INTERNAL, _UNAVAILABLE = 500, 503
 _CONFIG = "generationConfig"
 
 
-class _Body(msgspec.Struct, rename="camel"):
+class _GenerateContentBody(msgspec.Struct, rename="camel"):
     """The envelope; fields that it does not name are accepted and change nothing."""
 
     contents: list[Raw] = []
@@ -115,7 +115,7 @@ class _Config(msgspec.Struct, rename="camel"):
     image_config: Any = None
 
 
-_body = msgspec.json.Decoder(_Body)
+_body = msgspec.json.Decoder(_GenerateContentBody)
 _config = msgspec.json.Decoder(_Config)
 _any = msgspec.json.Decoder()
 

@@ -249,14 +249,14 @@ class Schema(msgspec.Struct):
     name: str = ""
 
 
-class Format(Schema):
+class ResponseFormat(Schema):
     """``response_format`` of Chat (the schema nested) or ``text.format`` of Responses (flat)."""
 
     type: str = "text"
     json_schema: Schema | None = None
 
 
-def parse_constraint(form: Format | None, field: str) -> Constraint | None:
+def parse_constraint(form: ResponseFormat | None, field: str) -> Constraint | None:
     """The required format of the text; None for any text."""
     if form is None or form.type == "text":
         return None

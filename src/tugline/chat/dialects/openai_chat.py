@@ -61,7 +61,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Body(openai.SamplingFields, kw_only=True):
+class _ChatBody(openai.SamplingFields, kw_only=True):
     messages: Annotated[list[Raw], Meta(min_length=1)]
     model: str = ""
     tools: Raw = ABSENT
@@ -73,10 +73,10 @@ class _Body(openai.SamplingFields, kw_only=True):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     stop: str | Annotated[list[str], Meta(max_length=4)] | None = None
-    response_format: openai.Format | None = None
+    response_format: openai.ResponseFormat | None = None
 
 
-_decoder = decoder_with_refusals(_Body, _REFUSALS)
+_decoder = decoder_with_refusals(_ChatBody, _REFUSALS)
 
 
 class OpenAIChat(openai.OpenAIDialect):

@@ -61,7 +61,7 @@ _SUMMARISE = (
 )
 
 
-class _Body(openai.SamplingFields, kw_only=True):
+class _ResponsesBody(openai.SamplingFields, kw_only=True):
     input: str | list[Raw] = msgspec.field(default_factory=list)
     model: str = ""
     instructions: str | None = None
@@ -97,8 +97,8 @@ _ECHOED = (
 """Fields that a response repeats as they are."""
 
 
-class _Text(msgspec.Struct):
-    format: openai.Format | None = None
+class _TextConfig(msgspec.Struct):
+    format: openai.ResponseFormat | None = None
 
 
 class _Message(msgspec.Struct):
@@ -106,8 +106,8 @@ class _Message(msgspec.Struct):
     content: Any = None
 
 
-_decoder = decoder_with_refusals(_Body, _REFUSALS)
-_text = msgspec.json.Decoder(_Text | None)
+_decoder = decoder_with_refusals(_ResponsesBody, _REFUSALS)
+_text = msgspec.json.Decoder(_TextConfig | None)
 _message = msgspec.json.Decoder(_Message)
 
 
@@ -172,7 +172,7 @@ class OpenAIResponses(openai.OpenAIDialect):
         return encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def _list_items(body: _Body, *, compact: bool) -> tuple[list[Raw], int]:
+def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]:
     """All items as JSON, and the index of ``input[0]``: instructions come before, as an item."""
     items = [_encode_item("user", body.input)] if isinstance(body.input, str) else body.input
     if not items:
@@ -187,7 +187,7 @@ def _encode_item(role: str, text: str) -> Raw:
     return Raw(encode({"role": role, "content": text}))
 
 
-def _build_echo(body: _Body, compacted: Sequence[Raw] | None) -> bytes:
+def _build_echo(body: _ResponsesBody, compacted: Sequence[Raw] | None) -> bytes:
     """The part of the request that the response repeats; nothing is ever stored."""
     if compacted is not None:
         return encode(Echo(compact=_find_user_items(compacted)))

@@ -173,16 +173,16 @@ class EngineFormat(ABC):
 
 
 # --------------------------------------------------------------------------- parts of a reply
-class Failure(msgspec.Struct):
+class EngineFailure(msgspec.Struct):
     """An error in a reply with status 200: streams begin before prompts are looked at."""
 
     code: int | str | None = None
 
 
-class Reply(msgspec.Struct):
+class EngineReply(msgspec.Struct):
     """Base of every engine's reply, streamed or whole."""
 
-    error: Failure | None = None
+    error: EngineFailure | None = None
 
 
 class ReportedSpan(msgspec.Struct):
@@ -193,7 +193,7 @@ class ReportedSpan(msgspec.Struct):
     end: int
 
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=EngineReply)
 _TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
 """Matches every engine's refusal of a long prompt; the group is the window's size."""
 

@@ -15,8 +15,8 @@ import numpy as np
 from tugline.chat.engines.base import (
     CallDelta,
     Delta,
+    EngineReply,
     Reader,
-    Reply,
     ReportedSpan,
     decode_reply,
     parse_finish,
@@ -26,40 +26,40 @@ from tugline.types import Finish, VersionSpan
 
 
 # --------------------------------------------------------------------------- the wire
-class _Function(msgspec.Struct):
+class _ChatFunction(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
 
 
-class _Call(msgspec.Struct):
+class _ChatToolCall(msgspec.Struct):
     index: int | None = None
     id: str | None = None
-    function: _Function | None = None
+    function: _ChatFunction | None = None
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ChatToolCall] | None = None
 
 
-class _Logprob(msgspec.Struct, gc=False):
+class _ChatLogprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob] | None = None
+class _ChatLogprobs(msgspec.Struct):
+    content: list[_ChatLogprob] | None = None
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(msgspec.Struct):
     """A response, or what an event adds to it."""
 
-    delta: _Message | None = None
-    message: _Message | None = None
+    delta: _ChatMessage | None = None
+    message: _ChatMessage | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
-    logprobs: _Logprobs | None = None
+    logprobs: _ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     matched_stop: str | int | None = None
@@ -70,7 +70,7 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
 
 
-class _Ids(msgspec.Struct):
+class _ChatIds(msgspec.Struct):
     input_ids: msgspec.Raw = msgspec.Raw()
     output_ids: list[list[int]] = []
 
@@ -79,13 +79,13 @@ class _Metadata(msgspec.Struct):
     weight_versions: list[ReportedSpan] | None = None
 
 
-class ChatReply(Reply):
+class ChatReply(EngineReply):
     """A reply, or one event of it; of every engine's own fields those that matter."""
 
-    choices: list[Choice] = msgspec.field(default_factory=list)
+    choices: list[ChatChoice] = msgspec.field(default_factory=list)
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     usage: _Usage | None = None
-    sglext: _Ids | None = None
+    sglext: _ChatIds | None = None
     metadata: _Metadata | None = None
 
 
@@ -109,19 +109,19 @@ class DeltaBuilder:
     unreported_tokens: int = 0
     prompt_count: int = 0
 
-    def precedes(self, message: _Message) -> bool:
+    def precedes(self, message: _ChatMessage) -> bool:
         """Whether `message` keeps the order of the parts."""
         reasoning = message.reasoning or message.reasoning_content
         return not ((reasoning and (self.text or self.calls)) or (message.content and self.calls))
 
-    def add(self, message: _Message) -> bool:
+    def add(self, message: _ChatMessage) -> bool:
         """Add text, reasoning and calls; whether there were any."""
         reasoning = message.reasoning or message.reasoning_content or ""
         self.reasoning += reasoning
         self.text += message.content or ""
         for place, call in enumerate(message.tool_calls or ()):
             index = place if call.index is None else call.index
-            function = call.function or _Function()
+            function = call.function or _ChatFunction()
             name, arguments = function.name or "", function.arguments or ""
             self.calls.append(CallDelta(index, call.id or "", name, arguments))
         return bool(reasoning or message.content or message.tool_calls)
@@ -214,11 +214,11 @@ class TextReader(ChatReader):
             delta.prompt_count = reply.usage.prompt_tokens
 
 
-def _find_message(choice: Choice) -> _Message | None:
+def _find_message(choice: ChatChoice) -> _ChatMessage | None:
     return choice.delta or choice.message
 
 
-def add_choice(choice: Choice, delta: DeltaBuilder) -> bool:
+def add_choice(choice: ChatChoice, delta: DeltaBuilder) -> bool:
     """Add a choice's text and end; whether it had any text, reasoning or calls."""
     message = _find_message(choice)
     added = message is not None and delta.add(message)
@@ -228,7 +228,7 @@ def add_choice(choice: Choice, delta: DeltaBuilder) -> bool:
     return added
 
 
-def read_logprobs(choice: Choice) -> list[float]:
+def read_logprobs(choice: ChatChoice) -> list[float]:
     """The log probability of each sampled token."""
     content = choice.logprobs.content if choice.logprobs is not None else None
     return [item.logprob for item in content or ()]

@@ -19,10 +19,10 @@ from tugline.chat.engines.base import (
     NEUTRAL,
     Delta,
     EngineFormat,
+    EngineReply,
     EngineRequest,
     Post,
     Reader,
-    Reply,
     ReportedSpan,
     decode_reply,
     parse_finish,
@@ -55,7 +55,7 @@ class TokenFormat(EngineFormat):
 
 
 @dataclass(slots=True)
-class Chunk:
+class GenerateChunk:
     """Tokens of one event, and how its reply goes on."""
 
     ids: list[int]
@@ -65,7 +65,7 @@ class Chunk:
     spans: tuple[VersionSpan, ...] = ()
     """Override the version of the whole reply so far."""
 
-    def extend(self, more: Chunk) -> bool:
+    def extend(self, more: GenerateChunk) -> bool:
         """Append `more` if it goes on under the same version; whether it did."""
         apart = self.finish or self.spans or more.spans
         if apart or more.version not in (None, self.version):
@@ -96,17 +96,17 @@ class TokenReader(Reader):
         """Tokens read so far."""
 
     @abstractmethod
-    def parse(self, payload: bytes) -> Iterator[Chunk]:
+    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
         """Parse the tokens of one event that are new."""
 
-    def parse_all(self, payloads: list[bytes]) -> Iterator[Chunk]:
+    def parse_all(self, payloads: list[bytes]) -> Iterator[GenerateChunk]:
         """Parse the events of one network read."""
         for payload in payloads:
             yield from self.parse(payload)
 
     def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """Consecutive tokens under one version are one `Delta`."""
-        merged: list[Chunk] = []
+        merged: list[GenerateChunk] = []
         for chunk in self.parse_all(payloads):
             if len(chunk.ids) != len(chunk.logprobs):
                 msg = (
@@ -205,7 +205,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[ReportedSpan] | None = None
 
 
-class _Reply(Reply):
+class _Reply(EngineReply):
     choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
@@ -215,7 +215,7 @@ _decoder = msgspec.json.Decoder(_Reply)
 class _GenerateReader(TokenReader):
     """Reads versions event by event (embedded), or for the whole reply at its end (vLLM)."""
 
-    def parse(self, payload: bytes) -> Iterator[Chunk]:
+    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
         for choice in decode_reply(_decoder, payload).choices[:1]:
             content = choice.logprobs.content if choice.logprobs is not None else []
             logprobs = [item.logprob for item in content]
@@ -223,12 +223,12 @@ class _GenerateReader(TokenReader):
             spans = parse_spans(choice.weight_versions)
             start = self.count
             if spans and spans[0].start < start:
-                yield Chunk(choice.token_ids, logprobs, finish, spans=spans)
+                yield GenerateChunk(choice.token_ids, logprobs, finish, spans=spans)
             elif len(spans) > 1:
                 for span in spans:
                     part = slice(span.start - start, span.end - start)
                     last = finish if span is spans[-1] else None
-                    yield Chunk(choice.token_ids[part], logprobs[part], last, span.version)
+                    yield GenerateChunk(choice.token_ids[part], logprobs[part], last, span.version)
             else:
                 version = spans[0].version if spans else None
-                yield Chunk(choice.token_ids, logprobs, finish, version)
+                yield GenerateChunk(choice.token_ids, logprobs, finish, version)

@@ -17,11 +17,11 @@ import msgspec
 from tugline.chat.engines.base import (
     NEUTRAL,
     EngineFormat,
+    EngineReply,
     EngineRequest,
     Feature,
     Post,
     Reader,
-    Reply,
     ReportedSpan,
     decode_reply,
     parse_finish,
@@ -37,7 +37,7 @@ from tugline.chat.engines.chat_reading import (
     read_array,
     read_logprobs,
 )
-from tugline.chat.engines.generate import Chunk, TokenFormat, TokenReader, build_bans
+from tugline.chat.engines.generate import GenerateChunk, TokenFormat, TokenReader, build_bans
 from tugline.chat.request import Constraint, ConstraintKind
 from tugline.errors import EngineError, Unsupported
 from tugline.types import Finish
@@ -72,7 +72,7 @@ class SglangGenerate(_Sglang, TokenFormat):
 
     def make_reader(self, request: EngineRequest) -> Reader:
         """Make a reader."""
-        return _GenerateReader()
+        return _SglangReader()
 
 
 def _build_sampling(request: EngineRequest) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class _Finish(msgspec.Struct):
     type: str
 
 
-class _Meta(msgspec.Struct):
+class _SglangMeta(msgspec.Struct):
     finish_reason: _Finish | None = None
     completion_tokens: int = 0
     output_token_logprobs: list[_Pair] = []
@@ -121,17 +121,17 @@ class _Meta(msgspec.Struct):
     weight_versions: list[ReportedSpan] | None = None
 
 
-class _Reply(Reply):
-    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+class _SglangReply(EngineReply):
+    meta_info: _SglangMeta = msgspec.field(default_factory=_SglangMeta)
 
 
-_decoder = msgspec.json.Decoder(_Reply)
+_decoder = msgspec.json.Decoder(_SglangReply)
 
 
-class _GenerateReader(TokenReader):
+class _SglangReader(TokenReader):
     """Reads cumulative and incremental replies alike, by the engine's own count of tokens."""
 
-    def parse_all(self, payloads: list[bytes]) -> Iterator[Chunk]:
+    def parse_all(self, payloads: list[bytes]) -> Iterator[GenerateChunk]:
         """Of cumulative events only the last is read."""
         last = decode_reply(_decoder, payloads[-1]).meta_info
         if len(last.output_token_logprobs) < last.completion_tokens:
@@ -139,10 +139,10 @@ class _GenerateReader(TokenReader):
                 yield from self.parse(payload)
         yield from self._new_tokens(last)
 
-    def parse(self, payload: bytes) -> Iterator[Chunk]:
+    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
         return self._new_tokens(decode_reply(_decoder, payload).meta_info)
 
-    def _new_tokens(self, meta: _Meta) -> Iterator[Chunk]:
+    def _new_tokens(self, meta: _SglangMeta) -> Iterator[GenerateChunk]:
         new = meta.completion_tokens - self.count
         finish = parse_finish(meta.finish_reason.type) if meta.finish_reason is not None else None
         if new <= 0 and finish is None:
@@ -155,7 +155,7 @@ class _GenerateReader(TokenReader):
             )
             raise EngineError(msg)
         pairs = pairs[len(pairs) - new :] if new > 0 else []
-        yield Chunk(
+        yield GenerateChunk(
             [pair.id for pair in pairs],
             [pair.logprob for pair in pairs],
             finish,

@@ -13,11 +13,17 @@ from typing import Any
 
 import msgspec
 
-from tugline.chat.engines.base import EngineRequest, Feature, Reply, decode_reply, parse_finish
+from tugline.chat.engines.base import (
+    EngineReply,
+    EngineRequest,
+    Feature,
+    decode_reply,
+    parse_finish,
+)
 from tugline.chat.engines.chat import OPENAI_FEATURES, ChatFormat
 from tugline.chat.engines.generate import (
-    Chunk,
     Generate,
+    GenerateChunk,
     TokenFormat,
     TokenReader,
     build_sampling,
@@ -80,27 +86,27 @@ class VllmCompletions(TokenFormat):
         return _CompletionsReader()
 
 
-class _Logprobs(msgspec.Struct):
+class _CompletionLogprobs(msgspec.Struct):
     token_logprobs: list[float] = []
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: _CompletionLogprobs | None = None
     finish_reason: str | None = None
 
 
-class _Reply(Reply):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
+class _CompletionReply(EngineReply):
+    choices: list[_CompletionChoice] = msgspec.field(default_factory=list)
 
 
-_decoder = msgspec.json.Decoder(_Reply)
+_decoder = msgspec.json.Decoder(_CompletionReply)
 
 
 class _CompletionsReader(TokenReader):
     """Reads ids and logprobs; text and the echoed prompt are skipped."""
 
-    def parse(self, payload: bytes) -> Iterator[Chunk]:
+    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
         for choice in decode_reply(_decoder, payload).choices[:1]:
             ids = choice.token_ids or []
             finish = parse_finish(choice.finish_reason)
@@ -108,4 +114,4 @@ class _CompletionsReader(TokenReader):
                 msg = "vllm sent no token ids; it must know `return_token_ids` (from 0.10.2 on)"
                 raise EngineError(msg)
             logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-            yield Chunk(ids, logprobs, finish)
+            yield GenerateChunk(ids, logprobs, finish)

@@ -1,6 +1,6 @@
 """The results of verifying sessions.
 
-A check that could not be made is `Verdict.UNCHECKED` with a reason; it never counts as passed.
+`VerifyVerdict.UNCHECKED` marks a check that could not be made, with a reason; it never passes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from tugline.traces.lineage import Continuation
 
 
-class Verdict(StrEnum):
+class VerifyVerdict(StrEnum):
     """The result of a check."""
 
     PASS = "pass"  # noqa: S105 - a verdict
@@ -21,10 +21,10 @@ class Verdict(StrEnum):
     UNCHECKED = "unchecked"
 
 
-class Check(msgspec.Struct, frozen=True):
+class VerifyCheck(msgspec.Struct, frozen=True):
     """One property of a session."""
 
-    verdict: Verdict
+    verdict: VerifyVerdict
     detail: str = ""
 
 
@@ -62,25 +62,25 @@ class SessionReport(msgspec.Struct, kw_only=True):
     """Path of the file."""
     error: str | None = None
     turns: list[CallReport] = []
-    checks: dict[str, Check] = {}
+    checks: dict[str, VerifyCheck] = {}
     notes: list[str] = []
 
     @property
     def failed(self) -> bool:
         """Whether the recording is unreadable or a check failed."""
-        failures = (check.verdict is Verdict.FAIL for check in self.checks.values())
+        failures = (check.verdict is VerifyVerdict.FAIL for check in self.checks.values())
         return self.error is not None or any(failures)
 
 
-def check_result(faults: list[str], detail: str = "") -> Check:
+def check_result(faults: list[str], detail: str = "") -> VerifyCheck:
     """Return a passed check with `detail`, or a failed one with the first fault and their count."""
     if not faults:
-        return Check(Verdict.PASS, detail)
+        return VerifyCheck(VerifyVerdict.PASS, detail)
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return Check(Verdict.FAIL, faults[0] + more)
+    return VerifyCheck(VerifyVerdict.FAIL, faults[0] + more)
 
 
-class Summary(msgspec.Struct, kw_only=True):
+class VerifySummary(msgspec.Struct, kw_only=True):
     """All sessions together; means are over tokens."""
 
     sessions: int
@@ -99,17 +99,17 @@ class Summary(msgspec.Struct, kw_only=True):
     kl3: float | None
 
 
-def summarize(reports: Sequence[SessionReport]) -> Summary:
+def summarize(reports: Sequence[SessionReport]) -> VerifySummary:
     """Add up the reports of sessions."""
     turns = [turn for report in reports for turn in report.turns]
     scored = [turn for turn in turns if turn.scored]
     verdicts = [check.verdict for report in reports for check in report.checks.values()]
-    return Summary(
+    return VerifySummary(
         sessions=len(reports),
         failed=sum(report.failed for report in reports),
         unreadable=sum(report.error is not None for report in reports),
         turns={kind: sum(turn.continuation is kind for turn in turns) for kind in Continuation},
-        checks={verdict: verdicts.count(verdict) for verdict in Verdict},
+        checks={verdict: verdicts.count(verdict) for verdict in VerifyVerdict},
         scored=sum(turn.scored for turn in scored),
         max_dlogprob=max((turn.max_dlogprob or 0.0 for turn in scored), default=None),
         mean_dlogprob=_weighted_mean([(turn.mean_dlogprob, turn.scored) for turn in scored]),

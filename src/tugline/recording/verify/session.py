@@ -25,9 +25,9 @@ from tugline.recording.verify.engine import (
 )
 from tugline.recording.verify.report import (
     CallReport,
-    Check,
     SessionReport,
-    Verdict,
+    VerifyCheck,
+    VerifyVerdict,
     check_result,
     summarize,
 )
@@ -122,30 +122,30 @@ def _find_number_faults(call: Call) -> list[str]:
 
 def _check_text(
     report: SessionReport, path: Path, recording: Recording, texts: TextVerifier
-) -> Check:
+) -> VerifyCheck:
     try:
         faults = texts.find_faults(path, recording.header, recording.calls)
     except ConfigError as error:
-        return Check(Verdict.UNCHECKED, str(error))
+        return VerifyCheck(VerifyVerdict.UNCHECKED, str(error))
     except CaptureError as error:
-        return Check(Verdict.FAIL, str(error))
+        return VerifyCheck(VerifyVerdict.FAIL, str(error))
     for turn in report.turns:
         turn.faults += [faults[turn.call]] if turn.call in faults else []
     return check_result([*faults.values()])
 
 
 # --------------------------------------------------------------------------- ledger and traces
-def _check_builder(recording: Recording) -> tuple[Check, Check]:
+def _check_builder(recording: Recording) -> tuple[VerifyCheck, VerifyCheck]:
     """Build the session again; returns the checks of its ledger and of its traces."""
     header = recording.header
     try:
         builder = make_builder(header.task.builder if header else PluginSpec("prefix_merging"))
         traces, ledger, _ = builder.build(recording.calls)
     except UsageError as error:
-        unknown = Check(Verdict.UNCHECKED, str(error))
+        unknown = VerifyCheck(VerifyVerdict.UNCHECKED, str(error))
         return unknown, unknown
     except CaptureError as error:
-        wrong = Check(Verdict.FAIL, str(error))
+        wrong = VerifyCheck(VerifyVerdict.FAIL, str(error))
         return wrong, wrong
     reasons = [*ledger.masked.items(), *ledger.dropped.items()]
     equation = f"{ledger.sampled} sampled = {ledger.trained} trained"
@@ -197,8 +197,10 @@ async def verify_logprobs(
     report: SessionReport, recording: Recording, scorer: Scorer, tolerance: float = TOLERANCE
 ) -> None:
     """Add the check ``engine``: recompute every log probability. Raises `EngineError`."""
-    if report.checks["numbers"].verdict is Verdict.FAIL:
-        report.checks["engine"] = Check(Verdict.UNCHECKED, "the recorded numbers are not valid")
+    if report.checks["numbers"].verdict is VerifyVerdict.FAIL:
+        report.checks["engine"] = VerifyCheck(
+            VerifyVerdict.UNCHECKED, "the recorded numbers are not valid"
+        )
         return
     recomputed = await recompute_logprobs(scorer, recording.calls)
     not_comparable: list[str] = []
@@ -226,7 +228,7 @@ async def verify_logprobs(
         )
     if not compared:
         detail = (*not_comparable, "nothing was sampled")[0]
-        report.checks["engine"] = Check(Verdict.UNCHECKED, detail)
+        report.checks["engine"] = VerifyCheck(VerifyVerdict.UNCHECKED, detail)
         return
     sums = summarize([SessionReport(session="", recording="", turns=compared)])
     report.checks["engine"] = check_result(

@@ -30,7 +30,7 @@ from tugline.types import Call, CallOutcome, Ids, Message, Mode, Role, ToolCall
 _NO_IDS: Ids = np.empty(0, np.int32)
 
 
-class _Start(NamedTuple):
+class _PromptStart(NamedTuple):
     """How an answer may have begun."""
 
     prompt: Ids
@@ -118,20 +118,20 @@ def _decode_answers(
     rendering: Rendering, call: Call, known: Mapping[int, Call]
 ) -> Iterator[Message]:
     """Yield the answers that the gateway may have decoded from these ids, the plain one first."""
-    yield _decode(rendering, call, _Start(call.prompt_ids))
+    yield _decode(rendering, call, _PromptStart(call.prompt_ids))
     resumed = _find_resumed(call, known)
     if resumed is not None:
         yield _decode(rendering, call, resumed)
-    start = resumed or _Start(call.prompt_ids)
+    start = resumed or _PromptStart(call.prompt_ids)
     for names in ((), *((tool.name,) for tool in call.tools)):
         mode = ChoiceMode.NAMED if names else ChoiceMode.REQUIRED
         forced = rendering.force_tool_call(ToolChoice(mode, names))
         if forced is not None and np.array_equal(start.prompt[-len(forced) :], forced):
             prompt = start.prompt[: -len(forced)]
-            yield _decode(rendering, call, _Start(prompt, forced, start.resumed))
+            yield _decode(rendering, call, _PromptStart(prompt, forced, start.resumed))
 
 
-def _find_resumed(call: Call, known: Mapping[int, Call]) -> _Start | None:
+def _find_resumed(call: Call, known: Mapping[int, Call]) -> _PromptStart | None:
     """Return the start of an answer that resumes earlier ones; None if it resumes none."""
     first, before = call, _NO_IDS
     while not first.messages and first.parent is not None and first.parent in known:
@@ -139,10 +139,10 @@ def _find_resumed(call: Call, known: Mapping[int, Call]) -> _Start | None:
         if not extends(first, parent):
             break
         first, before = parent, np.concatenate((parent.sampled_ids, before))
-    return None if first is call else _Start(first.prompt_ids, resumed=before)
+    return None if first is call else _PromptStart(first.prompt_ids, resumed=before)
 
 
-def _decode(rendering: Rendering, call: Call, start: _Start) -> Message:
+def _decode(rendering: Rendering, call: Call, start: _PromptStart) -> Message:
     """Decode the answer as the gateway does; of one cut off by the client, the certain part."""
     decoder = StreamParser(
         rendering,

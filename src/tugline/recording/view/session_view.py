@@ -8,7 +8,7 @@ sampled token is in its turn's ledger, and the turns' ledgers add up to the sess
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from tugline.errors import CaptureError
 from tugline.recording.file import Recording
-from tugline.recording.records import Event, EventKind, Header, Result
+from tugline.recording.records import Header, RecordedEvent, RecordedEventKind, RecordedResult
 from tugline.traces.base import Built, make_builder
 from tugline.traces.ledger import count_calls
 from tugline.traces.lineage import Continuation, trace_lineage
@@ -92,7 +92,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 class TimelineEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event between the turns; `at` in seconds since the session began."""
 
-    kind: EventKind
+    kind: RecordedEventKind
     at: float
     call: int | None
     detail: str
@@ -139,7 +139,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds, from which the times of turns and events count."""
     header: Header | None
     """As recorded, without the task's files; null if the first record is lost."""
-    result: Result | None
+    result: RecordedResult | None
     """As recorded; null if there is none yet."""
     turns: tuple[TurnView, ...]
     events: tuple[TimelineEvent, ...]
@@ -195,11 +195,11 @@ def _build(spec: PluginSpec, calls: Sequence[Call]) -> tuple[Built, str]:
         return Built((), Ledger(sampled=sampled)), str(error)
 
 
-def _view_events(events: Sequence[Event], start: float) -> tuple[TimelineEvent, ...]:
+def _view_events(events: Sequence[RecordedEvent], start: float) -> tuple[TimelineEvent, ...]:
     return tuple(
         TimelineEvent(kind=event.kind, at=event.at - start, call=event.call, detail=event.detail)
         for event in sorted(events, key=lambda event: event.at)
-        if event.kind is not EventKind.RESPONSE
+        if event.kind is not RecordedEventKind.RESPONSE
     )
 
 
@@ -317,3 +317,27 @@ def encode_json(session: ViewedSession, *, turn: int | None, full: bool) -> byte
     )
     traces = tuple(map(_add_tokens, view.traces, session.traces)) if full else view.traces
     return msgspec.json.encode(replace(view, turns=turns, traces=traces))
+
+
+def indent_levels(traces: Sequence[TraceView]) -> list[int]:
+    """Return the indentation of each trace: a fork one step more than its parent."""
+    levels: list[int] = []
+    for view in traces:
+        if view.parent is None or view.parent >= view.index:
+            levels.append(0)
+        else:
+            fork = view.shared < traces[view.parent].length
+            levels.append(levels[view.parent] + fork)
+    return levels
+
+
+def split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
+    """Yield start, end and span of each run of tokens; None between spans."""
+    at = 0
+    for span in trace.spans:
+        if at < span.start:
+            yield at, span.start, None
+        yield span.start, span.end, span
+        at = span.end
+    if at < len(trace.ids):
+        yield at, len(trace.ids), None

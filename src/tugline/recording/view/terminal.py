@@ -1,7 +1,6 @@
 """A session on a terminal: a header, a line per turn, traces token by token, the ledger.
 
-Everything that colour says is also said in words, for pipes and ``NO_COLOR``. Long contexts and the
-middle of long sessions are folded, so that hundreds of turns fit on a page or two.
+Colours repeat what the text says. Long contexts and the middle of long sessions are folded.
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from tugline.recording.records import Result
+from tugline.recording.records import RecordedResult
 from tugline.recording.view.session_view import (
     TimelineEvent,
     TraceView,
     TurnView,
     ViewedSession,
     finite_mean,
+    indent_levels,
+    split_runs,
 )
 from tugline.recording.view.token_text import NEWLINE, TokenText, fold_range, visible
 from tugline.traces.lineage import Continuation
@@ -253,7 +254,7 @@ class Terminal:
         )
 
     def _print_tokens(self, trace: Trace) -> None:
-        runs = list(_split_runs(trace))
+        runs = list(split_runs(trace))
         first, last = (len(runs), len(runs)) if self.full else fold_range(len(runs), _RUNS, _RUNS)
         for index, (start, end, span) in enumerate(runs):
             if index == first:
@@ -352,7 +353,7 @@ def _plural(count: int, what: str) -> str:
     return f"{count:,} {what}" + "s" * (count != 1)
 
 
-def _format_status(result: Result | None) -> str:
+def _format_status(result: RecordedResult | None) -> str:
     if result is None:
         return "no result recorded: it is still running, or its node died"
     if result.failure is not None:
@@ -372,29 +373,6 @@ def _format_origin(span: Span | None) -> str:
     if span is None:
         return "context "
     return f"call {span.call:<3}"
-
-
-def indent_levels(traces: Sequence[TraceView]) -> list[int]:
-    """Return the indentation of each trace: a fork one step more than its parent."""
-    levels: list[int] = []
-    for view in traces:
-        if view.parent is None or view.parent >= view.index:
-            levels.append(0)
-        else:
-            fork = view.shared < traces[view.parent].length
-            levels.append(levels[view.parent] + fork)
-    return levels
-
-
-def _split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
-    at = 0
-    for span in trace.spans:
-        if at < span.start:
-            yield at, span.start, None
-        yield span.start, span.end, span
-        at = span.end
-    if at < len(trace.ids):
-        yield at, len(trace.ids), None
 
 
 def _wrap(tokens: Sequence[tuple[str, str]], room: int) -> Iterator[list[tuple[str, str]]]:

@@ -30,7 +30,7 @@ from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.exec.limits import (
     RECORD,
     Cgroup,
-    Limits,
+    ProgramLimits,
     find_cgroup_parent,
     list_unenforced,
     reap_cgroups,
@@ -74,7 +74,7 @@ class Bubblewrap(HostRuntime):
 
     `allow` names hosts that programs may reach, such as ``example.org:443``; `readable` are folders
     of this machine that they see, read-only; `cache_gb` limits the cache of workspaces. The other
-    options are those of `Limits`.
+    options are those of `ProgramLimits`.
     """
 
     def __init__(  # noqa: PLR0913 - the options of a task's runtime, by name
@@ -92,7 +92,7 @@ class Bubblewrap(HostRuntime):
         cache_gb: float = 50.0,
     ) -> None:
         super().__init__(cache_gb)
-        self._limits = Limits(
+        self._limits = ProgramLimits(
             memory_mb=memory_mb,
             processes=processes,
             disk_mb=disk_mb,
@@ -177,7 +177,7 @@ class BubblewrapSandbox(IsolatedSandbox):
     def __init__(
         self,
         layout: Layout,
-        limits: Limits,
+        limits: ProgramLimits,
         allow: AllowList,
         machine: _Machine,
     ) -> None:

@@ -39,9 +39,9 @@ else:
 __all__ = [
     "CALL_S",
     "MISSING",
+    "ContainerEngine",
     "Docker",
     "DockerError",
-    "Engine",
     "FoundEngine",
     "service_command",
     "stream",
@@ -68,7 +68,7 @@ class FoundEngine(msgspec.Struct, frozen=True):
     """The newest version of Docker's API that it speaks."""
 
 
-class Engine:
+class ContainerEngine:
     """The engine `wanted`: a ``unix://`` URL, ``podman``, ``docker``, or None for any."""
 
     def __init__(self, wanted: str | None) -> None:

@@ -26,9 +26,9 @@ from tugline import log
 from tugline.errors import DiskFull, ImageError, UsageError
 from tugline.sandbox.container.engine import (
     CALL_S,
+    ContainerEngine,
     Docker,
     DockerError,
-    Engine,
     stream,
     translate_errors,
 )
@@ -46,7 +46,7 @@ _GB = 1 << 30
 _log = log.get("sandbox")
 
 
-class Image(msgspec.Struct, frozen=True):
+class ContainerImage(msgspec.Struct, frozen=True):
     """An image of the engine."""
 
     name: str
@@ -65,7 +65,7 @@ class ImageCache:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ContainerEngine,
         cache: Path,
         *,
         pull: bool,
@@ -81,7 +81,7 @@ class ImageCache:
         self._making: dict[str, asyncio.Task[None]] = {}
         self._has_path: dict[tuple[str, str], bool] = {}
 
-    async def get(self, workspace: Workspace) -> Image:
+    async def get(self, workspace: Workspace) -> ContainerImage:
         """Return the image of `workspace`, pulled or built if missing.
 
         Raises `ImageError` and `DiskFull`.
@@ -106,7 +106,7 @@ class ImageCache:
         await asyncio.to_thread(self._mark_used, name)
         return image
 
-    async def find_paths(self, image: Image, paths: Sequence[str]) -> frozenset[str]:
+    async def find_paths(self, image: ContainerImage, paths: Sequence[str]) -> frozenset[str]:
         """Return those of `paths` at which the image has something."""
         missing = [path for path in paths if (image.id, path) not in self._has_path]
         if missing:
@@ -119,7 +119,7 @@ class ImageCache:
                         self._has_path[image.id, path] = response.status == 200
         return frozenset(path for path in paths if self._has_path[image.id, path])
 
-    async def copy(self, image: Image, path: PurePosixPath, to: Path) -> None:
+    async def copy(self, image: ContainerImage, path: PurePosixPath, to: Path) -> None:
         """Copy a folder out of an image."""
         argv = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
         async with (
@@ -135,11 +135,13 @@ class ImageCache:
             msg = f"{path} of image {image.name!r} cannot be copied to {to}: {errors[-400:]}"
             raise (DiskFull if "No space left" in errors else ImageError)(msg)
 
-    async def _find(self, name: str) -> Image | None:
+    async def _find(self, name: str) -> ContainerImage | None:
         async with self._engine.timed_client() as docker:
             return await find_image(docker, name)
 
-    async def _make_shared(self, name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> Image:
+    async def _make_shared(
+        self, name: str, make: Callable[[], Coroutine[Any, Any, None]]
+    ) -> ContainerImage:
         """Make it once for all who wait."""
         task = self._making.get(name)
         if task is None or task.done() or task.get_loop() is not asyncio.get_running_loop():
@@ -225,7 +227,7 @@ class ImageCache:
         return [(mark, mark.read_text()) for mark in marks]
 
 
-async def find_image(docker: Docker, name: str) -> Image | None:
+async def find_image(docker: Docker, name: str) -> ContainerImage | None:
     """Return the image that the engine has by that name, if any."""
     try:
         found = await docker.images.inspect(name)
@@ -235,7 +237,7 @@ async def find_image(docker: Docker, name: str) -> Image | None:
         raise
     config: dict[str, Any] = found.get("Config") or {}
     workdir = PurePosixPath(config.get("WorkingDir") or "/")
-    return Image(
+    return ContainerImage(
         name=name,
         id=str(found["Id"]),
         workdir=workdir if workdir != PurePosixPath("/") else None,
@@ -246,7 +248,7 @@ async def find_image(docker: Docker, name: str) -> Image | None:
 
 
 @contextlib.asynccontextmanager
-async def open_archive(docker: Docker, image: Image) -> AsyncIterator[str]:
+async def open_archive(docker: Docker, image: ContainerImage) -> AsyncIterator[str]:
     """Yield the URL of an image's files, of a container that is created and never started."""
     with translate_errors(f"image {image.name!r} cannot be read", ImageError):
         config: dict[str, Any] = {"Image": image.id, "Entrypoint": ["/"], "Labels": {LABEL: "peek"}}

@@ -20,8 +20,8 @@ from tugline import log
 from tugline.errors import ConfigError, SandboxError
 from tugline.sandbox.base import WORKDIR, Mount, SandboxSpec
 from tugline.sandbox.cache import cache_folder, digest
-from tugline.sandbox.container.engine import CALL_S, Docker, DockerError, Engine
-from tugline.sandbox.container.images import Image, ImageCache
+from tugline.sandbox.container.engine import CALL_S, ContainerEngine, Docker, DockerError
+from tugline.sandbox.container.images import ContainerImage, ImageCache
 from tugline.sandbox.container.probe import EngineInfo, probe
 from tugline.sandbox.container.sandbox import (
     DIRECTORY,
@@ -32,7 +32,7 @@ from tugline.sandbox.container.sandbox import (
     read_record,
     remove_container,
 )
-from tugline.sandbox.exec.limits import Limits, check_whole_numbers
+from tugline.sandbox.exec.limits import ProgramLimits, check_whole_numbers
 from tugline.sandbox.host import HostRuntime, Layout, resolve_workdir
 from tugline.sandbox.network.proxy import AllowList
 from tugline.sandbox.workspace.history import end_history
@@ -91,7 +91,7 @@ class Container(HostRuntime):
             msg = f"runtime 'container': pull is {pull!r}, must be 'missing' or 'never'"
             raise ConfigError(msg)
         self._options = ContainerOptions(
-            limits=Limits(
+            limits=ProgramLimits(
                 memory_mb=memory_mb, processes=processes, disk_mb=disk_mb, output_mb=output_mb
             ),
             cpus=cpus,
@@ -100,7 +100,7 @@ class Container(HostRuntime):
             allow=AllowList(allow),
         )
         self._image = image
-        self._engine = Engine(engine)
+        self._engine = ContainerEngine(engine)
         self._images = ImageCache(
             self._engine,
             cache_folder() / "images",
@@ -125,7 +125,7 @@ class Container(HostRuntime):
 
     async def _prepare(
         self, workspace: Workspace, stack: contextlib.AsyncExitStack
-    ) -> tuple[Image, PurePosixPath, Path | None]:
+    ) -> tuple[ContainerImage, PurePosixPath, Path | None]:
         """Hold the base of the workdir: a repository, a folder, or what the image has there."""
         if workspace.image is None and workspace.build is None:
             workspace = msgspec.structs.replace(workspace, image=self._image)
@@ -145,7 +145,7 @@ class Container(HostRuntime):
         entry = self._cache.entry(key, fill, description)
         return image, workdir, await stack.enter_async_context(entry)
 
-    async def _needed_mounts(self, image: Image, mounts: Sequence[Mount]) -> list[Mount]:
+    async def _needed_mounts(self, image: ContainerImage, mounts: Sequence[Mount]) -> list[Mount]:
         """Leave out the optional ones that the image needs not."""
         optional = tuple(mount.target for mount in mounts if mount.optional)
         there = await self._images.find_paths(image, optional) if optional else frozenset()
@@ -205,7 +205,7 @@ def _reap(record: ContainerRecord, folder: Path) -> int:
         return 1
 
     try:
-        count = Engine(f"unix://{record.socket}").run_blocking(work)
+        count = ContainerEngine(f"unix://{record.socket}").run_blocking(work)
     except SandboxError as error:
         _log.warning("container not reaped", container=record.name, error=str(error))
         return 0

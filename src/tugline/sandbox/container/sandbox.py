@@ -25,10 +25,16 @@ from tugline import log
 from tugline.errors import ImageError, SandboxError
 from tugline.sandbox import files
 from tugline.sandbox.base import HOME, Exit
-from tugline.sandbox.container.engine import CALL_S, Docker, DockerError, Engine, translate_errors
-from tugline.sandbox.container.images import LABEL, Image
+from tugline.sandbox.container.engine import (
+    CALL_S,
+    ContainerEngine,
+    Docker,
+    DockerError,
+    translate_errors,
+)
+from tugline.sandbox.container.images import LABEL, ContainerImage
 from tugline.sandbox.container.probe import ulimits
-from tugline.sandbox.exec.limits import Limits, cgroup_of
+from tugline.sandbox.exec.limits import ProgramLimits, cgroup_of
 from tugline.sandbox.exec.processes import finish
 from tugline.sandbox.exec.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
 from tugline.sandbox.hardening import ProcessHardening
@@ -49,7 +55,7 @@ _log = log.get("sandbox")
 class ContainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a container; see `runtime.Container`."""
 
-    limits: Limits
+    limits: ProgramLimits
     cpus: float | None
     user: str | None
     read_only: bool
@@ -72,8 +78,8 @@ class ContainerSandbox(IsolatedSandbox):
         self,
         layout: Layout,
         options: ContainerOptions,
-        engine: Engine,
-        image: Image,
+        engine: ContainerEngine,
+        image: ContainerImage,
     ) -> None:
         super().__init__(layout, options.limits, options.allow, None)
         if not options.read_only:

@@ -37,7 +37,7 @@ _REMOVE_S = 5.0
 _UNLIMITED = 1 << 60
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one sandbox, or of each of its processes."""
 
     memory_mb: int = 8192
@@ -162,7 +162,7 @@ class SandboxCgroup:
         self._folders = sorted({path for path in (self.group.memory, self.group.processes) if path})
         self._record = directory / f"{name}{RECORD}"
 
-    def create(self, limits: Limits) -> None:
+    def create(self, limits: ProgramLimits) -> None:
         """Create them, after their record. Raises `SandboxError`."""
         if not self._folders:
             return
@@ -213,7 +213,7 @@ def reap_cgroups(record: Path) -> int:
     return count
 
 
-def set_rlimits(pid: int, limits: Limits, parent: Cgroup) -> None:
+def set_rlimits(pid: int, limits: ProgramLimits, parent: Cgroup) -> None:
     """Limit a process and all that it will start; a lower limit that is in force stays."""
     size = limits.file_mb * _MB
     wanted = {

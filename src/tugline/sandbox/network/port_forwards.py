@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from tugline.errors import SandboxNetworkError
 from tugline.sandbox.network import netns
 from tugline.sandbox.network.proxy import AllowList, Proxy
-from tugline.sandbox.network.relay import Caller, Dial, Relay, join
+from tugline.sandbox.network.relay import Dial, Relay, RelayClient, join
 
 PORT = 10040
 """Of the first server; the next ones follow."""
@@ -96,7 +96,7 @@ def _close(created: asyncio.Task[socket.socket]) -> None:
 
 
 def _dial_to(host: str, port: int) -> Dial:
-    async def dial(caller: Caller) -> None:
+    async def dial(caller: RelayClient) -> None:
         await join(caller, host, port)
 
     return dial

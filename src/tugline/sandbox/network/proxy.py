@@ -20,7 +20,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tugline.errors import ConfigError
-from tugline.sandbox.network.relay import Caller, join
+from tugline.sandbox.network.relay import RelayClient, join
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?"
 _PATTERN = re.compile(
@@ -108,7 +108,7 @@ class Proxy:
     def __init__(self, allow: AllowList) -> None:
         self._allow = allow
 
-    async def dial(self, caller: Caller) -> None:
+    async def dial(self, caller: RelayClient) -> None:
         """Read the request and connect it, or refuse it with a reason."""
         try:
             request = _parse_request(await caller.read_until(b"\r\n\r\n"))

@@ -67,7 +67,7 @@ class Side(asyncio.Protocol):
             self.other.transport.close()
 
 
-class Caller(Side):
+class RelayClient(Side):
     """The end in the sandbox; what it sends before it has a target is buffered."""
 
     def __init__(self, relay: Relay) -> None:
@@ -125,7 +125,7 @@ class Caller(Side):
 class _Target(Side):
     """The end at the target, joined with its caller at once."""
 
-    def __init__(self, caller: Caller, hello: bytes, first: bytes) -> None:
+    def __init__(self, caller: RelayClient, hello: bytes, first: bytes) -> None:
         super().__init__()
         self._caller, self._hello, self._first = caller, hello, first
 
@@ -146,7 +146,7 @@ class _Target(Side):
 
 
 async def join(
-    caller: Caller, host: str, port: int, *, hello: bytes = b"", first: bytes = b""
+    caller: RelayClient, host: str, port: int, *, hello: bytes = b"", first: bytes = b""
 ) -> None:
     """Connect a caller with its target; write `first` to the target and `hello` to the caller.
 
@@ -156,7 +156,7 @@ async def join(
     await loop.create_connection(lambda: _Target(caller, hello, first), host, port)
 
 
-Dial = Callable[[Caller], Awaitable[None]]
+Dial = Callable[[RelayClient], Awaitable[None]]
 """Connects a caller with its target, or reports an error to the caller and closes it."""
 
 
@@ -165,16 +165,16 @@ class Relay:
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
-        self._callers: dict[Caller, asyncio.Task[None] | None] = {}
+        self._callers: dict[RelayClient, asyncio.Task[None] | None] = {}
         self._server: asyncio.Server
 
     async def serve(self, listener: socket.socket) -> Self:
         """Begin to accept connections."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Caller(self), sock=listener)
+        self._server = await loop.create_server(lambda: RelayClient(self), sock=listener)
         return self
 
-    def begin(self, caller: Caller) -> None:
+    def begin(self, caller: RelayClient) -> None:
         """Connect a new caller, unless there are too many."""
         if len(self._callers) >= MAX_CONNECTIONS:
             self._callers[caller] = None
@@ -182,14 +182,14 @@ class Relay:
             return
         self._callers[caller] = asyncio.ensure_future(self._serve(caller))
 
-    async def _serve(self, caller: Caller) -> None:
+    async def _serve(self, caller: RelayClient) -> None:
         try:
             async with asyncio.timeout(DIAL_S):
                 await self._dial(caller)
         except (OSError, ValueError):  # also a timeout
             caller.transport.abort()
 
-    def forget(self, caller: Caller) -> None:
+    def forget(self, caller: RelayClient) -> None:
         """Forget a closed connection."""
         task = self._callers.pop(caller, None)
         if task is not None:

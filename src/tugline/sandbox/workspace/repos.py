@@ -49,7 +49,7 @@ _REPOSITORY_VARIABLES = frozenset(
 _NO_CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
-class Source(msgspec.Struct, frozen=True):
+class RepoSource(msgspec.Struct, frozen=True):
     """A repository: a URL, or a path of this machine."""
 
     where: str
@@ -136,21 +136,21 @@ class Source(msgspec.Struct, frozen=True):
         raise DiskFull(msg) if "No space left" in errors else WorkspaceError(msg)
 
 
-def source_of(repo: str) -> Source:
+def source_of(repo: str) -> RepoSource:
     """Parse a `Workspace.repo`. Raises `UsageError` for what can be neither URL nor path."""
     if not repo or repo.startswith("-") or "\0" in repo or repo.lower().startswith("ext::"):
         msg = f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node"
         raise UsageError(msg)
     if _URL.match(repo):
-        return Source(repo, local=False)
+        return RepoSource(repo, local=False)
     path = Path(repo)
     if not path.is_absolute():
         msg = f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node"
         raise UsageError(msg)
-    return Source(str(path.resolve()), local=True)
+    return RepoSource(str(path.resolve()), local=True)
 
 
-async def resolve(source: Source, commit: str | None) -> str:
+async def resolve(source: RepoSource, commit: str | None) -> str:
     """Return the full hash of `commit`; a tag goes before a branch of that name."""
     wanted = commit or "HEAD"
     if _HASH.fullmatch(wanted):

@@ -27,8 +27,8 @@ from tugline.server.control import ControlPlane
 from tugline.server.http import nodes, problems, results, tasks
 from tugline.server.http.auth import Caller, Tokens, authorize, identify
 from tugline.server.http.problems import Refusal
-from tugline.server.http.route import JSON, AppState, Call, Metrics, Nothing, Route
-from tugline.server.http.waiting import ClientGone, Waits
+from tugline.server.http.route import JSON, ApiCall, AppState, Metrics, Nothing, Route
+from tugline.server.http.waiting import ClientDisconnected, Waits
 from tugline.web.serve import serve
 
 THREAD_BYTES = 256 << 10
@@ -100,7 +100,7 @@ class Api:
                 raise Missing(msg)
         query = decode_query(request.scope["query_string"].decode("latin-1"), route.query)
         body = Nothing() if request.method == "GET" else await self._read_body(request, route)
-        call = Call(self.state, caller, request, ident, query, body)
+        call = ApiCall(self.state, caller, request, ident, query, body)
         answer = await route.handler(call)
         if isinstance(answer, Response):
             return answer
@@ -146,7 +146,7 @@ class _Endpoint:
             route = self._find(request)
             name = route.name
             response = await self._api.call(route, request)
-        except (ClientGone, ClientDisconnect):
+        except (ClientDisconnected, ClientDisconnect):
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a problem
             response = problems.respond(error)
@@ -155,7 +155,7 @@ class _Endpoint:
             self._api.state.metrics.count_request(name, response.status_code, seconds)
         try:
             await response(scope, receive, send)
-        except (ClientGone, ClientDisconnect):
+        except (ClientDisconnected, ClientDisconnect):
             return
         except TuglineError as error:  # in the middle of a stream: it breaks off, unfinished
             _log.warning("stream broke off", route=name, error=str(error))

@@ -18,7 +18,7 @@ from tugline.errors import UsageError
 from tugline.server.http.problems import Refusal
 
 
-class Role(StrEnum):
+class ApiRole(StrEnum):
     """What a token allows."""
 
     CLIENT = "client"
@@ -34,7 +34,7 @@ class Role(StrEnum):
 class Caller(NamedTuple):
     """Who sends a request; `node` is the id of a node."""
 
-    role: Role | None = None
+    role: ApiRole | None = None
     node: str = ""
 
 
@@ -69,7 +69,7 @@ async def identify(header: str | None, tokens: Tokens, find_node: FindNode) -> C
     if scheme.lower() != "bearer" or not token:
         message = "send the header 'Authorization: Bearer TOKEN'"
         raise _refuse(message)
-    own = {Role.CLIENT: tokens.client, Role.READ: tokens.read, Role.JOIN: tokens.join}
+    own = {ApiRole.CLIENT: tokens.client, ApiRole.READ: tokens.read, ApiRole.JOIN: tokens.join}
     sent = token.encode()
     matches = [role for role, each in own.items() if hmac.compare_digest(each.encode(), sent)]
     if matches:
@@ -78,10 +78,10 @@ async def identify(header: str | None, tokens: Tokens, find_node: FindNode) -> C
     if node is None:
         message = "this token is unknown, or of a node that is gone"
         raise _refuse(message, ', error="invalid_token"')
-    return Caller(Role.NODE, node)
+    return Caller(ApiRole.NODE, node)
 
 
-def authorize(caller: Caller, roles: frozenset[Role], route: str) -> None:
+def authorize(caller: Caller, roles: frozenset[ApiRole], route: str) -> None:
     """Raises `Refusal` unless the caller has one of `roles`."""
     if caller.role not in roles:
         needed = " or ".join(sorted(roles))

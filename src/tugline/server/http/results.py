@@ -29,7 +29,7 @@ from tugline.server.http.route import (
     READERS,
     SSE,
     TEXT,
-    Call,
+    ApiCall,
     Limit,
     Name,
     Nothing,
@@ -37,7 +37,7 @@ from tugline.server.http.route import (
     Routes,
     Wait,
 )
-from tugline.server.http.waiting import Stream
+from tugline.server.http.waiting import EventStream
 from tugline.server.store import events, nodes, outbox, results, stats
 from tugline.web.sse import encode_event
 
@@ -69,7 +69,7 @@ class AckQuery(msgspec.Struct, frozen=True):
 
 
 @ROUTES.add("GET", "/v1/results", READERS, media=(JSON, NDJSON, MSGPACK))
-async def list_results(call: Call[ResultQuery, Nothing]) -> Results | Response:
+async def list_results(call: ApiCall[ResultQuery, Nothing]) -> Results | Response:
     """List results after a cursor: a page, lines, or frames with the trajectories."""
     media, query = call.accept(JSON, NDJSON, MSGPACK), call.query
     if media == JSON:
@@ -77,11 +77,11 @@ async def list_results(call: Call[ResultQuery, Nothing]) -> Results | Response:
         return await (call.attend(page) if query.wait_s else page)
     first = await _read_results(call, query.after, 0.0, query.consumer)
     pieces = _lines(call, first) if media == NDJSON else _frames(call, first)
-    return Stream(pieces, media, call.state.waits)
+    return EventStream(pieces, media, call.state.waits)
 
 
 async def _read_results(
-    call: Call[ResultQuery, Nothing],
+    call: ApiCall[ResultQuery, Nothing],
     after: int | None,
     wait_s: float,
     consumer: str | None = None,
@@ -97,7 +97,7 @@ async def _read_results(
     )
 
 
-async def _pages(call: Call[ResultQuery, Nothing], page: Results) -> AsyncGenerator[Results]:
+async def _pages(call: ApiCall[ResultQuery, Nothing], page: Results) -> AsyncGenerator[Results]:
     """`page` and what follows; empty ones keep a quiet stream alive."""
     wait_s = call.state.waits.keep_alive_s if call.query.follow else 0.0
     while page.items or page.groups or call.query.follow:
@@ -105,12 +105,12 @@ async def _pages(call: Call[ResultQuery, Nothing], page: Results) -> AsyncGenera
         page = await _read_results(call, page.cursor, wait_s)
 
 
-async def _lines(call: Call[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
+async def _lines(call: ApiCall[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
     async for page in _pages(call, first):
         yield msgspec.json.encode(page) + b"\n"
 
 
-async def _frames(call: Call[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
+async def _frames(call: ApiCall[ResultQuery, Nothing], first: Results) -> AsyncGenerator[bytes]:
     async for page in _pages(call, first):
         yield _frame(msgspec.msgpack.encode(page))
         for item in page.items:
@@ -122,13 +122,13 @@ def _frame(data: bytes) -> bytes:
 
 
 @ROUTES.add("POST", "/v1/results/ack", CLIENTS)
-async def acknowledge(call: Call[AckQuery, Ack]) -> Consumer:
+async def acknowledge(call: ApiCall[AckQuery, Ack]) -> Consumer:
     """Acknowledge results up to a cursor."""
     return await call.db.write(results.ack, call.query.consumer, call.body.cursor)
 
 
 @ROUTES.add("GET", "/v1/consumers", READERS)
-async def list_consumers(call: Call[Nothing, Nothing]) -> list[Consumer]:
+async def list_consumers(call: ApiCall[Nothing, Nothing]) -> list[Consumer]:
     """List consumers and their positions."""
     return await call.db.read(results.list_consumers)
 
@@ -156,7 +156,7 @@ class DeliveryQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @ROUTES.add("GET", "/v1/events", READERS, media=(JSON, SSE))
-async def list_events(call: Call[EventQuery, Nothing]) -> list[Event] | Response:
+async def list_events(call: ApiCall[EventQuery, Nothing]) -> list[Event] | Response:
     """List events after a position: a page, or server-sent events."""
     query = call.query
     if call.accept(JSON, SSE) == JSON:
@@ -165,17 +165,17 @@ async def list_events(call: Call[EventQuery, Nothing]) -> list[Event] | Response
     after = _parse_last_event_id(call)
     if after is None:
         after = await call.db.read(events.latest)
-    return Stream(_stream(call, await _read_events(call, after), after), SSE, call.state.waits)
+    return EventStream(_stream(call, await _read_events(call, after), after), SSE, call.state.waits)
 
 
 async def _read_events(
-    call: Call[EventQuery, Nothing], after: int, wait_s: float = 0.0
+    call: ApiCall[EventQuery, Nothing], after: int, wait_s: float = 0.0
 ) -> list[Event]:
     query = call.query
     return await call.control.events(after=after, limit=query.limit, wait_s=wait_s, task=query.task)
 
 
-def _parse_last_event_id(call: Call[EventQuery, Nothing]) -> int | None:
+def _parse_last_event_id(call: ApiCall[EventQuery, Nothing]) -> int | None:
     header = call.request.headers.get("last-event-id")
     if header is None:
         return call.query.after
@@ -186,7 +186,7 @@ def _parse_last_event_id(call: Call[EventQuery, Nothing]) -> int | None:
 
 
 async def _stream(
-    call: Call[EventQuery, Nothing], page: list[Event], after: int
+    call: ApiCall[EventQuery, Nothing], page: list[Event], after: int
 ) -> AsyncGenerator[bytes]:
     yield b": events\n\n"
     while True:
@@ -201,33 +201,33 @@ async def _stream(
 
 # --------------------------------------------------------------------------- webhooks
 @ROUTES.add("GET", "/v1/deliveries", READERS)
-async def list_deliveries(call: Call[DeliveryQuery, Nothing]) -> list[Delivery]:
+async def list_deliveries(call: ApiCall[DeliveryQuery, Nothing]) -> list[Delivery]:
     """List webhook deliveries and their states."""
     return await call.db.read(outbox.page, **msgspec.structs.asdict(call.query))
 
 
 @ROUTES.add("POST", "/v1/deliveries/{number}/retry", CLIENTS)
-async def retry_delivery(call: Call[Nothing, Nothing]) -> Delivery:
+async def retry_delivery(call: ApiCall[Nothing, Nothing]) -> Delivery:
     """Send a webhook delivery again."""
     return await call.db.write(outbox.retry, int(call.id))
 
 
 # --------------------------------------------------------------------------- the server
 @ROUTES.add("GET", "/v1/status", READERS)
-async def get_status(call: Call[Nothing, Nothing]) -> Counts:
+async def get_status(call: ApiCall[Nothing, Nothing]) -> Counts:
     """Count sessions, tasks and nodes."""
     return await call.db.read(stats.counts)
 
 
 @ROUTES.add("GET", "/healthz", PUBLIC)
-async def check_health(call: Call[Nothing, Nothing]) -> Response:
+async def check_health(call: ApiCall[Nothing, Nothing]) -> Response:
     """Check whether the server can work."""
     await call.db.read(nodes.control)
     return Response(b'{"status":"ok"}', media_type=JSON)
 
 
 @ROUTES.add("GET", "/metrics", READERS, media=(TEXT,), problems=("missing",))
-async def get_metrics(call: Call[Nothing, Nothing]) -> Response:
+async def get_metrics(call: ApiCall[Nothing, Nothing]) -> Response:
     """Get the metrics for Prometheus."""
     if call.state.metrics is None:
         msg = "this server has no metrics"
@@ -236,7 +236,7 @@ async def get_metrics(call: Call[Nothing, Nothing]) -> Response:
 
 
 @ROUTES.add("GET", "/openapi.json", READERS)
-async def get_document(call: Call[Nothing, Nothing]) -> Response:
+async def get_document(call: ApiCall[Nothing, Nothing]) -> Response:
     """Get this document."""
     document = await asyncio.to_thread(openapi.document, call.state.routes)
     return Response(document, media_type=JSON)

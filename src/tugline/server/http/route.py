@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tugline.server.control import ControlPlane
-from tugline.server.http.auth import Caller, Role
+from tugline.server.http.auth import ApiRole, Caller
 from tugline.server.http.problems import Refusal
 from tugline.server.http.waiting import Waits
 from tugline.server.store.database import Database
@@ -41,10 +41,10 @@ Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
 Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous page.")]
 
-PUBLIC: frozenset[Role] = frozenset()
-CLIENTS = frozenset({Role.CLIENT})
-READERS = frozenset({Role.CLIENT, Role.READ})
-NODES = frozenset({Role.NODE})
+PUBLIC: frozenset[ApiRole] = frozenset()
+CLIENTS = frozenset({ApiRole.CLIENT})
+READERS = frozenset({ApiRole.CLIENT, ApiRole.READ})
+NODES = frozenset({ApiRole.NODE})
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class AppState:
 
 
 @dataclass(slots=True)
-class Call(Generic[Q, B]):
+class ApiCall(Generic[Q, B]):
     """A decoded request."""
 
     state: AppState
@@ -110,7 +110,7 @@ class Call(Generic[Q, B]):
         raise Refusal(msg, "not-acceptable", known=media)
 
 
-Handler = Callable[[Call[Any, Any]], Awaitable[object]]
+Handler = Callable[[ApiCall[Any, Any]], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Route:
     method: str
     path: str
     """May contain one ``{id}`` or ``{number}``."""
-    roles: frozenset[Role]
+    roles: frozenset[ApiRole]
     """Who may use it; empty: everybody."""
     handler: Handler
     """The first line of its docstring is the summary."""
@@ -157,7 +157,7 @@ class Routes(list[Route]):
     """A list of routes that `add` fills."""
 
     def add(
-        self, method: str, path: str, roles: frozenset[Role], **settings: Any
+        self, method: str, path: str, roles: frozenset[ApiRole], **settings: Any
     ) -> Callable[[Handler], Handler]:
         """Decorate the handler of a route; `settings` are fields of `Route`."""
 

@@ -37,7 +37,7 @@ from tugline.server.http.route import (
     READERS,
     TEXT,
     ZSTD,
-    Call,
+    ApiCall,
     Cursor,
     Limit,
     Name,
@@ -45,7 +45,7 @@ from tugline.server.http.route import (
     Position,
     Routes,
 )
-from tugline.server.http.waiting import Stream
+from tugline.server.http.waiting import EventStream
 from tugline.server.store import groups, results, sessions, tasks
 from tugline.types import Status, Task, Trajectory, decode
 
@@ -90,7 +90,7 @@ class CancelQuery(msgspec.Struct, frozen=True):
     problems=("conflict",),
     max_body=MAX_BATCH_BYTES,
 )
-async def submit(call: Call[Nothing, list[Task]]) -> list[Accepted] | Response:
+async def submit(call: ApiCall[Nothing, list[Task]]) -> list[Accepted] | Response:
     """Submit one task or up to 1,000; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
         msg = f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}"
@@ -101,25 +101,25 @@ async def submit(call: Call[Nothing, list[Task]]) -> list[Accepted] | Response:
 
 
 @ROUTES.add("GET", "/v1/tasks", READERS)
-async def list_tasks(call: Call[TaskQuery, Nothing]) -> Page:
+async def list_tasks(call: ApiCall[TaskQuery, Nothing]) -> Page:
     """List tasks, in the order of submission."""
     return await call.db.read(tasks.page, **msgspec.structs.asdict(call.query))
 
 
 @ROUTES.add("GET", "/v1/tasks/{id}", READERS)
-async def get_task(call: Call[Nothing, Nothing]) -> TaskView:
+async def get_task(call: ApiCall[Nothing, Nothing]) -> TaskView:
     """Get the current state of a task."""
     return await call.db.read(tasks.view, call.id)
 
 
 @ROUTES.add("GET", "/v1/tasks/{id}/body", READERS)
-async def get_body(call: Call[Nothing, Nothing]) -> Task:
+async def get_body(call: ApiCall[Nothing, Nothing]) -> Task:
     """Get a task as it was submitted."""
     return await call.db.read(tasks.body, call.id)
 
 
 @ROUTES.add("POST", "/v1/tasks/{id}/cancel", CLIENTS)
-async def cancel_task(call: Call[CancelQuery, Nothing]) -> Cancelled:
+async def cancel_task(call: ApiCall[CancelQuery, Nothing]) -> Cancelled:
     """Cancel the unfinished sessions of a task."""
     return await call.db.write(groups.cancel_task, call.id, call.query.by)
 
@@ -154,7 +154,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Epoch
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+class BodyChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Place of a piece of a log."""
 
     epoch: Epoch
@@ -170,25 +170,25 @@ class Length(msgspec.Struct, frozen=True):
 
 # --------------------------------------------------------------------------- sessions
 @ROUTES.add("GET", "/v1/sessions", READERS)
-async def list_sessions(call: Call[SessionQuery, Nothing]) -> Page:
+async def list_sessions(call: ApiCall[SessionQuery, Nothing]) -> Page:
     """List sessions, in the order of submission."""
     return await call.db.read(sessions.page, **msgspec.structs.asdict(call.query))
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}", READERS)
-async def get_session(call: Call[Nothing, Nothing]) -> SessionView:
+async def get_session(call: ApiCall[Nothing, Nothing]) -> SessionView:
     """Get the current state of a session."""
     return await call.db.read(sessions.get_view, call.id)
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/cancel", CLIENTS)
-async def cancel_session(call: Call[CancelQuery, Nothing]) -> Cancelled:
+async def cancel_session(call: ApiCall[CancelQuery, Nothing]) -> Cancelled:
     """Cancel a session."""
     return await call.db.write(groups.cancel_session, call.id, call.query.by)
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/log", READERS, media=(TEXT,))
-async def read_log(call: Call[LogQuery, Nothing]) -> Response:
+async def read_log(call: ApiCall[LogQuery, Nothing]) -> Response:
     """Read the agent's output as text; to the end of the session if followed."""
     query, waits = call.query, call.state.waits
     offset = query.offset if query.tail is None else -query.tail
@@ -203,17 +203,17 @@ async def read_log(call: Call[LogQuery, Nothing]) -> Response:
             wait_s = waits.keep_alive_s if query.follow else 0.0
             part = await call.control.read_log(call.id, offset=part.offset, wait_s=wait_s)
 
-    return Stream(pieces(), TEXT, waits, headers)
+    return EventStream(pieces(), TEXT, waits, headers)
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/result", READERS)
-async def get_result(call: Call[Nothing, Nothing]) -> ResultView:
+async def get_result(call: ApiCall[Nothing, Nothing]) -> ResultView:
     """Get a result without its tokens."""
     return await call.db.read(results.get, call.id)
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/trajectory", READERS, media=(ZSTD, JSON))
-async def get_trajectory(call: Call[Nothing, Nothing]) -> Response:
+async def get_trajectory(call: ApiCall[Nothing, Nothing]) -> Response:
     """Get a trajectory: packed as it is stored, or as JSON."""
     media = call.accept(ZSTD, JSON)
     data = await call.control.trajectory(call.id)
@@ -239,28 +239,28 @@ def _encode_array(value: Any) -> Any:
 
 # --------------------------------------------------------------------------- for nodes
 @ROUTES.add("POST", "/v1/sessions/{id}/result", NODES, problems=_FENCED, max_body=MAX_RESULT)
-async def commit(call: Call[Lease, bytes]) -> Commit:
+async def commit(call: ApiCall[Lease, bytes]) -> Commit:
     """Commit a result, once: a trajectory as zstd-compressed msgpack."""
     await _check_holder(call)
     return await call.control.dispatcher.commit(call.id, call.query.epoch, call.body)
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/release", NODES, statuses=(204,), problems=_FENCED)
-async def release(call: Call[Nothing, Release]) -> None:
+async def release(call: ApiCall[Nothing, Release]) -> None:
     """Return a session to the queue."""
     await _check_holder(call)
     await call.control.dispatcher.release(call.id, call.body)
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/log", NODES, problems=_FENCED, max_body=MAX_CHUNK)
-async def append_log(call: Call[Chunk, bytes]) -> Length:
+async def append_log(call: ApiCall[BodyChunk, bytes]) -> Length:
     """Append to a session's log."""
     await _check_holder(call)
     chunk = call.query
     return Length(await call.control.dispatcher.log(call.id, chunk.epoch, chunk.offset, call.body))
 
 
-async def _check_holder(call: Call[Any, Any]) -> None:
+async def _check_holder(call: ApiCall[Any, Any]) -> None:
     holder = (await call.db.read(sessions.get, call.id)).node
     if holder not in {None, call.caller.node}:
         msg = f"session {call.id} is held by another node now"

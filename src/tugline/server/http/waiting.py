@@ -20,7 +20,7 @@ from tugline.server.http.problems import Refusal
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client hung up; there is nobody to answer."""
 
 
@@ -37,7 +37,7 @@ class Waits:
         self._stopped.set()
 
     async def attend(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises `ClientGone`, or `Refusal` on `stop`."""
+        """The result of `work`. Raises `ClientDisconnected`, or `Refusal` on `stop`."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(_disconnect(receive))
         stopping = asyncio.ensure_future(self._stopped.wait())
@@ -53,7 +53,7 @@ class Waits:
         if self._stopped.is_set():
             msg = "the server is shutting down; ask again in a moment"
             raise Refusal(msg, "stopping")
-        raise ClientGone
+        raise ClientDisconnected
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -70,7 +70,7 @@ async def _cancel(*futures: asyncio.Future[Any]) -> None:
             future.exception()  # mark it as retrieved
 
 
-class Stream(Response):
+class EventStream(Response):
     """An answer in pieces; a slow reader slows down the source."""
 
     def __init__(

@@ -47,7 +47,7 @@ class Tx(ABC):
         rows: list[Row] = self.execute(sql, values).fetchall()
         return rows
 
-    def one(self, sql: str, **values: object) -> Row | None:
+    def fetch_one(self, sql: str, **values: object) -> Row | None:
         """The first row, or None."""
         rows = self.all(sql, **values)
         return rows[0] if rows else None

@@ -49,7 +49,7 @@ def list_named(tx: Tx, name: str) -> list[str]:
 
 def state(tx: Tx, node: str) -> NodeState:
     """Raises `FencedError` for one that is gone or was never here."""
-    row = tx.one("SELECT state FROM nodes WHERE id = :node AND state <> 'gone'", node=node)
+    row = tx.fetch_one("SELECT state FROM nodes WHERE id = :node AND state <> 'gone'", node=node)
     if row is None:
         msg = f"node {node!r} was lost: what it held is given to others; register again"
         raise FencedError(msg)
@@ -105,7 +105,7 @@ def list_live(tx: Tx) -> set[str]:
 
 def find_by_token(tx: Tx, token: str) -> str | None:
     """The node behind a token, unless it is gone."""
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT id FROM nodes WHERE state <> 'gone' AND token = :token", token=digest(token)
     )
     return row[0] if row else None

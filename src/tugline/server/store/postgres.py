@@ -120,7 +120,7 @@ class Postgres(Driver):
     def _migrate(self, connection: PostgresConnection) -> None:
         connection.begin_migration(_MIGRATING)
         connection.run("CREATE TABLE IF NOT EXISTS layout (steps INTEGER NOT NULL)")
-        layout = (connection.one("SELECT MAX(steps) FROM layout") or (None,))[0] or 0
+        layout = (connection.fetch_one("SELECT MAX(steps) FROM layout") or (None,))[0] or 0
         if layout > len(STEPS):
             msg = f"store {_redact(self._url)} has layout {layout}, this version reads {len(STEPS)}"
             raise UsageError(msg)

@@ -50,13 +50,13 @@ def insert(tx: Tx, view: ResultView, digest: str, blob: str) -> int:
 
 def digest_of(tx: Tx, session: str) -> str | None:
     """Digest of its encoded trajectory; None without a result."""
-    row = tx.one("SELECT digest FROM results WHERE session = :session", session=session)
+    row = tx.fetch_one("SELECT digest FROM results WHERE session = :session", session=session)
     return row[0] if row else None
 
 
 def get_blob(tx: Tx, session: str) -> str:
     """Name of its trajectory's blob. Raises `Missing`, also if the session never ran."""
-    row = tx.one("SELECT blob FROM results WHERE session = :session", session=session)
+    row = tx.fetch_one("SELECT blob FROM results WHERE session = :session", session=session)
     if row is None:
         raise _no_result(session)
     if not row[0]:
@@ -67,7 +67,7 @@ def get_blob(tx: Tx, session: str) -> str:
 
 def get(tx: Tx, session: str) -> ResultView:
     """The result of a session. Raises `Missing`."""
-    row = tx.one("SELECT view FROM results WHERE session = :session", session=session)
+    row = tx.fetch_one("SELECT view FROM results WHERE session = :session", session=session)
     if row is None:
         raise _no_result(session)
     return _view.decode(row[0])
@@ -75,7 +75,7 @@ def get(tx: Tx, session: str) -> ResultView:
 
 def get_at(tx: Tx, position: int) -> ResultView:
     """The result that was committed at a position. Raises `Missing`."""
-    row = tx.one("SELECT view FROM results WHERE position = :position", position=position)
+    row = tx.fetch_one("SELECT view FROM results WHERE position = :position", position=position)
     if row is None:
         msg = f"no result at position {position}"
         raise Missing(msg)
@@ -152,7 +152,7 @@ def _is_among(column: str, names: Sequence[str] | None) -> tuple[str, dict[str, 
 # --------------------------------------------------------------------------- consumers
 def read_acked(tx: Tx, consumer: str) -> int:
     """The position that a consumer has acknowledged; 0 for a new one."""
-    row = tx.one("SELECT acked FROM consumers WHERE name = :name", name=consumer)
+    row = tx.fetch_one("SELECT acked FROM consumers WHERE name = :name", name=consumer)
     return int(row[0]) if row else 0
 
 

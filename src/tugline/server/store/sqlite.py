@@ -71,7 +71,7 @@ class Sqlite(Driver):
         connection = self.connect()
         try:
             connection.begin(durable=True)
-            layout = (connection.one("PRAGMA user_version") or (0,))[0]
+            layout = (connection.fetch_one("PRAGMA user_version") or (0,))[0]
             if layout > len(STEPS):
                 msg = f"store {self._path} has layout {layout}, this version reads {len(STEPS)}"
                 raise UsageError(msg)

@@ -161,7 +161,7 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
 # --------------------------------------------------------------------------- reading
 def body(tx: Tx, task: str) -> Task:
     """The task as it was submitted. Raises `Missing`."""
-    row = tx.one("SELECT body FROM tasks WHERE id = :task", task=task)
+    row = tx.fetch_one("SELECT body FROM tasks WHERE id = :task", task=task)
     if row is None:
         raise _missing(task)
     return unpack(row[0])

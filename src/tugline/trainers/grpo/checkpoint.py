@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.pt"
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of ``state.json``."""
 
     step: int
@@ -83,7 +83,7 @@ def _write(draft: Path, trainer: Grpo, *, step: int, version: int, extra: dict[s
     config.save_pretrained(draft)
     rest = {"optimizer": trainer.optimizer.state_dict(), "order": trainer.order.get_state()}
     torch.save(rest, draft / OPTIMIZER)
-    state = State(
+    state = CheckpointState(
         step=step,
         version=version,
         config=trainer.config.digest(),
@@ -96,7 +96,7 @@ def _write(draft: Path, trainer: Grpo, *, step: int, version: int, extra: dict[s
         _fsync(file)
 
 
-def load(path: Path, trainer: Grpo) -> State:
+def load(path: Path, trainer: Grpo) -> CheckpointState:
     """Restore weights, optimizer and random state of `trainer` from a checkpoint, in place.
 
     Files are verified before anything is changed. Raises `CheckpointError` for a missing or damaged
@@ -121,10 +121,10 @@ def load(path: Path, trainer: Grpo) -> State:
     return state
 
 
-def read(path: Path) -> State:
+def read(path: Path) -> CheckpointState:
     """Read the state of the checkpoint at `path`. Raises `CheckpointError`."""
     try:
-        return msgspec.json.decode((path / STATE).read_bytes(), type=State)
+        return msgspec.json.decode((path / STATE).read_bytes(), type=CheckpointState)
     except (OSError, msgspec.DecodeError) as error:
         msg = f"checkpoint {path} is not complete: {STATE} cannot be read ({error})"
         raise CheckpointError(msg) from error
