@@ -33,7 +33,7 @@ PACKAGE = ROOT / "src" / "tugline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXTRAS = ("torch", "transformers", "safetensors", "matplotlib", "ray")
-CODE_LINES = 35_970
+CODE_LINES = 36_000
 """Lines of code in the package, without blank lines, comments and docstrings."""
 FILES = 336
 ALLOWED = {

@@ -66,11 +66,8 @@ class Terminal:
         by: ColourBy = ColourBy.MASK,
         full: bool = False,
     ) -> None:
-        self.console = console
-        self.session = session
-        self.texts = texts
-        self.by = by
-        self.full = full
+        self.console, self.session, self.texts = console, session, texts
+        self.by, self.full = by, full
         self._threads = _name_threads([turn.thread for turn in session.view.turns])
         versions = {v.version for turn in session.view.turns for v in turn.versions}
         self._colour = {v: _VERSIONS[i % len(_VERSIONS)] for i, v in enumerate(sorted(versions))}
