@@ -54,14 +54,14 @@ async def recorded(name: str, scenario: Callable[[Case], Scenario], folder: Path
 @pytest.mark.parametrize("name", HARNESSES)
 async def test_every_harness_asks_again_as_it_did(name: str, tmp_path: Path) -> None:
     """All requests are as recorded; what the world says otherwise is found where it is said."""
-    recording = await recorded(name, unhurried, tmp_path / "first")
-    recording = RecordedSession.load(recording)
+    path = await recorded(name, unhurried, tmp_path / "first")
+    recording = RecordedSession.load(path)
     report = await replay(recording, tmp_path / "again")
     assert report.as_recorded, report.differences
     assert report.replayed == len(recording.calls) == 4
     assert report.same_folder
     changed = tampered(
-        recording,
+        path,
         tmp_path / "tampered",
         lambda calls: [*calls[:3], saying(calls[3], "heron", "bittern")],
     )
