@@ -13,10 +13,10 @@ import asyncio, json, subprocess, tempfile
 from pathlib import Path
 from run import leaks, rate, there, timed
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.local import Local
+from tugline.sandbox.local import LocalRuntime
 
 async def main(root):
-    runtime, spec = Local(), SandboxSpec()
+    runtime, spec = LocalRuntime(), SandboxSpec()
     one = await timed(runtime, root / "one", spec, 2)
     many = await rate(runtime, spec, root / "many", 2, 6)
     before = there(root, None)

@@ -196,7 +196,7 @@ def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     script = "ls; if [ -f json.py ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"
     left_out = judge("touch json.py sitecustomize.py", script)
     assert left_out.reward == 0.0
-    assert left_out.reason.endswith("(not laid on: json.py, sitecustomize.py)")
+    assert left_out.reason.endswith("(not applied: json.py, sitecustomize.py)")
     assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
     there = judge("echo >> calendar.py", "cat calendar.py | wc -l > /logs/verifier/reward.txt")
     assert there.reward == 2.0, there.reason

@@ -100,7 +100,7 @@ def test_a_session_without_a_verdict_has_a_null_and_no_row_where_one_is_needed(
     record(tmp_path, "b", sample=1)
     assert [row["reward"] for row in rows("parquet", tmp_path)] == [None, 1.0]
     summary = export("trl", tmp_path, tmp_path / "out.trl")
-    assert (summary.kept, summary.left_out) == (1, {SkipReason.NO_REWARD: 1})
+    assert (summary.exported, summary.left_out) == (1, {SkipReason.NO_REWARD: 1})
 
 
 def test_a_call_is_a_row_with_its_messages_as_json(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_verl_cuts_no_trace_to_its_lengths(tmp_path: Path) -> None:
     record(tmp_path, "b", sample=1, calls=longer)
     options = {"prompt_length": 2, "response_length": 4}
     summary = export("verl", tmp_path, tmp_path / "out", options=options)
-    assert (summary.kept, summary.rows_left_out) == (1, {SkipReason.TOO_LONG: 1})
+    assert (summary.exported, summary.rows_left_out) == (1, {SkipReason.TOO_LONG: 1})
     with pytest.raises(ConfigError, match="give prompt_length and response_length both"):
         export("verl", tmp_path, tmp_path / "out", options={"prompt_length": 2})
 
@@ -271,7 +271,7 @@ def test_an_answer_that_was_cut_off_is_not_taught(tmp_path: Path) -> None:
     assert line["metadata"]["turns"] == 1
     record(tmp_path, "b", sample=1, calls=[replace(first, finish=Finish.LENGTH)])
     summary = export("sft", tmp_path, tmp_path / "out", force=True)
-    assert (summary.kept, summary.left_out) == (1, {SkipReason.EMPTY: 1})
+    assert (summary.exported, summary.left_out) == (1, {SkipReason.EMPTY: 1})
     assert summary.rows_left_out == {SkipReason.UNANSWERED: 1}
 
 

@@ -142,7 +142,7 @@ def test_sessions_that_say_the_same_are_known_by_their_tokens(tmp_path: Path) ->
     record(tmp_path, "c", sample=2, calls=[call(0, [7], [12, 13]), two_turns()[1]])
     record(tmp_path, "d", sample=3, calls=[call(0, [7], [12]), two_turns()[1]])
     summary = export("parquet", tmp_path, tmp_path / "out", selection=Selection(dedupe=True))
-    assert (summary.kept, summary.left_out) == (2, {SkipReason.DUPLICATE: 2})
+    assert (summary.exported, summary.left_out) == (2, {SkipReason.DUPLICATE: 2})
 
 
 def test_a_reward_that_is_no_number_is_none(tmp_path: Path) -> None:

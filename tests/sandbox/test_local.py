@@ -88,9 +88,9 @@ def test_orphans_of_a_killed_parent_are_reaped(tmp_path: Path) -> None:
     """After kill -9 of the process that ran sandboxes, the next one ends what is still running."""
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
-        from tugline.sandbox.local import Local
+        from tugline.sandbox.local import LocalRuntime
         async def main():
-            async with Local().open(pathlib.Path({str(tmp_path)!r})) as sandbox:
+            async with LocalRuntime().open(pathlib.Path({str(tmp_path)!r})) as sandbox:
                 await sandbox.run(
                     ("sh", "-c", "setsid sleep 300 & echo $!; echo $$; sleep 300"),
                     env={{}}, timeout_s=300)

@@ -305,7 +305,7 @@ def _measure_builder(
     rebuilt = []
     for trajectory in trajectories:
         if trajectory.session in calls:
-            traces, ledger = builder.build(calls[trajectory.session])
+            traces, ledger, _ = builder.build(calls[trajectory.session])
             rebuilt.append(msgspec.structs.replace(trajectory, traces=traces, ledger=ledger))
     scratch = Grpo(copy.deepcopy(trainer.model), trainer.config)
     report = scratch.step(rebuilt, version=0)
