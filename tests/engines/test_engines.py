@@ -231,7 +231,7 @@ async def test_a_tool_session_is_captured_token_by_token(
         if wire.mode is Mode.EXACT or served.name != "embedded":  # its template drops old thoughts
             assert extends
         assert after.branch in {None, Branch.ENGINE_RERENDERED}
-    traces, _ = PrefixMerging().build(calls)
+    traces = PrefixMerging().build(calls).traces
     sampled = sum(len(call.sampled_ids) for call in calls)
     assert sum(int(trace.mask.sum()) for trace in traces) == sampled
 

@@ -137,15 +137,16 @@ class HarborEvaluator(Evaluator):
                 return failed
         if self._network:
             await allow_network(sandbox)
+        timeout_s = runner.cap_timeout(self._timeout_s)
         end = await runner.run(
             ("sh", "-c", _START, str(TESTS / SCRIPT)),
             env={"HOME": str(sandbox.home), **expand_variables(self._env, self._pass)},
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s,
             log_name="tests",
         )
         log = await runner.read_tail("tests")
         if end.timed_out:
-            return _HarborRun(end, None, f"not done within {round(end.seconds, 1):g} s", log)
+            return _HarborRun(end, None, f"not done within {timeout_s:g} s", log)
         try:
             rewards = await _read_rewards(sandbox)
         except ValueError as error:

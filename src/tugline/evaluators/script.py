@@ -46,10 +46,12 @@ class ScriptRunner:
         self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float, log_name: str
     ) -> Exit:
         """Run a program for at most `timeout_s`, and until the deadline."""
-        left = max(self.deadline - time.monotonic(), _LEAST_S)
-        return await self.sandbox.run(
-            argv, env=env, timeout_s=min(timeout_s, left), log_name=log_name
-        )
+        timeout_s = self.cap_timeout(timeout_s)
+        return await self.sandbox.run(argv, env=env, timeout_s=timeout_s, log_name=log_name)
+
+    def cap_timeout(self, timeout_s: float) -> float:
+        """Return `timeout_s`, or the seconds until the deadline if that is nearer."""
+        return min(timeout_s, max(self.deadline - time.monotonic(), _LEAST_S))
 
     async def read_log(self, log_name: str, *, head: int = 0, tail: int = TAIL) -> bytes:
         """Return the first `head` and the last `tail` bytes of a program's output."""
