@@ -63,7 +63,7 @@ def _lines(path: Path) -> int:
 
 
 def _code_lines(path: Path) -> int:
-    """Lines with a token on them, less docstrings, as ``shared/codelines.py`` counts."""
+    """Count lines with a token on them, less docstrings."""
     text = path.read_text(encoding="utf-8")
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
