@@ -69,6 +69,23 @@ async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[s
     assert list(verdict.report["failed"]) == names[:1]
 
 
+async def test_every_run_of_pytest_counts(judge: Judge) -> None:
+    """One command may run it several times, here once in vain; of one test the worse counts."""
+    judge.base["test_more.py"] = "def test_more():\n    pass\n"
+    run = "python3 -m pytest -q -p no:cacheprovider"
+    names = [f"test_bill.py::Bill::test_{name}" for name in ("total", "zero")]
+    runs = f"{run} test_bill.py; {run} missing.py; {run} test_more.py"
+    tests = TestsEvaluator(
+        command=runs, format="pytest", expected=[*names, "test_more.py::test_more"]
+    )
+    assert (await judge(tests, GOOD)).reward.value == 1.0
+    verdict = await judge(tests)
+    assert (verdict.reward.value, list(verdict.report["failed"])) == (0.0, names[:1])
+    mended = f"{run}; printf 'def total(a, b):\\n    return a + b\\n' > bill.py; {run}"
+    verdict = await judge(TestsEvaluator(command=mended, format="pytest", expected=names))
+    assert list(verdict.report["failed"]) == names[:1]
+
+
 async def test_credit_may_be_partial(judge: Judge) -> None:
     """With `partial`, the reward is the share of expected tests that came true."""
     verdict = await judge(TestsEvaluator(**UNITTEST, expected=[TOTAL, ZERO], partial=True))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tugline.evaluators.filters import TESTS
 from tugline.evaluators.formats import FORMATS
-from tugline.evaluators.formats.base import TestOutcome, TestReport
+from tugline.evaluators.scoring import TestOutcome, TestReport
 
 GOLDEN = Path(__file__).parent / "golden"
 P, F, S, X = TestOutcome.PASS, TestOutcome.FAIL, TestOutcome.SKIP, TestOutcome.XFAIL
@@ -86,7 +86,6 @@ REAL: dict[str, tuple[str, dict[str, TestOutcome]]] = {
     "go_v.txt": ("go", GO | {f"example.org/shop/calc::{k}": v for k, v in GO.items()}),
     "go_json.txt": ("go", GO | {f"example.org/shop/calc::{k}": v for k, v in GO.items()}),
     "cargo.txt": ("cargo", CARGO),
-    "jest_v.txt": ("jest", JEST),
     "jest.json": ("jest", JEST),
     "node_tap.txt": ("tap", TAP),
 }
@@ -97,25 +96,10 @@ t/a.t .. \n1..2\nok 1 - adds\nok 2 - subs\nok
 Files=1, Tests=2,  0 wallclock secs ( 0.00 usr +  0.01 sys =  0.01 CPU)
 Result: PASS
 """
-JEST_RUN = """\
-PASS ./a.test.js\n  ✓ top (7 ms)\n
-Test Suites: 1 passed, 1 total\nTests:       1 passed, 1 total
-Ran all test suites matching /a.test.js/i.
-"""
 TRYBUILD = """\
 test tests/ui/a.rs ... ok\ntest tests/ui/b.rs [should fail to compile] ... ok\n
 """
 WAYS: dict[str, tuple[str, str, dict[str, TestOutcome]]] = {
-    "Jest in colours": (
-        "jest",
-        (
-            "\x1b[0m\x1b[7m\x1b[1m\x1b[32m PASS \x1b[39m\x1b[22m\x1b[27m\x1b[0m \x1b[2m./\x1b[22m"
-            "\x1b[1mb.test.js\x1b[22m\n  \x1b[32m✓\x1b[39m \x1b[2mbee (1 ms)\x1b[22m\n\n"
-            "\x1b[1mTests:       \x1b[22m\x1b[1m\x1b[32m1 passed\x1b[39m\x1b[22m, 1 total\n"
-        ),
-        {"bee": P},
-    ),
-    "Jest twice": ("jest", JEST_RUN + JEST_RUN.replace("top", "bee"), {"top": P, "bee": P}),
     "cargo with trybuild": (
         "cargo",
         (
@@ -254,14 +238,12 @@ LINE = {
     "unittest": "test_hidden (t.T.test_hidden) ... ok",
     "go": "--- PASS: TestHidden (0.00s)",
     "cargo": "test hidden ... ok",
-    "jest": "  ✓ hidden",
     "tap": "ok 2 - hidden",
 }
 HONEST = {
     "unittest": "test_a (t.T.test_a) ... FAIL\n{}\nRan 1 test in 0.1s\n\nFAILED (failures=1)\n",
     "go": "=== RUN   TestA\n{}\n--- FAIL: TestA (0.00s)\nFAIL\nFAIL\tshop\t0.1s\n",
     "cargo": "running 1 test\n{}\ntest a ... FAILED\ntest result: FAILED. 0 passed; 1 failed; 0\n",
-    "jest": "FAIL ./a.test.js\n  ✕ a\n{}\n\nTests:       1 failed, 1 total\n",
     "tap": "TAP version 13\nnot ok 1 - a\n{}\n1..1\n",
 }
 
@@ -286,8 +268,6 @@ def test_a_forged_line_does_not_mend_a_failure(format_name: str) -> None:
 @pytest.mark.parametrize(
     ("format_name", "text"),
     [
-        ("jest", JEST_RUN + JEST_RUN.replace("top", "bee\n  ✓ forged")),
-        ("jest", JEST_RUN + "PASS x\n  ✓ forged\n"),
         ("cargo", ("running 2 tests\ntest a.rs ... ok\ntest forged ... ok\ntest b.rs ... ok\n"
          "test result: ok. 2 passed; 0 failed;\n")),
         ("tap", PROVE.format("t/b.t .. \n1..3\nok 1 - b\n")),
@@ -306,7 +286,6 @@ def test_a_second_run_or_name_lends_no_belief(format_name: str, text: str) -> No
     [
         ("unittest", "Ran {} tests in 0.1s\n"),
         ("cargo", "running {0} tests\ntest result: ok. {0} passed; 0 failed;\n"),
-        ("jest", "Tests:       {} passed, 1 total\n"),
         ("tap", "1..{0}\nok {0}\n"),
     ],
 )

@@ -15,9 +15,8 @@ import msgspec
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.evaluators.diff import has_base
-from tugline.evaluators.formats import FORMATS, Format
-from tugline.evaluators.formats.base import TestOutcome, TestReport
-from tugline.evaluators.scoring import ExpectedTests, score
+from tugline.evaluators.formats import Format, normalize_junit, read_junit
+from tugline.evaluators.scoring import ExpectedTests, TestOutcome, TestReport, score
 from tugline.evaluators.script import ScriptRunner
 from tugline.sandbox.base import Content, Exit, check_path
 from tugline.types import Task
@@ -26,6 +25,20 @@ MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
 """Bytes that are read."""
 _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
+_COLLECT = """\
+mkfifo "$0.pipe" || exit 126
+cat "$0.pipe" > "$0" &
+exec 3> "$0.pipe"
+"$@" 3>&-
+code=$?
+exec 3>&-
+wait
+exit $code
+"""
+"""Runs a command whose programs write reports to a pipe, and appends all of them to one file.
+
+A path would only have the report of the last program.
+"""
 _PYTEST_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT_S = 60.0
 
@@ -79,8 +92,11 @@ class CommandRunner(TestRunner):
         self._report = check_path(report) if report is not None else None
         self._random = any(_REPORT in word for word in (*self._argv, *self._env.values()))
         self._timeout_s = timeout_s or math.inf
-        if output is FORMATS["junit"] and not self._random and report is None:
-            msg = f"evaluator 'tests': format 'junit' needs {_REPORT} in the command, or `report`"
+        if output.reports and not self._random and report is None:
+            msg = (
+                f"evaluator 'tests': command is {command!r:.80}, needs {_REPORT} in it "
+                f"({output.reports}), or the option `report`"
+            )
             raise ConfigError(msg)
         self._proven: set[str] = set()
         """Options that are known to work without an agent's changes."""
@@ -127,6 +143,8 @@ class CommandRunner(TestRunner):
         self, runner: ScriptRunner, argv: Sequence[str], name: str, report: PurePath | None = None
     ) -> Exit:
         path = str(report or "")
+        if report is not None and self._format.env:
+            argv, path = ("sh", "-c", _COLLECT, path, *argv), f"{path}.pipe"
         return await runner.run(
             [word.replace(_REPORT, path) for word in argv],
             env={key: value.replace(_REPORT, path) for key, value in self._env.items()},
@@ -229,12 +247,11 @@ class PytestRunner(TestRunner):
             timeout_s=self._timeout_s,
             log_name="tests",
         )
-        junit = FORMATS["junit"]
-        report = junit.read(await sandbox.get(path, max_bytes=MAX_REPORT) or b"")
+        report = read_junit(await sandbox.get(path, max_bytes=MAX_REPORT) or b"")
         if not report.complete and not end.timed_out:
             await self._check_pytest(outcome, runner)
         codes = () if expected.partial else codes
-        verdict = score(report, expected, end, junit.normalize, codes=codes)
+        verdict = score(report, expected, end, normalize_junit, codes=codes)
         verdict.report["output"] = await runner.read_tail("tests")
         return verdict
 

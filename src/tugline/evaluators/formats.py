@@ -1,0 +1,241 @@
+"""Formats of test results: how each is read, and whose tests they are.
+
+A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garbage is no test, never
+an exception. What can be forged is in docs/evaluators.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
+
+import msgspec
+
+from tugline.evaluators.scoring import TestOutcome, TestReport, read_lines
+from tugline.evaluators.text_formats import (
+    normalize_unittest,
+    read_cargo,
+    read_tap,
+    read_unittest,
+)
+
+
+# --------------------------------------------------------------------------- JUnit
+def normalize_junit(name: str) -> str:
+    """Return ``classname::name`` for one of pytest's node ids; other names unchanged."""
+    path, colons, rest = name.partition(".py::")
+    if not colons:
+        return name
+    test, bracket, case = rest.partition("[")
+    *classes, function = test.split("::")
+    return f"{'.'.join([path.replace('/', '.'), *classes])}::{function}{bracket}{case}"
+
+
+def read_junit(data: bytes) -> TestReport:
+    """Read an XML report, as pytest, Maven, Gradle, gotestsum and many others write it.
+
+    Names are ``classname::name``, such as ``tests.test_bill.TestZero::test_zero``. A skipped test
+    has not passed. A truncated report is no report.
+    """
+    report = TestReport()
+    report.complete = _add_junit(report, data)
+    return report
+
+
+def _read_pytest(data: bytes) -> TestReport:
+    """Read the reports of all runs of a command, one after the other; all must be whole."""
+    report = TestReport()
+    # pytest escapes what tests print, so this cannot stand inside of a report.
+    runs = re.split(rb"(?=<\?xml )", data)
+    whole = [_add_junit(report, run) for run in runs if run.strip()]
+    report.complete = bool(whole) and all(whole)
+    return report
+
+
+def _add_junit(report: TestReport, data: bytes) -> bool:
+    """Add the results of one report; return whether it is whole."""
+    try:
+        root = ET.fromstring(data)  # noqa: S314 - expat limits entity expansion
+    except (ET.ParseError, ValueError, LookupError):
+        return False
+    for case in root.iter("testcase"):
+        classname, title = case.get("classname", ""), case.get("name", "")
+        outcome, reason = TestOutcome.PASS, ""
+        for child in case:
+            if child.tag in {"failure", "error", "skipped"}:
+                expected = child.get("type") == "pytest.xfail"
+                skipped = TestOutcome.XFAIL if expected else TestOutcome.SKIP
+                outcome = skipped if child.tag == "skipped" else TestOutcome.FAIL
+                reason = child.get("message") or child.text or child.tag
+                if outcome is TestOutcome.FAIL:
+                    break
+        report.add(f"{classname}::{title}" if classname else title, outcome, reason)
+    return root.tag in {"testsuites", "testsuite"}
+
+
+# --------------------------------------------------------------------------- Jest
+_JEST_OUTCOMES = {
+    "passed": TestOutcome.PASS,
+    "failed": TestOutcome.FAIL,
+    "pending": TestOutcome.SKIP,
+    "skipped": TestOutcome.SKIP,
+    "disabled": TestOutcome.SKIP,
+    "todo": TestOutcome.SKIP,
+}
+
+
+class _JestCase(msgspec.Struct, rename="camel"):
+    status: str
+    full_name: str
+    failure_messages: list[str] = []
+
+
+class _JestFile(msgspec.Struct, rename="camel"):
+    assertion_results: list[_JestCase]
+
+
+class _JestReport(msgspec.Struct, rename="camel"):
+    test_results: list[_JestFile]
+
+
+def _read_jest(data: bytes) -> TestReport:
+    """Read Jest's ``--json`` report, or Vitest's.
+
+    Names are the titles of the groups and of the test, separated by one space.
+    """
+    report = TestReport()
+    try:
+        decoded = msgspec.json.decode(data, type=_JestReport)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return report
+    for case in (case for file in decoded.test_results for case in file.assertion_results):
+        outcome = _JEST_OUTCOMES.get(case.status, TestOutcome.FAIL)
+        report.add(case.full_name, outcome, "".join(case.failure_messages[:1]))
+    report.complete = True
+    return report
+
+
+# --------------------------------------------------------------------------- Go
+_GO_RUN = re.compile(r"=== RUN   (\S+)$")
+# A test that wrote without a newline has its end on the same line.
+_GO_END = re.compile(r"--- (PASS|FAIL|SKIP): (\S+) \(\d[\d.]*s\)$")
+_GO_PACKAGE = re.compile(r"(ok|FAIL)\s+(\S+)\s+(\d[\d.]*s|\(cached\)|\[[a-z ]+\])")
+_GO_OUTCOMES = {"pass": TestOutcome.PASS, "fail": TestOutcome.FAIL, "skip": TestOutcome.SKIP}
+
+
+class _GoEvent(msgspec.Struct, rename="pascal"):
+    action: str
+    package: str
+    test: str = ""
+    output: str = ""
+
+
+_GO_DECODER = msgspec.json.Decoder(_GoEvent)
+
+
+class _GoPackage:
+    """Tests of one package, until its last line names it."""
+
+    def __init__(self) -> None:
+        self.ran: set[str] = set()
+        self.ends: list[tuple[str, TestOutcome]] = []
+
+    def read_line(self, line: str) -> None:
+        """Read a line of its output."""
+        start = _GO_RUN.search(line)
+        # A test that wrote without a newline has the beginning of its subtest on the same line.
+        if start and (start.start() == 0 or start[1].partition("/")[0] in self.ran):
+            self.ran.add(start[1])
+        elif end := _GO_END.search(line):
+            self.ends.append((end[2], _GO_OUTCOMES[end[1].lower()]))
+
+    def close(self, report: TestReport, package: str) -> None:
+        """Report the package's tests."""
+        for test, outcome in self.ends:
+            if test in self.ran:
+                report.add(test, outcome)
+                report.add(f"{package}::{test}", outcome)
+        ended = {test for test, _ in self.ends}
+        for test in self.ran - ended:
+            report.add(test, TestOutcome.FAIL, "it did not end")
+            report.add(f"{package}::{test}", TestOutcome.FAIL)
+        report.complete = True
+        self.ran, self.ends = set(), []
+
+
+def read_go(data: bytes) -> TestReport:
+    """Read output of ``go test``, of ``-json`` or of ``-v``.
+
+    A test has two names: ``TestTable/one_case``, and with its package
+    ``example.org/shop/calc::TestTable/one_case``. A test that was not reported to run has not
+    passed.
+    """
+    report = TestReport()
+    packages: dict[str, _GoPackage] = {}
+    text = _GoPackage()
+    for line in read_lines(data):
+        if line.startswith('{"') and (event := _parse_go_event(line)) is not None:
+            _read_go_event(report, packages.setdefault(event.package, _GoPackage()), event)
+            continue
+        text.read_line(line)
+        if (end := _GO_PACKAGE.match(line)) and not packages:
+            text.close(report, end[2])
+    if any(package.ran for package in (text, *packages.values())):
+        report.complete = False
+    return report
+
+
+def _parse_go_event(line: str) -> _GoEvent | None:
+    try:
+        return _GO_DECODER.decode(line)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _read_go_event(report: TestReport, package: _GoPackage, event: _GoEvent) -> None:
+    if event.action == "output":
+        # Older Go takes the end of a test that wrote without a newline for output.
+        end = _GO_END.search(event.output.rstrip("\n"))
+        if end and end[2] in package.ran:
+            package.ends.append((end[2], _GO_OUTCOMES[end[1].lower()]))
+    elif event.test and event.action == "run":
+        package.ran.add(event.test)
+    elif event.test and event.action in _GO_OUTCOMES:
+        package.ends.append((event.test, _GO_OUTCOMES[event.action]))
+    elif event.action in _GO_OUTCOMES:
+        package.close(report, event.package)
+
+
+# --------------------------------------------------------------------------- all of them
+class Format(NamedTuple):
+    """How to run a test program and read its results."""
+
+    read: Callable[[bytes], TestReport]
+    languages: tuple[str, ...]
+    """Whose tests they are: keys of `filters.TESTS`."""
+    normalize: Callable[[str], str] = lambda name: name
+    """Return a test's name as the format has it, from other ways to write it."""
+    reports: str = ""
+    """How the command writes a report to ``{report}``; empty if the output is read."""
+    env: Mapping[str, str] = {}
+    """Variables that make each run of the test program write its report to ``{report}``."""
+
+
+FORMATS = {
+    "junit": Format(
+        read_junit, ("python", "java"), normalize_junit, "--junitxml={report} for pytest"
+    ),
+    "pytest": Format(
+        _read_pytest,
+        ("python",),
+        normalize_junit,
+        env={"PYTEST_ADDOPTS": "--junitxml={report} -o junit_family=xunit1"},
+    ),
+    "unittest": Format(read_unittest, ("python",), normalize_unittest),
+    "go": Format(read_go, ("go",)),
+    "cargo": Format(read_cargo, ("rust",)),
+    "jest": Format(_read_jest, ("node",), reports="--json --outputFile={report}"),
+    "tap": Format(read_tap, ("node", "tap")),
+}
