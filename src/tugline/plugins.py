@@ -27,7 +27,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "mini_swe_agent": "tugline.harnesses.mini_swe_agent:MiniSweAgent",
         "opencode": "tugline.harnesses.opencode:Opencode",
         "pi": "tugline.harnesses.pi:Pi",
-        "qwen_code": "tugline.harnesses.qwen_code:QwenCode",
+        "qwen_code": "tugline.harnesses.gemini_cli:QwenCode",
         "shell": "tugline.harnesses.shell:Shell",
     },
     "runtime": {

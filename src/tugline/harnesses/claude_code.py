@@ -7,14 +7,12 @@ sends a third of that and strictly appends.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tugline.harnesses.base import LaunchContext
-from tugline.harnesses.extensions import McpServer, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import BUN_CRASHES, Preset, Window
+from tugline.harnesses.preset import BUN_CRASHES, ExtensiblePreset, McpServer, Window
 
 _QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -38,15 +36,15 @@ _LEAN_TOOLS = ("Bash", "Edit", "Read", "Write")
 
 
 @dataclass(kw_only=True, eq=False)
-class ClaudeCode(Preset):
+class ClaudeCode(ExtensiblePreset):
     """`tools` is its allow-list (None: four when `lean`, else all); `args` are further options.
 
-    `context_window` is the engine's, in tokens; `mcp` are servers and `skills` texts of SKILL.md,
-    by name.
+    `context_window` is the engine's, in tokens.
     """
 
     name = "claude_code"
     log_globs = (".claude/projects/**/*.jsonl",)
+    skills_folder = ".claude/skills"
     crash_patterns = BUN_CRASHES
     command_marks = ("/",)
 
@@ -54,13 +52,6 @@ class ClaudeCode(Preset):
     lean: bool = True
     tools: Sequence[str] | None = None
     context_window: Window = 131072
-    mcp: Mapping[str, Any] | None = None
-    skills: Mapping[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._servers = parse_servers(self.name, self.mcp)
-        self._skills = parse_skills(self.name, self.skills, ".claude/skills")
 
     def make_package(self) -> Npm:
         """The npm package, whose install script fetches the native program."""
@@ -96,8 +87,8 @@ class ClaudeCode(Preset):
 
     def make_files(self, context: LaunchContext) -> dict[str, str]:
         """MCP servers and skills."""
-        servers = {name: _format_server(server) for name, server in self._servers.items()}
-        return {"mcp.json": json.dumps({"mcpServers": servers}, indent=1), **self._skills}
+        servers = {name: _format_server(server) for name, server in self.servers.items()}
+        return {"mcp.json": json.dumps({"mcpServers": servers}, indent=1), **self.skill_files}
 
 
 def _format_server(server: McpServer) -> dict[str, object]:

@@ -8,12 +8,10 @@ switches below it looks up no host name; it compacts its history by ``model_cont
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tugline.harnesses.base import LaunchContext
-from tugline.harnesses.extensions import McpServer, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import Preset, Window
+from tugline.harnesses.preset import ExtensiblePreset, McpServer, Window
 
 _KEY = "TUGLINE_KEY"
 _OFF = (
@@ -23,27 +21,20 @@ _OFF = (
 
 
 @dataclass(kw_only=True, eq=False)
-class Codex(Preset):
+class Codex(ExtensiblePreset):
     """`sub_agents` lets it start agents of its own, which run beside it in the same session.
 
-    `context_window` is the engine's, in tokens; `mcp` are servers and `skills` texts of SKILL.md,
-    by name; `args` are further options of ``codex exec``.
+    `context_window` is the engine's, in tokens; `args` are further options of ``codex exec``.
     """
 
     name = "codex"
     log_globs = (".codex/sessions/**/*.jsonl",)
+    skills_folder = ".codex/skills"
     crash_patterns = ((r"thread '.*' panicked at", "it panicked"),)
 
     version: str = "0.169.0"
     sub_agents: bool = False
     context_window: Window = 131072
-    mcp: Mapping[str, Any] | None = None
-    skills: Mapping[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._servers = parse_servers(self.name, self.mcp)
-        self._skills = parse_skills(self.name, self.skills, ".codex/skills")
 
     def make_package(self) -> Npm:
         """The npm package, a script that starts a native program."""
@@ -60,7 +51,7 @@ class Codex(Preset):
 
     def make_files(self, context: LaunchContext) -> dict[str, str]:
         """Settings and skills."""
-        return {".codex/config.toml": self._make_config(context), **self._skills}
+        return {".codex/config.toml": self._make_config(context), **self.skill_files}
 
     def _make_config(self, context: LaunchContext) -> str:
         features = dict.fromkeys(_OFF, False) | {"multi_agent": self.sub_agents}
@@ -86,7 +77,7 @@ enabled = false
 
 [features]
 {switches}
-{"".join(_format_server(name, server) for name, server in self._servers.items())}"""
+{"".join(_format_server(name, server) for name, server in self.servers.items())}"""
 
 
 def _format_server(name: str, server: McpServer) -> str:

@@ -1,46 +1,65 @@
-"""Gemini CLI (npm ``@google/gemini-cli``), which speaks Google's ``generateContent``.
+"""Gemini CLI (npm ``@google/gemini-cli``) and its descendant Qwen Code (``@qwen-code/qwen-code``).
 
-A model must be named, or it asks another model which to take; it retries when headers take 60 s;
-its exit code after an error is the HTTP status modulo 256, and 0 after SIGTERM. It has no setting
-for the context window and assumes a million tokens.
+Gemini CLI speaks Google's ``generateContent``. A model must be named, or it asks another model
+which to take; it retries when headers take 60 s; its exit code after an error is the HTTP status
+modulo 256, and 0 after SIGTERM. It has no setting for the context window and assumes a million
+tokens.
+
+Qwen Code speaks OpenAI Chat. With these settings it looks up no host name; it retries when headers
+take 120 s; unless disabled, it asks the model what to remember when it is done; the same call with
+the same arguments five times ends the session.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tugline.harnesses.base import LaunchContext
-from tugline.harnesses.extensions import format_for_gemini, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import NODE_CRASHES, Preset
+from tugline.harnesses.preset import (
+    NODE_CRASHES,
+    ExtensiblePreset,
+    McpServer,
+    Window,
+    fits_argument,
+)
 
 _SETTINGS = {
-    "security": {"auth": {"selectedType": "gemini-api-key"}},
     "privacy": {"usageStatisticsEnabled": False},
     "telemetry": {"enabled": False},
     "general": {"enableAutoUpdate": False, "disableAutoUpdate": True, "disableUpdateNag": True},
 }
+_MEMORY = ("enableManagedAutoMemory", "enableManagedAutoDream", "enableAutoSkill")
+
+
+class _SettingsFile(ExtensiblePreset):
+    """What both have in common: one file of settings, MCP servers included."""
+
+    crash_patterns = NODE_CRASHES
+    command_marks = ("/",)
+
+    def write_settings(self, folder: str, own: dict[str, object]) -> dict[str, str]:
+        """Settings in `folder`, with `own` among them, and skills."""
+        servers = {name: _format_server(server) for name, server in self.servers.items()}
+        settings = {**_SETTINGS, **own, "mcpServers": servers}
+        return {f"{folder}/settings.json": json.dumps(settings, indent=1), **self.skill_files}
+
+
+def _format_server(server: McpServer) -> dict[str, object]:
+    if server.url is not None:
+        return {"httpUrl": server.url, "headers": server.headers, "trust": True}
+    return {"command": server.command, "args": server.args, "env": server.env, "trust": True}
 
 
 @dataclass(kw_only=True, eq=False)
-class GeminiCli(Preset):
-    """`mcp` are servers and `skills` texts of SKILL.md, by name; `args` are further options."""
+class GeminiCli(_SettingsFile):
+    """`args` are further options."""
 
     name = "gemini_cli"
     log_globs = (".gemini/tmp/*/chats/*.json*",)
-    crash_patterns = NODE_CRASHES
+    skills_folder = ".gemini/skills"
     crash_codes = {52: "it refused its settings"}  # noqa: RUF012 - never changed
-    command_marks = ("/",)
 
     version: str = "0.61.0"
-    mcp: Mapping[str, Any] | None = None
-    skills: Mapping[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._servers = parse_servers(self.name, self.mcp)
-        self._skills = parse_skills(self.name, self.skills, ".gemini/skills")
 
     def make_package(self) -> Npm:
         """The npm package."""
@@ -61,5 +80,50 @@ class GeminiCli(Preset):
 
     def make_files(self, context: LaunchContext) -> dict[str, str]:
         """Settings and skills."""
-        settings = {**_SETTINGS, "mcpServers": format_for_gemini(self._servers)}
-        return {".gemini/settings.json": json.dumps(settings, indent=1), **self._skills}
+        return self.write_settings(
+            ".gemini", {"security": {"auth": {"selectedType": "gemini-api-key"}}}
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class QwenCode(_SettingsFile):
+    """`context_window` is the engine's, in tokens; `args` are further options."""
+
+    name = "qwen_code"
+    log_globs = (".qwen/projects/**/*.jsonl",)
+    skills_folder = ".qwen/skills"
+
+    version: str = "0.24.4"
+    context_window: Window = 131072
+
+    def make_package(self) -> Npm:
+        """The npm package."""
+        package = "@qwen-code/qwen-code"
+        return Npm(self.name, package, self.version, "cli-entry.js", min_node=(22, 0))
+
+    def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
+        """``qwen -p``, unattended."""
+        return ("--yolo", "--auth-type", "openai", "--output-format", "json", *self.args)
+
+    def pass_instruction(self, instruction: str) -> tuple[str, ...] | None:
+        """As an argument where it fits: Qwen Code appends two line ends to what is on stdin."""
+        return (f"--prompt={instruction}",) if fits_argument(instruction) else None
+
+    def make_env(self, context: LaunchContext) -> dict[str, str]:
+        """Address, key and model."""
+        return {
+            "OPENAI_BASE_URL": f"{context.base_url}/v1",
+            "OPENAI_API_KEY": context.key,
+            "OPENAI_MODEL": context.model,
+            "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+            "QWEN_CODE_NO_RELAUNCH": "true",
+        }
+
+    def make_files(self, context: LaunchContext) -> dict[str, str]:
+        """Settings and skills."""
+        settings = {
+            "usageStatisticsEnabled": False,
+            "model": {"generationConfig": {"contextWindowSize": self.context_window}},
+            "memory": dict.fromkeys(_MEMORY, False),
+        }
+        return self.write_settings(".qwen", settings)

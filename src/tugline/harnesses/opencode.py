@@ -7,14 +7,11 @@ folder, unless that folder looks as if it were installed.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tugline.harnesses.base import LaunchContext, choose
-from tugline.harnesses.extensions import McpServer, parse_servers, parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import BUN_CRASHES, Preset, Window
+from tugline.harnesses.preset import BUN_CRASHES, ExtensiblePreset, McpServer, Window
 
 _PROVIDER = "tugline"
 _PROVIDERS = {
@@ -34,30 +31,26 @@ _INSTALLED_PLUGINS = {
 
 
 @dataclass(kw_only=True, eq=False)
-class Opencode(Preset):
+class Opencode(ExtensiblePreset):
     """`title` leaves the request for a session title on; `args` are further options.
 
-    `context_window` is the engine's, in tokens; `mcp` are servers and `skills` texts of SKILL.md,
-    by name.
+    `context_window` is the engine's, in tokens.
     """
 
     name = "opencode"
     offers_tools = True
     log_globs = (".data/opencode/log/*.log", ".data/opencode/*.db*")
+    skills_folder = f"{_SETTINGS}/skills"
     crash_patterns = BUN_CRASHES
 
     version: str = "1.18.33"
     dialect: str = "openai_chat"
     title: bool = False
     context_window: Window = 131072
-    mcp: Mapping[str, Any] | None = None
-    skills: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._provider, self._path = choose(self.name, "dialect", self.dialect, _PROVIDERS)
-        self._servers = parse_servers(self.name, self.mcp)
-        self._skills = parse_skills(self.name, self.skills, f"{_SETTINGS}/skills")
 
     def make_package(self) -> Npm:
         """The npm package, whose install script puts the native program in place."""
@@ -82,7 +75,7 @@ class Opencode(Preset):
     def make_files(self, context: LaunchContext) -> dict[str, str]:
         """Settings and skills."""
         config = json.dumps(self._make_config(context), indent=1)
-        return {f"{_SETTINGS}/opencode.json": config, **_INSTALLED_PLUGINS, **self._skills}
+        return {f"{_SETTINGS}/opencode.json": config, **_INSTALLED_PLUGINS, **self.skill_files}
 
     def _make_config(self, context: LaunchContext) -> dict[str, object]:
         model = {
@@ -106,7 +99,7 @@ class Opencode(Preset):
             "permission": {"*": "allow"},
             "enabled_providers": [_PROVIDER],
             "provider": {_PROVIDER: provider},
-            "mcp": {name: _format_server(server) for name, server in self._servers.items()},
+            "mcp": {name: _format_server(server) for name, server in self.servers.items()},
         }
 
 

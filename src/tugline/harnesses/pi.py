@@ -12,9 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tugline.harnesses.base import LaunchContext, choose
-from tugline.harnesses.extensions import parse_skills
 from tugline.harnesses.npm import Npm
-from tugline.harnesses.preset import NODE_CRASHES, Preset, Window, fits_argument
+from tugline.harnesses.preset import (
+    NODE_CRASHES,
+    Preset,
+    Window,
+    fits_argument,
+    parse_skills,
+)
 
 _PROVIDER = "tugline"
 _APIS = {

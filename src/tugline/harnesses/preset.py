@@ -1,8 +1,12 @@
-"""What the presets share: options, package, command line, crash detection, first start.
+"""What the presets share: options, package, command line, extensions, crash detection, first start.
 
 A preset names its program's package, settings and crash patterns. The program crashed if it was
 ended by a fatal signal or its last output says so; one that gave up because the model refused, as
 when a budget is spent, did not.
+
+MCP servers and skills of a task are written in the program's own format. The agent starts the
+servers, so a `command` must exist in the sandbox (such as a script among the task's files) and a
+`url` must be reachable from it.
 """
 
 import asyncio
@@ -13,11 +17,11 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from tugline.errors import HarnessError
+from tugline.errors import ConfigError, HarnessError
 from tugline.harnesses.base import (
     MAX_ARGUMENT,
     Harness,
@@ -123,6 +127,76 @@ def fits_argument(instruction: str) -> bool:
     return len(instruction.encode()) <= MAX_ARGUMENT
 
 
+# --------------------------------------------------------------------- MCP servers and skills
+class McpServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An MCP server: a `command` that speaks over stdin and stdout, or a `url` (HTTP)."""
+
+    command: str | None = None
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    url: str | None = None
+    headers: dict[str, str] = {}
+
+
+@dataclass(kw_only=True, eq=False)
+class ExtensiblePreset(Preset):
+    """A preset with MCP servers and skills.
+
+    `mcp` are servers and `skills` texts of SKILL.md, by name.
+    """
+
+    skills_folder: ClassVar[str]
+    """Where its program looks for skills, below the agent's home."""
+
+    mcp: Mapping[str, Any] | None = None
+    skills: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.servers = parse_servers(self.name, self.mcp)
+        self.skill_files = parse_skills(self.name, self.skills, self.skills_folder)
+
+
+def parse_servers(harness: str, option: Mapping[str, Any] | None) -> dict[str, McpServer]:
+    """The option `mcp`: servers by name. Raises `ConfigError`."""
+    servers = {}
+    for name, value in (option or {}).items():
+        where = f"harness {harness!r}: mcp[{name!r}]"
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
+            msg = f"{where}: a name has letters, digits, '_' and '-' only, and at most 40"
+            raise ConfigError(msg)
+        try:
+            server = msgspec.convert(value, McpServer)
+        except msgspec.ValidationError as error:
+            msg = f"{where} is {value!r}: {error}"
+            raise ConfigError(msg) from error
+        if (server.command is None) == (server.url is None):
+            msg = f"{where} is {value!r}, must have either command (and args, env) or url"
+            raise ConfigError(msg)
+        servers[name] = server
+    return servers
+
+
+def parse_skills(harness: str, option: Mapping[str, str] | None, folder: str) -> dict[str, str]:
+    """The option `skills` (name to the text of its SKILL.md) as files below `folder`."""
+    files = {}
+    for name, text in (option or {}).items():
+        where = f"harness {harness!r}: skills[{name!r}]"
+        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+            msg = f"{where}: a name has small letters, digits and '-' only"
+            raise ConfigError(msg)
+        head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL) if isinstance(text, str) else None
+        if not head or not {"name", "description"} <= set(re.findall(r"(?m)^\w+", head[1])):
+            msg = (
+                f"{where} must be the text of a SKILL.md, which starts with '---', lines "
+                "'name: ...' and 'description: ...', and '---'"
+            )
+            raise ConfigError(msg)
+        files[f"{folder}/{name}/SKILL.md"] = text
+    return files
+
+
+# --------------------------------------------------------------------- the first start
 async def start_once(harness: Harness, runtime: Runtime | None = None) -> None:
     """Start a newly installed program, which must call its model; the call is refused.
 
