@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import yaml
 
+from tugline.datasets.files import load_tasks
 from tugline.errors import ConfigError, UsageError
 from tugline.schema import field_docs
-from tugline.task_files import load_tasks
 from tugline.task_schema import make_json_schema, make_template
 from tugline.types import Callback, Group, Limits, PluginSpec, Sampling, Stale, Task
 

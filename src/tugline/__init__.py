@@ -13,8 +13,8 @@ if TYPE_CHECKING:  # for readers of the code and of its types; `__getattr__` is 
     from tugline.client.api import Client
     from tugline.client.streams import GroupResults, Result
     from tugline.client.sync import SyncClient
+    from tugline.datasets.files import load_tasks
     from tugline.errors import Conflict, Invalid, Missing, ServerError, TuglineError, UsageError
-    from tugline.task_files import load_tasks
     from tugline.types import (
         Boundary,
         Callback,
@@ -39,7 +39,7 @@ __all__ = [
     "ServerError", "Stale", "Status", "SyncClient", "Task", "Trace", "Trajectory", "TuglineError",
     "UsageError", "load_tasks",
 ]  # fmt: skip
-_HOMES = ("types", "errors", "client.api", "client.streams", "client.sync", "task_files")
+_HOMES = ("types", "errors", "client.api", "client.streams", "client.sync", "datasets.files")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import glob
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,6 @@ from tugline.types import Task
 
 SUFFIXES = (*FILE_TYPES, ".jsonl")
 INSTRUCTION_FILE = "instruction_file"
-
-
-def load_tasks(paths: Iterable[Path | str]) -> list[Task]:
-    """Load tasks from files, folders of files (not recursively) and glob patterns.
-
-    Raises `ConfigError` if a file is wrong or an id is used twice, `UsageError` if none is found.
-    """
-    tasks: list[Task] = []
-    sources: dict[str, str] = {}
-    for path in paths:
-        for file in find_files(path):
-            for source, task in read_tasks(file):
-                if task.id in sources:
-                    msg = f"{source}: id {task.id!r} is taken, by {sources[task.id]}"
-                    raise ConfigError(msg)
-                sources[task.id] = source
-                tasks.append(task)
-    return tasks
 
 
 def read_tasks(path: Path) -> Iterator[tuple[str, Task]]:

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from tugline.datasets.base import Solution
-from tugline.datasets.files import gather, load, read_set
+from tugline.datasets.files import gather, load_tasks, read_set
 from tugline.errors import ConfigError
 from tugline.types import PluginSpec
 
@@ -73,7 +73,7 @@ def test_rows_may_come_from_any_kind_of_file(tmp_path: Path) -> None:
         text = f"taskset: {{name: jsonl, options: {{path: {name}, id: id}}}}\n"
         text += "template: {harness: {name: pi}, evaluator: {name: tests}}\n"
         (tmp_path / "set.yaml").write_text(text)
-        loaded.append([(task.id, task.instruction) for task in load([tmp_path / "set.yaml"])])
+        loaded.append([(task.id, task.instruction) for task in load_tasks([tmp_path / "set.yaml"])])
     assert loaded == [[("1", "do one"), ("2", "do two")]] * 4
 
 
@@ -85,7 +85,7 @@ def rows_of(path: Path, data: str, more: str = "") -> list[tuple[str, str]]:
     """Ids and instructions of the tasks in a file."""
     path.write_text(data, encoding="utf-8", newline="")
     (path.parent / "set.yaml").write_text(ONES.format(path=path.name, more=more))
-    return [(task.id, task.instruction) for task in load([path.parent / "set.yaml"])]
+    return [(task.id, task.instruction) for task in load_tasks([path.parent / "set.yaml"])]
 
 
 def test_rows_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_task_files_and_sets_stand_side_by_side(tmp_path: Path) -> None:
     file.write_text(SET.replace("path: rows.jsonl", "path: ../rows.jsonl"))
     own = "instruction: do\nharness: {name: pi}\nevaluator: {name: tests}\nid: "
     (tmp_path / "a.yaml").write_text(f"{own}own")
-    assert [task.id for task in load([tmp_path])] == ["own", "x-a-1", "x-a-2"]
+    assert [task.id for task in load_tasks([tmp_path])] == ["own", "x-a-1", "x-a-2"]
     (tmp_path / "z.yaml").write_text(f"{own}x-a-2")
     with pytest.raises(ConfigError, match=r"z\.yaml: id 'x-a-2' is taken, by .*set\.yaml, a/2"):
-        load([tmp_path])
+        load_tasks([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_mistake_is_told_with_its_place(tmp_path: Path, old: str, new: str, me
     """File, key, value, and what would be right."""
     file = written(tmp_path, SET.replace(old, new, 1))
     with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is checked below
-        load([file])
+        load_tasks([file])
     assert type(caught.value).__name__ in {"ConfigError", "UnknownPlugin"}
     assert message in str(caught.value)
 

@@ -247,18 +247,18 @@ def test_the_reference_solution(tmp_path: Path) -> None:
 
 
 BAD = [
-    ({"instance_id": 3}, r"rows\.jsonl, line 1: instance_id is 3, must be text"),
+    ({"instance_id": 3}, r"rows\.jsonl, line 1: instance_id is 3, must be a string"),
     ({"base_commit": None}, r"line 1, getmoto__moto-5752: base_commit is missing"),
-    ({"problem_statement": " "}, r"problem_statement is ' ', must be text"),
-    ({"FAIL_TO_PASS": []}, r"FAIL_TO_PASS is \[\], must be a list of names of tests"),
-    ({"FAIL_TO_PASS": "test_a"}, r"FAIL_TO_PASS is 'test_a', must be a list of names of tests"),
-    ({"PASS_TO_PASS": [1]}, r"PASS_TO_PASS is \[1\], must be a list of names"),
+    ({"problem_statement": " "}, r"problem_statement is ' ', must be a string"),
+    ({"FAIL_TO_PASS": []}, r"FAIL_TO_PASS is \[\], must be a list of length >= 1"),
+    ({"FAIL_TO_PASS": "test_a"}, r"FAIL_TO_PASS is 'test_a', must be a list"),
+    ({"PASS_TO_PASS": [1]}, r"PASS_TO_PASS\.0 is 1, must be a string"),
     ({"test_patch": "+ x"}, r"test_patch is '\+ x', must be a patch as `git diff` writes it"),
-    ({"patch": 1}, r"patch is 1, must be text"),
-    ({"repo": "x/y"}, r"test_cmd is missing; it must be the command that runs its tests"),
+    ({"patch": 1}, r"patch is 1, must be a string"),
+    ({"repo": "x/y"}, r"test_cmd is missing; give it, eval_script, or the option test_command"),
     ({"repo": "x/y", "test_cmd": "pytest"}, r"log_parser is missing; it must be the name of a"),
     ({"install_config": "["}, r"install_config is '\[', must be an object"),
-    ({"eval_type": "all"}, r"eval_type is 'all', must be one of pass_and_fail, fail_only"),
+    ({"eval_type": "all"}, r"eval_type is 'all', must be one of fail_only, pass_and_fail"),
 ]
 
 

@@ -16,10 +16,10 @@ from rich.table import Table
 from tugline import log
 from tugline.cli import harness_check
 from tugline.cli.harness_check import CASES, Case, CheckResult, cases_of
-from tugline.errors import UsageError
-from tugline.harnesses import inventory
-from tugline.harnesses.inventory import InventoryItem, find_preset, list_items, list_presets
+from tugline.errors import HarnessError, UsageError
+from tugline.harnesses.install import install_dir, measure, read_manifest
 from tugline.harnesses.preset import Preset
+from tugline.plugins import find, list_names
 from tugline.types import PluginSpec
 
 harness = typer.Typer(help="The agent programs that can be run.", no_args_is_help=True)
@@ -28,6 +28,22 @@ _SIGNS = {"pass": "[green]pass[/]", "fail:": "[red]fail[/]", "-": ""}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Version = Annotated[str | None, typer.Option(help="An exact version, instead of the pinned one.")]
+
+
+class InventoryItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A harness in one version, or a folder that harnesses share (`pinned` is None then)."""
+
+    name: str
+    version: str | None
+    """None where the program is the user's own."""
+    pinned: bool | None
+    """Whether it is the default version."""
+    installed: bool
+    bytes: int = 0
+    sound: bool | None = None
+    """Whether every file is as it was installed; None if it is not installed."""
+    newest: str | None = None
+    """The newest version in the registry; None if it was not asked or does not know."""
 
 
 @harness.command("list")
@@ -40,7 +56,7 @@ def list_(
 ) -> None:
     """List harnesses with their versions, and verify the checksums of installed ones."""
     with Console(stderr=True).status("reading installed harnesses"):
-        found = asyncio.run(list_items(newest=newest))
+        found = asyncio.run(_list_items(newest=newest))
     if as_json:
         typer.echo(msgspec.json.encode({"harnesses": found}))
     else:
@@ -69,6 +85,55 @@ def _list(items: Sequence[InventoryItem]) -> None:
     Console().print(table)
 
 
+async def _list_items(*, newest: bool) -> list[InventoryItem]:
+    """Every known harness, then everything else that is installed.
+
+    Reads all files, about half a gigabyte a second; `newest` asks the registries.
+    """
+    harnesses = [await _inspect_harness(name, newest=newest) for name in list_names("harness")]
+    listed = {f"{item.name}-{item.version}" for item in harnesses}
+    folders = sorted(path for path in install_dir().glob("*-*") if read_manifest(path))
+    others = [await _inspect_folder(path.name) for path in folders if path.name not in listed]
+    return harnesses + others
+
+
+async def _inspect_harness(name: str, *, newest: bool) -> InventoryItem:
+    try:
+        harness = find("harness", name)()
+    except TypeError:  # its program is an option without a default
+        return InventoryItem(name=name, version=None, pinned=True, installed=False)
+    if not isinstance(harness, Preset):
+        return InventoryItem(name=name, version=harness.version, pinned=True, installed=False)
+    item = await _inspect_folder(harness.package.folder.name)
+    latest = await _find_newest(harness) if newest else None
+    return msgspec.structs.replace(item, pinned=True, newest=latest)
+
+
+async def _inspect_folder(folder: str) -> InventoryItem:
+    name, _, version = folder.partition("-")
+    manifest = read_manifest(install_dir() / folder)
+    return InventoryItem(
+        name=name,
+        version=version,
+        pinned=False if name in list_names("harness") else None,
+        installed=manifest is not None,
+        bytes=manifest.bytes if manifest else 0,
+        sound=await _is_sound(install_dir() / folder),
+    )
+
+
+async def _is_sound(folder: Path) -> bool | None:
+    manifest = read_manifest(folder)
+    return await asyncio.to_thread(measure, folder) == manifest if manifest else None
+
+
+async def _find_newest(harness: Preset) -> str | None:
+    try:
+        return await harness.package.find_newest()
+    except (HarnessError, UsageError):
+        return None
+
+
 @harness.command()
 def install(
     names: Annotated[list[str] | None, typer.Argument(help="Harnesses to install.")] = None,
@@ -83,7 +148,7 @@ def install(
     if version is not None and len(names or ()) != 1:
         msg = f"--version {version} is for one harness; give its name alone"
         raise UsageError(msg)
-    for program in [find_preset(name, version) for name in names or list_presets()]:
+    for program in [_find_preset(name, version) for name in names or _list_presets()]:
         _install(program)
         typer.echo(f"{program.name} {program.version} is installed")
 
@@ -91,12 +156,12 @@ def install(
 @harness.command()
 def upgrade(name: str, *, version: Version = None) -> None:
     """Install the newest version (or --version) beside the pinned one, and start it once."""
-    pinned = find_preset(name)
+    pinned = _find_preset(name)
     wanted = version or asyncio.run(pinned.package.find_newest())
     if wanted == pinned.version:
         typer.echo(f"{name} {wanted} is the pinned version already")
         return
-    _install(find_preset(name, wanted))
+    _install(_find_preset(name, wanted))
     typer.echo(
         f"{name} {wanted} is installed and starts. Tasks get {pinned.version} unless they say\n"
         f"  harness: {{name: {name}, options: {{version: {wanted}}}}}\n"
@@ -106,7 +171,33 @@ def upgrade(name: str, *, version: Version = None) -> None:
 
 def _install(program: Preset) -> None:
     with Console(stderr=True).status(f"installing {program.name} {program.version}"):
-        asyncio.run(inventory.install(program))
+        asyncio.run(_install_sound(program))
+
+
+async def _install_sound(program: Preset) -> None:
+    """Install a preset. Raises `HarnessError`, also if it is installed and has changed."""
+    folder = program.package.folder
+    if await _is_sound(folder) is False:
+        msg = (
+            f"{program.name} {program.version} is not as it was installed; "
+            f"remove {folder} and install it again"
+        )
+        raise HarnessError(msg)
+    await program.install()
+
+
+def _find_preset(name: str, version: str | None = None) -> Preset:
+    """The preset called `name`. Raises `UsageError` for a harness that has nothing to install."""
+    kind = find("harness", name)
+    if not (isinstance(kind, type) and issubclass(kind, Preset)):
+        msg = f"harness {name!r} is told by its options what to run; there is nothing to install"
+        raise UsageError(msg)
+    return kind(**({"version": version} if version else {}))
+
+
+def _list_presets() -> Sequence[str]:
+    """Names of the harnesses that can be installed."""
+    return [name for name in list_names("harness") if issubclass(find("harness", name), Preset)]
 
 
 @harness.command()
@@ -127,7 +218,7 @@ def check(
         raise UsageError(msg)
     cases = cases_of(name)
     if version is not None:
-        find_preset(cases[0].harness, version)
+        _find_preset(cases[0].harness, version)
         cases = tuple(
             msgspec.structs.replace(case, options={**case.options, "version": version})
             for case in cases

@@ -30,7 +30,7 @@ from tugline.cli.up import (
     engine_flags,
     keep_running,
 )
-from tugline.datasets.files import load
+from tugline.datasets.files import load_tasks
 from tugline.launch.local import run as run_all
 from tugline.launch.settings import load_settings
 from tugline.protocol import ResultView
@@ -118,7 +118,7 @@ def run(  # noqa: PLR0913 - each is a flag
         node={"slots": slots},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    tasks = load(paths)
+    tasks = load_tasks(paths)
     settings = add_default_engine(settings)
     console = Console(stderr=True, highlight=False)
     progress = RunProgress(console)

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tugline.datasets.files import load
+from tugline.datasets.files import load_tasks
 from tugline.errors import Invalid, UsageError
 from tugline.rollout.parts import Parts
 from tugline.server.validation import check_task
@@ -62,7 +62,7 @@ def schema() -> None:
 
 def read_checked(paths: list[str]) -> list[Task]:
     """Load tasks from files and check their values. Raises `UsageError`, `Invalid`."""
-    tasks = load(paths)
+    tasks = load_tasks(paths)
     for each in tasks:
         try:
             check_task(each)

@@ -1,8 +1,8 @@
 """Task-set files: a task set, what its tasks have in common, and which of them are selected.
 
-They may be given wherever task files may; `load` reads both, strictly. A selection is the same each
-time and on any machine: shares and shuffling use a hash of the instance's name, so a task stays
-where it is when others come or go. Difficulty is known from results of earlier runs, as
+They may be given wherever task files may; `load_tasks` reads both, strictly. A selection is the
+same each time and on any machine: shares and shuffling use a hash of the instance's name, so a task
+stays where it is when others come or go. Difficulty is known from results of earlier runs, as
 `tugline run --out` and `tugline results --out` keep them.
 """
 
@@ -209,8 +209,11 @@ class SelectedTasks:
         return self._set.solution(task)
 
 
-def load(paths: Iterable[Path | str]) -> list[Task]:
-    """Load the tasks of task files and task-set files. Raises `UsageError`."""
+def load_tasks(paths: Iterable[Path | str]) -> list[Task]:
+    """Load tasks from files, folders of files (not recursively) and glob patterns.
+
+    Raises `ConfigError` if a file is wrong or an id is used twice, `UsageError` if none is found.
+    """
     return [task for task, _ in gather(paths)]
 
 

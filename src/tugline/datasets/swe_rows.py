@@ -8,16 +8,20 @@ not in `TEST_COMMANDS`, is an error too. A row without an evaluation script gets
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import reprlib
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from tugline.errors import ConfigError
+from tugline.schema import decode
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 TEST_COMMANDS: dict[str, tuple[str, str]] = {
     "bokeh/bokeh": ("pytest -rA -n0", "parse_log_pytest"),
@@ -80,144 +84,132 @@ class SweRow(msgspec.Struct, frozen=True, kw_only=True):
     """Folders of the image that the agent must not see."""
 
 
+Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
+_AS_JSON = ("FAIL_TO_PASS", "PASS_TO_PASS", "install_config", "expected_output_json")
+"""Fields whose value may be JSON text, because a table has no other way to hold it."""
+
+
+class _BenchRow(msgspec.Struct, kw_only=True):
+    """The fields of SWE-bench, SWE-Gym and SWE-rebench."""
+
+    instance_id: Text
+    repo: Text
+    base_commit: Text
+    problem_statement: Text
+    fail_to_pass: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = msgspec.field(
+        name="FAIL_TO_PASS"
+    )
+    pass_to_pass: tuple[str, ...] = msgspec.field(name="PASS_TO_PASS", default=())
+    hints_text: str = ""
+    version: str | float = ""
+    patch: str = ""
+    test_patch: str = ""
+    eval_script: str = ""
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    test_cmd: str = ""
+    log_parser: str = ""
+    install_config: dict[str, Any] = {}
+    image: str = ""
+    docker_image: str = ""
+    image_name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "test_patch"):
+            diff = getattr(self, name)
+            if diff.strip() and not re.search(r"^(diff --git |--- )", diff, re.MULTILINE):
+                msg = f"{name} is {diff!r:.200}, must be a patch as `git diff` writes it"
+                raise ConfigError(msg, name)
+
+
+class _R2eRow(msgspec.Struct, kw_only=True):
+    """The fields of R2E, whose tests are in the image beside the repository."""
+
+    repo_name: Text
+    commit_hash: Text
+    problem_statement: Text
+    docker_image: Text
+    expected_output_json: dict[str, str]
+
+
 def read_row(
-    raw: object, where: str, *, test_command: str | None = None, log_parser: str | None = None
+    raw: Mapping[str, Any],
+    where: str,
+    *,
+    test_command: str | None = None,
+    log_parser: str | None = None,
 ) -> SweRow:
     """Read a row of a dataset. Raises `ConfigError`.
 
     `test_command` and `log_parser` replace those of the row.
     """
-    if not isinstance(raw, Mapping):
-        msg = f"{where}: {reprlib.repr(raw)} is not a row; it must be an object with fields"
-        raise ConfigError(msg)
-    fields = _Fields(raw, where)
+    name = raw.get("instance_id") or raw.get("commit_hash")
+    where = f"{where}, {name}" if isinstance(name, str) and name else where
     if "expected_output_json" in raw:
-        return _read_r2e(fields)
-    repo = fields.text("repo")
-    script = fields.text("eval_script", "") or None
-    install = fields.mapping("install_config")
-    known = TEST_COMMANDS.get(repo.lower(), ("", ""))
-    command = test_command or fields.text("test_cmd", "") or _text(install, "test_cmd") or known[0]
-    parser = log_parser or fields.text("log_parser", "") or _text(install, "log_parser") or known[1]
-    if script is None and not command:
-        fields.refuse(
-            "test_cmd", "the command that runs its tests; or give eval_script, or test_command"
-        )
+        return _convert_r2e(_decode(raw, _R2eRow, where), where)
+    row = _decode(raw, _BenchRow, where)
+    install = row.install_config
+    known = TEST_COMMANDS.get(row.repo.lower(), ("", ""))
+    command = test_command or row.test_cmd or install.get("test_cmd") or known[0]
+    parser = log_parser or row.log_parser or install.get("log_parser") or known[1]
+    if not (row.eval_script or command):
+        msg = f"{where}: test_cmd is missing; give it, eval_script, or the option test_command"
+        raise ConfigError(msg)
     if not parser:
-        fields.refuse("log_parser", "the name of a parser of swebench's")
+        msg = f"{where}: log_parser is missing; it must be the name of a parser of swebench"
+        raise ConfigError(msg)
     return SweRow(
-        instance=fields.text("instance_id"),
-        repo=repo,
-        commit=fields.text("base_commit"),
-        problem=fields.text("problem_statement"),
-        hints=fields.text("hints_text", ""),
-        version=str(raw.get("version") or ""),
-        solution=fields.diff("patch"),
-        test_patch=fields.diff("test_patch"),
-        fail_to_pass=fields.names("FAIL_TO_PASS", needed=True),
-        pass_to_pass=fields.names("PASS_TO_PASS"),
-        eval_script=None if test_command else script,
+        instance=row.instance_id,
+        repo=row.repo,
+        commit=row.base_commit,
+        problem=row.problem_statement,
+        hints=row.hints_text,
+        version=str(row.version),
+        solution=row.patch,
+        test_patch=row.test_patch,
+        fail_to_pass=row.fail_to_pass,
+        pass_to_pass=row.pass_to_pass,
+        eval_script=None if test_command else row.eval_script or None,
         test_command=command,
         log_parser=parser,
-        eval_type=fields.one_of("eval_type", ("pass_and_fail", "fail_only")),
-        image=next(
-            (fields.text(k) for k in ("image", "docker_image", "image_name") if raw.get(k)), None
-        ),
+        eval_type=row.eval_type,
+        image=row.image or row.docker_image or row.image_name or None,
     )
 
 
-def _read_r2e(fields: _Fields) -> SweRow:
-    """Read a row of R2E, whose tests are in the image beside the repository."""
-    repo, commit = fields.text("repo_name"), fields.text("commit_hash")
-    expected = fields.mapping("expected_output_json")
+def _convert_r2e(row: _R2eRow, where: str) -> SweRow:
+    expected = row.expected_output_json
     plain = {_COLOUR.sub("", name).split(" - ")[0]: end for name, end in expected.items()}
     passing = tuple(name for name, end in plain.items() if name and end == "PASSED")
     if not passing:
-        fields.refuse("expected_output_json", "an object of test names with PASSED among them")
-    problem = fields.text("problem_statement")
-    issue = _ISSUE.search(problem)
+        msg = (
+            f"{where}: expected_output_json is {reprlib.repr(expected)}, must have tests that "
+            "are PASSED"
+        )
+        raise ConfigError(msg)
+    issue = _ISSUE.search(row.problem_statement)
     return SweRow(
-        instance=f"{repo}__{commit[:12]}",
-        repo=repo,
-        problem=(issue[1] if issue else problem).strip(),
+        instance=f"{row.repo_name}__{row.commit_hash[:12]}",
+        repo=row.repo_name,
+        problem=(issue[1] if issue else row.problem_statement).strip(),
         fail_to_pass=passing,
         test_command=_R2E_COMMAND,
         own_command=True,
         log_parser="parse_log_pytest_v2",
-        image=fields.text("docker_image"),
+        image=row.docker_image,
         protected_files=("run_tests.sh", "r2e_tests"),
         hides=(_R2E_TESTS,),
     )
 
 
-class _Fields:
-    """Typed access to the fields of a row."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        name = raw.get("instance_id") or raw.get("commit_hash")
-        self._raw = raw
-        self._where = f"{where}, {name}" if isinstance(name, str) and name else where
-
-    def refuse(self, field: str, right: str) -> NoReturn:
-        """Raise `ConfigError` for a field."""
-        msg = f"{self._where}: {field} is {reprlib.repr(self._raw.get(field))}, must be {right}"
-        if self._raw.get(field) is None:
-            msg = f"{self._where}: {field} is missing; it must be {right}"
-        raise ConfigError(msg)
-
-    def text(self, field: str, default: str | None = None) -> str:
-        """Return a text, which is not empty unless there is a default."""
-        value = self._raw.get(field)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str) or (not value.strip() and default is None):
-            self.refuse(field, "text")
-        return value
-
-    def diff(self, field: str) -> str:
-        """Return a patch as git writes it; empty if there is none."""
-        value = self.text(field, "")
-        if value.strip() and not re.search(r"^(diff --git |--- )", value, re.MULTILINE):
-            self.refuse(field, "a patch as `git diff` writes it")
-        return value
-
-    def one_of(self, field: str, known: tuple[str, ...]) -> str:
-        """Return one of `known`; the first if the field is missing."""
-        value = self.text(field, known[0])
-        if value not in known:
-            self.refuse(field, f"one of {', '.join(known)}")
-        return value
-
-    def names(self, field: str, *, needed: bool = False) -> tuple[str, ...]:
-        """Return names of tests from a list, or from the JSON text of one."""
-        value = self._decode(field, [])
-        right = isinstance(value, list) and all(isinstance(name, str) for name in value)
-        if not right or (needed and not value):
-            self.refuse(field, "a list of names of tests, or the JSON text of one")
-        return tuple(value)
-
-    def mapping(self, field: str) -> dict[str, Any]:
-        """Return an object, or decode the JSON text of one."""
-        value = self._decode(field, {})
-        if not isinstance(value, dict):
-            self.refuse(field, "an object, or the JSON text of one")
-        return value
-
-    def _decode(self, field: str, default: object) -> Any:
-        value = self._raw.get(field)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            return list(value) if isinstance(value, tuple) else value
-        try:
-            return msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            return value
-
-
-def _text(mapping: Mapping[str, Any], key: str) -> str:
-    value = mapping.get(key)
-    return value if isinstance(value, str) else ""
+def _decode(raw: Mapping[str, Any], kind: type[T], where: str) -> T:
+    """Decode the fields that are known and have a value. Raises `ConfigError`."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    values = {name: raw[name] for name in raw if name in known and raw[name] is not None}
+    for name in values.keys() & _AS_JSON:
+        if isinstance(values[name], str):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                values[name] = msgspec.json.decode(values[name])
+    return decode(values, kind, source=where)
 
 
 # --------------------------------------------------------------------------- the script

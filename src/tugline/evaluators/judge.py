@@ -19,8 +19,8 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
-from tugline.evaluators.diff import diff_work, has_base
 from tugline.evaluators.judge_client import MAX_SCORE, JudgeClient, ScoreCache, Scores
+from tugline.evaluators.script import diff_work, has_base
 from tugline.types import Call, Message, Reward, Role, Trace
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]

@@ -26,9 +26,8 @@ from msgspec import Meta
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
-from tugline.evaluators.diff import format_patch
 from tugline.evaluators.filters import PYTHON, Patterns, Rules
-from tugline.evaluators.script import TAIL, allow_network, open_runner, start_deadline
+from tugline.evaluators.script import TAIL, allow_network, format_patch, open_runner, start_deadline
 from tugline.sandbox.base import Exit, check_path
 from tugline.sandbox.patch import Patch
 from tugline.types import Reward, Task

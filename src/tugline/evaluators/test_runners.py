@@ -14,10 +14,9 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
-from tugline.evaluators.diff import has_base
 from tugline.evaluators.formats import Format, normalize_junit, read_junit
 from tugline.evaluators.scoring import ExpectedTests, TestOutcome, TestReport, score
-from tugline.evaluators.script import ScriptRunner
+from tugline.evaluators.script import ScriptRunner, has_base
 from tugline.sandbox.base import Content, Exit, check_path
 from tugline.types import Task
 
