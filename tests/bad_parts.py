@@ -15,7 +15,7 @@ from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.sandbox.base import Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.traces.base import Builder, Built
-from tugline.traces.prefix_merging import PrefixMerging
+from tugline.traces.builders import PrefixMerging
 from tugline.types import Reward
 
 

@@ -25,16 +25,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from tugline.traces.base import (
-    Answer,
-    Builder,
-    Built,
-    TraceMeta,
-    check_calls,
-    make_trace,
-    mask_reason,
-)
-from tugline.traces.ledger import count_session
+from tugline.traces.base import Builder, Built, TraceMeta, count_session, make_trace
+from tugline.traces.lineage import Answer, check_calls, mask_reason
 from tugline.types import Call, Finish, Ids, Mode, Reason, Trace, shared_prefix
 
 

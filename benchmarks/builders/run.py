@@ -31,7 +31,7 @@ from tugline.errors import TuglineError, UsageError
 from tugline.plugins import find
 from tugline.recording import file as recordings
 from tugline.recording.folder import list_recordings
-from tugline.traces.tree import build_tree
+from tugline.traces.builders import build_tree
 from tugline.types import (
     Branch,
     Call,

@@ -52,18 +52,18 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "swe": "tugline.datasets.swe:SweTaskSet",
     },
     "export": {
-        "arrow": "tugline.exports.parquet:Arrow",
-        "calls": "tugline.exports.parquet:Calls",
-        "parquet": "tugline.exports.parquet:Parquet",
-        "sft": "tugline.exports.sft:Sft",
-        "slime": "tugline.exports.slime:Slime",
-        "trl": "tugline.exports.trl:Trl",
-        "verl": "tugline.exports.verl:Verl",
+        "arrow": "tugline.exports.tables:Arrow",
+        "calls": "tugline.exports.tables:Calls",
+        "parquet": "tugline.exports.tables:Parquet",
+        "sft": "tugline.exports.json_lines:Sft",
+        "slime": "tugline.exports.json_lines:Slime",
+        "trl": "tugline.exports.tables:Trl",
+        "verl": "tugline.exports.tables:Verl",
     },
     "builder": {
-        "per_request": "tugline.traces.per_request:PerRequest",
-        "prefix_merging": "tugline.traces.prefix_merging:PrefixMerging",
-        "tree": "tugline.traces.tree:PrefixTree",
+        "per_request": "tugline.traces.builders:PerRequest",
+        "prefix_merging": "tugline.traces.builders:PrefixMerging",
+        "tree": "tugline.traces.builders:PrefixTree",
     },
 }
 """Kind to name to target; the same shape as the entry points ``tugline.<kind>``."""

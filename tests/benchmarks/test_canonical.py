@@ -11,8 +11,8 @@ from canonical import Canonical
 
 from calls import make_call as call
 from drawn_sessions import whole
-from tugline.traces.ledger import count_calls
-from tugline.traces.prefix_merging import PrefixMerging
+from tugline.traces.base import count_calls
+from tugline.traces.builders import PrefixMerging
 from tugline.types import Call, Finish, Reason, Trace
 
 END, OTHER_END, HEAD = 1, 2, 3

@@ -17,8 +17,7 @@ from recording.view.synthetic import HOSTILE, LAST_WORD, long, small
 from tugline.recording.file import read
 from tugline.recording.folder import load_tokenizer
 from tugline.recording.view.html_page import render_page
-from tugline.recording.view.session_view import ViewedSession, view_session
-from tugline.recording.view.token_text import TokenText
+from tugline.recording.view.session_view import TokenText, ViewedSession, view_session
 
 pytestmark = pytest.mark.browser
 

@@ -31,10 +31,9 @@ from tugline.gateway.engine_report import ROUTES, CheckOutcome
 from tugline.gateway.probe import count_running
 from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer
-from tugline.recording.verify.report import VerifyVerdict
-from tugline.recording.verify.session import verify_logprobs, verify_session
+from tugline.recording.verify.session import VerifyVerdict, verify_logprobs, verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.traces.prefix_merging import PrefixMerging
+from tugline.traces.builders import PrefixMerging
 from tugline.types import (
     Branch,
     Call,

@@ -20,7 +20,7 @@ from rig import ASK, RENDERING, in_turn, rig
 from tugline.chat.templates.base import CONFIGS
 from tugline.errors import ConfigError
 from tugline.exports.base import SkipReason, TraceFilter
-from tugline.traces.prefix_merging import PrefixMerging
+from tugline.traces.builders import PrefixMerging
 from tugline.types import (
     Branch,
     Call,

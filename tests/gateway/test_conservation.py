@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rig import Play, ids, rig, says, text_of, until
 from tugline.gateway.settings import CallSettings
 from tugline.testing.scripted_engine import Reply
-from tugline.traces.prefix_merging import PrefixMerging
+from tugline.traces.builders import PrefixMerging
 from tugline.types import Call, CallOutcome, Ids
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1).map(

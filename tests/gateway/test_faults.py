@@ -28,7 +28,7 @@ from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.settings import CallSettings
-from tugline.traces.prefix_merging import PrefixMerging
+from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Limits, PluginSpec, Reason, Session, Task
 from tugline.web.serve import serve
 

@@ -16,14 +16,21 @@ from recording.verify.recorded import work
 from tugline.errors import CaptureError, UnknownPlugin, UsageError
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer, write_result
-from tugline.recording.rebuild import rebuild, rebuild_all
 from tugline.recording.records import RecordedResult
-from tugline.recording.trajectories import INDEX, pack, read, read_folder, read_index
+from tugline.recording.trajectories import (
+    INDEX,
+    pack,
+    read,
+    read_folder,
+    read_index,
+    rebuild,
+    rebuild_all,
+)
 from tugline.types import Boundary, Ledger, PluginSpec, Reward, Status
 
 REBUILD = (
     "import sys; from pathlib import Path; from tugline.types import PluginSpec;"
-    "from tugline.recording.rebuild import rebuild_all as r; a, b = map(Path, sys.argv[1:]);"
+    "from tugline.recording.trajectories import rebuild_all as r; a, b = map(Path, sys.argv[1:]);"
     "r(sorted(a.rglob('*.rec')), a, b, PluginSpec('per_request'))"
 )
 

@@ -15,8 +15,7 @@ from tugline.errors import CaptureError, UsageError
 from tugline.recording.file import read
 from tugline.recording.verify.session import verify_session
 from tugline.recording.verify.text import TextVerifier
-from tugline.replay.matching import sort_tool_results
-from tugline.replay.normalizer import Normalizer, folder_patterns
+from tugline.replay.matching import Normalizer, folder_patterns, sort_tool_results
 from tugline.replay.run import Options, RecordedSession, fork, replay
 from tugline.replay.source import Live
 from tugline.sandbox.local import LocalRuntime

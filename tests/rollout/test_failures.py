@@ -18,10 +18,9 @@ from attacked import IMAGE, running, token
 from rig import Play, Reply, rig, says
 from tugline.errors import CaptureError, DiskFull, EngineError, SandboxError, UsageError
 from tugline.gateway.app import Opened
-from tugline.rollout.failures import classify
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
-from tugline.rollout.stages import StageSlots
+from tugline.rollout.stages import StageSlots, classify
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.types import (
     HANDLING,

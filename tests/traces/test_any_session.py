@@ -14,11 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_sessions import SESSIONS, Drawn, whole
-from tugline.traces.base import Builder
-from tugline.traces.ledger import count_calls, count_trace, sum_ledgers
-from tugline.traces.per_request import PerRequest
-from tugline.traces.prefix_merging import PrefixMerging
-from tugline.traces.tree import PrefixTree, Tree, build_tree
+from tugline.traces.base import Builder, count_calls, count_spans, sum_ledgers
+from tugline.traces.builders import PerRequest, PrefixMerging, PrefixTree, Tree, build_tree
 from tugline.types import (
     Call,
     CallOutcome,
@@ -93,11 +90,11 @@ def booked(calls: Sequence[Call], traces: Sequence[Trace], builder: Builder) -> 
         assert each[one.number].balanced
         assert each[one.number].sampled == len(one.sampled_ids) + one.unreported_tokens
         assert each[one.number].dropped.get(Reason.NO_TOKEN_IDS, 0) == one.unreported_tokens
-    held = sum_ledgers(count_trace(trace) for trace in traces)
+    held = sum_ledgers(count_spans(trace.spans) for trace in traces)
     assert (held.trained, held.masked) == (ledger.trained, ledger.masked)
     assert held.balanced
     for trace in traces:
-        assert count_trace(trace).trained == int(trace.mask.sum())
+        assert count_spans(trace.spans).trained == int(trace.mask.sum())
 
 
 @MANY

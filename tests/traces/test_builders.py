@@ -12,11 +12,8 @@ from drawn_sessions import showing
 from tugline import plugins
 from tugline.errors import CaptureError, ConfigError, UnknownPlugin
 from tugline.rollout.parts import Parts
-from tugline.traces.base import make_builder
-from tugline.traces.ledger import count_calls, count_trace, sum_ledgers
-from tugline.traces.per_request import PerRequest
-from tugline.traces.prefix_merging import PrefixMerging
-from tugline.traces.tree import PrefixTree
+from tugline.traces.base import count_calls, count_spans, make_builder, sum_ledgers
+from tugline.traces.builders import PerRequest, PrefixMerging, PrefixTree
 from tugline.types import (
     Branch,
     CallOutcome,
@@ -273,7 +270,7 @@ def test_ledgers_add_up() -> None:
         0: Ledger(sampled=2, masked={Reason.CLIENT_GONE: 1}, dropped={Reason.OVER_LENGTH: 1}),
         1: Ledger(sampled=3, trained=2, dropped={Reason.OVER_LENGTH: 1}),
     }
-    assert [count_trace(trace) for trace in traces] == [
+    assert [count_spans(trace.spans) for trace in traces] == [
         Ledger(sampled=1, masked={Reason.CLIENT_GONE: 1}),
         Ledger(sampled=2, trained=2),
     ]

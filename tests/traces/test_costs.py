@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from calls import make_call as call
-from tugline.traces.per_request import PerRequest
-from tugline.traces.prefix_merging import PrefixMerging
-from tugline.traces.tree import PrefixTree
+from tugline.traces.builders import PerRequest, PrefixMerging, PrefixTree
 from tugline.types import Call
 
 

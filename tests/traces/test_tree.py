@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from calls import make_call as call
-from tugline.traces.prefix_merging import PrefixMerging
-from tugline.traces.tree import PrefixTree, Tree, build_tree
+from tugline.traces.builders import PrefixMerging, PrefixTree, Tree, build_tree
 from tugline.types import Trace, TraceKind, decode, encode
 
 

@@ -16,8 +16,7 @@ from rich.progress import Progress
 
 from tugline.errors import UsageError
 from tugline.recording.folder import resolve
-from tugline.recording.rebuild import rebuild_all
-from tugline.recording.trajectories import INDEX, Index
+from tugline.recording.trajectories import INDEX, Index, rebuild_all
 from tugline.types import PluginSpec
 
 _MANY = 20

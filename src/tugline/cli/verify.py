@@ -21,8 +21,15 @@ from tugline.errors import CaptureError
 from tugline.recording.file import read
 from tugline.recording.folder import resolve
 from tugline.recording.verify.engine import Scorer, connect_scorer
-from tugline.recording.verify.report import SessionReport, VerifySummary, VerifyVerdict, summarize
-from tugline.recording.verify.session import TOLERANCE, verify_logprobs, verify_session
+from tugline.recording.verify.session import (
+    TOLERANCE,
+    SessionReport,
+    VerifySummary,
+    VerifyVerdict,
+    summarize,
+    verify_logprobs,
+    verify_session,
+)
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.lineage import Continuation
 

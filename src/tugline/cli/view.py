@@ -12,9 +12,8 @@ from tugline.errors import UsageError
 from tugline.recording.file import read
 from tugline.recording.folder import load_tokenizer, locate
 from tugline.recording.view.html_page import render_page
-from tugline.recording.view.session_view import encode_json, view_session
+from tugline.recording.view.session_view import TokenText, encode_json, view_session
 from tugline.recording.view.terminal import ColourBy, Terminal
-from tugline.recording.view.token_text import TokenText
 
 
 def view(  # noqa: PLR0913 - each is a flag

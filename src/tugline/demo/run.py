@@ -35,7 +35,7 @@ from tugline.inference.engine import Engine
 from tugline.launch.process import folder_lock
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
-from tugline.traces.ledger import sum_ledgers
+from tugline.traces.base import sum_ledgers
 from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo, StepReport

@@ -1,17 +1,24 @@
-"""Write Parquet and Arrow files in batches of bounded size.
+"""Parquet and Arrow tables: all fields of traces and calls, and rows for TRL and verl.
 
-pyarrow comes with the extra ``export``. No file holds a date or a path, so equal rows make equal
-bytes. A map is a list of ``{key, value}``, because Hugging Face `datasets` knows no Arrow map.
+They are written in batches of bounded size. pyarrow comes with the extra ``export``. No file holds
+a date or a path, so equal rows make equal bytes. A map is a list of ``{key, value}``, because
+Hugging Face `datasets` knows no Arrow map. `docs/export.md` explains the columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tugline.errors import UsageError
-from tugline.exports.base import Exporter, RowWriter
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tugline.chat.serialization import serialize_message, serialize_tool
+from tugline.errors import ConfigError, UsageError
+from tugline.exports.base import Exporter, ExportRow, RowWriter, SessionExport, SkipReason
+from tugline.types import Message, Trace
 
 try:
     import pyarrow as pa
@@ -105,3 +112,224 @@ class _TableWriter(RowWriter):
         if self._rows:
             self._flush()
         self._writer.close()
+
+
+# --------------------------------------------------------------------------- traces and calls
+class Parquet(TableExporter):
+    """One row per trace with all its fields, those that train nothing too; a reward may be null."""
+
+    needs_reward = False
+    trains = False
+    columns = """
+        session:text task:text sample:int group:int trace:int kind:text parent:int shared:int
+        thread:text exact:bool thinking_retention:text ids:ids loss_mask:bools logprobs:floats
+        versions:ids spans:spans images:texts reward:float trace_reward:float
+        reward_parts:numbers status:text failure:failure ledger:ledger tags:tags model:text
+        tokenizer:text harness:text builder:text"""
+
+    def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
+        """Return the fields of the trace and of its session."""
+        versions = np.full(len(trace.ids), -1, np.int32)
+        for span in trace.spans:
+            versions[span.start : span.end] = span.version
+        values = {
+            "trace": index,
+            "kind": trace.kind,
+            "parent": trace.parent,
+            "shared": trace.shared,
+            "thread": trace.thread,
+            "exact": trace.exact,
+            "thinking_retention": trace.thinking_retention,
+            "ids": trace.ids,
+            "loss_mask": trace.mask,
+            "logprobs": trace.logprobs,
+            "versions": versions,
+            "spans": msgspec.to_builtins(trace.spans),
+            "images": list(trace.images),
+        }
+        return values | _session_columns(session) | _outcome_columns(session, index)
+
+
+class Arrow(Parquet):
+    """The same rows in an Arrow IPC file."""
+
+    suffix = ".arrow"
+
+
+class Calls(TableExporter):
+    """One row per model call; messages, answer and tools are JSON as the OpenAI API writes it."""
+
+    needs_reward = False
+    columns = """
+        session:text task:text sample:int group:int call:int parent:int branch:text
+        echo_changes:texts kind:text thread:text dialect:text mode:text messages:text
+        answer:text tools:text
+        prompt_tokens:int sampled_tokens:int finish:text outcome:text received:float sent:float
+        first_token:float last_token:float tags:tags model:text harness:text builder:text"""
+
+    def rows(self, session: SessionExport) -> Iterator[ExportRow | SkipReason]:
+        """Yield every call; the filters of traces do not apply."""
+        shared = _session_columns(session)
+        for call in session.recording.calls:
+            columns = {
+                "call": call.number,
+                "messages": _json([_serialize(message) for message in call.messages]),
+                "answer": None if call.answer is None else _json(_serialize(call.answer)),
+                "tools": _json([serialize_tool(tool) for tool in call.tools]),
+                "prompt_tokens": len(call.prompt_ids),
+                "sampled_tokens": len(call.sampled_ids) + call.unreported_tokens,
+            }
+            names = ("parent", "branch", "echo_changes", "kind", "thread", "dialect", "mode")
+            rest = {name: getattr(call, name) for name in (*names, "finish", "outcome")}
+            times = msgspec.structs.asdict(call.timings)
+            tokens = len(call.prompt_ids) + len(call.sampled_ids)
+            yield ExportRow({**shared, **columns, **rest, **times}, tokens, len(call.sampled_ids))
+
+
+def _serialize(message: Message) -> dict[str, object]:
+    return serialize_message(message) | {"role": message.role.value}  # a developer stays one
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _session_columns(session: SessionExport) -> dict[str, object]:
+    return {
+        "session": session.header.session.id,
+        "task": session.header.task.id,
+        "sample": session.header.session.sample,
+        "group": session.group,
+        "tags": pairs(session.header.task.tags),
+        "model": session.header.model,
+        "tokenizer": session.header.tokenizer,
+        "harness": session.header.task.harness.name,
+        "builder": session.builder_name,
+    }
+
+
+def _outcome_columns(session: SessionExport, index: int) -> dict[str, object]:
+    """Return the outcome; a trace has its own reward if it was given under the same builder."""
+    result, ledger = session.recording.result, session.built.ledger
+    reward = result.reward if result is not None else None
+    own = reward.per_trace if reward is not None else ()
+    if result is None or result.builder != session.builder_name:
+        own = ()
+    return {
+        "reward": session.reward,
+        "trace_reward": own[index] if len(own) == len(session.built.traces) else None,
+        "reward_parts": pairs(reward.parts if reward is not None else {}),
+        "status": result.status if result is not None else None,
+        "failure": msgspec.to_builtins(result.failure) if result is not None else None,
+        "ledger": {
+            "sampled": ledger.sampled,
+            "trained": ledger.trained,
+            "masked": pairs(ledger.masked),
+            "dropped": pairs(ledger.dropped),
+        },
+    }
+
+
+# --------------------------------------------------------------------------- other trainers
+
+
+class Trl(TableExporter):
+    """Rollouts for TRL's GRPO trainers, and tokenised data for its SFT trainer.
+
+    ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` are what a ``rollout_func``
+    returns; ``input_ids``, ``completion_mask``, ``old_log_probs``, ``advantage``, ``model_version``
+    and ``group_id`` are a ``RolloutSample`` of its asynchronous trainer. The completion begins with
+    the first sampled token.
+    """
+
+    columns = """
+        session:text task:text trace:int prompt_ids:ids completion_ids:ids logprobs:floats
+        env_mask:bits input_ids:ids completion_mask:bits old_log_probs:floats reward:float
+        advantage:float model_version:int group_id:int"""
+
+    def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
+        """Return the columns; `model_version` is that of the oldest token."""
+        first, mask = trace.spans[0].start, trace.mask.astype(np.int8)
+        return {
+            "session": session.header.session.id,
+            "task": session.header.task.id,
+            "trace": index,
+            "prompt_ids": trace.ids[:first],
+            "completion_ids": trace.ids[first:],
+            "logprobs": trace.logprobs[first:],
+            "env_mask": mask[first:],
+            "input_ids": trace.ids,
+            "completion_mask": mask,
+            "old_log_probs": trace.logprobs,
+            "reward": session.reward,
+            "advantage": session.advantage,
+            "model_version": min(span.version for span in trace.spans),
+            "group_id": session.group,
+        }
+
+
+class Verl(TableExporter):
+    """The columns of verl's rollout batch; the response begins with the first sampled token.
+
+    By default lists have their own lengths, like verl's own agent loop output. With the options
+    ``prompt_length`` and ``response_length`` they are padded to these: prompts on the left,
+    responses on the right, so that columns become the tensors of a ``DataProto``.
+    """
+
+    columns = """
+        uid:text session:text trace:int data_source:text prompts:longs responses:longs
+        input_ids:longs attention_mask:longs position_ids:longs response_mask:longs
+        rollout_log_probs:floats rm_scores:floats reward:float min_global_steps:int
+        max_global_steps:int __num_turns__:int"""
+
+    def __init__(
+        self,
+        *,
+        prompt_length: int | None = None,
+        response_length: int | None = None,
+        pad_id: int = 0,
+    ) -> None:
+        """Set the lengths in tokens that prompts and responses are padded to with `pad_id`."""
+        if (prompt_length is None) != (response_length is None):
+            msg = "export 'verl': give prompt_length and response_length both, or neither"
+            raise ConfigError(msg)
+        self.prompt_length = prompt_length
+        self.response_length = response_length
+        self.pad_id = pad_id
+
+    def row(
+        self, session: SessionExport, index: int, trace: Trace
+    ) -> Mapping[str, object] | SkipReason:
+        """Return the columns; a trace that does not fit the padding is skipped, not cut."""
+        first, versions = trace.spans[0].start, [span.version for span in trace.spans]
+        size = len(trace.ids) - first
+        left = first if self.prompt_length is None else self.prompt_length
+        right = size if self.response_length is None else self.response_length
+        if first > left or size > right:
+            return SkipReason.TOO_LONG
+
+        def padded(values: npt.NDArray[Any], fill: int = 0) -> npt.NDArray[Any]:
+            return np.pad(values, (left - first, right - size), constant_values=fill)
+
+        ids = padded(trace.ids.astype(np.int64), self.pad_id)
+        seen = padded(np.ones(len(trace.ids), np.int64))
+        scores = np.zeros(right, np.float32)
+        scores[size - 1] = session.reward
+        return {
+            "uid": session.header.task.id,
+            "session": session.header.session.id,
+            "trace": index,
+            "data_source": session.header.task.harness.name,
+            "prompts": ids[:left],
+            "responses": ids[left:],
+            "input_ids": ids,
+            "attention_mask": seen,
+            "position_ids": np.maximum(seen.cumsum() - 1, 0),
+            "response_mask": padded(trace.mask.astype(np.int64))[left:],
+            "rollout_log_probs": padded(trace.logprobs)[left:],
+            "rm_scores": scores,
+            "reward": session.reward,
+            "min_global_steps": min(versions),
+            "max_global_steps": max(versions),
+            "__num_turns__": len({span.call for span in trace.spans}),
+        }

@@ -23,9 +23,9 @@ from tugline.node.pools import Pools
 from tugline.node.telemetry import Stats, Telemetry
 from tugline.protocol import CommitOutcome, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack
-from tugline.rollout.failures import describe, make_failure
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
+from tugline.rollout.stages import describe, make_failure
 from tugline.types import Cause, Ledger, Status, Trajectory
 
 _OFFER_S = 2.0

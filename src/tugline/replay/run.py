@@ -23,9 +23,8 @@ from tugline.gateway.app import Gateway, Opened
 from tugline.recording.file import read
 from tugline.recording.folder import load_tokenizer
 from tugline.recording.records import Header, RecordedResult
-from tugline.replay.matching import Difference
+from tugline.replay.matching import Difference, Normalizer, folder_patterns
 from tugline.replay.mounted import MountedRuntime, Prefix, find_prefix
-from tugline.replay.normalizer import Normalizer, folder_patterns
 from tugline.replay.source import Live, RecordedSource
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out

@@ -28,6 +28,7 @@ from tugline.gateway.replicas import Replica, TokenSource
 from tugline.recording.records import Header
 from tugline.replay.matching import (
     Difference,
+    Normalizer,
     RecordedResponse,
     compare_messages,
     compare_sampling,
@@ -35,7 +36,6 @@ from tugline.replay.matching import (
     list_result_ids,
     sort_tool_results,
 )
-from tugline.replay.normalizer import Normalizer
 from tugline.types import Call, Message, Mode, shared_prefix
 from tugline.web.engine_http import ModelCard
 

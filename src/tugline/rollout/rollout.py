@@ -35,10 +35,9 @@ from tugline.evaluators.base import SessionOutcome, Verdict
 from tugline.gateway.app import Gateway, Opened
 from tugline.harnesses.base import Launch, LaunchContext
 from tugline.recording.records import RecordedResult
-from tugline.rollout.failures import classify, make_failure, make_total_timeout
 from tugline.rollout.parts import Parts
 from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
-from tugline.rollout.stages import StageSlots
+from tugline.rollout.stages import StageSlots, classify, make_failure, make_total_timeout
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import collect_artifacts
 from tugline.sandbox.patch import Patch

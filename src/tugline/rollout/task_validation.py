@@ -17,9 +17,9 @@ import msgspec
 
 from tugline.datasets.base import Solution
 from tugline.evaluators.base import SessionOutcome, Verdict
-from tugline.rollout.failures import classify
 from tugline.rollout.parts import Parts
 from tugline.rollout.sandboxes import PrewarmedSandbox, TaskSandboxes, read_tail
+from tugline.rollout.stages import classify
 from tugline.sandbox.base import Exit, Sandbox
 from tugline.sandbox.files import remove
 from tugline.types import Failure, Status, Task

@@ -14,16 +14,32 @@ from tugline.types.call import (
     CallOutcome,
     EchoChange,
     Finish,
+    Image,
     LogprobMeaning,
+    Message,
     Mode,
+    Role,
     Timings,
+    Tool,
+    ToolCall,
+    ToolKind,
     TraceKind,
     VersionSpan,
 )
-from tugline.types.failure import HANDLING, RETRIES, Boundary, Cause, Failure, Handling
-from tugline.types.message import Image, Message, Role, Tool, ToolCall, ToolKind
-from tugline.types.sample import Sample
-from tugline.types.session import TERMINAL, TRANSITIONS, Session, Status
+from tugline.types.session import (
+    HANDLING,
+    RETRIES,
+    TERMINAL,
+    TRANSITIONS,
+    Boundary,
+    Cause,
+    Failure,
+    Handling,
+    Reward,
+    Session,
+    Status,
+    Trajectory,
+)
 from tugline.types.task import (
     Callback,
     Group,
@@ -35,8 +51,7 @@ from tugline.types.task import (
     Task,
     Workspace,
 )
-from tugline.types.trace import Ledger, Reason, Span, Trace
-from tugline.types.trajectory import Reward, Trajectory
+from tugline.types.trace import Ledger, Reason, Sample, Span, Trace
 
 __all__ = [
     "HANDLING", "RETRIES", "TERMINAL", "TRANSITIONS", "Boundary", "Branch", "Call", "CallOutcome",

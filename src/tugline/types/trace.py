@@ -1,4 +1,4 @@
-"""Traces to train on, and the ledger of their tokens (I1, I2)."""
+"""Traces to train on, the ledger of their tokens (I1, I2), and flat arrays for a trainer."""
 
 from __future__ import annotations
 
@@ -91,3 +91,19 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the context is, id for id, the one that was sampled in (I1)."""
     images: tuple[str, ...] = ()
     """SHA-256 in hex of the images in the context, in order; the recording has their data."""
+
+
+# --------------------------------------------------------------------------- for trainers
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """Flat arrays for a trainer, one per trace; shapes ``(n,)``.
+
+    `advantages` is 0 where nothing is trained, `versions` -1 where nothing was sampled.
+    """
+
+    input_ids: Ids
+    loss_mask: Mask
+    logprobs: Logprobs
+    versions: Ids
+    advantages: Logprobs
+    group: str
+    session: str

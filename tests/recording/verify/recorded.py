@@ -20,8 +20,7 @@ from tugline.inference.engine import Engine
 from tugline.inference.server import create_app
 from tugline.recording import file as recordings
 from tugline.recording.file import Recording, Writer
-from tugline.recording.verify.report import SessionReport
-from tugline.recording.verify.session import verify_session
+from tugline.recording.verify.session import SessionReport, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.types import Call, PluginSpec, Sampling, Session, Task
 from tugline.web.serve import serve

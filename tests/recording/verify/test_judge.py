@@ -21,12 +21,11 @@ from tugline.chat.response import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
 from tugline.recording.file import Recording, Writer, write_result
 from tugline.recording.records import RecordedResult
-from tugline.recording.verify.report import VerifyVerdict, summarize
-from tugline.recording.verify.session import verify_session
+from tugline.recording.verify.session import VerifyVerdict, summarize, verify_session
 from tugline.recording.verify.text import TextVerifier
 from tugline.traces.base import Built
+from tugline.traces.builders import PrefixMerging
 from tugline.traces.lineage import Continuation
-from tugline.traces.prefix_merging import PrefixMerging
 from tugline.types import (
     Call,
     CallOutcome,

@@ -13,8 +13,13 @@ from recording.verify.recorded import Modelled, changed, modelled, read_in, rewr
 from rig import rig, says
 from tugline.errors import EngineError
 from tugline.recording.verify.engine import connect_scorer
-from tugline.recording.verify.report import SessionReport, VerifyVerdict, summarize
-from tugline.recording.verify.session import verify_logprobs, verify_session
+from tugline.recording.verify.session import (
+    SessionReport,
+    VerifyVerdict,
+    summarize,
+    verify_logprobs,
+    verify_session,
+)
 from tugline.recording.verify.text import TextVerifier
 from tugline.types import LogprobMeaning, Sampling
 

@@ -13,8 +13,7 @@ import msgspec
 from recording.view.synthetic import Script, encode, long, small, tokenizer
 from tugline.recording.file import read
 from tugline.recording.view.html_page import render_page
-from tugline.recording.view.session_view import view_session
-from tugline.recording.view.token_text import TokenText
+from tugline.recording.view.session_view import TokenText, view_session
 from tugline.types import Image, Message, Role
 
 

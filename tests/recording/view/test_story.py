@@ -22,7 +22,7 @@ from tugline.recording.view.session_view import (
     encode_json,
     view_session,
 )
-from tugline.traces.ledger import sum_ledgers
+from tugline.traces.base import sum_ledgers
 from tugline.traces.lineage import Continuation
 from tugline.types import Branch, CallOutcome, EchoChange, Mode, Reason, TraceKind
 

@@ -15,9 +15,8 @@ from tokenizers import decoders, models
 from recording.view.synthetic import HOSTILE, LAST_WORD, long, small, tokenizer
 from tugline.chat.tokenizer import Tokenizer
 from tugline.recording.file import read
-from tugline.recording.view.session_view import ViewedSession, view_session
+from tugline.recording.view.session_view import TokenText, ViewedSession, view_session, visible
 from tugline.recording.view.terminal import ColourBy, Terminal
-from tugline.recording.view.token_text import TokenText, visible
 
 
 def render(

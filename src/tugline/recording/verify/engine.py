@@ -19,8 +19,7 @@ import numpy as np
 from tugline.chat.engines.base import parse_engine_error, parse_version
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import EngineError
-from tugline.recording.verify.report import CallReport
-from tugline.traces.base import build_chains
+from tugline.traces.lineage import build_chains
 from tugline.types import Call, Ids, LogprobMeaning, Logprobs
 from tugline.web.engine_http import EngineHttp, ModelCard
 
@@ -199,14 +198,3 @@ async def recompute_logprobs(scorer: Scorer, calls: Sequence[Call]) -> dict[int,
                 at = len(call.prompt_ids) - start
                 recomputed[call.number] = scores[at : at + len(call.sampled_ids)]
     return recomputed
-
-
-def compare_logprobs(report: CallReport, call: Call, recomputed: Logprobs) -> None:
-    """Add to `report` how far captured and recomputed logprobs are apart."""
-    apart = (call.logprobs.astype(np.float64) - recomputed)[np.isfinite(recomputed)]
-    report.scored = len(apart)
-    if len(apart):
-        report.max_dlogprob = float(np.abs(apart).max())
-        report.mean_dlogprob = float(np.abs(apart).mean())
-        report.kl = float(apart.mean())
-        report.kl3 = float((np.exp(-apart) - 1 + apart).mean())

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tugline.recording.view.session_view import SessionView, ViewedSession, add_detail
-from tugline.recording.view.token_text import TokenText
+from tugline.recording.view.session_view import SessionView, TokenText, ViewedSession, add_detail
 from tugline.types import Image, Message, Trace
 
 _SCRIPTS = (

@@ -7,8 +7,10 @@ sampled token is in its turn's ledger, and the turns' ledgers add up to the sess
 
 from __future__ import annotations
 
+import codecs
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +19,11 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import CaptureError
 from tugline.recording.file import Recording
 from tugline.recording.records import Header, RecordedEvent, RecordedEventKind, RecordedResult
-from tugline.traces.base import Built, make_builder
-from tugline.traces.ledger import count_calls
+from tugline.traces.base import Built, count_calls, make_builder
 from tugline.traces.lineage import Continuation, trace_lineage
 from tugline.types import (
     Call,
@@ -341,3 +343,55 @@ def split_runs(trace: Trace) -> Iterator[tuple[int, int, Span | None]]:
         at = span.end
     if at < len(trace.ids):
         yield at, len(trace.ids), None
+
+
+# --------------------------------------------------------------------------- tokens as text
+NEWLINE = "↵"
+_VISIBLE = {"\n": NEWLINE, "\t": "⇥", " ": " "}
+
+
+class TokenText:
+    """The text of token ids; without a tokenizer, an id is shown as its number.
+
+    A character may be spread over several tokens: the last of them has it, the others are empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+        self.spell = functools.cache(self._spell)
+        """Return the bytes of a token."""
+
+    def _spell(self, token: int) -> bytes:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return f"{token} ".encode()
+        if tokenizer.token_bytes is not None:
+            return tokenizer.token_bytes[token]
+        # such a tokenizer drops the space before the first token, so decode the second of two
+        return tokenizer.decode([token, token])[len(tokenizer.decode([token])) :].encode()
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """Return the text that each token adds; joined they are the whole text."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [decoder.decode(self.spell(token)) for token in ids]
+        if pieces:
+            pieces[-1] += decoder.decode(b"", final=True)
+        return pieces
+
+
+def visible(text: str) -> str:
+    """Return `text` on one line, with control characters replaced by their codes.
+
+    No escape sequence or mark of writing direction in model output is ever sent to a terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        _VISIBLE.get(char) or (char if char.isprintable() else repr(char)[1:-1]) for char in text
+    )
+
+
+def fold_range(size: int, head: int, tail: int) -> tuple[int, int]:
+    """Return the range ``[start, end)`` of `size` items to fold; empty if it would save little."""
+    return (size, size) if size <= head + tail + 8 else (head, size - tail)

@@ -16,15 +16,18 @@ from rich.text import Text
 
 from tugline.recording.records import RecordedResult
 from tugline.recording.view.session_view import (
+    NEWLINE,
     TimelineEvent,
+    TokenText,
     TraceView,
     TurnView,
     ViewedSession,
     finite_mean,
+    fold_range,
     indent_levels,
     split_runs,
+    visible,
 )
-from tugline.recording.view.token_text import NEWLINE, TokenText, fold_range, visible
 from tugline.traces.lineage import Continuation
 from tugline.types import Ledger, Message, Sampling, Span, Trace, TraceKind
 
@@ -137,11 +140,8 @@ class Terminal:
 
     def _make_row(self, turn: TurnView) -> _Row:
         thread = self._threads.get(turn.thread, "") if len(self._threads) > 1 else ""
-        source = (
-            ""
-            if turn.parent is None or turn.continuation is Continuation.EXACT
-            else f" {turn.parent}"
-        )
+        exact = turn.parent is None or turn.continuation is Continuation.EXACT
+        source = "" if exact else f" {turn.parent}"
         reasons = f"({', '.join(turn.reasons)})" if turn.reasons else ""
         finish = turn.finish.value if turn.outcome == "complete" else turn.outcome.value
         finish += ", constrained" * turn.constrained + ", replayed" * turn.replayed
@@ -271,7 +271,8 @@ class Terminal:
         tokens = [*zip(pieces, styles, strict=True)]
         if left < right:
             tokens[left:right] = [(f" … {right - left:,} tokens … ", "dim italic")]
-        gutter = f"  {_format_origin(span)} {end - start:>7,}"
+        origin = "context " if span is None else f"call {span.call:<3}"
+        gutter = f"  {origin} {end - start:>7,}"
         if span and span.masked:
             gutter += f" ({span.masked.value})"
         if span and self.by is ColourBy.LOGPROB:
@@ -364,12 +365,6 @@ def _format_status(result: RecordedResult | None) -> str:
 def _format_sampling(sampling: Sampling) -> str:
     fields = asdict(sampling).items()
     return ", ".join(f"{name} {value}" for name, value in fields if value not in (None, ()))
-
-
-def _format_origin(span: Span | None) -> str:
-    if span is None:
-        return "context "
-    return f"call {span.call:<3}"
 
 
 def _wrap(tokens: Sequence[tuple[str, str]], room: int) -> Iterator[list[tuple[str, str]]]:

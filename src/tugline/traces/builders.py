@@ -1,17 +1,7 @@
-"""A session, or a group of sessions, as a prefix tree: each token once, one view per branch.
+"""The built-in builders: a trace per call, a trace per exact chain of calls, or a prefix tree.
 
-Traces that begin alike share the tokens they begin with, so a trainer that packs prefix trees
-computes them once. Tokens are shared if their ids and all ids before them are equal.
-
-A sampled token belongs to one call: it has one logprob, one policy version and the reward of one
-session. Where two calls sampled the same ids at the same place (twins, samples of a group), each
-has nodes of its own and is trained once. Where one call sampled what is context for another, they
-share the token, and it is trained as the sampled one. Ids do not say which image they stand for,
-so only traces with the same images share any.
-
-Invariants: the tokens on the path from the root to a token are its exact context (I1); a sampled
-token is in one node and trained in one view (I2); building a tree costs O(tokens in the traces)
-(I7).
+All train the same tokens in the same contexts. `PerRequest` is the simplest reading of a session,
+and the reference for the others; it costs O(turns x tokens), the others O(tokens) (I7).
 """
 
 from __future__ import annotations
@@ -22,12 +12,74 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from tugline.traces.base import Builder, Built, count_shared_tokens
-from tugline.traces.ledger import count_session
-from tugline.traces.prefix_merging import merge_prefixes
-from tugline.types import Call, Ids, Logprobs, Mask, Reason, Span, Trace
+from tugline.traces.base import (
+    Builder,
+    Built,
+    TraceMeta,
+    count_session,
+    count_shared_tokens,
+    make_trace,
+)
+from tugline.traces.lineage import Answer, build_chains
+from tugline.types import Call, Ids, Logprobs, Mask, Reason, Span, Trace, TraceKind
 
 
+class PerRequest(Builder):
+    """One trace per model call: its prompt as context, its answer to train on.
+
+    Traces are in the order of the calls; a trace's parent is that of the call before.
+    """
+
+    def build(self, calls: Sequence[Call]) -> Built:
+        """Give every call a trace of its own."""
+        answers: list[tuple[Answer, TraceKind, int | None]] = []
+        for chain in build_chains(calls):
+            previous = chain.forked_after
+            for answer in chain.place_answers(train_side=self.train_side):
+                answers.append((answer, chain.kind, previous))
+                previous = answer.call.number
+        answers.sort(key=lambda numbered: numbered[0].call.number)
+        index = {answer.call.number: i for i, (answer, _, _) in enumerate(answers)}
+        traces: list[Trace] = []
+        for answer, kind, previous in answers:
+            ids = np.concatenate([answer.call.prompt_ids, answer.call.sampled_ids])
+            meta = TraceMeta(kind, None if previous is None else index.get(previous))
+            traces.append(make_trace(ids, [answer], meta, self.max_length, traces))
+        return Built(tuple(traces), count_session(calls, traces))
+
+
+class PrefixMerging(Builder):
+    """One trace per exact chain of calls, in the order of their first calls.
+
+    The idea is Polar's (arXiv 2605.24220): calls whose prompts each begin with the prompt and
+    answer before are one sequence. Here it is applied strictly: ids are compared, never text, and
+    a call that does not fit forks into a trace of its own with its whole context. The copied
+    context of a fork is not trained a second time: it has mask False, logprob 0 and no span.
+    """
+
+    def build(self, calls: Sequence[Call]) -> Built:
+        """Give every chain of calls a trace."""
+        traces = merge_prefixes(calls, max_length=self.max_length, train_side=self.train_side)
+        return Built(tuple(traces), count_session(calls, traces))
+
+
+def merge_prefixes(
+    calls: Sequence[Call], *, max_length: int | None, train_side: bool
+) -> list[Trace]:
+    """Make a trace of every exact chain."""
+    chains = build_chains(calls)
+    index = {call.number: i for i, chain in enumerate(chains) for call in chain.calls}
+    traces: list[Trace] = []
+    for chain in chains:
+        last, after = chain.calls[-1], chain.forked_after
+        ids = np.concatenate([last.prompt_ids, last.sampled_ids])
+        meta = TraceMeta(chain.kind, None if after is None else index.get(after))
+        answers = chain.place_answers(train_side=train_side)
+        traces.append(make_trace(ids, answers, meta, max_length, traces))
+    return traces
+
+
+# --------------------------------------------------------------------------- prefix trees
 class TreeSource(msgspec.Struct, frozen=True):
     """The call and policy version that sampled a token."""
 
@@ -65,7 +117,11 @@ class TreeBranch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tree(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefix tree in flat arrays, all of shape ``(n,)``; parents precede their children."""
+    """A prefix tree in flat arrays, all of shape ``(n,)``; parents precede their children.
+
+    The tokens on the path from the root to a token are its exact context (I1); a sampled token is
+    in one node and trained in one view (I2).
+    """
 
     ids: Ids
     mask: Mask
@@ -219,7 +275,12 @@ _NO_LOGPROBS = np.empty(0, np.float32)
 def build_tree(sessions: Mapping[str, Sequence[Trace]]) -> Tree:
     """Build one tree of the traces of a session, or of all samples of a group, by session id.
 
-    The traces may come from any builder.
+    Each token is there once, so a trainer that packs prefix trees computes it once: tokens are
+    shared if their ids and all ids before them are equal. A sampled token belongs to one call.
+    Where two calls sampled the same ids at the same place (twins, samples of a group), each has
+    nodes of its own and is trained once. Where one call sampled what is context for another, they
+    share the token, and it is trained as the sampled one. Ids do not say which image they stand
+    for, so only traces with the same images share any. The traces may come from any builder.
     """
     roots: dict[tuple[str, ...], _GrowingNode] = {}
     sources: list[TreeSource] = []

@@ -1,4 +1,4 @@
-"""Chat JSONL for supervised fine-tuning, one conversation per line.
+"""JSON lines: chats for supervised fine-tuning, and samples for slime.
 
 Conversations are followed by their recorded parents, so sessions of text mode, which have no ids,
 can be exported too. Of each thread the longest conversation that was never edited is taken.
@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from tugline.chat.serialization import serialize_message, serialize_tool
 from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason
 from tugline.traces.lineage import adds_to_parent
-from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, TraceKind
+from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, Status, Trace, TraceKind
 
 _DEFAULT_KINDS = frozenset({TraceKind.MAIN, TraceKind.SUBAGENT})
 
@@ -162,3 +163,47 @@ def _parse_object(arguments: str) -> object:
     except msgspec.DecodeError:
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+# --------------------------------------------------------------------------- slime
+_STATUSES = {Finish.STOP: "completed", Finish.LENGTH: "truncated", Finish.ABORT: "aborted"}
+
+
+class Slime(Exporter):
+    """The input of slime's ``Sample.from_dict``; the response begins with the first sampled token.
+
+    The traces of a session are siblings: they share ``rollout_id``, by which slime counts them as
+    one rollout, ``index`` and the reward. Sessions of a task share ``group_index``.
+    """
+
+    def row(self, session: SessionExport, index: int, trace: Trace) -> Mapping[str, object]:
+        """Return the fields of `Sample`; all others keep their default."""
+        first = trace.spans[0].start
+        return {
+            "group_index": session.group,
+            "index": session.index,
+            "rollout_id": session.index,
+            "prompt": session.header.task.instruction,
+            "tokens": trace.ids,
+            "response_length": len(trace.ids) - first,
+            "reward": session.reward,
+            "loss_mask": trace.mask[first:].astype(np.int8),
+            "weight_versions": list(dict.fromkeys(str(span.version) for span in trace.spans)),
+            "rollout_log_probs": trace.logprobs[first:],
+            "status": _status(session, trace),
+            "session_id": session.header.session.id,
+            "metadata": {
+                "task": session.header.task.id,
+                "trace": index,
+                "kind": trace.kind,
+                "advantage": session.advantage,
+            },
+        }
+
+
+def _status(session: SessionExport, trace: Trace) -> str:
+    result, last = session.recording.result, max(span.call for span in trace.spans)
+    if result is None or result.status is not Status.COMPLETED:
+        out_of_time = result is not None and result.status is Status.TIMED_OUT
+        return "truncated" if out_of_time else "failed"
+    return _STATUSES[next(call.finish for call in session.recording.calls if call.number == last)]
