@@ -23,7 +23,6 @@ from tugline.errors import CaptureError, ConfigError, UsageError
 from tugline.recording.file import Recording
 from tugline.recording.verify.engine import (
     Scorer,
-    compare_logprobs,
     recompute_logprobs,
     why_not_comparable,
 )
@@ -317,7 +316,7 @@ async def verify_logprobs(
     calls = sorted(recording.calls, key=lambda call: call.number)
     for turn, call in zip(report.turns, calls, strict=True):
         if call.number in recomputed:
-            compare_logprobs(turn, call, recomputed[call.number])
+            _compare_logprobs(turn, call, recomputed[call.number])
         reason = why_not_comparable(call, scorer)
         if reason:
             not_comparable.append(f"call {call.number} was {reason}")
