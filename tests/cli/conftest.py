@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,10 +10,9 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from commands import TUGLINE, run_command
 from house import House
 from served import TOKENS
-
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 class Done(NamedTuple):
@@ -51,7 +49,8 @@ class Shell:
 
     async def run(self, *words: str) -> Done:
         """A command, to its end."""
-        return await end(await self.start(*words))
+        done = await asyncio.to_thread(run_command, *words, cwd=self.folder, timeout=40)
+        return Done(done.returncode, done.stdout, done.stderr)
 
 
 async def end(process: asyncio.subprocess.Process) -> Done:

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from exports.made import record
 from tugline.cli.app import main
-
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 def export(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """The command, to its end."""
-    command = [TUGLINE, "export", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_command("export", *arguments)
 
 
 def test_the_summary_is_told_to_people_and_to_scripts(tmp_path: Path) -> None:

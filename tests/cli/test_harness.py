@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from tugline.harnesses.install import install_dir, install_once
 from tugline.plugins import BUILT_IN
-
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 def tugline(*options: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
     """A command, to its end."""
-    command = [TUGLINE, "harness", *options]
-    env = {**os.environ, **({"TUGLINE_CACHE": str(cache)} if cache else {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return run_command("harness", *options, env={"TUGLINE_CACHE": str(cache)} if cache else {})
 
 
 def test_every_harness_is_listed_with_its_version(tmp_path: Path) -> None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from recording.verify.recorded import work
 from tugline.recording.trajectories import read_folder
-
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 def rebuild(*options: str | Path) -> subprocess.CompletedProcess[str]:
     """The command, to its end."""
-    command = [TUGLINE, "rebuild", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_command("rebuild", *options)
 
 
 @pytest.fixture(scope="module")

@@ -10,24 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from replay.played import TURNS, observed, record, saying, tampered
-
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 def tugline(*options: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """``tugline replay``, to its end."""
-    command = [TUGLINE, "replay", *map(str, options)]
     tests = str(Path(__file__).parents[1])  # where the judge of these sessions is
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=cwd,
-        env={"PATH": f"{TUGLINE.parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": tests},
-    )
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    return run_command("replay", *options, cwd=cwd, env={"PATH": path, "PYTHONPATH": tests})
 
 
 @pytest.fixture(scope="module")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-TUGLINE = Path(sys.executable).with_name("tugline")
+from commands import run_command
+
 SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "task.schema.json"
 
 
 def task(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command, to its end."""
-    return subprocess.run(
-        [TUGLINE, "task", *words], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
-    )
+    return run_command("task", *words, cwd=cwd)
 
 
 def test_what_init_writes_is_a_task(tmp_path: Path) -> None:

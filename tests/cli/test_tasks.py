@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cli.conftest import Shell
+from commands import run_command
 from containers import podman
 from tugline.plugins import find
 
 __all__ = ["podman"]
 
-TUGLINE = Path(sys.executable).with_name("tugline")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "harbor"
 ROWS = [
     {"id": "fine", "start": {"work": "wrong"}, "solution": {"work": "right"}, "tests": "good"},
@@ -51,15 +49,7 @@ def tugline(
     *words: str | Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """A command, to its end."""
-    argv = [str(TUGLINE), *map(str, words)]
-    return subprocess.run(
-        argv,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env={**os.environ, **(env or {})},
-    )
+    return run_command(*words, env=env, timeout=110)
 
 
 @pytest.fixture

@@ -5,18 +5,16 @@ from __future__ import annotations
 import fcntl
 import json
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from launch.processes import World, task, write
 from tugline.cli.app import main
 from tugline.recording.trajectories import read_folder
-
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 @pytest.fixture
@@ -29,9 +27,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def tugline(*options: str, cwd: Path) -> tuple[int, str]:
     """Exit code and stderr as one line; stdout stays empty and there is no traceback."""
-    done = subprocess.run(
-        [TUGLINE, *options], capture_output=True, text=True, timeout=60, check=False, cwd=cwd
-    )
+    done = run_command(*options, cwd=cwd)
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     return done.returncode, " ".join(done.stderr.split())

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import run_command
 from recording.verify.recorded import changed, read_in, rewritten, work
-
-TUGLINE = Path(sys.executable).with_name("tugline")
 
 
 def verify(*options: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command, to its end."""
-    command = [TUGLINE, "verify", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+    return run_command("verify", *options, cwd=cwd)
 
 
 @pytest.fixture(scope="module")

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import run_command
 from recording.view.synthetic import small, tokenizer
 from tugline.cli.view import view
 from tugline.errors import CaptureError, UsageError
 
-TUGLINE = Path(sys.executable).with_name("tugline")
-
 
 def tugline(*options: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The command, to its end, in a folder."""
-    return subprocess.run(
-        [TUGLINE, "view", *options],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, **env},
-    )
+    return run_command("view", *options, cwd=cwd, env=env)
 
 
 def test_a_session_is_found_by_its_id_and_piped_without_colour(tmp_path: Path) -> None:

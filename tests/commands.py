@@ -1,0 +1,55 @@
+"""Run a ``tugline`` command in a process of its own without paying for its imports each time.
+
+A fork server has imported the commands once; each run is a fork of it with its own folder,
+environment and output, so exit codes, working folders and files behave as on a command line.
+``tests/cli/test_app.py`` starts the installed program itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tugline.cli.app import COMMANDS, main
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+_WITH_TORCH = {"demo", "train"}
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    ["__main__", "tugline.cli.app", *(f"tugline.cli.{name}" for name in {*COMMANDS} - _WITH_TORCH)]
+)
+
+
+def run_command(
+    *words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run ``tugline WORDS`` in `cwd`, with `env` added to the environment, to its end."""
+    argv = [str(TUGLINE), *map(str, words)]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        variables = {**os.environ, **(env or {})}
+        process = _FORKS.Process(target=_run, args=(argv, cwd or Path.cwd(), variables, out, err))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(argv, timeout, out.read_bytes(), err.read_bytes())
+        code = process.exitcode
+        process.close()
+        return subprocess.CompletedProcess(argv, code, out.read_text(), err.read_text())
+
+
+def _run(argv: list[str], cwd: Path, variables: dict[str, str], out: Path, err: Path) -> None:
+    """Become the command: its streams, environment, folder and arguments."""
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(cwd)
+    sys.argv = argv
+    main()
