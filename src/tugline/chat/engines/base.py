@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -117,10 +120,82 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The recorded call that this response repeats, where nothing was sampled."""
 
 
-class Reader(ABC):
+class EngineFailure(msgspec.Struct):
+    """An error in a reply with status 200: streams begin before prompts are looked at."""
+
+    code: int | str | None = None
+
+
+class EngineReply(msgspec.Struct, gc=False):
+    """Base of every engine's reply, streamed or whole."""
+
+    error: EngineFailure | None = None
+
+
+class ReportedSpan(msgspec.Struct):
+    """Weight version of the tokens from `start` to `end`."""
+
+    version: str
+    start: int
+    end: int
+
+
+R = TypeVar("R", bound=EngineReply)
+
+
+@dataclass(slots=True)
+class DeltaBuilder:
+    """Collects one `Delta`, in which reasoning comes before text, and text before calls."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version: int | None = None
+    spans: tuple[VersionSpan, ...] = ()
+    finish: Finish | None = None
+    prompt: bytes | None = None
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    stop: str | None = None
+    unreported_tokens: int = 0
+    prompt_count: int = 0
+
+    def build(self) -> Delta:
+        """Build the immutable form."""
+        return Delta(
+            ids=np.asarray(self.ids, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            version=self.version,
+            spans=self.spans,
+            finish=self.finish,
+            prompt=self.prompt,
+            text=self.text,
+            reasoning=self.reasoning,
+            calls=tuple(self.calls),
+            stop=self.stop,
+            unreported_tokens=self.unreported_tokens,
+            prompt_count=self.prompt_count,
+        )
+
+
+_EMPTY = DeltaBuilder()
+
+
+class Reader(ABC, Generic[R]):
     """Reads one reply; keeps what it must between chunks."""
 
+    decoder: msgspec.json.Decoder[R]
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Tokens read so far."""
+        self.deltas: list[DeltaBuilder] = []
+        """Collected from the current chunk; `add` extends the last or appends another one."""
+
     @abstractmethod
+    def add(self, reply: R) -> None:
+        """Add one event, or a whole reply, to `deltas`."""
+
     def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """Read payloads of server-sent events (the part behind ``data:``, without ``[DONE]``).
 
@@ -128,10 +203,34 @@ class Reader(ABC):
         one `Delta`. Raises `EngineError` for what cannot be read, or when required ids are
         missing, naming the engine flag to add.
         """
+        return self.add_all(map(self.decode, payloads))
 
-    @abstractmethod
     def read_body(self, body: bytes) -> list[Delta]:
-        """Read a reply that was not streamed."""
+        """Read a reply that was not streamed. Raises `EngineError` if there is no answer in it."""
+        deltas = self.read_events([body])
+        if not deltas:
+            msg = "the engine answered without a choice"
+            raise EngineError(msg)
+        return deltas
+
+    def add_all(self, replies: Iterable[R]) -> list[Delta]:
+        """Add replies; returns what they amount to."""
+        self.deltas = [DeltaBuilder()]
+        for reply in replies:
+            self.add(reply)
+        return [delta.build() for delta in self.deltas if delta != _EMPTY]
+
+    def decode(self, payload: bytes) -> R:
+        """Decode a reply. Raises `EngineError` if it cannot be read or reports a failure."""
+        try:
+            reply = self.decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            msg = f"the engine sent a reply that cannot be read: {error}"
+            raise EngineError(msg) from error
+        if reply.error is not None:
+            code = reply.error.code
+            raise parse_engine_error(code if isinstance(code, int) else 500, payload, None)
+        return reply
 
 
 class EngineFormat(ABC):
@@ -157,7 +256,7 @@ class EngineFormat(ABC):
         """Build the HTTP request. Raises `Unsupported` for what the engine would ignore."""
 
     @abstractmethod
-    def make_reader(self, request: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader[Any]:
         """Make a reader for the reply to `request`."""
 
     def build_abort(self, request_id: str) -> Post | None:
@@ -173,42 +272,8 @@ class EngineFormat(ABC):
 
 
 # --------------------------------------------------------------------------- parts of a reply
-class EngineFailure(msgspec.Struct):
-    """An error in a reply with status 200: streams begin before prompts are looked at."""
-
-    code: int | str | None = None
-
-
-class EngineReply(msgspec.Struct):
-    """Base of every engine's reply, streamed or whole."""
-
-    error: EngineFailure | None = None
-
-
-class ReportedSpan(msgspec.Struct):
-    """Weight version of the tokens from `start` to `end`."""
-
-    version: str
-    start: int
-    end: int
-
-
-R = TypeVar("R", bound=EngineReply)
 _TOO_LONG = re.compile(r"(?:context|model) (?:length|size|window)(?:\D{0,8}(\d+))?")
 """Matches every engine's refusal of a long prompt; the group is the window's size."""
-
-
-def decode_reply(decoder: msgspec.json.Decoder[R], payload: bytes) -> R:
-    """Decode a reply. Raises `EngineError` if it cannot be read or reports a failure."""
-    try:
-        reply = decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        msg = f"the engine sent a reply that cannot be read: {error}"
-        raise EngineError(msg) from error
-    if reply.error is not None:
-        code = reply.error.code
-        raise parse_engine_error(code if isinstance(code, int) else 500, payload, None)
-    return reply
 
 
 def parse_engine_error(status: int, body: bytes, retry_after: str | None) -> TuglineError:
@@ -248,6 +313,7 @@ def parse_finish(reason: str | None) -> Finish | None:
     return {"length": Finish.LENGTH, "abort": Finish.ABORT}.get(reason, Finish.STOP)
 
 
+@lru_cache(maxsize=64)
 def parse_version(version: str) -> int:
     """Parse a weight version: ``7`` and ``v7`` are 7; an engine's first, unnamed one is 0."""
     digits = "".join(char for char in version if char.isdigit())
@@ -256,4 +322,6 @@ def parse_version(version: str) -> int:
 
 def parse_spans(spans: list[ReportedSpan] | None) -> tuple[VersionSpan, ...]:
     """Parse the weight versions of a reply."""
-    return tuple(VersionSpan(parse_version(one.version), one.start, one.end) for one in spans or ())
+    if not spans:
+        return ()
+    return tuple(VersionSpan(parse_version(one.version), one.start, one.end) for one in spans)

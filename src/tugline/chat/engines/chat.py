@@ -7,6 +7,7 @@ but not trained on: the ledger counts its tokens as `no_token_ids`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,17 +15,21 @@ import msgspec
 
 from tugline.chat.engines.base import (
     NEUTRAL,
+    CallDelta,
+    DeltaBuilder,
     EngineFormat,
+    EngineReply,
     EngineRequest,
     Feature,
     Post,
     Reader,
+    ReportedSpan,
+    parse_finish,
 )
-from tugline.chat.engines.chat_reading import ObservedReader, TextReader
 from tugline.chat.engines.generate import build_structured
 from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.chat.serialization import serialize_message, serialize_tool
-from tugline.errors import Unsupported
+from tugline.errors import EngineError, Unsupported
 from tugline.types import LogprobMeaning, Mode, Tool
 
 OPENAI_FEATURES = frozenset({Feature.STRUCTURED, Feature.IMAGES, Feature.TOOL_CHOICE})
@@ -71,7 +76,7 @@ class ChatFormat(EngineFormat):
             "structured_outputs": None if constraint is None else build_structured(constraint),
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader[Any]:
         """Make a reader."""
         return ObservedReader(f"{self.name} sent text without token ids; {self.advice}")
 
@@ -98,7 +103,7 @@ class TextChat(ChatFormat):
         """Ask for structured output."""
         return {"response_format": build_response_format(request.constraint)}
 
-    def make_reader(self, request: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader[Any]:
         """Make a reader."""
         return TextReader()
 
@@ -135,3 +140,155 @@ def build_response_format(constraint: Constraint | None) -> dict[str, Any] | Non
         return {"type": "json_schema", "json_schema": schema}
     msg = f"this engine cannot hold an answer to a {constraint.kind}; json_schema it can"
     raise Unsupported(msg)
+
+
+# --------------------------------------------------------------------------- replies
+class _ChatFunction(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ChatToolCall(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _ChatFunction | None = None
+
+
+class _ChatMessage(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ChatToolCall] | None = None
+
+
+class _ChatLogprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _ChatLogprobs(msgspec.Struct):
+    content: list[_ChatLogprob] | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """A response, or what an event adds to it."""
+
+    delta: _ChatMessage | None = None
+    message: _ChatMessage | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    logprobs: _ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    matched_stop: str | int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _ChatIds(msgspec.Struct):
+    input_ids: msgspec.Raw = msgspec.Raw()
+    output_ids: list[list[int]] = []
+
+
+class _Metadata(msgspec.Struct):
+    weight_versions: list[ReportedSpan] | None = None
+
+
+class ChatReply(EngineReply):
+    """A reply, or one event of it; of every engine's own fields those that matter."""
+
+    choices: list[ChatChoice] = msgspec.field(default_factory=list)
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+    usage: _Usage | None = None
+    sglext: _ChatIds | None = None
+    metadata: _Metadata | None = None
+
+
+# --------------------------------------------------------------------------- readers
+class ChatReader(Reader[ChatReply]):
+    """Reads text and tool calls; a subclass says where tokens are."""
+
+    decoder = msgspec.json.Decoder(ChatReply)
+
+    @abstractmethod
+    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
+        """Add tokens; `spoke` is whether the event had text, reasoning or calls.
+
+        Raises `EngineError` where ids are missing.
+        """
+
+    def add(self, reply: ChatReply) -> None:
+        """Extend the last delta, or begin one where text and calls take turns."""
+        spoke = False
+        for choice in reply.choices[:1]:
+            message = choice.delta or choice.message or _NO_MESSAGE
+            last = self.deltas[-1]
+            reasoning, calls = message.reasoning or message.reasoning_content, message.tool_calls
+            if (reasoning and (last.text or last.calls)) or (message.content and last.calls):
+                last = DeltaBuilder()
+                self.deltas.append(last)
+            last.reasoning += reasoning or ""
+            last.text += message.content or ""
+            last.calls += [_read_call(place, call) for place, call in enumerate(calls or ())]
+            last.finish = parse_finish(choice.finish_reason) or last.finish
+            for stop in (choice.stop_reason, choice.matched_stop):
+                last.stop = stop if isinstance(stop, str) else last.stop
+            spoke = bool(reasoning or message.content or calls)
+        self.add_tokens(reply, self.deltas[-1], spoke=spoke)
+
+
+class ObservedReader(ChatReader):
+    """Ids and logprobs come with each event."""
+
+    def __init__(self, error: str) -> None:
+        """`error` is the text of the error when ids are missing."""
+        super().__init__()
+        self._error = error
+
+    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
+        """Text without any token is of no use."""
+        for choice in reply.choices[:1]:
+            ids = choice.token_ids or []
+            self.count += len(ids)
+            delta.ids += ids
+            delta.logprobs += read_logprobs(choice)
+            delta.prompt = read_array(choice.prompt_token_ids) or delta.prompt
+            if (spoke or delta.finish) and not self.count:
+                raise EngineError(self._error)
+        delta.prompt = read_array(reply.prompt_token_ids) or delta.prompt
+
+
+class TextReader(ChatReader):
+    """No ids at all: tokens are only counted."""
+
+    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
+        """Count an event with text as one token until the server reports the true number."""
+        delta.unreported_tokens += spoke
+        self.count += spoke
+        if reply.usage is not None and reply.usage.completion_tokens:
+            delta.unreported_tokens += reply.usage.completion_tokens - self.count
+            self.count = reply.usage.completion_tokens
+            delta.prompt_count = reply.usage.prompt_tokens
+
+
+_NO_MESSAGE = _ChatMessage()
+
+
+def _read_call(place: int, call: _ChatToolCall) -> CallDelta:
+    function = call.function or _ChatFunction()
+    index = place if call.index is None else call.index
+    return CallDelta(index, call.id or "", function.name or "", function.arguments or "")
+
+
+def read_logprobs(choice: ChatChoice) -> list[float]:
+    """The log probability of each sampled token."""
+    content = choice.logprobs.content if choice.logprobs is not None else None
+    return [item.logprob for item in content or ()]
+
+
+def read_array(value: msgspec.Raw) -> bytes | None:
+    """A JSON array as it was written; None for nothing and for null."""
+    data = bytes(value)
+    return data if data.startswith(b"[") else None

@@ -8,23 +8,20 @@ versions. The route ``/inference/v1/generate``, which the embedded engine and vL
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tugline.chat.engines.base import (
     NEUTRAL,
-    Delta,
+    DeltaBuilder,
     EngineFormat,
     EngineReply,
     EngineRequest,
     Post,
+    R,
     Reader,
     ReportedSpan,
-    decode_reply,
     parse_finish,
     parse_spans,
 )
@@ -54,78 +51,36 @@ class TokenFormat(EngineFormat):
         return Post(self.path, request.prompt.to_json(before, b"]," + fields[1:]))
 
 
-@dataclass(slots=True)
-class GenerateChunk:
-    """Tokens of one event, and how its reply goes on."""
-
-    ids: list[int]
-    logprobs: list[float]
-    finish: Finish | None = None
-    version: int | None = None
-    spans: tuple[VersionSpan, ...] = ()
-    """Override the version of the whole reply so far."""
-
-    def extend(self, more: GenerateChunk) -> bool:
-        """Append `more` if it goes on under the same version; whether it did."""
-        apart = self.finish or self.spans or more.spans
-        if apart or more.version not in (None, self.version):
-            return False
-        self.ids += more.ids
-        self.logprobs += more.logprobs
-        self.finish = more.finish
-        return True
-
-    def build_delta(self) -> Delta:
-        """Build the immutable form."""
-        return Delta(
-            ids=np.asarray(self.ids, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            version=self.version,
-            spans=self.spans,
-            finish=self.finish,
-        )
-
-
-class TokenReader(Reader):
+class TokenReader(Reader[R]):
     """Reads token-out replies."""
 
     advice = "ask it for the logprob of every sampled token"
 
-    def __init__(self) -> None:
-        self.count = 0
-        """Tokens read so far."""
-
-    @abstractmethod
-    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
-        """Parse the tokens of one event that are new."""
-
-    def parse_all(self, payloads: list[bytes]) -> Iterator[GenerateChunk]:
-        """Parse the events of one network read."""
-        for payload in payloads:
-            yield from self.parse(payload)
-
-    def read_events(self, payloads: list[bytes]) -> list[Delta]:
-        """Consecutive tokens under one version are one `Delta`."""
-        merged: list[GenerateChunk] = []
-        for chunk in self.parse_all(payloads):
-            if len(chunk.ids) != len(chunk.logprobs):
-                msg = (
-                    f"the engine sent {len(chunk.ids)} token ids but {len(chunk.logprobs)} "
-                    f"logprobs; {self.advice}"
-                )
-                raise EngineError(msg)
-            self.count += len(chunk.ids)
-            if not (merged and merged[-1].extend(chunk)):
-                merged.append(chunk)
-        return [chunk.build_delta() for chunk in merged if chunk.ids or chunk.finish or chunk.spans]
-
-    def read_body(self, body: bytes) -> list[Delta]:
-        """Raises `EngineError` if there is no response in it."""
-        deltas = self.read_events([body])
-        if not deltas:
-            msg = "the engine answered without a choice"
+    def add_tokens(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        finish: Finish | None = None,
+        version: int | None = None,
+        spans: tuple[VersionSpan, ...] = (),
+    ) -> None:
+        """Add tokens of one version; `spans` override the version of the whole reply so far."""
+        if len(ids) != len(logprobs):
+            msg = (
+                f"the engine sent {len(ids)} token ids but {len(logprobs)} logprobs; {self.advice}"
+            )
             raise EngineError(msg)
-        return deltas
+        last = self.deltas[-1]
+        changed = spans or (version is not None and version != last.version)
+        if last.finish or last.spans or (changed and last.ids):
+            last = DeltaBuilder()
+            self.deltas.append(last)
+        last.ids += ids
+        last.logprobs += logprobs
+        last.finish, last.spans = finish, spans
+        if version is not None:
+            last.version = version
+        self.count += len(ids)
 
 
 # --------------------------------------------------------------------------- /inference/v1/generate
@@ -144,7 +99,7 @@ class Generate(TokenFormat):
             "request_id": request.request_id,
         }
 
-    def make_reader(self, request: EngineRequest) -> TokenReader:
+    def make_reader(self, request: EngineRequest) -> Reader[Any]:
         """Make a reader."""
         return _GenerateReader()
 
@@ -194,41 +149,44 @@ class _Logprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] = []
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] = []
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[ReportedSpan] | None = None
 
 
-class _Reply(EngineReply):
+class _Reply(EngineReply, gc=False):
     choices: list[_Choice] = msgspec.field(default_factory=list)
 
 
-_decoder = msgspec.json.Decoder(_Reply)
-
-
-class _GenerateReader(TokenReader):
+class _GenerateReader(TokenReader[_Reply]):
     """Reads versions event by event (embedded), or for the whole reply at its end (vLLM)."""
 
-    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
-        for choice in decode_reply(_decoder, payload).choices[:1]:
-            content = choice.logprobs.content if choice.logprobs is not None else []
-            logprobs = [item.logprob for item in content]
-            finish = parse_finish(choice.finish_reason)
-            spans = parse_spans(choice.weight_versions)
-            start = self.count
-            if spans and spans[0].start < start:
-                yield GenerateChunk(choice.token_ids, logprobs, finish, spans=spans)
-            elif len(spans) > 1:
-                for span in spans:
-                    part = slice(span.start - start, span.end - start)
-                    last = finish if span is spans[-1] else None
-                    yield GenerateChunk(choice.token_ids[part], logprobs[part], last, span.version)
-            else:
-                version = spans[0].version if spans else None
-                yield GenerateChunk(choice.token_ids, logprobs, finish, version)
+    decoder = msgspec.json.Decoder(_Reply)
+
+    def add(self, reply: _Reply) -> None:
+        """Add the first choice."""
+        if not reply.choices:
+            return
+        choice = reply.choices[0]
+        content = choice.logprobs.content if choice.logprobs is not None else []
+        logprobs = [item.logprob for item in content]
+        finish = parse_finish(choice.finish_reason)
+        spans = parse_spans(choice.weight_versions)
+        start = self.count
+        if not spans:
+            self.add_tokens(choice.token_ids, logprobs, finish)
+        elif spans[0].start < start:
+            self.add_tokens(choice.token_ids, logprobs, finish, spans=spans)
+        else:
+            for span in spans:
+                last = span is spans[-1]
+                part = slice(span.start - start, None if last else span.end - start)
+                self.add_tokens(
+                    choice.token_ids[part], logprobs[part], finish if last else None, span.version
+                )

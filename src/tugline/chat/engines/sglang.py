@@ -9,13 +9,14 @@ off earlier has counts only (I2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from tugline.chat.engines.base import (
     NEUTRAL,
+    Delta,
+    DeltaBuilder,
     EngineFormat,
     EngineReply,
     EngineRequest,
@@ -23,21 +24,20 @@ from tugline.chat.engines.base import (
     Post,
     Reader,
     ReportedSpan,
-    decode_reply,
     parse_finish,
     parse_spans,
     parse_version,
 )
-from tugline.chat.engines.chat import OPENAI_FEATURES, ChatFormat, build_response_format
-from tugline.chat.engines.chat_reading import (
+from tugline.chat.engines.chat import (
+    OPENAI_FEATURES,
+    ChatFormat,
     ChatReader,
     ChatReply,
-    DeltaBuilder,
-    add_choice,
+    build_response_format,
     read_array,
     read_logprobs,
 )
-from tugline.chat.engines.generate import GenerateChunk, TokenFormat, TokenReader, build_bans
+from tugline.chat.engines.generate import TokenFormat, TokenReader, build_bans
 from tugline.chat.request import Constraint, ConstraintKind
 from tugline.errors import EngineError, Unsupported
 from tugline.types import Finish
@@ -70,7 +70,7 @@ class SglangGenerate(_Sglang, TokenFormat):
             "stream": request.stream,
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader[Any]:
         """Make a reader."""
         return _SglangReader()
 
@@ -125,24 +125,22 @@ class _SglangReply(EngineReply):
     meta_info: _SglangMeta = msgspec.field(default_factory=_SglangMeta)
 
 
-_decoder = msgspec.json.Decoder(_SglangReply)
-
-
-class _SglangReader(TokenReader):
+class _SglangReader(TokenReader[_SglangReply]):
     """Reads cumulative and incremental replies alike, by the engine's own count of tokens."""
 
-    def parse_all(self, payloads: list[bytes]) -> Iterator[GenerateChunk]:
+    decoder = msgspec.json.Decoder(_SglangReply)
+
+    def read_events(self, payloads: list[bytes]) -> list[Delta]:
         """Of cumulative events only the last is read."""
-        last = decode_reply(_decoder, payloads[-1]).meta_info
-        if len(last.output_token_logprobs) < last.completion_tokens:
-            for payload in payloads[:-1]:
-                yield from self.parse(payload)
-        yield from self._new_tokens(last)
+        replies = [self.decode(payloads[-1])]
+        meta = replies[0].meta_info
+        if len(meta.output_token_logprobs) < meta.completion_tokens:
+            replies = [*map(self.decode, payloads[:-1]), *replies]
+        return self.add_all(replies)
 
-    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
-        return self._new_tokens(decode_reply(_decoder, payload).meta_info)
-
-    def _new_tokens(self, meta: _SglangMeta) -> Iterator[GenerateChunk]:
+    def add(self, reply: _SglangReply) -> None:
+        """Add the tokens that are new."""
+        meta = reply.meta_info
         new = meta.completion_tokens - self.count
         finish = parse_finish(meta.finish_reason.type) if meta.finish_reason is not None else None
         if new <= 0 and finish is None:
@@ -155,7 +153,7 @@ class _SglangReader(TokenReader):
             )
             raise EngineError(msg)
         pairs = pairs[len(pairs) - new :] if new > 0 else []
-        yield GenerateChunk(
+        self.add_tokens(
             [pair.id for pair in pairs],
             [pair.logprob for pair in pairs],
             finish,
@@ -186,7 +184,7 @@ class SglangChat(_Sglang, ChatFormat):
             "response_format": build_response_format(request.constraint),
         }
 
-    def make_reader(self, request: EngineRequest) -> Reader:
+    def make_reader(self, request: EngineRequest) -> Reader[Any]:
         """Make a reader."""
         return _ChatReader()
 
@@ -195,17 +193,17 @@ class _ChatReader(ChatReader):
     """Passes on text as it comes; ids, logprobs and the end when the ids are reported."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._logprobs: list[float] = []
         self._finish: Finish | None = None
         self._has_ids = False
 
-    def add(self, reply: ChatReply, delta: DeltaBuilder) -> None:
+    def add_tokens(self, reply: ChatReply, delta: DeltaBuilder, *, spoke: bool) -> None:
         """Count tokens until their ids come; then take the count back."""
         for choice in reply.choices[:1]:
             new = read_logprobs(choice)
             self._logprobs += new
             delta.unreported_tokens += len(new)
-            add_choice(choice, delta)
             self._finish, delta.finish = delta.finish or self._finish, None
         if reply.metadata is not None and reply.metadata.weight_versions:
             delta.spans = parse_spans(reply.metadata.weight_versions)

@@ -8,7 +8,6 @@ server was started with ``--logprobs-mode processed_logprobs``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -17,13 +16,12 @@ from tugline.chat.engines.base import (
     EngineReply,
     EngineRequest,
     Feature,
-    decode_reply,
+    Reader,
     parse_finish,
 )
 from tugline.chat.engines.chat import OPENAI_FEATURES, ChatFormat
 from tugline.chat.engines.generate import (
     Generate,
-    GenerateChunk,
     TokenFormat,
     TokenReader,
     build_sampling,
@@ -81,7 +79,7 @@ class VllmCompletions(TokenFormat):
             "request_id": request.request_id,
         }
 
-    def make_reader(self, request: EngineRequest) -> TokenReader:
+    def make_reader(self, request: EngineRequest) -> Reader[Any]:
         """Make a reader."""
         return _CompletionsReader()
 
@@ -100,18 +98,18 @@ class _CompletionReply(EngineReply):
     choices: list[_CompletionChoice] = msgspec.field(default_factory=list)
 
 
-_decoder = msgspec.json.Decoder(_CompletionReply)
-
-
-class _CompletionsReader(TokenReader):
+class _CompletionsReader(TokenReader[_CompletionReply]):
     """Reads ids and logprobs; text and the echoed prompt are skipped."""
 
-    def parse(self, payload: bytes) -> Iterator[GenerateChunk]:
-        for choice in decode_reply(_decoder, payload).choices[:1]:
+    decoder = msgspec.json.Decoder(_CompletionReply)
+
+    def add(self, reply: _CompletionReply) -> None:
+        """Add the first choice."""
+        for choice in reply.choices[:1]:
             ids = choice.token_ids or []
             finish = parse_finish(choice.finish_reason)
             if finish is not None and not ids and not self.count:
                 msg = "vllm sent no token ids; it must know `return_token_ids` (from 0.10.2 on)"
                 raise EngineError(msg)
             logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-            yield GenerateChunk(ids, logprobs, finish)
+            self.add_tokens(ids, logprobs, finish)
