@@ -19,14 +19,13 @@ from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
 from tugline.node.settings import NodeSettings
-from tugline.node.telemetry import Telemetry
+from tugline.node.telemetry import Telemetry, Tracer
 from tugline.rollout.parts import Parts
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
 from tugline.testing.scripted_engine import ScriptedEngine
-from tugline.tracing.tracer import Tracer
 from tugline.types import PluginSpec, Task
 from tugline.web.serve import serve
 

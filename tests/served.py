@@ -16,7 +16,7 @@ from tugline.protocol import LeaseResponse, NodeRegistered, NodeRegistration, Pr
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
-from tugline.server.http.auth import Tokens
+from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
 from tugline.server.validation import check_task

@@ -26,11 +26,11 @@ from tugline.errors import UsageError
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
 from tugline.inference.server import create_app
+from tugline.node.telemetry import ENDPOINTS, Rollout, Tracer, open_tracer
+from tugline.node.tracing import parse_links
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.testing.scripted_engine import ScriptedEngine
-from tugline.tracing.otlp import parse_links
-from tugline.tracing.tracer import ENDPOINTS, Rollout, Tracer, open_tracer
 from tugline.types import Boundary, Failure, Ledger, PluginSpec, Session, Task, Trajectory
 from tugline.types import Status as Stage
 from tugline.web.serve import serve
@@ -241,7 +241,7 @@ def test_without_the_extra_the_error_names_it() -> None:
     """An installation that lacks the library says what to install, and needs it only if asked."""
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from tugline.tracing.tracer import open_tracer\n"
+        "from tugline.node.telemetry import open_tracer\n"
         "assert open_tracer({}, node='n') is None\n"
         "open_tracer({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://127.0.0.1:9'}, node='n')\n"
     )

@@ -7,7 +7,7 @@ import json
 import signal
 
 from cli.conftest import Shell, end
-from tugline.server.store import groups, stats, tasks
+from tugline.server.store import results, stats, tasks
 
 TASK = "id: {id}\ninstruction: do\nharness: {{name: pi}}\nevaluator: {{name: tests}}\nsamples: 2\n"
 
@@ -40,7 +40,7 @@ async def test_samples_that_miss_are_exit_code_1(shell: Shell) -> None:
     submitting = await shell.start("submit", "a.yaml", "--wait", "--json")
     while not (await shell.house.control.database.read(tasks.page)).tasks:  # noqa: ASYNC110 - the command does it
         await asyncio.sleep(0.05)
-    await shell.house.control.database.write(groups.cancel_task, "a", by="somebody")
+    await shell.house.control.database.write(results.cancel_task, "a", by="somebody")
     done = await end(submitting)
     assert done.code == 1
     [task] = json.loads(done.out)["released"]

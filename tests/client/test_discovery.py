@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tugline.client.discovery import find_server
+from tugline.client.transport import find_server
 from tugline.errors import UsageError
 
 

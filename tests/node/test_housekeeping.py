@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tugline.node.housekeeping import COMMITTED, Housekeeping
-from tugline.node.journal import Journal
+from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
 from tugline.rollout.parts import Parts

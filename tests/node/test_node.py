@@ -13,7 +13,7 @@ from simulated_node import Bench, make_task, open_bench, open_plane, until
 from tugline.errors import ServerError
 from tugline.node.active_sessions import CHUNK
 from tugline.protocol import NodeRegistration, Pause, PauseMode
-from tugline.server.store import groups
+from tugline.server.store import results
 from tugline.types import Boundary, Group, Stale, Status, Task
 
 
@@ -68,7 +68,7 @@ async def test_a_session_can_be_cancelled_in_any_stage(stage: str, tmp_path: Pat
         bench.script.hold(stage)
         await bench.control.submit([make_task()])
         await bench.wait_in(stage)
-        await bench.control.database.write(groups.cancel_task, "t", "a test")
+        await bench.control.database.write(results.cancel_task, "t", "a test")
         result = (await bench.wait_for_results(1))["t-0"]
     assert (result.status, result.failure, result.reward) == (Status.CANCELLED, None, None)
     assert result.ledger.trained == (0 if stage == "init" else 2)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from observed import observed, task, until
+from tugline.node.telemetry import Rollout
 from tugline.server.store import stats
-from tugline.tracing.tracer import Rollout
 from tugline.types import Status
 
 

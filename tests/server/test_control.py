@@ -9,7 +9,7 @@ from leased import Idler, Open, a_task, result
 from tugline.errors import Conflict, FencedError, Invalid, Missing, UsageError
 from tugline.protocol import CommitOutcome, EventKind, NodeRegistration, TaskState
 from tugline.server.control import ControlPlane
-from tugline.server.store import groups, nodes, results, sessions, stats, tasks
+from tugline.server.store import nodes, results, sessions, stats, tasks
 from tugline.types import Boundary, Session, Status, Task
 
 
@@ -65,7 +65,7 @@ async def test_lists_are_read_in_pages(control: ControlPlane) -> None:
     for n, name in enumerate(names):
         fields = {"tags": tags} if n % 2 else {"tags": {"kind": "A"}, "tenant": "x"}
         await control.submit([a_task(name, 2, **fields)])
-    await control.database.write(groups.cancel_task, "t3", by="me")
+    await control.database.write(results.cancel_task, "t3", by="me")
 
     async def read(**chosen: object) -> list[str]:
         seen: list[str] = []

@@ -15,9 +15,8 @@ import psycopg
 import pytest
 
 from tugline.errors import Missing, StoreError, UsageError
-from tugline.server.store.base import Tx
+from tugline.server.store.base import STEPS, Tx
 from tugline.server.store.database import Database, open_database
-from tugline.server.store.schema import STEPS
 
 
 def _add(name: str, *, fail: bool = False) -> Any:

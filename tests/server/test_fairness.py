@@ -7,7 +7,7 @@ import pytest
 
 from leased import a_task
 from tugline.protocol import NodeRegistration
-from tugline.server.store import leases, nodes, tasks, tenants
+from tugline.server.store import leases, nodes, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
 from tugline.types import Task
@@ -36,7 +36,7 @@ async def _lease(database: Database, n: int) -> list[str]:
 @pytest.mark.parametrize("at_once", [1, 7, 40])
 async def test_tenants_share_by_their_weights(database: Database, at_once: int) -> None:
     """3 to 1 at every moment, within one, however many are leased at a time."""
-    await database.write(tenants.set_weights, {"big": 3.0})
+    await database.write(sessions.set_weights, {"big": 3.0})
     await _submit(database, a_task("b", 60, tenant="big"), a_task("s", 60, tenant="small"))
     got = Counter[str]()
     while sum(got.values()) + at_once <= 60:
@@ -58,7 +58,7 @@ async def test_who_comes_back_starts_level(database: Database) -> None:
 
 async def test_a_tenant_alone_has_everything(database: Database) -> None:
     """Shares are of what is wanted: nothing is kept free for those who want nothing."""
-    await database.write(tenants.set_weights, {"idle": 100.0})
+    await database.write(sessions.set_weights, {"idle": 100.0})
     await _submit(database, a_task("t", 30, tenant="alone"))
     assert len(await _lease(database, 30)) == 30
 

@@ -9,7 +9,7 @@ from leased import Idler, Open, a_task, names
 from tugline.errors import Missing
 from tugline.protocol import Cancelled, CommitOutcome, EventKind, Release, StopKind, TaskState
 from tugline.server.control import ControlPlane
-from tugline.server.store import groups, outbox, results, sessions, tasks
+from tugline.server.store import events, results, sessions, tasks
 from tugline.types import Boundary, Callback, Group, Status
 
 
@@ -80,15 +80,15 @@ async def test_cancelling_a_task(control: ControlPlane) -> None:
     await node.ask()
     await node.commit("t-0")
     expected = Cancelled(ended=("t-2", "t-3"), stopping=("t-1",), final=1)
-    assert await control.database.write(groups.cancel_task, "t", by="me") == expected
-    again = await control.database.write(groups.cancel_task, "t", by="you")
+    assert await control.database.write(results.cancel_task, "t", by="me") == expected
+    again = await control.database.write(results.cancel_task, "t", by="you")
     assert again == Cancelled(ended=(), stopping=("t-1",), final=3)
     assert (await control.database.read(sessions.get_view, "t-1")).stopping == "cancelled by me"
     await node.commit("t-1", status=Status.CANCELLED, reward=None)
     view = await control.database.read(tasks.view, "t")
     assert (view.state, view.reason) == (TaskState.RELEASED, "cancelled by me")
     assert view.counts == {"completed": 1, "cancelled": 3}
-    for cancel in (groups.cancel_task, groups.cancel_session):
+    for cancel in (results.cancel_task, results.cancel_session):
         with pytest.raises(Missing, match="nothing"):
             await control.database.write(cancel, "nothing", by="me")
 
@@ -98,11 +98,11 @@ async def test_cancelling_a_session(control: ControlPlane) -> None:
     node = await Idler.join(control, room=1)
     await control.submit([a_task("t", 3)])
     await node.ask()
-    assert (await control.database.write(groups.cancel_session, "t-2", by="me")).ended == ("t-2",)
-    assert (await control.database.write(groups.cancel_session, "t-0", by="me")).stopping == (
+    assert (await control.database.write(results.cancel_session, "t-2", by="me")).ended == ("t-2",)
+    assert (await control.database.write(results.cancel_session, "t-0", by="me")).stopping == (
         "t-0",
     )
-    assert (await control.database.write(groups.cancel_session, "t-2", by="me")).final == 1
+    assert (await control.database.write(results.cancel_session, "t-2", by="me")).final == 1
     assert (await control.database.read(results.get, "t-2")).status is Status.CANCELLED
     assert (await control.database.read(tasks.view, "t")).reason == ""
     await node.commit("t-0", status=Status.CANCELLED, reward=None)
@@ -115,7 +115,7 @@ async def test_what_is_cancelled_does_not_start_again(control: ControlPlane, how
     node = await Idler.join(control, "a")
     await control.submit([a_task("t")])
     await node.ask()
-    await control.database.write(groups.cancel_task, "t", by="me")
+    await control.database.write(results.cancel_task, "t", by="me")
     if how == "lost":
         await Idler.join(control, "a")
     elif how == "handed back":
@@ -139,7 +139,7 @@ async def test_results_and_release_have_a_callback_each(control: ControlPlane) -
     await node.ask()
     for session in ("t-0", "t-1", "quiet-0"):
         await node.commit(session)
-    kinds = [delivery.kind for delivery in await control.database.read(outbox.page)]
+    kinds = [delivery.kind for delivery in await control.database.read(events.list_deliveries)]
     assert kinds == [EventKind.RESULT, EventKind.RESULT, EventKind.RELEASED]
 
 

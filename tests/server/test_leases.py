@@ -18,7 +18,7 @@ from tugline.protocol import (
 )
 from tugline.server.blobs import LocalBlobs
 from tugline.server.control import ControlPlane
-from tugline.server.store import groups, results, sessions, stats
+from tugline.server.store import results, sessions, stats
 from tugline.server.store.database import open_database
 from tugline.types import Boundary, Cause, Failure, Group, Stale, Status
 
@@ -177,7 +177,7 @@ async def test_orders_come_at_once_and_only_once_so(control: ControlPlane) -> No
     await control.submit([a_task("t")])
     await node.ask()
     asking = await node.start_asking()
-    await control.database.write(groups.cancel_session, "t-0", by="me")
+    await control.database.write(results.cancel_session, "t-0", by="me")
     [stop] = (await asyncio.wait_for(asking, 2)).stop
     assert (stop.session, stop.reason, stop.by) == ("t-0", StopKind.CANCELLED, "cancelled by me")
     waiting = await node.start_asking()
@@ -309,7 +309,7 @@ async def test_who_does_not_stop_is_stopped(control: ControlPlane) -> None:
     node = await Idler.join(control)
     await control.submit([a_task("t")])
     await node.ask()
-    await control.database.write(groups.cancel_task, "t", by="me")
+    await control.database.write(results.cancel_task, "t", by="me")
     for _ in range(2):
         await pass_time(control, 20.0)
         if not (await control.results()).items:

@@ -21,10 +21,10 @@ from tugline.protocol import (
     TaskState,
 )
 from tugline.server.background import expire
-from tugline.server.store import groups, leases, nodes, results, sessions, tasks
+from tugline.server.store import leases, nodes, results, sessions, tasks
 from tugline.server.store.base import Connection, Driver, Tx
-from tugline.server.store.groups import End
 from tugline.server.store.postgres import Postgres
+from tugline.server.store.results import End
 from tugline.server.store.sqlite import Sqlite
 from tugline.types import (
     TERMINAL,
@@ -196,9 +196,9 @@ class Lifecycle:
             return
         entry = self.random.choice(found)
         if self.random.random() < 0.3:
-            self._do(partial(groups.cancel_task, task=entry.task, by="me"))
+            self._do(partial(results.cancel_task, task=entry.task, by="me"))
         else:
-            self._do(partial(groups.cancel_session, session=entry.id, by="me"))
+            self._do(partial(results.cancel_session, session=entry.id, by="me"))
 
     def _announce(self) -> None:
         """New weights."""

@@ -10,10 +10,10 @@ from tugline.errors import Invalid, Missing
 from tugline.protocol import Event, EventKind, Results
 from tugline.server.blobs import LocalBlobs, sweep
 from tugline.server.control import ControlPlane
-from tugline.server.store import events, groups, results, sessions, stats, tasks
+from tugline.server.store import events, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
-from tugline.server.store.groups import End
+from tugline.server.store.results import End
 from tugline.types import Boundary, Failure, PluginSpec, Status, Task
 
 
@@ -31,7 +31,7 @@ def _finish(tx: Tx, session: str, reward: float | None, blob: str = "") -> None:
     failure = None if reward is not None else Failure(Boundary.RUNTIME, "no disk")
     status = Status.COMPLETED if failure is None else Status.FAILED
     end = End(status, failure=failure, reward=reward, sampled=7, digest=session, blob=blob)
-    groups.finish(tx, sessions.get(tx, session), end)
+    results.finish(tx, sessions.get(tx, session), end)
 
 
 async def _done(database: Database, *batch: Task) -> None:

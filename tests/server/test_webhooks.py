@@ -17,10 +17,10 @@ from aiohttp import web
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Delivery, DeliveryState, EventKind, WebhookBody
-from tugline.server.store import events, groups, outbox, sessions, stats, tasks
+from tugline.server.store import events, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database
-from tugline.server.store.groups import End
+from tugline.server.store.results import End
 from tugline.server.webhooks import WebhookRetries, WebhookSender, is_allowed
 from tugline.signing import key_of, new_secret, verify
 from tugline.types import Callback, PluginSpec, Status, Task
@@ -86,7 +86,7 @@ def _finished(tx: Tx, name: str, url: str, samples: int) -> None:
     tasks.submit(tx, [tasks.pack(_task(name, url, samples))])
     for n in range(samples):
         end = End(Status.COMPLETED, reward=float(n))
-        groups.finish(tx, sessions.get(tx, f"{name}-{n}"), end)
+        results.finish(tx, sessions.get(tx, f"{name}-{n}"), end)
 
 
 async def _tell(database: Database, name: str, url: str, samples: int = 1) -> None:
@@ -95,7 +95,7 @@ async def _tell(database: Database, name: str, url: str, samples: int = 1) -> No
 
 
 async def _all(database: Database, state: DeliveryState | None = None) -> list[Delivery]:
-    return await database.read(outbox.page, state=state, limit=1000)
+    return await database.read(events.list_deliveries, state=state, limit=1000)
 
 
 async def _until(database: Database, state: DeliveryState, count: int) -> list[Delivery]:
@@ -138,9 +138,9 @@ async def test_what_was_there_before_is_sent_at_start(
 ) -> None:
     """A server that was killed goes on with what its outbox has, also with what was on its way."""
     await _tell(database, "t", receiver.url)
-    host = outbox.host_of(receiver.url)
-    assert len(await database.write(outbox.claim, host, for_s=1.0, limit=9)) == 2
-    assert await database.read(outbox.next_tries) == {host: pytest.approx(time.time() + 1, abs=1)}
+    host = events.host_of(receiver.url)
+    assert len(await database.write(events.claim_deliveries, host, for_s=1.0, limit=9)) == 2
+    assert await database.read(events.next_tries) == {host: pytest.approx(time.time() + 1, abs=1)}
     async with _sender(database):
         await _until(database, DeliveryState.DELIVERED, 2)
 
@@ -188,12 +188,12 @@ async def test_a_callback_is_given_up_in_the_end(
         gone = [event.detail for event in told if event.kind is EventKind.DEAD]
         assert {event["delivery"] for event in gone} == {one.id for one in dead}
         receiver.answer = lambda _count: web.Response()
-        again = await database.write(outbox.retry, dead[0].id)
+        again = await database.write(events.retry_delivery, dead[0].id)
         assert (again.state, again.tries) == (DeliveryState.PENDING, 0)
         [sent] = await _until(database, DeliveryState.DELIVERED, 1)
         assert sent.id == dead[0].id
     with pytest.raises(Missing, match="no delivery 12345"):
-        await database.write(outbox.retry, 12345)
+        await database.write(events.retry_delivery, 12345)
 
 
 async def test_gone_is_gone(database: Database, receiver: Receiver) -> None:
@@ -297,10 +297,10 @@ async def test_what_was_delivered_is_forgotten_with_its_event(
     async with _sender(database, SOON._replace(at_once=1)):
         await _tell(database, "t", receiver.url, samples=3)
         await _until(database, DeliveryState.DELIVERED, 3)
-    assert await database.write(outbox.trim) == 0
+    assert await database.write(events.trim_deliveries) == 0
     await database.write(events.trim, time.time() + 1)
     await database.write(lambda tx: events.add(tx, EventKind.JOINED, node="n"))
-    assert await database.write(outbox.trim) == 3
+    assert await database.write(events.trim_deliveries) == 3
     assert [one.state for one in await _all(database)] == [DeliveryState.DEAD]
 
 
@@ -343,6 +343,6 @@ async def test_the_example_receiver_takes_what_is_genuine(
 
 
 def _retry(tx: Tx, url: str) -> None:
-    for delivery in outbox.page(tx):
+    for delivery in events.list_deliveries(tx):
         if delivery.url == url:
-            outbox.retry(tx, delivery.id)
+            events.retry_delivery(tx, delivery.id)

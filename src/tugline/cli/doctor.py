@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tugline.cli.options import Folder, Server, Token, connect
-from tugline.client.health import HealthCheck, examine
+from tugline.client.overview import HealthCheck, examine
 from tugline.errors import UsageError
 from tugline.gateway.engine_report import CheckOutcome, EngineReport
 from tugline.gateway.probe import probe

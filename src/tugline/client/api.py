@@ -12,12 +12,10 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from tugline.client.discovery import find_server
 from tugline.client.streams import (
     GroupResults,
     Result,
@@ -27,7 +25,7 @@ from tugline.client.streams import (
     stream_results,
     unpack,
 )
-from tugline.client.transport import Transport, quote_id
+from tugline.client.transport import Transport, find_server, quote_id
 from tugline.errors import ServerError, UsageError
 from tugline.protocol import (
     Accepted,
@@ -81,13 +79,8 @@ class Client:
         await self._http.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._http.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.__aexit__(*exc)
 
     @property
     def url(self) -> str:

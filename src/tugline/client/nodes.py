@@ -11,7 +11,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -61,13 +60,8 @@ class NodeClient:
         await self._http.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._http.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.__aexit__(*exc)
 
     async def register(self, hello: NodeRegistration) -> NodeRegistered:
         """Join. Sessions leased to a previous node of this name are requeued."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import cached_property
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import aiohttp
@@ -42,12 +41,7 @@ class Attempts:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        _kind: type[BaseException] | None,
-        error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if error is None and self.done:
             return True
         if error is None:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tugline.client.api import DEADLINE_S, Client
@@ -88,17 +87,12 @@ class SyncClient:
         self._run(self._client.__aenter__())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
         self._run(loop.shutdown_asyncgens())
-        self._run(self._client.__aexit__(kind, error, trace))
+        self._run(self._client.__aexit__(*exc))
         self._loop = self._thread = None
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

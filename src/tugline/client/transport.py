@@ -13,7 +13,7 @@ import contextlib
 import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
+from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -29,6 +29,8 @@ Sleep = Callable[[float], Awaitable[None]]
 Query = Mapping[str, str | int | float | bool | Sequence[str] | None]
 """None leaves a parameter out, a sequence gives it several times."""
 
+SERVER, TOKEN = "TUGLINE_SERVER", "TUGLINE_TOKEN"
+FOLDER = Path("tugline-data")
 CONNECT_S = 5.0
 TRY_S = 30.0
 """Longest silence of a server in one attempt, not counting a requested wait."""
@@ -106,12 +108,7 @@ class Transport:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         http, self._http = self._http, None
         if http is not None:
             await http.close()
@@ -254,3 +251,44 @@ def _params(query: Query | None) -> list[tuple[str, str]]:
 
 def _to_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --------------------------------------------------------------------------- which server
+def find_server(
+    server: str | None = None, token: str | None = None, folder: Path | str | None = None
+) -> tuple[str, str]:
+    """The URL and token to use: arguments, then environment, then files of ``tugline up``.
+
+    ``tugline up`` writes ``server.json`` (its URL) and ``tokens.json`` (0600) in its folder, so
+    clients on the same machine need no options. A token from that folder is only sent to the server
+    of that folder (I6). Raises `UsageError` if there is none.
+    """
+    base = Path(folder) if folder is not None else FOLDER
+    if folder is None:
+        server = server or os.environ.get(SERVER)
+    token = token or os.environ.get(TOKEN)
+    local = _read_field(base / "server.json", "url")
+    server = server or local
+    if server is None:
+        msg = (
+            f"no server: {base / 'server.json'} does not exist; start one with `tugline up`,"
+            f" or name it with --server or {SERVER}"
+        )
+        raise UsageError(msg)
+    if token is None and local is not None and local.rstrip("/") == server.rstrip("/"):
+        token = _read_field(base / "tokens.json", "client")
+    if token is None:
+        msg = f"no token for {server}: give --token or {TOKEN}; the server's tokens.json has it"
+        raise UsageError(msg)
+    return server, token
+
+
+def _read_field(path: Path, name: str) -> str | None:
+    """A field of a JSON file; None without the file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])[name]
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, KeyError) as error:
+        msg = f"{path} cannot be read: {error}"
+        raise UsageError(msg) from error

@@ -32,7 +32,7 @@ from tugline.demo.settings import DemoSettings
 from tugline.errors import UsageError
 from tugline.harnesses.base import Harness
 from tugline.inference.engine import Engine
-from tugline.launch.process import folder_lock
+from tugline.launch.server import folder_lock
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.traces.base import sum_ledgers

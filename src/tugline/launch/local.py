@@ -20,8 +20,7 @@ from tugline.errors import Missing, ServerError
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine
 from tugline.launch.node import open_node
-from tugline.launch.process import folder_lock, handle_signals
-from tugline.launch.server import open_control_plane
+from tugline.launch.server import folder_lock, handle_signals, open_control_plane
 from tugline.launch.settings import Settings
 from tugline.protocol import ResultView, SessionView
 from tugline.recording.trajectories import ResultFolder, unpack

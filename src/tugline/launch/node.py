@@ -19,16 +19,21 @@ from msgspec.structs import replace
 from tugline.client.nodes import NodeClient
 from tugline.gateway.app import Gateway
 from tugline.launch.engine import EngineConnection, open_engine
-from tugline.launch.process import folder_lock, handle_signals
-from tugline.launch.server import OTHER_FOLDER, Echo, open_control_plane, serve_control_plane
+from tugline.launch.server import (
+    OTHER_FOLDER,
+    Echo,
+    folder_lock,
+    handle_signals,
+    open_control_plane,
+    serve_control_plane,
+)
 from tugline.launch.settings import Settings
 from tugline.node.admission import Engines
 from tugline.node.app import Node
 from tugline.node.metrics import NodeMetrics
-from tugline.node.telemetry import Telemetry
+from tugline.node.telemetry import Telemetry, open_tracer
 from tugline.protocol import Dispatcher
 from tugline.rollout.parts import Parts
-from tugline.tracing.tracer import open_tracer
 from tugline.types import PluginSpec
 from tugline.web.serve import freeze_gc, serve
 

@@ -1,6 +1,8 @@
-"""The rollout server of this process: its control plane, and the API on a socket.
+"""The rollout server of this process: its folder, control plane, and the API on a socket.
 
-Nothing of a gateway or an engine is imported here, so a killed server is back in a second.
+In the folder, ``server.json`` has the server's URL and ``tokens.json`` (0600) its tokens, which are
+created once and kept, so that clients and nodes go on over every restart (I6). Nothing of a gateway
+or an engine is imported here, so a killed server is back in a second.
 """
 
 from __future__ import annotations
@@ -9,35 +11,131 @@ import asyncio
 import contextlib
 import ipaddress
 import math
-from collections.abc import AsyncIterator, Callable
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from filelock import FileLock, Timeout
 
 from tugline.errors import Invalid, UnknownPlugin, UsageError
-from tugline.launch.process import (
-    folder_lock,
-    handle_signals,
-    load_callback_key,
-    load_tokens,
-    write_address,
-)
 from tugline.launch.settings import ServerSettings, Settings
 from tugline.rollout.parts import Parts
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.http.app import Api, serve_api
+from tugline.server.http.route import Tokens
 from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import open_database
 from tugline.server.validation import check_task
+from tugline.signing import key_of, new_secret
 from tugline.types import Task
 from tugline.web.serve import freeze_gc
 
+SERVER = "server.json"
+TOKENS = "tokens.json"
+CALLBACK_KEY = "callback.key"
 STORE = "server.db"
 BLOBS = "blobs"
 OTHER_FOLDER = "choose another --dir"
 _DAY_S = 86_400.0
-
+_TOKEN_BYTES = 32
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+T = TypeVar("T")
 Echo = Callable[[str], None]
 """Prints a line for people."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Content of ``server.json``."""
+
+    url: str
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path, *, instead: str) -> Iterator[None]:
+    """Create `folder` and keep other processes out; its `UsageError` ends with `instead`."""
+    lock = FileLock(folder / ".lock", mode=0o600, preserve_lock_file=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        msg = f"another process is running in {folder}; wait for it or {instead}"
+        raise UsageError(msg) from error
+    except OSError as error:
+        msg = f"cannot write in {folder}: {error.strerror}; {instead}"
+        raise UsageError(msg) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def handle_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """Call `stop` at the first SIGTERM or Ctrl-C; cancel the current task at the second."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    stopping = False
+
+    def on_signal() -> None:
+        nonlocal stopping
+        if stopping and task is not None:
+            task.cancel()
+        elif not stopping:
+            stopping = True
+            stop()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def write_address(folder: Path, url: str) -> None:
+    """Write the server's URL for clients on this machine."""
+    _write(folder / SERVER, msgspec.json.encode(Address(url)), 0o644)
+
+
+def load_tokens(folder: Path) -> Tokens:
+    """The server's tokens, created if missing. Raises `UsageError` for a damaged file."""
+    path = folder / TOKENS
+    if not path.exists():
+        tokens = Tokens(*(secrets.token_urlsafe(_TOKEN_BYTES) for _ in Tokens.__struct_fields__))
+        _write(path, msgspec.json.format(msgspec.json.encode(tokens)), 0o600)
+    return _read(path, Tokens)
+
+
+def load_callback_key(folder: Path) -> bytes:
+    """The key that signs callbacks; its file has the secret in the form that receivers want."""
+    path = folder / CALLBACK_KEY
+    if not path.exists():
+        _write(path, new_secret().encode() + b"\n", 0o600)
+    return key_of(path.read_text(encoding="utf-8").strip())
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Write a file atomically; it has `mode` from its creation on."""
+    draft = path.with_suffix(".part")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        msg = f"{path} cannot be read: {error}; delete it to have it made again"
+        raise UsageError(msg) from error
 
 
 @contextlib.asynccontextmanager

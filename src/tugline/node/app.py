@@ -20,10 +20,9 @@ from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
 from tugline.node.admission import Admission, Engines
-from tugline.node.dispatcher import RetryingDispatcher
 from tugline.node.housekeeping import Housekeeping
 from tugline.node.pools import Pools
-from tugline.node.session_runner import SessionRunner
+from tugline.node.session_runner import RetryingDispatcher, SessionRunner
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats, Telemetry
 from tugline.protocol import (

@@ -1,4 +1,4 @@
-"""Disk housekeeping of a node: orphans of a dead predecessor, retention, and a full disk.
+"""A node's disk: its journal of results, orphans of a dead predecessor, retention, a full disk.
 
 Folders of sessions (``<session>.<epoch>``) and recordings stay after their commit for inspection,
 until they are too old, too large in total, or free space is low; then the oldest are removed. A
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,7 @@ _INTERVAL_S, _LOW_INTERVAL_S = 60.0, 5.0
 COMMITTED = ".done"
 """File that marks the folder of a committed session."""
 _GB = 1 << 30
+_RESULT = re.compile(r"(?P<session>.+)\.(?P<epoch>\d+)\.result")
 _log = log.get("node.disk")
 
 
@@ -143,3 +145,75 @@ def _remove(path: Path) -> None:
     """Remove what an agent may have made so deep, or with such a mode, that rmtree fails."""
     with contextlib.suppress(OSError):
         remove(path.parent, path.name)
+
+
+# --------------------------------------------------------------------------- journal
+class PendingResult(NamedTuple):
+    """A result on its way to the server."""
+
+    session: str
+    epoch: int
+    data: bytes
+
+    @property
+    def name(self) -> str:
+        """``<session>.<epoch>``."""
+        return f"{self.session}.{self.epoch}"
+
+
+class Journal:
+    """Results that are not committed yet, one file each, safe from the death of this process (I3).
+
+    A result is written before it is offered to the server, and removed when the server has it. What
+    a killed node left is offered by the next one in the same folder. Names contain session and
+    epoch, so a result whose lease was lost meanwhile is fenced as usual.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def list_pending(self) -> list[tuple[str, int]]:
+        """Sessions and epochs of the results in the folder."""
+        names = [_RESULT.fullmatch(path.name) for path in sorted(self._folder.glob("*.result"))]
+        return [(name["session"], int(name["epoch"])) for name in names if name]
+
+    def contains(self, name: str) -> bool:
+        """Whether the result of ``<session>.<epoch>`` is in the folder."""
+        return (self._folder / f"{name}.result").exists()
+
+    async def write(self, session: str, epoch: int, data: bytes) -> PendingResult:
+        """Write a result. If the disk refuses, it is in memory only, which is logged."""
+        result = PendingResult(session, epoch, data)
+        try:
+            await asyncio.to_thread(_write, self._path(result), data)
+        except OSError as error:
+            _log.error("result not journaled", session=session, error=str(error))
+        return result
+
+    async def read(self, session: str, epoch: int) -> PendingResult:
+        """A result that was written. Raises `OSError`."""
+        path = self._path(PendingResult(session, epoch, b""))
+        return PendingResult(session, epoch, await asyncio.to_thread(path.read_bytes))
+
+    def remove(self, result: PendingResult) -> None:
+        """Remove a result that is committed or fenced. Blocks."""
+        self._path(result).unlink(missing_ok=True)
+
+    def set_aside(self, result: PendingResult) -> None:
+        """Rename a result that the server refused, for inspection. Blocks."""
+        path = self._path(result)
+        with contextlib.suppress(OSError):
+            path.replace(path.with_suffix(".refused"))
+
+    def _path(self, result: PendingResult) -> Path:
+        return self._folder / f"{result.name}.result"
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fdatasync(file.fileno())
+    part.replace(path)

@@ -9,30 +9,75 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+import random
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import TypeVar
 
 from tugline import log
-from tugline.errors import FencedError, ServerError
+from tugline.errors import FencedError, ServerError, StoreError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import STARTED, ActiveSession, LogSender, StopReason
-from tugline.node.dispatcher import LAST_RETRY_S, RetryingDispatcher
-from tugline.node.housekeeping import COMMITTED
-from tugline.node.journal import Journal, PendingResult
+from tugline.node.housekeeping import COMMITTED, Journal, PendingResult
 from tugline.node.pools import Pools
 from tugline.node.telemetry import Stats, Telemetry
-from tugline.protocol import CommitOutcome, HeldSession, Release, Stop, StopKind, Work
+from tugline.protocol import CommitOutcome, Dispatcher, HeldSession, Release, Stop, StopKind, Work
 from tugline.recording.trajectories import pack
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import describe, make_failure
 from tugline.types import Cause, Ledger, Status, Trajectory
 
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
+_BUSY = frozenset({408, 425, 429})
 _OFFER_S = 2.0
 """How long the node waits for its predecessor's results to be committed before it registers."""
 _RELEASE_S = 10.0
 """How long releasing a session may take; then its lease expires instead."""
 _log = log.get("node")
+T = TypeVar("T")
+
+
+class RetryingDispatcher:
+    """A dispatcher that may be away for any time: calls are repeated until it answers."""
+
+    def __init__(self, server: Dispatcher, stats: Stats) -> None:
+        self.server, self._stats = server, stats
+        self._away = False
+
+    async def call(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `request` until it is answered. Raises `ServerError` for a refusal."""
+        pause = FIRST_RETRY_S
+        while True:
+            try:
+                response = await request()
+            except (ServerError, StoreError) as error:
+                if _is_refusal(error):
+                    self._note_answer()
+                    raise
+                self._note_outage(error)
+            else:
+                self._note_answer()
+                return response
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LAST_RETRY_S)
+
+    def _note_outage(self, error: Exception) -> None:
+        if not self._away:
+            self._away = True
+            self._stats.outages += 1
+            _log.warning("the server does not answer; sessions go on", error=str(error))
+
+    def _note_answer(self) -> None:
+        if self._away:
+            self._away = False
+            _log.warning("the server answers again")
+
+
+def _is_refusal(error: ServerError | StoreError) -> bool:
+    """Whether the same request would be refused again: a status from 400 to 499."""
+    status = error.status if isinstance(error, ServerError) else None
+    return status is not None and 400 <= status < 500 and status not in _BUSY
 
 
 class SessionRunner:

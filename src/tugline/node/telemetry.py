@@ -1,7 +1,8 @@
 """Counters, stage times and traces of a node's sessions.
 
 Recording returns at once. A trace is made and sent in a thread after its session has ended, so no
-session waits for it or fails because of it.
+session waits for it or fails because of it. ``OTEL_EXPORTER_OTLP_ENDPOINT`` switches tracing on;
+the exporter is an extra, imported only then.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from tugline import log
-from tugline.errors import TuglineError
+from tugline.errors import TuglineError, UsageError
 from tugline.histogram import Distribution
 from tugline.protocol import Work
-from tugline.tracing.tracer import Rollout, Tracer
-from tugline.types import Boundary, Call, Reason, Status, Trajectory
+from tugline.types import Boundary, Call, Reason, Session, Status, Task, Trajectory
 
 _MAX_SESSIONS = 4096
 """Sessions whose stages are remembered; some never end here, because they moved to other nodes."""
 _MAX_QUEUED = 256
 """Sessions whose trace waits to be made; further ones are not traced."""
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""The URL itself, and one that the path of traces is appended to."""
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_SUPPORTED = "http/protobuf"
 _log = log.get("node.telemetry")
 
 Calls = Callable[[str], Sequence[Call]]
@@ -67,6 +74,33 @@ class Stats:
         self.trained += ledger.trained
         self.masked.update(ledger.masked)
         self.dropped.update(ledger.dropped)
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that has ended."""
+
+    task: Task
+    session: Session
+    trajectory: Trajectory
+    stages: Sequence[tuple[Status, float]]
+    """Stages in their order with their start (Unix seconds)."""
+    ended: float
+    calls: Sequence[Call] = ()
+    node: str = ""
+    model: str = ""
+    """Its name at the engine."""
+
+
+class Tracer(Protocol):
+    """Exports sessions that have ended, without delaying or failing any."""
+
+    def export(self, rollout: Rollout) -> None:
+        """Queue the spans of a session. Blocks while they are made; call it in a thread."""
+        ...
+
+    def close(self) -> None:
+        """Send what is queued, for a bounded time."""
+        ...
 
 
 class Telemetry:
@@ -145,3 +179,25 @@ class Telemetry:
             self.untraced += 1
             message = str(error) if isinstance(error, TuglineError) else repr(error)
             _log.warning("no trace", error=message)
+
+
+def open_tracer(environ: Mapping[str, str], *, node: str) -> Tracer | None:
+    """The tracer of the node called `node`; None unless asked for. Raises `UsageError`."""
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    whole, base = (environ.get(name, "") for name in ENDPOINTS)
+    if not whole and not base:
+        return None
+    protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), _SUPPORTED)
+    if protocol != _SUPPORTED:
+        msg = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by {_SUPPORTED} alone"
+        raise UsageError(msg)
+    try:
+        from tugline.node.tracing import Otlp  # noqa: PLC0415 - an optional dependency
+    except ImportError as error:
+        msg = (
+            f"{' or '.join(ENDPOINTS)} asks for traces, which need the extra 'otel' "
+            f"({error.name} is not there): pip install 'tugline[otel]'"
+        )
+        raise UsageError(msg) from error
+    return Otlp(whole or f"{base.rstrip('/')}/v1/traces", node=node)

@@ -9,7 +9,7 @@ import time
 from tugline import log
 from tugline.errors import StoreError
 from tugline.server.blobs import Blobs, sweep
-from tugline.server.store import events, groups, leases, nodes, tasks
+from tugline.server.store import events, leases, nodes, results, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
 
@@ -94,8 +94,8 @@ def expire(tx: Tx, *, lease_s: float) -> None:
     """Expire everything that is due at `Tx.now`."""
     for node in nodes.list_expired(tx):
         leases.expire_node(tx, node, f"no heartbeat for {lease_s:g} s")
-    for task in groups.list_due(tx):
-        groups.close(tx, task, "deadline")
+    for task in results.list_due(tx):
+        results.close(tx, task, "deadline")
     leases.end_unstopped(tx, tx.now - lease_s)
 
 

@@ -7,23 +7,26 @@ log) sleeps until it is notified and has a deadline. A node in the same process 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from tugline.protocol import Accepted, Event, Results
+import msgspec
+
+from tugline.errors import Invalid
+from tugline.protocol import Accepted, Barrier, Control, Event, EventKind, Pause, PauseMode, Results
 from tugline.server.background import Expiry, Retention
 from tugline.server.blobs import Blobs
 from tugline.server.dispatch import ServerDispatcher
 from tugline.server.logs import LogPart, Logs
-from tugline.server.store import events, results, sessions, tasks, tenants
+from tugline.server.store import events, leases, nodes, results, sessions, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database
 from tugline.server.validation import pack_tasks
 from tugline.server.webhooks import WebhookSender
-from tugline.server.weights import Weights
 from tugline.types import Status, Task
 
 LEASE_S = 30.0
@@ -68,7 +71,7 @@ class ControlPlane:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.database)
-            await self.database.write(tenants.set_weights, self._tenants)
+            await self.database.write(sessions.set_weights, self._tenants)
             for part in (
                 self.logs,
                 self._expiry,
@@ -140,3 +143,71 @@ class ControlPlane:
     def _check_task(self, task: Task) -> None:
         self._check(task)
         self._webhooks.check(task)
+
+
+WITHIN_S = 60.0
+"""How long a barrier waits by default."""
+
+
+class Weights:
+    """Changes of the state that all nodes share."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def announce(self, version: int) -> Barrier:
+        """Announce new weights; sessions too far behind restart if their task says so.
+
+        Raises `Invalid`.
+        """
+        if version < 0:
+            msg = f"version is {version}, must be 0 or more"
+            raise Invalid(msg, field="version")
+        control = await self._database.write(_announce, version)
+        return await self._barrier(control, WITHIN_S)
+
+    async def pause(self, pause: Pause) -> Barrier:
+        """Hold model calls on all nodes; waits for them, at most `within_s`."""
+        control = await self._database.write(
+            lambda tx: _change(tx, EventKind.PAUSED, paused=pause.mode)
+        )
+        return await self._barrier(control, pause.within_s)
+
+    async def resume(self) -> Barrier:
+        """Let model calls through again."""
+        control = await self._database.write(lambda tx: _change(tx, EventKind.RESUMED, paused=None))
+        return await self._barrier(control, WITHIN_S)
+
+    async def _barrier(self, control: Control, within_s: float) -> Barrier:
+        until = asyncio.get_running_loop().time() + within_s
+        with self._database.hub.subscribe("applied") as subscription:
+            while True:
+                applied, missing = await self._database.read(nodes.list_applied, control.generation)
+                if not missing or not await subscription.wait(until):
+                    break
+        return Barrier(
+            generation=control.generation,
+            paused=control.paused,
+            version=control.version,
+            applied=applied,
+            missing=missing,
+        )
+
+
+def _announce(tx: Tx, version: int) -> Control:
+    control = _change(tx, EventKind.VERSION, version=version)
+    leases.abort_stale(tx, version)
+    return control
+
+
+def _change(tx: Tx, kind: EventKind, **fields: int | PauseMode | None) -> Control:
+    """Start a new generation of the shared state, unless nothing changes."""
+    old = nodes.control(tx)
+    new = msgspec.structs.replace(old, **fields)
+    if new == old:
+        return old
+    new = msgspec.structs.replace(new, generation=old.generation + 1)
+    nodes.set_control(tx, new)
+    mode = new.paused.value if new.paused else ""
+    events.add(tx, kind, detail={"version": new.version, "mode": mode})
+    return new

@@ -32,10 +32,9 @@ from tugline.protocol import (
     Work,
 )
 from tugline.server.blobs import Blobs
-from tugline.server.hub import Subscription
 from tugline.server.logs import Logs
 from tugline.server.store import leases, nodes, sessions, tasks
-from tugline.server.store.database import Database
+from tugline.server.store.database import Database, Subscription
 from tugline.server.store.leases import LeaseOrders
 from tugline.server.validation import check_registration, read_end
 from tugline.types import Session, Task

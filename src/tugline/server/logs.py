@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 
 from tugline import log
 from tugline.errors import Missing, StoreError
-from tugline.server.hub import Hub
+from tugline.server.store.database import Hub
 
 _PIECES = 8
 _SWEEP_S = 600.0

@@ -21,7 +21,7 @@ from tugline.errors import ConfigError, Invalid, UsageError
 from tugline.plugins import pack_options
 from tugline.protocol import NodeRegistration
 from tugline.schema import decode as decode_strictly
-from tugline.server.store.groups import End
+from tugline.server.store.results import End
 from tugline.server.store.tasks import Packed, pack
 from tugline.types import TERMINAL, Status, Task, Trajectory, Workspace, decode
 

@@ -26,10 +26,9 @@ import msgspec
 from tugline import log
 from tugline.errors import Invalid, Missing, StoreError
 from tugline.protocol import Delivery, EventKind, WebhookBody
-from tugline.server.hub import Subscription
-from tugline.server.store import outbox, results, tasks
+from tugline.server.store import events, results, tasks
 from tugline.server.store.base import Tx
-from tugline.server.store.database import Database
+from tugline.server.store.database import Database, Subscription
 from tugline.signing import sign
 from tugline.types import Task
 
@@ -125,9 +124,9 @@ class WebhookSender:
                 pause = 1.0
                 try:
                     if loop.time() - trimmed > self._retries.trim_s:
-                        await self._database.write_relaxed(outbox.trim)
+                        await self._database.write_relaxed(events.trim_deliveries)
                         trimmed = loop.time()
-                    pause = self._start(await self._database.read(outbox.next_tries), subscription)
+                    pause = self._start(await self._database.read(events.next_tries), subscription)
                 except StoreError as error:
                     _log.warning("outbox cannot be read", error=str(error))
                 await subscription.wait(loop.time() + pause)
@@ -170,7 +169,9 @@ class WebhookSender:
 
     async def _claim(self, host: str) -> list[Delivery]:
         for_s, limit = self._retries.timeout_s + 5.0, self._retries.at_once
-        return await self._database.write_relaxed(outbox.claim, host, for_s=for_s, limit=limit)
+        return await self._database.write_relaxed(
+            events.claim_deliveries, host, for_s=for_s, limit=limit
+        )
 
     async def _send(self, delivery: Delivery) -> _Try:
         """Try once, within `timeout_s`."""
@@ -205,7 +206,7 @@ def is_allowed(url: str, hosts: frozenset[str] | None) -> bool:
     """Whether `hosts` has the host of this URL, as ``name`` or as ``name:port``."""
     if hosts is None:
         return True
-    host = outbox.host_of(url)
+    host = events.host_of(url)
     return host in hosts or host.rpartition(":")[0] in hosts
 
 
@@ -234,9 +235,9 @@ def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
     for each in tries:
         count = each.delivery.tries + 1
         if not each.error:
-            outbox.mark_delivered(tx, each.delivery.id)
+            events.mark_delivered(tx, each.delivery.id)
         elif each.final or count >= retries.tries:
-            outbox.mark_dead(tx, each.delivery.id, each.error)
+            events.mark_dead(tx, each.delivery.id, each.error)
         else:
             pause = max(retries.pause(count), each.after_s)
-            outbox.mark_failed(tx, each.delivery.id, each.error, pause)
+            events.mark_failed(tx, each.delivery.id, each.error, pause)

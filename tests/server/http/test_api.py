@@ -15,8 +15,8 @@ import zstandard
 from served import TASK, TOKENS, Served, result
 from tugline.errors import StoreError
 from tugline.protocol import Problem, Results
+from tugline.server.http.answers import PROBLEMS
 from tugline.server.http.app import ROUTES
-from tugline.server.http.problems import PROBLEMS
 from tugline.server.store import nodes, stats
 from tugline.server.store.base import Tx
 from tugline.types import Task, Trajectory, decode

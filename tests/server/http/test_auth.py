@@ -9,8 +9,7 @@ import pytest
 from served import TOKENS, Served, result
 from tugline.errors import UsageError
 from tugline.server.http.app import ROUTES
-from tugline.server.http.auth import ApiRole, Tokens
-from tugline.server.http.route import Route
+from tugline.server.http.route import ApiRole, Route, Tokens
 
 GUARDED = [route for route in ROUTES if route.roles]
 NAMES = [f"{route.method} {route.path}" for route in GUARDED]

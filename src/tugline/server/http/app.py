@@ -24,11 +24,20 @@ from tugline import log
 from tugline.errors import Missing, TuglineError
 from tugline.schema import decode
 from tugline.server.control import ControlPlane
-from tugline.server.http import nodes, problems, results, tasks
-from tugline.server.http.auth import Caller, Tokens, authorize, identify
-from tugline.server.http.problems import Refusal
-from tugline.server.http.route import JSON, ApiCall, AppState, Metrics, Nothing, Route
-from tugline.server.http.waiting import ClientDisconnected, Waits
+from tugline.server.http import answers, results, tasks
+from tugline.server.http.answers import ClientDisconnected, Refusal, Waits
+from tugline.server.http.route import (
+    JSON,
+    ApiCall,
+    AppState,
+    Caller,
+    Nothing,
+    Route,
+    Tokens,
+    authorize,
+    identify,
+)
+from tugline.server.metrics import ServerMetrics
 from tugline.web.serve import serve
 
 THREAD_BYTES = 256 << 10
@@ -38,7 +47,7 @@ _BINARY = frozenset(
     {"application/octet-stream", "application/zstd", "application/x-msgpack", "text/plain", ""}
 )
 _IDS = {"id": re.compile(r"[A-Za-z0-9._-]{1,160}"), "number": re.compile(r"[0-9]{1,18}")}
-ROUTES = (*tasks.ROUTES, *nodes.ROUTES, *results.ROUTES)
+ROUTES = (*tasks.ROUTES, *results.ROUTES)
 """Every route, in the order of the documentation."""
 _log = log.get("server.http")
 T = TypeVar("T")
@@ -55,7 +64,7 @@ class Api:
         self,
         control: ControlPlane,
         tokens: Tokens,
-        metrics: Metrics | None = None,
+        metrics: ServerMetrics | None = None,
         *,
         body_s: float = 120.0,
         keep_alive_s: float = 15.0,
@@ -149,7 +158,7 @@ class _Endpoint:
         except (ClientDisconnected, ClientDisconnect):
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets a problem
-            response = problems.respond(error)
+            response = answers.respond(error)
         if self._api.state.metrics is not None:
             seconds = time.perf_counter() - began
             self._api.state.metrics.count_request(name, response.status_code, seconds)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from tugline.protocol import Problem
 from tugline.schema import field_docs, list_structs
-from tugline.server.http.problems import MEDIA, PROBLEMS
+from tugline.server.http.answers import MEDIA, PROBLEMS
 from tugline.server.http.route import JSON, Nothing, Route
 
 Json = dict[str, Any]
@@ -77,11 +77,11 @@ def _schema(kind: Any) -> Json:
 
 # --------------------------------------------------------------------------- operations
 def _operation(route: Route, query: list[Json]) -> Json:
-    module = route.handler.__module__.rpartition(".")[2]
+    noun = route.path.removeprefix("/v1").split("/")[1].removesuffix(".json")
     summary = (route.handler.__doc__ or "").splitlines()[0].rstrip(".")
     operation: Json = {
-        "operationId": f"{module}.{route.handler.__name__}",
-        "tags": [module],
+        "operationId": f"{noun}.{route.handler.__name__}",
+        "tags": [noun],
         "summary": summary,
         "parameters": [
             *(

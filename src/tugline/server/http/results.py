@@ -20,6 +20,7 @@ from starlette.responses import Response
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Ack, Consumer, Counts, Delivery, DeliveryState, Event, Results
 from tugline.server.http import openapi
+from tugline.server.http.answers import EventStream
 from tugline.server.http.route import (
     CLIENTS,
     JSON,
@@ -37,8 +38,7 @@ from tugline.server.http.route import (
     Routes,
     Wait,
 )
-from tugline.server.http.waiting import EventStream
-from tugline.server.store import events, nodes, outbox, results, stats
+from tugline.server.store import events, nodes, results, stats
 from tugline.web.sse import encode_event
 
 ROUTES = Routes()
@@ -203,13 +203,13 @@ async def _stream(
 @ROUTES.add("GET", "/v1/deliveries", READERS)
 async def list_deliveries(call: ApiCall[DeliveryQuery, Nothing]) -> list[Delivery]:
     """List webhook deliveries and their states."""
-    return await call.db.read(outbox.page, **msgspec.structs.asdict(call.query))
+    return await call.db.read(events.list_deliveries, **msgspec.structs.asdict(call.query))
 
 
 @ROUTES.add("POST", "/v1/deliveries/{number}/retry", CLIENTS)
 async def retry_delivery(call: ApiCall[Nothing, Nothing]) -> Delivery:
     """Send a webhook delivery again."""
-    return await call.db.write(outbox.retry, int(call.id))
+    return await call.db.write(events.retry_delivery, int(call.id))
 
 
 # --------------------------------------------------------------------------- the server

@@ -6,20 +6,22 @@ document alike, so they cannot drift apart.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import UnionType
-from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tugline.errors import UsageError
 from tugline.server.control import ControlPlane
-from tugline.server.http.auth import ApiRole, Caller
-from tugline.server.http.problems import Refusal
-from tugline.server.http.waiting import Waits
+from tugline.server.http.answers import Refusal, Waits
+from tugline.server.metrics import ServerMetrics
 from tugline.server.store.database import Database
 
 Q = TypeVar("Q")
@@ -41,26 +43,93 @@ Position = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,160}$")]
 Cursor = Annotated[str, Meta(max_length=256, description="`next` of the previous page.")]
 
+
+# --------------------------------------------------------------------------- who may
+class ApiRole(StrEnum):
+    """What a token allows."""
+
+    CLIENT = "client"
+    """Everything except what nodes do."""
+    READ = "read"
+    """Reading."""
+    JOIN = "join"
+    """Joining as a node."""
+    NODE = "node"
+    """Acting as the node that it was given to."""
+
+
 PUBLIC: frozenset[ApiRole] = frozenset()
 CLIENTS = frozenset({ApiRole.CLIENT})
 READERS = frozenset({ApiRole.CLIENT, ApiRole.READ})
 NODES = frozenset({ApiRole.NODE})
 
 
+class Caller(NamedTuple):
+    """Who sends a request; `node` is the id of a node."""
+
+    role: ApiRole | None = None
+    node: str = ""
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """The server's own tokens, all different. Raises `UsageError` for a malformed one."""
+
+    client: str
+    join: str
+    read: str
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            token = getattr(self, name)
+            if not token or not token.isascii() or any(c.isspace() for c in token):
+                msg = f"the {name} token must be ASCII without spaces, and not empty"
+                raise UsageError(msg)
+        if len({self.client, self.join, self.read}) < 3:
+            msg = "the client, join and read tokens must differ from each other"
+            raise UsageError(msg)
+
+    def __repr__(self) -> str:
+        return "Tokens(...)"
+
+
+FindNode = Callable[[str], Awaitable[str | None]]
+
+
+async def identify(header: str | None, tokens: Tokens, find_node: FindNode) -> Caller:
+    """The caller that sends this ``Authorization`` header. Raises `Refusal`."""
+    scheme, _, token = (header or "").partition(" ")
+    token = token.strip()
+    if scheme.lower() != "bearer" or not token:
+        message = "send the header 'Authorization: Bearer TOKEN'"
+        raise _refuse(message)
+    own = {ApiRole.CLIENT: tokens.client, ApiRole.READ: tokens.read, ApiRole.JOIN: tokens.join}
+    sent = token.encode()
+    matches = [role for role, each in own.items() if hmac.compare_digest(each.encode(), sent)]
+    if matches:
+        return Caller(matches[0])
+    node = await find_node(token)
+    if node is None:
+        message = "this token is unknown, or of a node that is gone"
+        raise _refuse(message, ', error="invalid_token"')
+    return Caller(ApiRole.NODE, node)
+
+
+def authorize(caller: Caller, roles: frozenset[ApiRole], route: str) -> None:
+    """Raises `Refusal` unless the caller has one of `roles`."""
+    if caller.role not in roles:
+        needed = " or ".join(sorted(roles))
+        msg = f"{route} needs the {needed} token; this is a {caller.role} token"
+        raise Refusal(msg, "forbidden")
+
+
+def _refuse(message: str, error: str = "") -> Refusal:
+    challenge = f'Bearer realm="tugline"{error}'
+    return Refusal(message, "unauthorized", headers={"www-authenticate": challenge})
+
+
+# --------------------------------------------------------------------------- routes
 class Nothing(msgspec.Struct, frozen=True):
     """No fields."""
-
-
-class Metrics(Protocol):
-    """Counts requests and renders the metrics page."""
-
-    async def page(self) -> bytes:
-        """All metrics in the text format of Prometheus."""
-        ...
-
-    def count_request(self, route: str, status: int, seconds: float) -> None:
-        """Count an answered request; `route` such as ``GET /v1/tasks/{id}``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +138,7 @@ class AppState:
 
     control: ControlPlane
     waits: Waits
-    metrics: Metrics | None
+    metrics: ServerMetrics | None
     routes: tuple[Route, ...]
 
 

@@ -1,7 +1,8 @@
-"""Routes of tasks and sessions: submission, state, logs and results.
+"""Routes of tasks and sessions, of the nodes that run them, and of the weights.
 
-A node may write to the sessions that it holds. A request about a session that another node holds
-is answered like any lost lease (fencing), whatever epoch it names.
+A node joins with the join token, then uses its own. It may write to the sessions that it holds. A
+request about a session that another node holds is answered like any lost lease (fencing), whatever
+epoch it names.
 """
 
 from __future__ import annotations
@@ -19,17 +20,27 @@ from starlette.responses import Response
 from tugline.errors import FencedError, Invalid
 from tugline.protocol import (
     Accepted,
+    Barrier,
     Cancelled,
     Commit,
+    Control,
+    LeaseRequest,
+    LeaseResponse,
+    NodeRegistered,
+    NodeRegistration,
+    NodeView,
     Page,
+    Pause,
     Release,
+    Renewal,
     ResultView,
     SessionView,
     TaskState,
     TaskView,
+    Version,
 )
-from tugline.protocol.leases import Epoch
-from tugline.server.http.problems import Refusal
+from tugline.protocol.nodes import Epoch
+from tugline.server.http.answers import EventStream, Refusal
 from tugline.server.http.route import (
     CLIENTS,
     JSON,
@@ -38,6 +49,7 @@ from tugline.server.http.route import (
     TEXT,
     ZSTD,
     ApiCall,
+    ApiRole,
     Cursor,
     Limit,
     Name,
@@ -45,8 +57,7 @@ from tugline.server.http.route import (
     Position,
     Routes,
 )
-from tugline.server.http.waiting import EventStream
-from tugline.server.store import groups, results, sessions, tasks
+from tugline.server.store import nodes, results, sessions, tasks
 from tugline.types import Status, Task, Trajectory, decode
 
 MAX_BATCH = 1000
@@ -58,6 +69,8 @@ MAX_UNPACKED = 1 << 30
 """Bytes of a trajectory that is answered as JSON."""
 MAX_CHUNK = 4 << 20
 """Bytes of log in one request."""
+MAX_HELD = 16 << 20
+"""Bytes of a request that lists what a node holds."""
 ROUTES = Routes()
 _FENCED = ("fenced",)
 
@@ -121,7 +134,7 @@ async def get_body(call: ApiCall[Nothing, Nothing]) -> Task:
 @ROUTES.add("POST", "/v1/tasks/{id}/cancel", CLIENTS)
 async def cancel_task(call: ApiCall[CancelQuery, Nothing]) -> Cancelled:
     """Cancel the unfinished sessions of a task."""
-    return await call.db.write(groups.cancel_task, call.id, call.query.by)
+    return await call.db.write(results.cancel_task, call.id, call.query.by)
 
 
 class SessionQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +197,7 @@ async def get_session(call: ApiCall[Nothing, Nothing]) -> SessionView:
 @ROUTES.add("POST", "/v1/sessions/{id}/cancel", CLIENTS)
 async def cancel_session(call: ApiCall[CancelQuery, Nothing]) -> Cancelled:
     """Cancel a session."""
-    return await call.db.write(groups.cancel_session, call.id, call.query.by)
+    return await call.db.write(results.cancel_session, call.id, call.query.by)
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/log", READERS, media=(TEXT,))
@@ -265,3 +278,69 @@ async def _check_holder(call: ApiCall[Any, Any]) -> None:
     if holder not in {None, call.caller.node}:
         msg = f"session {call.id} is held by another node now"
         raise FencedError(msg)
+
+
+# --------------------------------------------------------------------------- nodes
+@ROUTES.add("POST", "/v1/nodes", frozenset({ApiRole.JOIN}), statuses=(201,))
+async def register(call: ApiCall[Nothing, NodeRegistration]) -> NodeRegistered:
+    """Join as a node."""
+    return await call.control.dispatcher.register(call.body)
+
+
+@ROUTES.add("GET", "/v1/nodes", READERS)
+async def list_nodes(call: ApiCall[Nothing, Nothing]) -> list[NodeView]:
+    """List the nodes."""
+    return await call.db.read(nodes.list_views)
+
+
+@ROUTES.add("POST", "/v1/nodes/{id}/lease", NODES, problems=_FENCED, max_body=MAX_HELD)
+async def lease(call: ApiCall[Nothing, LeaseRequest]) -> LeaseResponse:
+    """Wait for work, for orders or for `LeaseRequest.wait_s`."""
+    _check_own(call)
+    return await call.attend(call.control.dispatcher.lease(call.id, call.body))
+
+
+@ROUTES.add("POST", "/v1/nodes/{id}/renew", NODES, problems=_FENCED, max_body=MAX_HELD)
+async def renew(call: ApiCall[Nothing, Renewal]) -> LeaseResponse:
+    """Keep a node's lease."""
+    _check_own(call)
+    return await call.control.dispatcher.renew(call.id, call.body)
+
+
+@ROUTES.add("POST", "/v1/nodes/{id}/drain", NODES | CLIENTS, statuses=(204,), problems=_FENCED)
+async def drain(call: ApiCall[Nothing, Nothing]) -> None:
+    """Give a node no more work; it finishes what it holds and leaves."""
+    if call.caller.role is ApiRole.NODE:
+        _check_own(call)
+    await call.control.dispatcher.drain(call.id)
+
+
+def _check_own(call: ApiCall[Any, Any]) -> None:
+    if call.caller.node != call.id:
+        msg = "a node may act for itself only"
+        raise Refusal(msg, "forbidden")
+
+
+# --------------------------------------------------------------------------- weights
+@ROUTES.add("GET", "/v1/weights", READERS)
+async def get_weights(call: ApiCall[Nothing, Nothing]) -> Control:
+    """Get the version of the weights, and whether model calls are held."""
+    return await call.db.read(nodes.control)
+
+
+@ROUTES.add("POST", "/v1/weights", CLIENTS)
+async def announce(call: ApiCall[Nothing, Version]) -> Barrier:
+    """Announce new weights; answers when the nodes know."""
+    return await call.attend(call.control.weights.announce(call.body.version))
+
+
+@ROUTES.add("POST", "/v1/weights/pause", CLIENTS)
+async def pause(call: ApiCall[Nothing, Pause]) -> Barrier:
+    """Hold model calls on all nodes; answers when they are held."""
+    return await call.attend(call.control.weights.pause(call.body))
+
+
+@ROUTES.add("POST", "/v1/weights/resume", CLIENTS)
+async def resume(call: ApiCall[Nothing, Nothing]) -> Barrier:
+    """Let model calls continue."""
+    return await call.attend(call.control.weights.resume())

@@ -23,9 +23,9 @@ from tugline.protocol import (
     Stop,
     StopKind,
 )
-from tugline.server.store import events, nodes, results, sessions, tenants
+from tugline.server.store import events, nodes, results, sessions
 from tugline.server.store.base import Tx
-from tugline.server.store.groups import CANCELLED, End, finish
+from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import SessionRow
 from tugline.types import HANDLING, RETRIES, Cause, Failure, Session, Status
 
@@ -81,7 +81,7 @@ def reconcile(
             sessions.advance(tx, entry, reported)
         if entry.stop is not None:
             stop.append(Stop(session, epoch, StopKind(entry.stop), entry.stop_by))
-    again = tuple(_session(entry) for entry in entries.values())
+    again = tuple(entry.session() for entry in entries.values())
     return LeaseOrders(again, tuple(stop), nodes.control(tx), draining)
 
 
@@ -91,7 +91,7 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
     Samples of a task go to the node of its first one while that has capacity; an attempt after a
     failure goes to another node if one has capacity.
     """
-    if not tenants.list_waiting(tx):
+    if not sessions.list_waiting(tx):
         return {}
     live = nodes.list_live(tx)
     left = {
@@ -101,7 +101,7 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
     homes: dict[str, str] = {}
     leased, notes = [], []
     version = nodes.control(tx).version
-    for row in tenants.take(tx, sum(left.values())):
+    for row in sessions.take_queued(tx, sum(left.values())):
         session, task, sample, attempt, epoch, avoid, home, since = row
         home = homes.get(task, home)
         node = _place(left, home, avoid)
@@ -142,17 +142,6 @@ def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) ->
     tx.many(
         "UPDATE tasks SET home = :home WHERE id = :task",
         [{"task": task, "home": home} for task, home in homes.items()],
-    )
-
-
-def _session(entry: SessionRow) -> Session:
-    return Session(
-        id=entry.id,
-        task=entry.task,
-        sample=entry.sample,
-        attempt=entry.attempt,
-        epoch=entry.epoch,
-        status=Status(entry.status),
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 from tugline.errors import FencedError
 from tugline.protocol import Control, EventKind, NodeRegistration, NodeState, NodeView, PauseMode
 from tugline.server.store import events
-from tugline.server.store.base import Row, Tx
+from tugline.server.store.base import Row, Tx, to_struct
 
 _COLUMNS = "id, name, state, registration, registered, deadline, applied"
 _registration = msgspec.msgpack.Decoder(NodeRegistration)
@@ -163,19 +163,5 @@ def list_applied(tx: Tx, generation: int) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def _view(row: Row, running: int) -> NodeView:
-    node, name, state_, packed, registered, deadline, applied = row
-    registration = _registration.decode(packed)
-    return NodeView(
-        id=node,
-        name=name,
-        state=NodeState(state_),
-        slots=registration.slots,
-        capacity=registration.capacity,
-        running=running,
-        gateway=registration.gateway,
-        labels=registration.labels,
-        versions=registration.versions,
-        registered=registered,
-        deadline=deadline,
-        applied=applied,
-    )
+    known = msgspec.structs.asdict(_registration.decode(row[3]))
+    return to_struct(NodeView, _COLUMNS, row, running=running, **known)

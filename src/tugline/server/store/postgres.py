@@ -20,8 +20,7 @@ from psycopg.pq import TransactionStatus
 
 from tugline import log
 from tugline.errors import StoreError, UsageError
-from tugline.server.store.base import Connection, Driver, Row
-from tugline.server.store.schema import STEPS, statements
+from tugline.server.store.base import STEPS, Connection, Driver, Row, statements
 
 _CHANNEL = "tugline"
 _MAX_PAYLOAD = 7000

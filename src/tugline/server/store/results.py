@@ -1,4 +1,8 @@
-"""Results, one per session, and the consumers that read them in commit order or by group.
+"""Ends of sessions and their groups, their results, and the consumers that read those.
+
+Every accepted session ends here, exactly once, with a result; a task is released when all of its
+sessions have ended. Running sessions of a closed group are stopped, but their partial result is
+stored (I3, I5).
 
 A row has what is listed and the name of the encoded trajectory, never tokens (I7). The position of
 a result is that of its event, so one cursor serves both. What a consumer has acknowledged never
@@ -7,47 +11,179 @@ moves back (I3).
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 
 from tugline.errors import Invalid, Missing
-from tugline.protocol import Consumer, EventKind, Results, ResultView
-from tugline.server.store import events
-from tugline.server.store.base import Tx
-from tugline.server.store.tasks import bind_names, views
+from tugline.protocol import Cancelled, Consumer, EventKind, Results, ResultView, StopKind
+from tugline.server.store import events, sessions
+from tugline.server.store.base import Tx, bind_names
+from tugline.server.store.sessions import SessionRow
+from tugline.server.store.tasks import view, views
+from tugline.types import Failure, Status
 
 _view = msgspec.msgpack.Decoder(ResultView)
 
 
-def insert(tx: Tx, view: ResultView, digest: str, blob: str) -> int:
-    """Store a session's result with its event; returns the position of both."""
+class End(NamedTuple):
+    """Outcome of a session. The defaults are those of one that never ran."""
+
+    status: Status
+    failure: Failure | None = None
+    reward: float | None = None
+    sampled: int = 0
+    trained: int = 0
+    bytes: int = 0
+    seconds: Mapping[str, float] = MappingProxyType({})
+    digest: str = hashlib.sha256().hexdigest()
+    blob: str = ""
+
+
+CANCELLED = End(Status.CANCELLED)
+
+
+def finish(tx: Tx, entry: SessionRow, end: End) -> None:
+    """Store the result of a session, and release its task if it was the last."""
+    usable = int(end.reward is not None)
+    position = _insert(tx, entry, end)
+    tx.run(
+        "UPDATE sessions SET status = :status, usable = :usable, node = NULL, stop = NULL,"
+        " stop_by = '', stop_at = NULL, updated = :now WHERE id = :id",
+        id=entry.id,
+        status=end.status.value,
+        usable=usable,
+        now=tx.now,
+    )
+    tx.run("UPDATE positions SET at = at + 1 WHERE name = :status", status=end.status.value)
+    [(samples, ended, have, min_usable, reason, callback)] = tx.all(
+        "UPDATE tasks SET ended = ended + 1, usable = usable + :usable WHERE id = :task"
+        " RETURNING samples, ended, usable, min_usable, reason, callback",
+        task=entry.task,
+        usable=usable,
+    )
+    if callback:
+        events.add_delivery(tx, position, entry.task, EventKind.RESULT, callback)
+    tx.notify("results")
+    if ended == samples:
+        _release(tx, entry.task, have, callback)
+    elif min_usable is not None and have >= min_usable and not reason:
+        close(tx, entry.task, "min_usable")
+
+
+def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
+    """Store a result with its event; returns the position of both."""
     detail: dict[str, str | int | float] = {
-        "status": view.status.value,
-        "sample": view.sample,
-        "attempt": view.attempt,
-        "sampled": view.sampled,
-        "trained": view.trained,
+        "status": end.status.value,
+        "sample": entry.sample,
+        "attempt": entry.attempt,
+        "sampled": end.sampled,
+        "trained": end.trained,
     }
-    if view.failure is not None:
-        detail["boundary"] = view.failure.boundary.value
-    if view.reward is not None:
-        detail["reward"] = view.reward
-    position = events.add(tx, EventKind.RESULT, task=view.task, session=view.session, detail=detail)
+    if end.failure is not None:
+        detail["boundary"] = end.failure.boundary.value
+    if end.reward is not None:
+        detail["reward"] = end.reward
+    position = events.add(tx, EventKind.RESULT, task=entry.task, session=entry.id, detail=detail)
+    listed = ResultView(
+        position=position,
+        session=entry.id,
+        task=entry.task,
+        tenant=entry.tenant,
+        sample=entry.sample,
+        attempt=entry.attempt,
+        status=end.status,
+        reward=end.reward,
+        failure=end.failure,
+        sampled=end.sampled,
+        trained=end.trained,
+        bytes=end.bytes,
+        seconds=dict(end.seconds),
+        created=tx.now,
+    )
     tx.run(
         "INSERT INTO results (position, session, task, digest, blob, view)"
         " VALUES (:position, :session, :task, :digest, :blob, :view)",
         position=position,
-        session=view.session,
-        task=view.task,
-        digest=digest,
-        blob=blob,
-        view=msgspec.msgpack.encode(msgspec.structs.replace(view, position=position)),
+        session=entry.id,
+        task=entry.task,
+        digest=end.digest,
+        blob=end.blob,
+        view=msgspec.msgpack.encode(listed),
     )
     return position
 
 
+def close(tx: Tx, task: str, reason: str) -> Cancelled:
+    """End the rest of a task early; the first reason given is stored."""
+    tx.run(
+        "UPDATE tasks SET reason = :reason WHERE id = :task AND reason = ''",
+        task=task,
+        reason=reason,
+    )
+    left = sessions.select(
+        tx,
+        "task = :task AND status NOT IN ('completed', 'failed', 'timed_out', 'cancelled')"
+        " ORDER BY sample",
+        task=task,
+    )
+    return _cancel(tx, left, reason)
+
+
+def cancel_task(tx: Tx, task: str, by: str) -> Cancelled:
+    """Cancel the unfinished sessions of a task. Raises `Missing`."""
+    before = view(tx, task)
+    cancelled = close(tx, task, f"cancelled by {by}")
+    over = before.samples - len(cancelled.ended) - len(cancelled.stopping)
+    return Cancelled(ended=cancelled.ended, stopping=cancelled.stopping, final=over)
+
+
+def cancel_session(tx: Tx, session: str, by: str) -> Cancelled:
+    """Cancel one session. Raises `Missing`."""
+    entry = sessions.get(tx, session)
+    if entry.leased or entry.status == Status.QUEUED:
+        return _cancel(tx, [entry], f"cancelled by {by}")
+    return Cancelled(ended=(), stopping=(), final=1)
+
+
+def list_due(tx: Tx) -> list[str]:
+    """Tasks past their deadline."""
+    rows = tx.all(
+        "SELECT id FROM tasks WHERE released IS NULL AND deadline IS NOT NULL AND reason = ''"
+        " AND deadline <= :now ORDER BY deadline LIMIT 100",
+        now=tx.now,
+    )
+    return [task for (task,) in rows]
+
+
+def _cancel(tx: Tx, entries: list[SessionRow], by: str) -> Cancelled:
+    queued = [entry for entry in entries if not entry.leased]
+    running = [entry for entry in entries if entry.leased]
+    unasked = [entry for entry in running if entry.stop != StopKind.CANCELLED]
+    sessions.stop(tx, unasked, StopKind.CANCELLED, by)
+    for entry in queued:
+        finish(tx, entry, CANCELLED)
+    return Cancelled(
+        ended=tuple(entry.id for entry in queued),
+        stopping=tuple(entry.id for entry in running),
+        final=0,
+    )
+
+
+def _release(tx: Tx, task: str, usable: int, callback: str | None) -> None:
+    position = events.add(tx, EventKind.RELEASED, task=task, detail={"usable": usable})
+    tx.run("UPDATE tasks SET released = :position WHERE id = :task", task=task, position=position)
+    tx.run("UPDATE positions SET at = at + 1 WHERE name = 'released'")
+    tx.notify("releases")
+    if callback:
+        events.add_delivery(tx, position, task, EventKind.RELEASED, callback)
+
+
+# --------------------------------------------------------------------------- reading
 def digest_of(tx: Tx, session: str) -> str | None:
     """Digest of its encoded trajectory; None without a result."""
     row = tx.fetch_one("SELECT digest FROM results WHERE session = :session", session=session)

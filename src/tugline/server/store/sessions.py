@@ -1,28 +1,30 @@
-"""Sessions: reading, stages, and the return to the queue.
+"""Sessions: their queue, their stages, and the return to the queue.
 
 `get_leased` is the fence: a message of a node about a session counts only with the epoch of its
 present lease (I3).
+
+The queue is fair by stride scheduling over tenants. A tenant's `pass` grows by ``1 / weight`` with
+each session leased, and the lowest pass is served first, so tenants with work share the nodes by
+their weights at any load. A tenant that gets work again starts level with the others: time without
+work earns nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from tugline.errors import FencedError, Missing
 from tugline.protocol import EventKind, HeldSession, Page, SessionView, StopKind
-from tugline.server.store import events, tenants
-from tugline.server.store.base import Tx
-from tugline.server.store.tasks import parse_cursor
-from tugline.types import TERMINAL, Status
+from tugline.server.store import events
+from tugline.server.store.base import Row, Tx, parse_cursor
+from tugline.types import Session, Status
 
 STAGES = (Status.INIT, Status.READY, Status.RUN, Status.BUILD, Status.EVAL)
 """Stages of a leased session, in order."""
-_COLUMNS = (
-    "id, place, task, tenant, sample, attempt, faults, epoch, status, node, version, stop, stop_by,"
-    " created, updated"
-)
 
 
 class SessionRow(NamedTuple):
@@ -51,19 +53,14 @@ class SessionRow(NamedTuple):
 
     def view(self) -> SessionView:
         """Its state as the API shows it."""
-        return SessionView(
-            id=self.id,
-            task=self.task,
-            sample=self.sample,
-            attempt=self.attempt,
-            epoch=self.epoch,
-            status=Status(self.status),
-            node=self.node,
-            version=self.version,
-            created=self.created,
-            updated=self.updated,
-            stopping=self.stop_by,
-        )
+        return msgspec.convert({**self._asdict(), "stopping": self.stop_by}, SessionView)
+
+    def session(self) -> Session:
+        """The session as its node gets it."""
+        return msgspec.convert(self._asdict(), Session)
+
+
+_COLUMNS = ", ".join(SessionRow._fields)
 
 
 def get(tx: Tx, session: str) -> SessionRow:
@@ -134,7 +131,7 @@ def requeue(
 
     With `elsewhere` another node gets it, if one has capacity.
     """
-    tenants.activate(tx, entry.tenant)
+    activate_tenant(tx, entry.tenant)
     tx.run(
         "UPDATE sessions SET status = 'queued', attempt = attempt + :tries,"
         " faults = faults + :faults, avoid = :avoid, node = NULL,"
@@ -178,12 +175,73 @@ def advance(tx: Tx, entry: SessionRow, reported: HeldSession) -> None:
         )
 
 
-def count_by_status(tx: Tx) -> dict[str, int]:
-    """Sessions by status, from counters: finished sessions are not scanned."""
-    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
-    counts: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
-    counts |= Counter(
-        status for (status,) in tx.all("SELECT status FROM sessions WHERE node IS NOT NULL")
+# --------------------------------------------------------------------------- the queue
+def set_weights(tx: Tx, weights: Mapping[str, float]) -> None:
+    """Set the weights of these tenants, and 1 for all others."""
+    tx.run("UPDATE tenants SET weight = 1")
+    tx.many(
+        "INSERT INTO tenants (name, weight, pass) VALUES (:name, :weight, 0)"
+        " ON CONFLICT (name) DO UPDATE SET weight = excluded.weight",
+        [{"name": name, "weight": weight} for name, weight in weights.items()],
     )
-    counts[Status.QUEUED.value] = at["sessions"] - sum(counts.values())
-    return {name: n for name, n in counts.items() if n}
+
+
+def list_waiting(tx: Tx) -> list[Row]:
+    """Tenants with queued sessions: ``(name, weight, pass)``."""
+    # With EXISTS, PostgreSQL would join, and look through all that is queued.
+    return tx.all(
+        "SELECT name, weight, pass FROM tenants WHERE (SELECT 1 FROM sessions"
+        " WHERE sessions.tenant = tenants.name AND sessions.status = 'queued' LIMIT 1) = 1"
+    )
+
+
+def activate_tenant(tx: Tx, tenant: str) -> None:
+    """Prepare a tenant for new work: if it had none, it starts level with those that have."""
+    tx.run(
+        "INSERT INTO tenants (name, weight, pass) VALUES (:name, 1, 0) ON CONFLICT DO NOTHING",
+        name=tenant,
+    )
+    passes = {name: at for name, _, at in list_waiting(tx)}
+    if tenant in passes:
+        return
+    # Where nobody has work, level with whoever was given most.
+    [(most,)] = tx.all("SELECT MAX(pass) FROM tenants")
+    level = min(passes.values(), default=most)
+    tx.run(
+        "UPDATE tenants SET pass = :level WHERE name = :name AND pass < :level",
+        name=tenant,
+        level=level,
+    )
+
+
+def take_queued(tx: Tx, n: int) -> list[Row]:
+    """The next `n` queued sessions, fairly: ``id task sample attempt epoch avoid home updated``."""
+    weights, queues, heap = {}, {}, []
+    for name, weight, at in list_waiting(tx):
+        weights[name], queues[name] = weight, iter(_read_queue(tx, name, n))
+        heap.append((at, name))
+    heapq.heapify(heap)
+    taken: list[Row] = []
+    passes: dict[str, float] = {}
+    while heap and len(taken) < n:
+        at, name = heapq.heappop(heap)
+        first = next(queues[name], None)
+        if first is not None:
+            taken.append(first)
+            passes[name] = at + 1 / weights[name]
+            heapq.heappush(heap, (passes[name], name))
+    tx.many(
+        "UPDATE tenants SET pass = :at WHERE name = :name",
+        [{"name": name, "at": at} for name, at in passes.items()],
+    )
+    return taken
+
+
+def _read_queue(tx: Tx, tenant: str, n: int) -> list[Row]:
+    return tx.all(
+        "SELECT s.id, s.task, s.sample, s.attempt, s.epoch, s.avoid, t.home, s.updated"
+        " FROM sessions s JOIN tasks t ON t.id = s.task"
+        " WHERE s.tenant = :tenant AND s.status = 'queued' ORDER BY s.turn, s.place LIMIT :n",
+        tenant=tenant,
+        n=n,
+    )

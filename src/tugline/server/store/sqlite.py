@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tugline.errors import StoreError, UsageError
-from tugline.server.store.base import Connection, Driver
-from tugline.server.store.schema import STEPS, statements
+from tugline.server.store.base import STEPS, Connection, Driver, statements
 
 
 class Sqlite(Driver):

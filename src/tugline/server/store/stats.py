@@ -6,11 +6,13 @@ unread results at most `MAX_SCAN`.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from tugline.protocol import Control, Counts
-from tugline.server.store import events, nodes, sessions
+from tugline.server.store import events, nodes
 from tugline.server.store.base import Tx
+from tugline.types import TERMINAL, Status
 
 MAX_SCAN = 100_000
 """Rows that are looked through at once."""
@@ -40,7 +42,7 @@ def queue_stats(tx: Tx) -> QueueStats:
     """All counts, at one moment."""
     acked = tx.all("SELECT name, acked FROM consumers")
     return QueueStats(
-        sessions=sessions.count_by_status(tx),
+        sessions=_count_by_status(tx),
         queued=_count(
             tx, "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
         ),
@@ -62,7 +64,7 @@ def counts(tx: Tx) -> Counts:
     control = nodes.control(tx)
     live, slots = nodes.live_slots(tx)
     return Counts(
-        sessions=sessions.count_by_status(tx),
+        sessions=_count_by_status(tx),
         tasks_open=_count_open_tasks(tx),
         nodes=live,
         slots=slots,
@@ -82,6 +84,17 @@ def position_before(tx: Tx, moment: float) -> int:
         moment=moment,
     )
     return int(first) - 1 if first is not None else events.latest(tx)
+
+
+def _count_by_status(tx: Tx) -> dict[str, int]:
+    """Sessions by status, from counters: finished sessions are not scanned."""
+    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
+    counts: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
+    counts |= Counter(
+        status for (status,) in tx.all("SELECT status FROM sessions WHERE node IS NOT NULL")
+    )
+    counts[Status.QUEUED.value] = at["sessions"] - sum(counts.values())
+    return {name: n for name, n in counts.items() if n}
 
 
 def _count_open_tasks(tx: Tx) -> int:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import zstandard
 
 from tugline.errors import Conflict, Invalid, Missing
 from tugline.protocol import Accepted, EventKind, Page, TaskState, TaskView
-from tugline.server.store import events, tenants
-from tugline.server.store.base import Row, Tx
+from tugline.server.store import events, sessions
+from tugline.server.store.base import Row, Tx, bind_names, parse_cursor, to_struct
 from tugline.types import Task, decode, encode
 
 _AHEAD_S = 60.0
@@ -65,7 +65,7 @@ def submit(tx: Tx, batch: Sequence[Packed]) -> list[Accepted]:
             msg = f"task {packed.task.id!r} was submitted before with other content; use another id"
             raise Conflict(msg, field=f"{n}.id")
     for tenant in sorted({packed.task.tenant for packed in fresh.values()}):
-        tenants.activate(tx, tenant)
+        sessions.activate_tenant(tx, tenant)
     if fresh:
         _insert(tx, list(fresh.values()))
     return [
@@ -99,14 +99,14 @@ def _differs(tx: Tx, packed: Packed, fresh: dict[str, Packed]) -> bool:
 
 
 def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
-    sessions = sum(packed.task.samples for packed in batch)
-    for name, n in (("tasks", len(batch)), ("sessions", sessions)):
+    samples = sum(packed.task.samples for packed in batch)
+    for name, n in (("tasks", len(batch)), ("sessions", samples)):
         tx.run("UPDATE positions SET at = at + :n WHERE name = :name", name=name, n=n)
     [(last,)] = tx.all(
         "UPDATE positions SET at = at + :n WHERE name = 'places' RETURNING at",
-        n=len(batch) + sessions,
+        n=len(batch) + samples,
     )
-    places = iter(range(last - len(batch) - sessions + 1, last + 1))
+    places = iter(range(last - len(batch) - samples + 1, last + 1))
     tx.many(
         "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples, min_usable,"
         " deadline, attempts, max_staleness, on_stale, callback, tags, created)"
@@ -212,22 +212,6 @@ def page(
     return Page(tasks=tuple(_views(tx, rows[:limit])), next=more)
 
 
-def parse_cursor(after: str | None) -> int:
-    """The place that a list continues after. Raises `Invalid`."""
-    if after is None:
-        return -1
-    if not (after.isascii() and after.isdigit() and len(after) < 19):
-        msg = f"after is {after!r}, must be the `next` of an earlier page"
-        raise Invalid(msg, field="after")
-    return int(after)
-
-
-def bind_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Names of parameters for ``IN (...)``, and their values."""
-    values = {f"n{n}": name for n, name in enumerate(names)}
-    return ", ".join(f":{name}" for name in values), values
-
-
 def _views(tx: Tx, rows: Sequence[Row]) -> list[TaskView]:
     counts: dict[str, dict[str, int]] = {row[0]: {} for row in rows}
     over = [row[0] for row in rows if row[8] is not None]
@@ -252,20 +236,15 @@ def _views(tx: Tx, rows: Sequence[Row]) -> list[TaskView]:
 
 
 def _view(row: Row, counts: dict[str, int], missing: tuple[int, ...]) -> TaskView:
-    task, _, tenant, priority, samples, created, usable, reason, released, tags = row
-    return TaskView(
-        id=task,
-        tenant=tenant,
-        priority=priority,
+    released = row[8]
+    return to_struct(
+        TaskView,
+        _COLUMNS,
+        row,
         state=TaskState.OPEN if released is None else TaskState.RELEASED,
-        samples=samples,
-        created=created,
         counts=counts,
-        usable=usable,
         missing=missing,
-        reason=reason,
-        released=released,
-        tags=json.loads(tags),
+        tags=json.loads(row[9]),
     )
 
 

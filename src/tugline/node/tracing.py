@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tugline.tracing.tracer import Rollout
+from tugline.node.telemetry import Rollout
 from tugline.types import Call, CallOutcome, Session, Status, Task
 
 PARENT_TAG = "traceparent"

@@ -1,0 +1,231 @@
+"""What clients send and read: tasks, sessions, results, events, webhooks, problems."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tugline.types import Failure, Status
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """A task that is stored durably."""
+
+    task: str
+    sessions: tuple[str, ...]
+    new: bool
+    """False if the same task was submitted before."""
+
+
+class TaskState(StrEnum):
+    """Whether a task still has sessions to finish."""
+
+    OPEN = "open"
+    RELEASED = "released"
+    """All its sessions are final."""
+
+
+class TaskView(msgspec.Struct, frozen=True, kw_only=True):
+    """Current state of a task."""
+
+    id: str
+    tenant: str
+    priority: int
+    state: TaskState
+    samples: int
+    created: float
+    counts: dict[str, int]
+    """Sessions by status; statuses without sessions are left out."""
+    usable: int
+    """Sessions with a reward."""
+    missing: tuple[int, ...] = ()
+    """Samples without a usable result, once the task is released."""
+    reason: str = ""
+    """Why it was closed early: ``min_usable``, ``deadline`` or ``cancelled by ...``."""
+    released: int | None = None
+    """Position of its release."""
+    tags: dict[str, str] = {}
+
+
+class SessionView(msgspec.Struct, frozen=True, kw_only=True):
+    """Current state of a session."""
+
+    id: str
+    task: str
+    sample: int
+    attempt: int
+    epoch: int
+    status: Status
+    node: str | None
+    version: int
+    """Version of the weights when it was leased."""
+    created: float
+    updated: float
+    stopping: str = ""
+    """Who asked it to stop, until it has."""
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a list; `next` is the cursor of the next page, None on the last one."""
+
+    tasks: tuple[TaskView, ...] = ()
+    sessions: tuple[SessionView, ...] = ()
+    next: str | None = None
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of the server's state."""
+
+    sessions: dict[str, int]
+    """By status."""
+    tasks_open: int
+    nodes: int
+    """Live nodes."""
+    slots: int
+    """Sessions that the live nodes may run at once."""
+    position: int
+    """Position of the latest event."""
+    version: int
+    """Of the weights."""
+    paused: bool
+    dead_deliveries: int
+
+
+class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
+    """Effect of a cancellation."""
+
+    ended: tuple[str, ...]
+    """Sessions that had not started and are CANCELLED now."""
+    stopping: tuple[str, ...]
+    """Running sessions; their nodes are asked to stop them."""
+    final: int
+    """Sessions that were final before."""
+
+
+class ResultView(msgspec.Struct, frozen=True, kw_only=True):
+    """A result without its tokens; those are in the `Trajectory`."""
+
+    position: int
+    session: str
+    task: str
+    tenant: str
+    sample: int
+    attempt: int
+    status: Status
+    reward: float | None
+    failure: Failure | None
+    sampled: int
+    """Tokens."""
+    trained: int
+    bytes: int
+    """Size of the encoded, compressed trajectory; 0 for a session that never ran."""
+    seconds: dict[str, float]
+    created: float
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """Results in the order of their commits, or whole groups in the order of their release."""
+
+    items: tuple[ResultView, ...]
+    groups: tuple[TaskView, ...] = ()
+    """If whole groups were requested: the groups that `items` belong to."""
+    cursor: int
+    """Acknowledge this once the items are safe; the next request starts after it."""
+
+
+class Consumer(msgspec.Struct, frozen=True, kw_only=True):
+    """A reader of results and its acknowledged position."""
+
+    name: str
+    acked: int
+    updated: float
+
+
+class Ack(msgspec.Struct, frozen=True):
+    """Acknowledgement of everything up to `cursor`."""
+
+    cursor: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class EventKind(StrEnum):
+    """Kinds of events at ``/v1/events``."""
+
+    ACCEPTED = "task.accepted"
+    RELEASED = "task.released"
+    LEASED = "session.leased"
+    REQUEUED = "session.requeued"
+    STOPPING = "session.stopping"
+    RESULT = "session.result"
+    JOINED = "node.joined"
+    DRAINING = "node.draining"
+    LOST = "node.lost"
+    VERSION = "weights.version"
+    PAUSED = "weights.paused"
+    RESUMED = "weights.resumed"
+    DEAD = "delivery.dead"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed change of state."""
+
+    position: int
+    kind: EventKind
+    created: float
+    task: str | None = None
+    session: str | None = None
+    node: str | None = None
+    detail: dict[str, str | int | float] = {}
+
+
+class DeliveryState(StrEnum):
+    """State of a webhook delivery."""
+
+    PENDING = "pending"
+    DELIVERED = "delivered"
+    DEAD = "dead"
+    """Given up; kept until it is retried by hand."""
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A webhook delivery in the outbox. `id` is its idempotency key."""
+
+    id: int
+    task: str
+    kind: EventKind
+    """``session.result`` or ``task.released``."""
+    url: str
+    state: DeliveryState
+    tries: int
+    next_try: float
+    error: str = ""
+    """Of the last try."""
+
+
+class WebhookBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of a callback: a result, or a group when it is released."""
+
+    id: str
+    """The same on every retry, and equal to the header ``webhook-id``."""
+    delivery: int
+    """Its number in the outbox."""
+    kind: EventKind
+    task: str
+    result: ResultView | None = None
+    group: TaskView | None = None
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error body, RFC 9457."""
+
+    type: str
+    """``urn:tugline:problem:<name>``; docs/api.md lists the names."""
+    title: str
+    status: int
+    detail: str
+    field: str = ""
+    """The wrong field, dotted, such as ``0.limits.agent_s``."""
+    known: tuple[str, ...] = ()
+    """Accepted values, if they are a list."""

@@ -1,1 +1,0 @@
-"""Sessions as OpenTelemetry spans, exported after a session has ended."""
