@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import json
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from launch.processes import World, until
+from launch.processes import World
 from swe_toy import EXAMPLE, make, written
 from tasksets.test_swe import GYM
+from tiny import tokenizer
 from tugline.config import load
 from tugline.datasets.base import TaskTemplate
 from tugline.datasets.files import read_set
 from tugline.datasets.swe import SweTaskSet
+from tugline.inference.server import create_app
 from tugline.launch.settings import load_settings
 from tugline.rollout.parts import Parts
 from tugline.sandbox.bubblewrap.runtime import Bubblewrap
 from tugline.schema import read_values
+from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.types import Ids
+from tugline.web.serve import serve
 
 SIZES = ("paper", "toy")
 
@@ -65,20 +72,38 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def test_the_toy_runs_to_its_end(world: World) -> None:
+@contextlib.asynccontextmanager
+async def serve_engine(rows: Sequence[dict[str, str]]) -> AsyncIterator[str]:
+    """An engine that mends an issue in every other session, by its URL."""
+    words = tokenizer()
+    end = words.encode("<|im_end|>")
+    turns = {row["instance_id"]: itertools.cycle((True, False)) for row in rows}
+
+    def reply(prompt: Ids, _request: str) -> Reply:
+        text = words.decode(prompt.tolist())
+        row = next((row for row in rows if row["problem_statement"].strip() in text), None)
+        answer = "Done."
+        if row is not None and "(exit 0)" not in text:
+            answer = "I look at it first.\n```sh\nls\n```"
+            if next(turns[row["instance_id"]]):
+                answer = f"This mends it.\n```sh\ngit apply <<'PATCH'\n{row['patch']}PATCH\n```"
+        return Reply([*words.encode(answer), *end], tokens_per_chunk=64)
+
+    engine = ScriptedEngine(reply, vocab_size=words.size, eos_ids=end)
+    async with serve(create_app(engine, model_name="scripted")) as url:
+        yield url
+
+
+async def test_the_toy_runs_to_its_end(world: World) -> None:
     """Sandbox, agent, model, patch, and SWE-bench's grading: half of the sessions earn 1."""
     if why := Bubblewrap().check_available():
         pytest.skip(why)
-    make(world.folder / "toy")
-    engine = str(Path(__file__).with_name("swe_engine.py"))
-    world.start("engine", sys.executable, engine, "toy/rows.jsonl", "engine.url")
-    url = world.folder / "engine.url"
-    until(url.exists, "the engine", lambda: world.said("engine"))
-    options = ("--engine", url.read_text(), "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
-    process = world.tugline(
-        "run", "run", "toy.yaml", "--config", "toy.cluster.yaml", "--out", "runs", *options
-    )
-    assert process.wait(100) == 0, world.said("run")
+    async with serve_engine(make(world.folder / "toy")) as url:
+        options = ("--engine", url, "--tokenizer", "tokenizer.json", "--renderer", "qwen3")
+        process = world.tugline(
+            "run", "run", "toy.yaml", "--config", "toy.cluster.yaml", "--out", "runs", *options
+        )
+        assert await asyncio.to_thread(process.wait, 100) == 0, world.said("run")
     lines = (world.folder / "runs" / "results.jsonl").read_text().splitlines()
     earned = Counter((one["task"], one["reward"]) for one in map(json.loads, lines))
     assert earned == {(f"tugline__larder-{n}", reward): 1 for n in (1, 2, 3) for reward in (0, 1)}
