@@ -5,19 +5,18 @@ from __future__ import annotations
 import ast
 import math
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath, PurePosixPath
-from typing import Annotated, TypeGuard
+from typing import Annotated, NamedTuple, TypeGuard
 
 import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import SessionOutcome, Verdict
-from tugline.evaluators.formats import Format, normalize_junit, read_junit
+from tugline.evaluators.formats import FORMATS, Format
 from tugline.evaluators.scoring import ExpectedTests, TestOutcome, TestReport, score
 from tugline.evaluators.script import ScriptRunner, has_base
-from tugline.sandbox.base import Content, Exit, check_path
+from tugline.sandbox.base import Content, Exit, Sandbox, check_path
 from tugline.types import Task
 
 MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
@@ -39,35 +38,23 @@ exit $code
 A path would only have the report of the last program.
 """
 _PYTEST_TIMEOUT_S = 30.0
-_CONTROL_TIMEOUT_S = 60.0
 
 Command = str | Annotated[Sequence[str], msgspec.Meta(min_length=1)]
 """A shell command, or a program and its arguments."""
 
 
-class TestRunner(ABC):
-    """Runs tests in a sandbox that has the agent's work."""
+class _Selection(NamedTuple):
+    """What one run of the tests is measured by."""
 
-    __test__ = False  # not a class of tests for pytest
-
-    @abstractmethod
-    def trusted_files(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
-        """Return what is put over the agent's work last; None removes a file."""
-
-    async def prepare(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
-        """Prepare the agent's work before that; return a verdict if it fails."""
-        return None
-
-    @abstractmethod
-    async def run(
-        self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
-    ) -> Verdict:
-        """Run the tests in a sandbox that has all files."""
+    expected: ExpectedTests
+    codes: tuple[int, ...]
+    """Exit codes of a run in which all tests may have passed; empty: any."""
+    paths: Sequence[str] = ()
+    """Further arguments of the command."""
 
 
-# --------------------------------------------------------------------------- a command
-class CommandRunner(TestRunner):
-    """Runs `command` where the work is, and reads its report or its output.
+class CommandRunner:
+    """Runs `command` in a sandbox that has the agent's work, and reads its report or its output.
 
     A report goes to a path with a random name (``{report}`` in the command), which no file that
     was there before can have.
@@ -98,20 +85,24 @@ class CommandRunner(TestRunner):
             )
             raise ConfigError(msg)
         self._proven: set[str] = set()
-        """Options that are known to work without an agent's changes."""
+        """Programs that are known to work without an agent's changes."""
 
     def trusted_files(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
-        """Hidden `files`; a report that exists before the tests is removed."""
+        """Return what is put over the agent's work last: hidden `files`; None removes a file.
+
+        A report that exists before the tests is removed.
+        """
         return {**files, **({self._report: None} if self._report else {})}
 
     async def prepare(self, outcome: SessionOutcome, runner: ScriptRunner) -> Verdict | None:
-        """Run `setup` on the agent's work; return a verdict if it fails."""
+        """Run `setup` on the agent's work, before that; return a verdict if it fails."""
         if self._setup is None:
             return None
         end = await self._start(runner, self._setup, "setup")
         if end.code == 0 and not end.timed_out:
             return None
-        await self._check_without_work(outcome, runner, self._setup, end)
+        if not end.timed_out:
+            await self._check_without_work(outcome, runner, "setup", self._setup)
         verdict = score(TestReport(), self._expected, end)
         how = "was out of time" if end.timed_out else f"ended with exit code {end.code}"
         verdict.report.update(reason=f"setup {how}", output=await runner.read_tail("setup"))
@@ -120,23 +111,39 @@ class CommandRunner(TestRunner):
     async def run(
         self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
     ) -> Verdict:
-        """Run the command in a sandbox that has all files."""
+        """Run the tests in a sandbox that has all files."""
         sandbox = runner.sandbox
+        selected = self._select(trusted)
         path = sandbox.workdir / self._report if self._report else None
         if self._random:
             path = sandbox.home / f"{secrets.token_hex(16)}.report"
-        end = await self._start(runner, self._argv, "tests", path)
+        end = await self._start(runner, (*self._argv, *selected.paths), "tests", path)
         if path is not None:
             data = await sandbox.get(path, max_bytes=MAX_REPORT) or b""
         else:
             data = await runner.read_log("tests", head=MAX_OUTPUT, tail=0)
         report = self._format.read(data)
-        if end.code in _CANNOT_RUN and not report.outcomes:
-            await self._check_without_work(outcome, runner, self._argv, end)
-        codes = (0,) if self._expected.tests is None else ()
-        verdict = score(report, self._expected, end, self._format.normalize, codes=codes)
+        if not end.timed_out:
+            await self._check_program(outcome, runner, report, end)
+        normalize, codes = self._format.normalize, selected.codes
+        verdict = score(report, selected.expected, end, normalize, codes=codes)
         verdict.report["output"] = await runner.read_tail("tests")
         return verdict
+
+    def _select(self, trusted: Mapping[str, Content]) -> _Selection:
+        return _Selection(self._expected, (0,) if self._expected.tests is None else ())
+
+    def _variables(self, sandbox: Sandbox) -> Mapping[str, str]:
+        return self._env
+
+    async def _check_program(
+        self, outcome: SessionOutcome, runner: ScriptRunner, report: TestReport, end: Exit
+    ) -> None:
+        """Raises `EvaluatorError` if the test program cannot run at all."""
+        if end.code in _CANNOT_RUN and not report.outcomes:
+            await self._check_without_work(
+                outcome, runner, "command", self._argv, failures=_CANNOT_RUN
+            )
 
     async def _start(
         self, runner: ScriptRunner, argv: Sequence[str], name: str, report: PurePath | None = None
@@ -144,32 +151,40 @@ class CommandRunner(TestRunner):
         path = str(report or "")
         if report is not None and self._format.env:
             argv, path = ("sh", "-c", _COLLECT, path, *argv), f"{path}.pipe"
+        variables = self._variables(runner.sandbox)
         return await runner.run(
             [word.replace(_REPORT, path) for word in argv],
-            env={key: value.replace(_REPORT, path) for key, value in self._env.items()},
+            env={key: value.replace(_REPORT, path) for key, value in variables.items()},
             timeout_s=self._timeout_s,
             log_name=name,
         )
 
     async def _check_without_work(
-        self, outcome: SessionOutcome, runner: ScriptRunner, argv: Sequence[str], end: Exit
+        self,
+        outcome: SessionOutcome,
+        runner: ScriptRunner,
+        program: str,
+        argv: Sequence[str],
+        failures: Collection[int] = (),
     ) -> None:
-        """Raises `EvaluatorError` if the same fails without the agent's changes as well."""
-        option = "command" if argv is self._argv else "setup"
-        if end.timed_out or option in self._proven:
+        """Raises `EvaluatorError` if a program fails without the agent's changes as well.
+
+        `failures` are its exit codes then; empty: all but 0.
+        """
+        if program in self._proven:
             return
         async with outcome.open_sandbox(outcome.task.files) as sandbox:
             control = ScriptRunner(sandbox, runner.deadline)
             end = await self._start(control, argv, "control")
-            works = end.code == 0 if option == "setup" else end.code not in _CANNOT_RUN
-            if not works and not end.timed_out:
+            failed = end.code in failures if failures else end.code != 0
+            if failed and not end.timed_out:
                 output = await control.read_tail("control", 300)
                 msg = (
-                    f"evaluator 'tests': {option} ends with exit code {end.code} also without "
+                    f"evaluator 'tests': {program} ends with exit code {end.code} also without "
                     f"the agent's changes: {output.strip()}"
                 )
                 raise EvaluatorError(msg)
-        self._proven.add(option)
+        self._proven.add(program)
 
 
 def _add_env(env: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
@@ -200,10 +215,14 @@ _CONFIGS = {
 """Files at the top of a task, and the section that makes each a configuration of pytest."""
 # `-I` and the late path entry: pytest is imported before anything of the agent's can be.
 _START = "import sys, pytest; sys.path.insert(0, '.'); sys.exit(pytest.main(sys.argv[1:]))"
-_OPTIONS = ("-p", "no:cacheprovider", "-q", "-o", "junit_family=xunit1")
+_PYTEST = (
+    *("python3", "-I", "-B", "-c", _START, "-p", "no:cacheprovider", "-q"),
+    *("-o", "junit_family=xunit1", f"--junitxml={_REPORT}"),
+)
+_IMPORT_PYTEST = ("python3", "-I", "-c", "import pytest")
 
 
-class PytestRunner(TestRunner):
+class PytestRunner(CommandRunner):
     """Runs our own pytest on `paths` (None: every test file that can be trusted).
 
     Expected tests are read from trusted source text, so that tests that vanish, are skipped or
@@ -213,12 +232,17 @@ class PytestRunner(TestRunner):
     def __init__(
         self, expected: ExpectedTests, paths: Sequence[str] | None, timeout_s: float | None
     ) -> None:
-        self._expected, self._paths = expected, paths
-        self._timeout_s = timeout_s or _PYTEST_TIMEOUT_S
-        self._proven = False
+        super().__init__(
+            expected,
+            command=_PYTEST,
+            output=FORMATS["junit"],
+            env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            timeout_s=timeout_s or _PYTEST_TIMEOUT_S,
+        )
+        self._paths = paths
 
     def trusted_files(self, task: Task, files: Mapping[str, str]) -> dict[str, Content]:
-        """The task's own tests and settings, and hidden `files` over them."""
+        """Return the task's own tests and settings, and hidden `files` over them."""
         trusted = {path: task.files[path] for path in find_test_files(task.files)} | dict(files)
         given = {**task.files, **trusted}
         configured = any(p in given and section in given[p] for p, section in _CONFIGS.items())
@@ -227,11 +251,7 @@ class PytestRunner(TestRunner):
             trusted["pytest.ini"] = "[pytest]\n"
         return dict(trusted)
 
-    async def run(
-        self, outcome: SessionOutcome, runner: ScriptRunner, trusted: Mapping[str, Content]
-    ) -> Verdict:
-        """Run them in a sandbox that has all files."""
-        sandbox = runner.sandbox
+    def _select(self, trusted: Mapping[str, Content]) -> _Selection:
         sources = {p: text for p, text in trusted.items() if isinstance(text, str)}
         paths = _select_paths(self._paths, find_test_files(sources))
         expected = self._expected
@@ -239,38 +259,16 @@ class PytestRunner(TestRunner):
         if expected.tests is None:
             names = dict.fromkeys(_find_expected(sources, paths), TestOutcome.PASS)
             expected, codes = msgspec.structs.replace(expected, tests=names), (0,)
-        path = sandbox.home / f"{secrets.token_hex(16)}.xml"
-        end = await runner.run(
-            ("python3", "-I", "-B", "-c", _START, *_OPTIONS, f"--junitxml={path}", *paths),
-            env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HOME": str(sandbox.home)},
-            timeout_s=self._timeout_s,
-            log_name="tests",
-        )
-        report = read_junit(await sandbox.get(path, max_bytes=MAX_REPORT) or b"")
-        if not report.complete and not end.timed_out:
-            await self._check_pytest(outcome, runner)
-        codes = () if expected.partial else codes
-        verdict = score(report, expected, end, normalize_junit, codes=codes)
-        verdict.report["output"] = await runner.read_tail("tests")
-        return verdict
+        return _Selection(expected, () if expected.partial else codes, paths)
 
-    async def _check_pytest(self, outcome: SessionOutcome, runner: ScriptRunner) -> None:
-        """Raises `EvaluatorError` if pytest cannot be imported without the agent's files either."""
-        if self._proven:
-            return
-        async with outcome.open_sandbox({}) as sandbox:
-            control = ScriptRunner(sandbox, runner.deadline)
-            end = await control.run(
-                ("python3", "-I", "-c", "import pytest"),
-                env={},
-                timeout_s=_CONTROL_TIMEOUT_S,
-                log_name="control",
-            )
-            if end.code != 0:
-                output = (await control.read_tail("control", 300)).strip()
-                msg = f"pytest cannot be run by python3 in this runtime: {output or end}"
-                raise EvaluatorError(msg)
-        self._proven = True
+    def _variables(self, sandbox: Sandbox) -> Mapping[str, str]:
+        return {**self._env, "HOME": str(sandbox.home)}
+
+    async def _check_program(
+        self, outcome: SessionOutcome, runner: ScriptRunner, report: TestReport, end: Exit
+    ) -> None:
+        if not report.complete:
+            await self._check_without_work(outcome, runner, "pytest", _IMPORT_PYTEST)
 
 
 def find_test_files(files: Mapping[str, str]) -> list[str]:

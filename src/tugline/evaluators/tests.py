@@ -28,7 +28,7 @@ from tugline.evaluators.filters import FOLDERS, PYTHON, TESTS, Patterns, Rules, 
 from tugline.evaluators.formats import FORMATS
 from tugline.evaluators.scoring import Expected, Names, parse_expected
 from tugline.evaluators.script import open_runner, start_deadline
-from tugline.evaluators.test_runners import Command, CommandRunner, PytestRunner, TestRunner
+from tugline.evaluators.test_runners import Command, CommandRunner, PytestRunner
 from tugline.sandbox.base import Content, check_path
 from tugline.types import Task
 
@@ -76,7 +76,7 @@ class TestsEvaluator(Evaluator):
         self._cache: OrderedDict[str, Verdict] | None = OrderedDict() if cache else None
         groups = {"fail_to_pass": fail_to_pass, "pass_to_pass": pass_to_pass}
         expected_tests = parse_expected(expected, groups, partial=partial)
-        self._runner: TestRunner
+        self._runner: CommandRunner
         if command is None:
             _refuse_unless("a command", format=format, report=report, env=env, setup=setup)
             self._protected: tuple[str, ...] = (*PYTHON, *FOLDERS, *protected)
