@@ -4,11 +4,9 @@ import asyncio
 import math
 import sys
 import threading
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -132,16 +130,8 @@ async def test_what_it_raises_is_told(judge: Judge) -> None:
 async def test_one_that_hangs_is_given_up(judge: Judge) -> None:
     """Within the time of the evaluation, and without a place that others need."""
     judge.timeout_s = 0.5
-    began = time.monotonic()
     hung = [judge(FunctionEvaluator(target="my_rewards:hangs")) for _ in range(40)]
     said = await asyncio.gather(*hung, return_exceptions=True)
     assert all("took over 0.5 s" in str(each) for each in said)
     judge.timeout_s = 30.0
     assert (await judge(FunctionEvaluator(target="my_rewards:share"))).reward.value == 0.0
-    assert time.monotonic() - began < 20.0
-
-
-def test_the_functions_are_what_the_type_says() -> None:
-    """The examples of this file are typed as docs/evaluators.md says they may be."""
-    plain: Callable[[SessionOutcome], Any] = share
-    assert plain is FUNCTIONS["share"]

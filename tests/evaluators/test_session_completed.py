@@ -32,6 +32,8 @@ async def test_an_end_of_its_own_is_a_one(outcome: SessionOutcome) -> None:
 @pytest.mark.parametrize(
     ("calls", "end", "limits", "reason"),
     [
+        # The last turn that is allowed may be the one in which the agent says that it is done.
+        ([call(0)], DONE, Limits(max_turns=1, max_sampled_tokens=3), "completed"),
         ([], DONE, Limits(), "no model call"),
         ([call(0)], Exit(-9, timed_out=True, seconds=9.0), Limits(), "out of time"),
         ([call(0)], None, Limits(), "out of time"),
@@ -53,14 +55,5 @@ async def test_what_was_ended_is_a_nought(
     verdict = await SessionCompletedEvaluator().evaluate(
         replace(outcome, task=given, calls=calls, exit=end)  # type: ignore[arg-type]
     )
-    assert verdict.reward.value == 0.0
+    assert verdict.reward.value == float(reason == "completed")
     assert verdict.report["reason"].startswith(reason)
-
-
-async def test_a_last_answer_within_the_budget_counts(outcome: SessionOutcome) -> None:
-    """The last turn that is allowed may be the one in which the agent says that it is done."""
-    limits = Limits(max_turns=1, max_sampled_tokens=3)
-    given = msgspec.structs.replace(outcome.task, limits=limits)
-    assert (
-        await SessionCompletedEvaluator().evaluate(replace(outcome, task=given))
-    ).reward.value == 1.0

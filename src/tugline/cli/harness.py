@@ -170,20 +170,16 @@ def upgrade(name: str, *, version: Version = None) -> None:
 
 
 def _install(program: Preset) -> None:
-    with Console(stderr=True).status(f"installing {program.name} {program.version}"):
-        asyncio.run(_install_sound(program))
-
-
-async def _install_sound(program: Preset) -> None:
     """Install a preset. Raises `HarnessError`, also if it is installed and has changed."""
     folder = program.package.folder
-    if await _is_sound(folder) is False:
-        msg = (
-            f"{program.name} {program.version} is not as it was installed; "
-            f"remove {folder} and install it again"
-        )
-        raise HarnessError(msg)
-    await program.install()
+    with Console(stderr=True).status(f"installing {program.name} {program.version}"):
+        if asyncio.run(_is_sound(folder)) is False:
+            msg = (
+                f"{program.name} {program.version} is not as it was installed; "
+                f"remove {folder} and install it again"
+            )
+            raise HarnessError(msg)
+        asyncio.run(program.install())
 
 
 def _find_preset(name: str, version: str | None = None) -> Preset:

@@ -7,6 +7,7 @@ scores or an `EvaluatorError`, never a silent 0.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import random
@@ -70,7 +71,10 @@ class ScoreCache:
         """Return earlier scores; None if there are none, or the file is damaged."""
         if self._folder is None:
             return self._known.get(key)
-        return await asyncio.to_thread(self._read, self._path(self._folder, key))
+        file = self._folder / key[:2] / f"{key}.json"
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            return msgspec.json.decode(await asyncio.to_thread(file.read_bytes), type=Scores)
+        return None
 
     async def put(self, key: str, scores: Scores) -> None:
         """Keep scores; a full disk is logged, not raised."""
@@ -80,27 +84,16 @@ class ScoreCache:
                 self._known.popitem(last=False)
             return
         try:
-            await asyncio.to_thread(self._write, self._path(self._folder, key), scores)
+            await asyncio.to_thread(_write, self._folder / key[:2] / f"{key}.json", scores)
         except OSError as error:
             _log.warning("scores not cached", folder=str(self._folder), error=error.strerror)
 
-    @staticmethod
-    def _path(folder: Path, key: str) -> Path:
-        return folder / key[:2] / f"{key}.json"
 
-    @staticmethod
-    def _read(path: Path) -> Scores | None:
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=Scores)
-        except (OSError, msgspec.DecodeError):
-            return None
-
-    @staticmethod
-    def _write(path: Path, scores: Scores) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{random.getrandbits(64):x}.part")
-        part.write_bytes(msgspec.json.encode(scores))
-        part.replace(path)
+def _write(path: Path, scores: Scores) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{random.getrandbits(64):x}.part")
+    part.write_bytes(msgspec.json.encode(scores))
+    part.replace(path)
 
 
 class JudgeClient:
