@@ -24,10 +24,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.base import (
+    MAX_READ_BYTES,
+    Content,
+    Exit,
+    PausableTimeout,
+    Runtime,
+    Sandbox,
+    SandboxSpec,
+    enforce_timeout,
+)
 from tugline.sandbox.files import pack_files
 from tugline.sandbox.patch import Patch, PatchLimits, diff_archives
-from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.types import Workspace
 
 KILL = "test ! -e {0}/pid || kill -s KILL -- -$(cat {0}/pid) 2>/dev/null || true"

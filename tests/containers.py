@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tugline.sandbox.container.engine import ContainerEngine, Docker, service_command
-from tugline.sandbox.container.images import find_image
-from tugline.sandbox.container.runtime import Container
-from tugline.sandbox.container.sandbox import DIRECTORY
+from tugline.sandbox.container import DIRECTORY, Container
+from tugline.sandbox.container_engine import ContainerEngine, Docker, service_command
+from tugline.sandbox.container_images import find_image
 
 __all__ = ["BUSYBOX", "DEBIAN", "container", "exists", "left", "podman", "serving", "unbuilt"]
 

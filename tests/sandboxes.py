@@ -20,8 +20,8 @@ import pytest
 from containers import DEBIAN
 from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import Exit, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
-from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.bubblewrap import Bubblewrap
+from tugline.sandbox.container import Container
 from tugline.sandbox.local import LocalRuntime
 from tugline.types import Workspace
 

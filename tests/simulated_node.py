@@ -18,10 +18,18 @@ from tugline.node.settings import NodeSettings
 from tugline.protocol import SessionView
 from tugline.recording.trajectories import unpack
 from tugline.rollout.parts import Parts
-from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.base import (
+    MAX_READ_BYTES,
+    Content,
+    Exit,
+    PausableTimeout,
+    Runtime,
+    Sandbox,
+    SandboxSpec,
+    enforce_timeout,
+)
 from tugline.sandbox.files import write_files
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.server.blobs import open_blobs
 from tugline.server.control import ControlPlane
 from tugline.server.store import sessions, stats

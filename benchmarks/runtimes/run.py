@@ -32,7 +32,7 @@ from rich.table import Table
 from tugline import log
 from tugline.plugins import find
 from tugline.sandbox.base import Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.types import Workspace
 
 RUNTIMES = ("local", "bubblewrap", "container", "apptainer")

@@ -26,9 +26,17 @@ from tugline.harnesses.base import Harness, Launch, LaunchContext
 from tugline.node.admission import EngineLoad
 from tugline.recording.records import RecordedResult
 from tugline.rollout.parts import Parts as Made
-from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.base import (
+    MAX_READ_BYTES,
+    Content,
+    Exit,
+    PausableTimeout,
+    Runtime,
+    Sandbox,
+    SandboxSpec,
+    enforce_timeout,
+)
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
 from tugline.types import (
     Call,
     Failure,

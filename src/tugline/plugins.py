@@ -33,8 +33,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "runtime": {
         "apptainer": "tugline.sandbox.apptainer:Apptainer",
         "auto": "tugline.sandbox.auto:Auto",
-        "bubblewrap": "tugline.sandbox.bubblewrap.runtime:Bubblewrap",
-        "container": "tugline.sandbox.container.runtime:Container",
+        "bubblewrap": "tugline.sandbox.bubblewrap:Bubblewrap",
+        "container": "tugline.sandbox.container:Container",
         "local": "tugline.sandbox.local:LocalRuntime",
     },
     "evaluator": {

@@ -16,8 +16,8 @@ from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.evaluators.tests import TestsEvaluator
 from tugline.evaluators.weighted import WeightedEvaluator
 from tugline.sandbox.base import Content, Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
-from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.bubblewrap import Bubblewrap
+from tugline.sandbox.container import Container
 from tugline.types import Workspace
 
 RUNTIMES = [

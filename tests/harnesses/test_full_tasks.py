@@ -18,7 +18,7 @@ from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
-from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.container import Container
 from tugline.testing.scripted_model import Fault, ScriptedModel, ScriptedTurn, serve_scripted_model
 from tugline.types import Cause, Limits, PluginSpec, Session, Status, Task, Trajectory
 

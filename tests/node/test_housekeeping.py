@@ -12,8 +12,8 @@ from tugline.node.housekeeping import COMMITTED, Housekeeping, Journal
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats
 from tugline.rollout.parts import Parts
-from tugline.sandbox.exec.processes import start_time
 from tugline.sandbox.local import LocalRuntime
+from tugline.sandbox.processes import start_time
 
 KB = 1 << 10
 

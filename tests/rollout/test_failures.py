@@ -21,7 +21,7 @@ from tugline.gateway.app import Opened
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots, classify
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.types import (
     HANDLING,
     Cause,

@@ -20,8 +20,8 @@ from tugline.harnesses.base import Harness
 from tugline.rollout.parts import Parts
 from tugline.rollout.rollout import roll_out
 from tugline.rollout.stages import StageSlots
+from tugline.sandbox.base import PausableTimeout
 from tugline.sandbox.local import LocalRuntime
-from tugline.sandbox.pausable_timeout import PausableTimeout
 from tugline.types import (
     TRANSITIONS,
     Boundary,

@@ -15,8 +15,8 @@ from sandboxes import image, make_apptainer
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
 from tugline.sandbox.apptainer import Apptainer
 from tugline.sandbox.base import SandboxSpec
+from tugline.sandbox.overlay import unmount_all
 from tugline.sandbox.patch import FileChange, Patch
-from tugline.sandbox.workspace.mounts import unmount_all
 from tugline.types import Workspace
 
 __all__ = ["image"]

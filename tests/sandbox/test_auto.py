@@ -9,7 +9,7 @@ from tugline.errors import ConfigError
 from tugline.plugins import find
 from tugline.sandbox.auto import Auto
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.bubblewrap import Bubblewrap
 
 
 async def test_a_sandbox_is_taken_where_there_is_one(tmp_path: Path) -> None:

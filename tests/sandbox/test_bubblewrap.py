@@ -18,9 +18,9 @@ import pytest
 
 from tugline.errors import ConfigError, SandboxError, UsageError, WorkspaceError
 from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
-from tugline.sandbox.bubblewrap.view import python_folders
-from tugline.sandbox.exec.limits import find_cgroup_parent
+from tugline.sandbox.bubblewrap import Bubblewrap
+from tugline.sandbox.bubblewrap_view import python_folders
+from tugline.sandbox.limits import find_cgroup_parent
 from tugline.types import Cause, Workspace
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -297,7 +297,7 @@ def test_parents_killed_at_the_start_leave_nothing(runtime: Bubblewrap, tmp_path
     """A sandbox that was being made when its parent died finds nobody at home, and ends."""
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
-        from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+        from tugline.sandbox.bubblewrap import Bubblewrap
         async def session(runtime, number):
             async with runtime.open(pathlib.Path({str(tmp_path)!r}) / str(number)) as sandbox:
                 await sandbox.run(("sleep", "99"), env={{}}, timeout_s=99)
@@ -333,7 +333,7 @@ def test_a_killed_parent_leaves_nothing(runtime: Bubblewrap, tmp_path: Path) -> 
     parent = textwrap.dedent(f"""
         import asyncio, pathlib
         from tugline.sandbox.base import SandboxSpec
-        from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+        from tugline.sandbox.bubblewrap import Bubblewrap
         from tugline.types import Workspace
         async def main():
             place = SandboxSpec(workspace=Workspace(folder={str(tmp_path / "base")!r}))
@@ -402,7 +402,7 @@ def test_a_user_without_rights_can_do_it_all() -> None:
 AS_USER = """
 import asyncio, pathlib, sys
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.types import Cause, Workspace
 
 async def main(here):

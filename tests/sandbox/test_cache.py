@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import ConfigError, UsageError, WorkspaceError
+from tugline.sandbox import repos
 from tugline.sandbox.cache import WorkspaceCache
 from tugline.sandbox.local import LocalRuntime
-from tugline.sandbox.workspace import repos
-from tugline.sandbox.workspace.mounts import is_mounted
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.sandbox.overlay import OverlayWorkspace, is_mounted
 from tugline.types import Workspace
 
 

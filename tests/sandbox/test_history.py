@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import WorkspaceError
-from tugline.sandbox.workspace.history import end_history
+from tugline.sandbox.repos import end_history
 
 WHO = {
     **{f"GIT_{who}_NAME": "A" for who in ("AUTHOR", "COMMITTER")},

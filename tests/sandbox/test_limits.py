@@ -16,7 +16,8 @@ import pytest
 
 from tugline.errors import ConfigError, SandboxError
 from tugline.sandbox.base import Exit
-from tugline.sandbox.exec.limits import (
+from tugline.sandbox.hardening import bpf_filter
+from tugline.sandbox.limits import (
     RECORD,
     Cgroup,
     OomKills,
@@ -27,8 +28,7 @@ from tugline.sandbox.exec.limits import (
     reap_cgroups,
     set_rlimits,
 )
-from tugline.sandbox.exec.resource_monitor import ResourceMonitor, disk_usage
-from tugline.sandbox.hardening import bpf_filter
+from tugline.sandbox.resource_monitor import ResourceMonitor, disk_usage
 from tugline.types import Cause
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

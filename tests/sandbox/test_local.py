@@ -14,9 +14,9 @@ import pytest
 
 from tugline.errors import ConfigError, SandboxError, UsageError
 from tugline.sandbox.base import Exit, Mount, Sandbox, SandboxSpec
-from tugline.sandbox.exec.processes import ProgramRecord, end_program, start_time
 from tugline.sandbox.local import LocalRuntime
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.sandbox.overlay import OverlayWorkspace
+from tugline.sandbox.processes import ProgramRecord, end_program, start_time
 from tugline.types import Workspace
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

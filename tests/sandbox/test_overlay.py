@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tugline.errors import SandboxError
+from tugline.sandbox import overlay
+from tugline.sandbox.overlay import OverlayWorkspace, is_mounted, unmount_all
 from tugline.sandbox.patch import FileChange, Patch, PatchLimits
-from tugline.sandbox.workspace import overlay
-from tugline.sandbox.workspace.mounts import is_mounted, unmount_all
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
 
 FILES = {"task.md": "do it\n", "pkg/given.py": "g = 1\n"}
 """Initial files over the base."""

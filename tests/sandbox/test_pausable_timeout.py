@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
+from tugline.sandbox.base import PausableTimeout, enforce_timeout
 
 
 async def test_a_limit_ends_in_time() -> None:

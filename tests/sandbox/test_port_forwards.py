@@ -13,16 +13,23 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tugline.errors import ConfigError, SandboxNetworkError
-from tugline.sandbox.network import netns, proxy
-from tugline.sandbox.network.port_forwards import PORT, PROXY_PORT, PortForwards
-from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.network.relay import MAX_CONNECTIONS, Relay, join
+from tugline.sandbox import netns, network
+from tugline.sandbox.network import (
+    MAX_CONNECTIONS,
+    PORT,
+    PROXY_PORT,
+    AllowList,
+    PortForwards,
+    Relay,
+    dial_to,
+)
 
 WITHIN = 10.0
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -246,10 +253,11 @@ async def test_rude_ends_leave_nothing() -> None:
 
     async with server(answers) as port:
         listener = socket.create_server(("127.0.0.1", 0))
-        relay = await Relay(lambda caller: join(caller, "127.0.0.1", port)).serve(listener)
+        relay = Relay(dial_to("127.0.0.1", port))
+        await relay.serve(listener)
         await asyncio.gather(*(asks(listener.getsockname()[1], how) for how in range(60)))
         async with asyncio.timeout(WITHIN):
-            while relay._callers:  # noqa: ASYNC110 - nobody tells
+            while relay._connections:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.02)
         await relay.aclose()
     assert problems == []
@@ -268,9 +276,10 @@ async def test_names_without_an_answer_hold_up_nothing_else(
         raise socket.gaierror(-3, "temporary failure")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    monkeypatch.setattr(proxy, "_RESOLVE_S", 0.5)
+    monkeypatch.setattr(network, "_RESOLVE_S", 0.5)
     listener = socket.create_server(("127.0.0.1", 0))
-    relay = await Relay(proxy.Proxy(proxy.AllowList(["*.test:80"])).dial).serve(listener)
+    relay = Relay(partial(network.dial_allowed, AllowList(["*.test:80"])))
+    await relay.serve(listener)
     asked = []
     for number in range(40):
         made = socket.create_connection(listener.getsockname())

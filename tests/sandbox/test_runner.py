@@ -13,7 +13,7 @@ import pytest
 
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Exit
-from tugline.sandbox.exec.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded, program_script
+from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded, program_script
 
 if shutil.which("bwrap") is None:
     pytest.skip("no bwrap here: apt install bubblewrap", allow_module_level=True)

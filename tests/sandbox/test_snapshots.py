@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tugline.sandbox.base import Runtime, SandboxSpec
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.sandbox.local import LocalRuntime
 from tugline.sandbox.patch import FileChange, Patch
 from tugline.types import Workspace

@@ -24,7 +24,7 @@ from tugline.datasets.swe import SweTaskSet
 from tugline.inference.server import create_app
 from tugline.launch.settings import load_settings
 from tugline.rollout.parts import Parts
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.schema import read_values
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.trainers.grpo.config import GrpoConfig

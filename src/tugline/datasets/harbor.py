@@ -21,8 +21,7 @@ import msgspec
 from tugline import log
 from tugline.datasets.base import INSTANCE, SPLIT, Solution, TaskSet, TaskTemplate
 from tugline.errors import ConfigError
-from tugline.sandbox.base import Mount
-from tugline.sandbox.variables import expand_variables
+from tugline.sandbox.base import Mount, expand_variables
 from tugline.schema import decode, list_structs, read_text, read_values
 from tugline.types import PluginSpec, Task, Workspace
 

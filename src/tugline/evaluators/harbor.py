@@ -30,9 +30,8 @@ from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
 from tugline.evaluators.filters import Patterns, Rules, find_match
 from tugline.evaluators.script import ScriptRunner, allow_network, open_runner, start_deadline
-from tugline.sandbox.base import Exit, Mount, Sandbox
+from tugline.sandbox.base import Exit, Mount, Sandbox, check_variables, expand_variables
 from tugline.sandbox.patch import FileChange
-from tugline.sandbox.variables import check_variables, expand_variables
 from tugline.types import Reward, Task
 
 TESTS = PurePosixPath("/tests")

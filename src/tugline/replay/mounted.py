@@ -15,9 +15,16 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from tugline.errors import UsageError
-from tugline.sandbox.base import MAX_READ_BYTES, Content, Exit, Runtime, Sandbox, SandboxSpec
+from tugline.sandbox.base import (
+    MAX_READ_BYTES,
+    Content,
+    Exit,
+    PausableTimeout,
+    Runtime,
+    Sandbox,
+    SandboxSpec,
+)
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.pausable_timeout import PausableTimeout
 
 Prefix = tuple[tuple[str, ...], tuple[str, ...]]
 """Commands in front of the mount, and in front of the program after it."""

@@ -26,7 +26,7 @@ from tugline.errors import (
     UsageError,
     WorkspaceError,
 )
-from tugline.sandbox.pausable_timeout import PausableTimeout
+from tugline.sandbox.base import PausableTimeout
 from tugline.types import HANDLING, Cause, Failure, Status
 
 

@@ -26,19 +26,18 @@ import msgspec
 import psutil
 
 from tugline.errors import ConfigError, DiskFull, ImageError, SandboxError, UsageError
+from tugline.sandbox import limits
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
-from tugline.sandbox.exec import limits
-from tugline.sandbox.exec.limits import Cgroup, ProgramLimits
-from tugline.sandbox.exec.processes import ChildProcess, find_records, start_time
-from tugline.sandbox.exec.runner import ARGV, CONTROL, Runner
 from tugline.sandbox.files import translate_errors
 from tugline.sandbox.hardening import ApptainerHardening
 from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
-from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.workspace.history import end_history
-from tugline.sandbox.workspace.mounts import copy, unmount_all
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.sandbox.limits import Cgroup, ProgramLimits
+from tugline.sandbox.network import AllowList
+from tugline.sandbox.overlay import OverlayWorkspace, copy, unmount_all
+from tugline.sandbox.processes import ChildProcess, find_records, start_time
+from tugline.sandbox.repos import end_history
+from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.types import Workspace
 
 _BUILD_S = 1800.0

@@ -17,7 +17,7 @@ from typing import Any
 from tugline import log
 from tugline.errors import ConfigError
 from tugline.sandbox.base import Runtime, Sandbox, SandboxSpec
-from tugline.sandbox.bubblewrap.runtime import Bubblewrap
+from tugline.sandbox.bubblewrap import Bubblewrap
 from tugline.sandbox.local import LocalRuntime
 from tugline.types import Workspace
 

@@ -10,16 +10,20 @@ reach anything but what `Sandbox.expose` allows (I6), except as `Runtime.list_we
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
 
-from tugline.errors import UsageError
+from tugline.errors import ConfigError, UsageError
 from tugline.sandbox.patch import FileChange, Patch, PatchLimits
-from tugline.sandbox.pausable_timeout import PausableTimeout
 from tugline.types import Cause, Workspace
 
 WORKDIR = PurePosixPath("/workspace")
@@ -172,3 +176,86 @@ def check_path(path: str) -> str:
         msg = f"file path {path!r} must be relative, with '/' between parts and without '..'"
         raise UsageError(msg)
     return path
+
+
+class PausableTimeout:
+    """`limit_s` seconds that pass only while the timeout is not paused."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._elapsed = 0.0
+        self._running_since: float | None = None
+        """When it last began to run; None before its first use and while it is paused."""
+        self._paused = False
+        self._timeouts: set[asyncio.Timeout] = set()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that have been charged."""
+        since = self._running_since
+        return self._elapsed + (time.monotonic() - since if since is not None else 0.0)
+
+    def pause(self) -> None:
+        """Stop charging time; pausing twice changes nothing."""
+        self._elapsed = self.elapsed
+        self._running_since = None
+        self._paused = True
+        self._reschedule(None)
+
+    def resume(self) -> None:
+        """Charge time again."""
+        self._paused = False
+        if self._timeouts:
+            self._start()
+
+    @contextlib.asynccontextmanager
+    async def enforce(self) -> AsyncIterator[None]:
+        """Raise `TimeoutError` in the block once the time is over. Runs from its first use on."""
+        async with asyncio.timeout(None) as timeout:
+            self._timeouts.add(timeout)
+            try:
+                if not self._paused:
+                    self._start()
+                yield
+            finally:
+                self._timeouts.discard(timeout)
+
+    def _start(self) -> None:
+        if self._running_since is None:
+            self._running_since = time.monotonic()
+        self._reschedule(asyncio.get_running_loop().time() + self.limit_s - self.elapsed)
+
+    def _reschedule(self, when: float | None) -> None:
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(when)
+
+
+def enforce_timeout(
+    timeout: float | PausableTimeout,
+) -> contextlib.AbstractAsyncContextManager[object]:
+    """Raise `TimeoutError` in the block after so many seconds, or when the timeout expires."""
+    return timeout.enforce() if isinstance(timeout, PausableTimeout) else asyncio.timeout(timeout)
+
+
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+def check_variables(env: Mapping[str, str], passed: Collection[str], option: str) -> None:
+    """Raise `ConfigError` for a variable without default that `passed` does not have."""
+    for name, value in env.items():
+        for match in _VARIABLE.finditer(value):
+            if match[1] not in passed and match[2] is None:
+                must = f"list {match[1]!r} in pass_env to fill it in from the node"
+                msg = f"{option}.{name} is {value!r}: {must}"
+                raise ConfigError(msg)
+
+
+def expand_variables(env: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:
+    """Return `env` with values of the variables that `passed` has, else their defaults."""
+
+    def expand(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1]) if match[1] in passed else None
+        return value or match[2] or ""
+
+    return {name: _VARIABLE.sub(expand, value) for name, value in env.items()}

@@ -30,7 +30,7 @@ import msgspec
 from tugline import log
 from tugline.errors import ConfigError, UsageError, WorkspaceError
 from tugline.sandbox.files import remove, translate_errors
-from tugline.sandbox.workspace.repos import RepoSource, resolve, source_of
+from tugline.sandbox.repos import RepoSource, resolve, source_of
 from tugline.types import Workspace
 
 Fill = Callable[[Path], Awaitable[None]]

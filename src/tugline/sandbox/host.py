@@ -23,20 +23,19 @@ from tugline.sandbox.base import (
     Content,
     Exit,
     Mount,
+    PausableTimeout,
     Runtime,
     Sandbox,
     SandboxSpec,
 )
 from tugline.sandbox.cache import WorkspaceCache
-from tugline.sandbox.exec.limits import Cgroup, OomKills, ProgramLimits, SandboxCgroup, set_rlimits
-from tugline.sandbox.exec.processes import finish
-from tugline.sandbox.exec.resource_monitor import ResourceMonitor
-from tugline.sandbox.exec.runner import Runner
-from tugline.sandbox.network.port_forwards import PortForwards
-from tugline.sandbox.network.proxy import AllowList
+from tugline.sandbox.limits import Cgroup, OomKills, ProgramLimits, SandboxCgroup, set_rlimits
+from tugline.sandbox.network import AllowList, PortForwards
+from tugline.sandbox.overlay import OverlayWorkspace
 from tugline.sandbox.patch import Patch, PatchLimits
-from tugline.sandbox.pausable_timeout import PausableTimeout
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.sandbox.processes import finish
+from tugline.sandbox.resource_monitor import ResourceMonitor
+from tugline.sandbox.runner import Runner
 from tugline.types import Cause, Workspace
 
 

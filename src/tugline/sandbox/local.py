@@ -25,9 +25,12 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit, SandboxSpec
-from tugline.sandbox.exec.limits import check_whole_numbers
-from tugline.sandbox.exec.processes import (
+from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
+from tugline.sandbox.files import translate_errors
+from tugline.sandbox.host import HostRuntime, HostSandbox
+from tugline.sandbox.limits import check_whole_numbers
+from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
+from tugline.sandbox.processes import (
     MARK,
     MAX_LOG_MB,
     OutputLog,
@@ -37,11 +40,6 @@ from tugline.sandbox.exec.processes import (
     finish,
     start_time,
 )
-from tugline.sandbox.files import translate_errors
-from tugline.sandbox.host import HostRuntime, HostSandbox
-from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
-from tugline.sandbox.workspace.mounts import unmount_all
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
 
 _RECORD = ".started"
 _KILL_THREADS = 32

@@ -14,9 +14,9 @@ from aiodocker.containers import DockerContainer, DockerContainers
 from containers import BUSYBOX, DEBIAN, exists, unbuilt
 from tugline.errors import ImageError
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.container.engine import ContainerEngine
-from tugline.sandbox.container.images import BUILT, build_name
-from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.container import Container
+from tugline.sandbox.container_engine import ContainerEngine
+from tugline.sandbox.container_images import BUILT, build_name
 from tugline.sandbox.patch import FileChange
 from tugline.types import Workspace
 

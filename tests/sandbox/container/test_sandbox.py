@@ -17,12 +17,11 @@ import pytest
 
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
+from tugline.sandbox import overlay
 from tugline.sandbox.base import Mount, SandboxSpec
-from tugline.sandbox.container.engine import ContainerEngine
-from tugline.sandbox.container.images import build_name
-from tugline.sandbox.container.runtime import Container
-from tugline.sandbox.container.sandbox import ContainerRecord
-from tugline.sandbox.workspace import mounts, overlay
+from tugline.sandbox.container import Container, ContainerRecord
+from tugline.sandbox.container_engine import ContainerEngine
+from tugline.sandbox.container_images import build_name
 from tugline.types import Cause, Workspace
 
 pytestmark = pytest.mark.podman
@@ -93,8 +92,8 @@ async def test_killed_node_is_cleaned_up_after(podman: str, tmp_path: Path) -> N
 import asyncio
 from pathlib import Path
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.container.images import build_name
-from tugline.sandbox.container.runtime import Container
+from tugline.sandbox.container_images import build_name
+from tugline.sandbox.container import Container
 from tugline.types import Workspace
 async def main():
     container = Container(engine={podman!r}, image={DEBIAN!r})
@@ -237,7 +236,7 @@ async def test_cancelled_while_mounting(
     container: Container, podman: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount that comes after its session was given up is undone."""
-    real, mounting = mounts.mount_overlay, threading.Event()
+    real, mounting = overlay.mount_overlay, threading.Event()
 
     def slow(*given: Any) -> Any:
         mounting.set()

@@ -28,10 +28,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tugline.errors import SandboxError, UsageError
-from tugline.sandbox.base import Exit
-from tugline.sandbox.exec.processes import MAX_LOG_MB, OutputLog, finish
+from tugline.sandbox.base import Exit, PausableTimeout, enforce_timeout
 from tugline.sandbox.files import translate_errors
-from tugline.sandbox.pausable_timeout import PausableTimeout, enforce_timeout
+from tugline.sandbox.processes import MAX_LOG_MB, OutputLog, finish
 
 CONTROL = "/run/tugline"
 """Where the sandbox sees the control folder."""

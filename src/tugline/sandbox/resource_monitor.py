@@ -28,8 +28,8 @@ import msgspec
 from tugline import log
 from tugline.errors import SandboxError
 from tugline.sandbox.base import Exit
-from tugline.sandbox.exec.limits import OomKills
-from tugline.sandbox.exec.runner import KILLED, SandboxEnded
+from tugline.sandbox.limits import OomKills
+from tugline.sandbox.runner import KILLED, SandboxEnded
 from tugline.types import Cause
 
 T = TypeVar("T")

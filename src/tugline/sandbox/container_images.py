@@ -24,7 +24,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import DiskFull, ImageError, UsageError
-from tugline.sandbox.container.engine import (
+from tugline.sandbox.container_engine import (
     CALL_S,
     ContainerEngine,
     Docker,
@@ -32,7 +32,7 @@ from tugline.sandbox.container.engine import (
     stream,
     translate_errors,
 )
-from tugline.sandbox.exec.processes import finish
+from tugline.sandbox.processes import finish
 from tugline.types import Workspace
 
 LABEL = "tugline"

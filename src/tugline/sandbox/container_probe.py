@@ -23,10 +23,10 @@ import msgspec
 
 from tugline import log
 from tugline.errors import SandboxError
-from tugline.sandbox.container.engine import Docker, DockerError, stream, translate_errors
-from tugline.sandbox.container.images import LABEL, find_image
-from tugline.sandbox.exec.limits import Cgroup, cgroup_of
+from tugline.sandbox.container_engine import Docker, DockerError, stream, translate_errors
+from tugline.sandbox.container_images import LABEL, find_image
 from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
+from tugline.sandbox.limits import Cgroup, cgroup_of
 
 _IMAGE = "localhost/tugline/probe:1"
 _DOCKERFILE = b"FROM scratch\nCOPY Dockerfile /Dockerfile\n"

@@ -1,9 +1,10 @@
 """Run agents in bubblewrap sandboxes: all namespaces, a few milliseconds, no image, no daemon.
 
-Programs see the system's folders read-only (`view`), their workdir, a home and a ``/tmp`` of their
-own, and a network with nothing in it but forwarded ports (`network.port_forwards`). The sandbox's
-files are in its directory on this machine: ``work``, or ``upper`` and ``scratch`` over a base that
-is mounted in a mount namespace of the sandbox's own, so that nothing is mounted on this machine.
+Programs see the system's folders read-only (`bubblewrap_view`), their workdir, a home and a
+``/tmp`` of their own, and a network with nothing in it but forwarded ports (`network`). The
+sandbox's files are in its directory on this machine: ``work``, or ``upper`` and ``scratch`` over a
+base that is mounted in a mount namespace of the sandbox's own, so nothing is mounted on this
+machine.
 
 A sandbox dies with this process, whatever kills that (`--die-with-parent`, and the runner's pipe).
 """
@@ -13,21 +14,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 
 import msgspec
+import psutil
 
 from tugline.errors import ConfigError, SandboxError, UsageError
+from tugline.sandbox import bubblewrap_view as view
 from tugline.sandbox import files
 from tugline.sandbox.base import SandboxSpec
-from tugline.sandbox.bubblewrap import view
-from tugline.sandbox.bubblewrap.command import BubblewrapCommand, kill_strays
 from tugline.sandbox.cache import cache_folder
-from tugline.sandbox.exec.limits import (
+from tugline.sandbox.hardening import bpf_filter
+from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
+from tugline.sandbox.limits import (
     RECORD,
     Cgroup,
     ProgramLimits,
@@ -35,12 +40,10 @@ from tugline.sandbox.exec.limits import (
     list_unenforced,
     reap_cgroups,
 )
-from tugline.sandbox.exec.processes import find_records, finish
-from tugline.sandbox.exec.runner import CONTROL, Runner
-from tugline.sandbox.hardening import bpf_filter
-from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
-from tugline.sandbox.network.proxy import AllowList
-from tugline.sandbox.workspace.overlay import OverlayWorkspace
+from tugline.sandbox.network import AllowList
+from tugline.sandbox.overlay import OverlayWorkspace
+from tugline.sandbox.processes import ChildProcess, find_records, finish, wait_readable
+from tugline.sandbox.runner import ARGV, CONTROL, Runner
 
 _SYSTEM_FOLDERS = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
@@ -258,3 +261,101 @@ def _check_readable(readable: Sequence[str]) -> tuple[str, ...]:
         msg = f"runtime 'bubblewrap': readable is {readable!r}, must be a list of absolute paths"
         raise ConfigError(msg)
     return tuple(readable)
+
+
+_KILL_S = 60.0
+_INFO_S = 10.0
+_PID = re.compile(rb'"child-pid": (\d+)')
+
+
+class BubblewrapCommand:
+    """One instance of bwrap, which runs until it is killed."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        """Process number of its process 1 on this machine."""
+        self._child: ChildProcess | None = None
+        self._info = self._pidfd = -1
+
+    async def start(
+        self, runner: Runner, prefix: Sequence[str], arguments: Sequence[str], seccomp: bytes
+    ) -> None:
+        """Start it by the command `prefix` and wait for its shell. Raises `SandboxError`."""
+        self._info, write_info = os.pipe()
+        rules = os.memfd_create("seccomp")
+        try:
+            os.write(rules, seccomp)
+            os.lseek(rules, 0, os.SEEK_SET)
+            filter_ = ("--seccomp", str(rules)) if seccomp else ()
+            command = (*prefix, "bwrap", "--info-fd", str(write_info), *filter_, *arguments, *ARGV)
+            self._child = ChildProcess(command, descriptors=(write_info, rules))
+        except OSError as error:
+            msg = f"bubblewrap cannot be started: {error.strerror}"
+            raise SandboxError(msg) from error
+        finally:
+            os.close(write_info)
+            os.close(rules)
+        try:
+            await runner.wait_ready(self._child.ended)
+            await self._find_process()
+        except SandboxError as error:
+            msg = f"bubblewrap made no sandbox: {self._child.read_output() or error}"
+            raise SandboxError(msg) from error
+
+    async def kill(self) -> None:
+        """Kill all of it; when this returns the kernel has removed the last process.
+
+        Raises `SandboxError` if it does not: a process hangs in the kernel.
+        """
+        if self._child is None:
+            return
+        with contextlib.suppress(TimeoutError, ProcessLookupError):
+            await self._find_process()
+            if self._pidfd >= 0:
+                # bwrap waits for this process, and then ends by itself.
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                await asyncio.wait([self._child.ended], timeout=_INFO_S)
+        self._child.kill()
+        _, hanging = await asyncio.wait([self._child.ended], timeout=_KILL_S)
+        if hanging:
+            msg = f"the sandbox of process {self._child.pid} cannot be ended"
+            raise SandboxError(msg)
+        self._close()
+
+    def _close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        for descriptor in (self._info, self._pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._child, self._info, self._pidfd = None, -1, -1
+
+    async def _find_process(self) -> None:
+        """Get a handle of process 1, which bwrap reports as soon as there is one.
+
+        Also of one that is killed while it is being started: without bwrap it would wait for ever,
+        because it only dies with bwrap from some point on. Raises `TimeoutError`.
+        """
+        if self._pidfd >= 0 or self._child is None or self._child.ended.done():
+            return
+        await asyncio.wait_for(wait_readable(self._info), _INFO_S)
+        if found := _PID.search(os.read(self._info, 4096)):
+            self.pid = int(found[1])
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(self.pid)
+
+
+def kill_strays(directory: Path) -> int:
+    """Kill what a killed process was about to make a sandbox of under `directory`; return how many.
+
+    bwrap dies with its parent, but there is a moment in which its child does not die with it.
+    """
+    count = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            folders = [Path(word) for word in words if word.endswith("/control")]
+            if "--info-fd" in words and any(one.is_relative_to(directory) for one in folders):
+                process.kill()
+                count += 1
+    return count

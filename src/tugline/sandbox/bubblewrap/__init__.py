@@ -1,1 +1,0 @@
-"""Sandboxes of bubblewrap, without an image or a daemon."""

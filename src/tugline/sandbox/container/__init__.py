@@ -1,1 +1,0 @@
-"""Containers of Docker and Podman, by one driver."""

@@ -1,0 +1,370 @@
+"""A sandbox's only way out: ports forwarded to servers, and a proxy for an allow-list of hosts.
+
+A sandbox has a network of its own with nothing in it but loopback. A forwarded port is a listening
+socket in there (`netns`), served by this process, which relays each connection to one address: the
+gateway's. Nothing runs inside, any image will do, and there is no route to anything else (I6).
+Ports are the same in every sandbox, so that all samples of a task see the same addresses.
+
+An allow-list adds one more port: an HTTP proxy that programs find by ``HTTP_PROXY`` and
+``HTTPS_PROXY``. CONNECT is relayed as it is, so TLS is between the program and its host; a plain
+request has its first line rewritten. The name must be on the list and the address must be a public
+one: a name on the list that leads to loopback, to a private network or to a cloud's metadata
+service is refused, unless the list has that address, too. A connection goes to the address that was
+checked. Refusals are a 403 with a sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from tugline.errors import ConfigError, SandboxNetworkError
+from tugline.sandbox import netns
+
+PORT = 10040
+"""Of the first server; the next ones follow."""
+PROXY_PORT = 10030
+MAX_CONNECTIONS = 256
+"""Of one port at once; those over it are reset."""
+MAX_HEAD = 32 << 10
+"""Bytes that a program may send the proxy before it has a target."""
+DIAL_S = 10.0
+"""Seconds for a program to say where it wants to go and for the target to accept."""
+_PROBE_S = 5.0
+_CHUNK = 1 << 16
+_OWN = "127.0.0.1,localhost"
+_LABEL = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?"
+_PATTERN = re.compile(
+    rf"(?P<host>\*|(\*\.)?{_LABEL}(\.{_LABEL})*|\[[0-9a-f:.]+\]):(?P<port>[0-9]{{1,5}}|\*)",
+    re.IGNORECASE,
+)
+_TUNNELS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
+"""Ranges of IPv6 behind which an IPv4 address of any kind may be."""
+_RESOLVE_S = 5.0
+_RESOLVERS = ThreadPoolExecutor(8, thread_name_prefix="tugline-resolve")
+"""Threads of their own, so that slow name servers delay nothing else."""
+_HOP_HEADERS = (b"proxy-", b"connection:", b"keep-alive:", b"host:")
+"""Headers between a program and its proxy, which are not passed on."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Dial = Callable[
+    [asyncio.StreamReader, asyncio.StreamWriter],
+    Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
+]
+"""Connects a program, given its streams, with a target; returns the target's. May refuse."""
+
+
+class _Refused(Exception):
+    """A request that is refused; its text is the response."""
+
+    def __init__(self, reason: str, status: str = "403 Forbidden") -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class PortForwards:
+    """The forwarded ports of one sandbox: none, also no proxy, before the first server is added."""
+
+    def __init__(self, allow: AllowList | None = None) -> None:
+        self._allow = allow if allow is not None and allow.patterns else None
+        self._ports: dict[tuple[str, int], int] = {}
+        self._relays: dict[int, Relay] = {}
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Environment by which programs find the proxy, if there is one."""
+        if PROXY_PORT not in self._relays:
+            return {}
+        proxy = f"http://127.0.0.1:{PROXY_PORT}"
+        proxied = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+        return {**dict.fromkeys(proxied, proxy), "NO_PROXY": _OWN, "no_proxy": _OWN}
+
+    async def add(self, pid: int, url: str) -> str:
+        """Forward a port of `pid`'s network to the HTTP server at `url`; return the URL inside.
+
+        A server that has a port keeps it. Raises `SandboxNetworkError`.
+        """
+        target = await _check_reachable(url)
+        port = self._ports.setdefault(target, PORT + len(self._ports))
+        await self._listen(pid)
+        return urlsplit(url)._replace(netloc=f"127.0.0.1:{port}").geturl()
+
+    async def move(self, pid: int) -> None:
+        """Forward the same ports in the network of `pid`: the sandbox was started again."""
+        await self.aclose()
+        if self._ports:
+            await self._listen(pid)
+
+    async def aclose(self) -> None:
+        """Close all ports and their connections; the servers are remembered for `move`."""
+        relays, self._relays = self._relays, {}
+        for relay in relays.values():
+            await relay.aclose()
+
+    async def _listen(self, pid: int) -> None:
+        """Listen on the ports that have no listener yet."""
+        wanted = {port: dial_to(*target) for target, port in self._ports.items()}
+        if self._allow is not None:
+            wanted[PROXY_PORT] = partial(dial_allowed, self._allow)
+        for port in wanted.keys() - self._relays.keys():
+            try:
+                listener = await _create_listener(pid, port)
+            except OSError as error:
+                msg = f"no socket can be made in the sandbox's network (port {port}): {error}"
+                raise SandboxNetworkError(msg) from error
+            self._relays[port] = Relay(wanted[port])
+            await self._relays[port].serve(listener)
+
+
+async def _create_listener(pid: int, port: int) -> socket.socket:
+    """Create a socket in a thread; if the caller is cancelled, close it when it is there."""
+    creating = asyncio.create_task(asyncio.to_thread(netns.listen, pid, port))
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        creating.add_done_callback(_close)
+        raise
+
+
+def _close(created: asyncio.Task[socket.socket]) -> None:
+    if not created.cancelled() and created.exception() is None:
+        created.result().close()
+
+
+async def _check_reachable(url: str) -> tuple[str, int]:
+    """Return host and port of a server that answers."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError:
+        host, port = None, 0
+    if not url.startswith("http://") or host is None:
+        msg = f"{url!r} cannot be reached from a sandbox: it must be like 'http://host:port/path'"
+        raise SandboxNetworkError(msg)
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {_PROBE_S:.0f} s"
+        msg = f"nothing answers at {host}:{port}, which a sandbox is to reach: {reason}"
+        raise SandboxNetworkError(msg) from error
+    writer.close()
+    return host, port
+
+
+def dial_to(host: str, port: int) -> Dial:
+    """Return what connects every program with one address."""
+    return lambda _reader, _writer: asyncio.open_connection(host, port)
+
+
+class Relay:
+    """Relays bytes between the connections of one listening socket, which it owns, and targets.
+
+    Connections and buffers are bounded: a side that does not read makes the other one wait. When
+    one side has ended, the other is told so, and its response still comes through (a half-close).
+    """
+
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Begin to accept connections."""
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=MAX_HEAD)
+
+    async def aclose(self) -> None:
+        """Accept no more connections and drop the open ones."""
+        self._server.close()
+        for connection in (connections := list(self._connections)):
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        await asyncio.sleep(0)  # the transports close their sockets in the next iteration
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        connection = asyncio.create_task(self._serve(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.ExitStack() as aborting:
+            aborting.callback(writer.transport.abort)
+            try:
+                async with asyncio.timeout(DIAL_S):
+                    target_reader, target_writer = await self._dial(reader, writer)
+            except _Refused as refused:
+                _write(writer, _refusal(refused))
+                writer.close()
+                aborting.pop_all()
+                return
+            except (OSError, EOFError, asyncio.LimitOverrunError):  # also a timeout
+                return
+            aborting.callback(target_writer.transport.abort)
+            try:
+                async with asyncio.TaskGroup() as copying:
+                    copying.create_task(_copy(reader, target_writer))
+                    copying.create_task(_copy(target_reader, writer))
+            except* OSError:  # one side is gone: the other gets what was sent to it
+                pass
+            target_writer.close()
+            writer.close()
+            aborting.pop_all()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Write what is read until its end, and pass the end on."""
+    while (data := await reader.read(_CHUNK)) and not writer.is_closing():
+        writer.write(data)
+        await writer.drain()
+    if not writer.is_closing():
+        writer.write_eof()
+
+
+def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write, unless the connection is gone: uvloop raises `RuntimeError` then."""
+    if not writer.is_closing():
+        writer.write(data)
+
+
+class _ProxyRequest(NamedTuple):
+    """Where a program wants to connect to."""
+
+    host: str
+    port: int
+    hello: bytes
+    """Written to the program once it is connected."""
+    first: bytes
+    """Written to the host first."""
+
+
+class AllowList:
+    """Hosts that may be reached: ``example.com:443``, ``*.example.net:80``, ``[2001:db8::1]:80``.
+
+    ``*.name`` is every name below it, ``*`` any name or port. Raises `ConfigError`.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self.patterns = tuple(_parse_pattern(pattern) for pattern in patterns)
+
+    def matches(self, host: str, port: int) -> bool:
+        """Return whether a name or address, or a pattern for it, is on the list."""
+        return any(
+            (there in {host, "*"} or (there.startswith("*.") and host.endswith(there[1:])))
+            and at in {port, None}
+            for there, at in self.patterns
+        )
+
+    def permits(self, address: Address, port: int) -> bool:
+        """Return whether an address is public, or on the list itself."""
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        if any((str(one), at) in self.patterns for one in (address, mapped) for at in (port, None)):
+            return True
+        tunnel = any(mapped in network for network in _TUNNELS if network.version == mapped.version)
+        return mapped.is_global and not mapped.is_multicast and not tunnel
+
+
+def _parse_pattern(pattern: str) -> tuple[str, int | None]:
+    found = _PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
+    port = found["port"] if found else ""
+    if found is None or (port != "*" and not 0 < int(port) < 1 << 16):
+        msg = (
+            f"option allow: {pattern!r} must be a host and its port, such as 'example.com:443' or "
+            "'*.example.net:80'"
+        )
+        raise ConfigError(msg)
+    host = found["host"].lower()
+    try:
+        host = str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        if host.startswith("["):
+            msg = f"option allow: {pattern!r} has no IPv6 address in its brackets"
+            raise ConfigError(msg) from None
+    return host, None if port == "*" else int(port)
+
+
+async def dial_allowed(
+    allow: AllowList, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect a program with the host that it requests, if the list allows it."""
+    request = _parse_request(await reader.readuntil(b"\r\n\r\n"))
+    address = await _resolve(allow, request.host, request.port)
+    try:
+        target = await asyncio.open_connection(address, request.port)
+    except OSError as error:
+        reason = f"{request.host}:{request.port} does not answer: {error.strerror or error}"
+        raise _Refused(reason, "502 Bad Gateway") from error
+    _write(target[1], request.first)
+    _write(writer, request.hello)
+    return target
+
+
+async def _resolve(allow: AllowList, host: str, port: int) -> str:
+    """Return an address of the host that may be reached."""
+    if not allow.matches(host, port):
+        msg = f"{host}:{port} is not on this sandbox's allow-list"
+        raise _Refused(msg)
+    try:
+        async with asyncio.timeout(_RESOLVE_S):
+            found = await asyncio.get_running_loop().run_in_executor(
+                _RESOLVERS, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            )
+    except TimeoutError as error:
+        msg = f"{host} has no address: no answer within {_RESOLVE_S:.0f} s"
+        raise _Refused(msg, "502 Bad Gateway") from error
+    except (OSError, UnicodeError) as error:
+        msg = f"{host} has no address: {error}"
+        raise _Refused(msg, "502 Bad Gateway") from error
+    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
+    for address in addresses:
+        if allow.permits(ipaddress.ip_address(address), port):
+            return address
+    msg = f"{host} leads to {addresses[0]}, which is no public address and not on the list"
+    raise _Refused(msg)
+
+
+def _parse_request(head: bytes) -> _ProxyRequest:
+    line, *headers = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    try:
+        method, target, version = line.decode("ascii").split(" ")
+        if method == "CONNECT":
+            parts, port = urlsplit(f"//{target}"), None
+        else:
+            parts, port = urlsplit(target), 80
+        host, port = parts.hostname, parts.port or port
+        plain = method != "CONNECT" and parts.scheme == "http"
+    except ValueError:
+        host, port, plain = None, None, False
+    if host is None or port is None or not (plain or method == "CONNECT"):
+        msg = "this proxy takes CONNECT host:port and http:// URLs only"
+        raise _Refused(msg, "400 Bad Request")
+    host = host.rstrip(".")
+    if not plain:
+        return _ProxyRequest(host, port, b"HTTP/1.1 200 Connection established\r\n\r\n", b"")
+    kept = [one for one in headers if not one.lower().startswith(_HOP_HEADERS)]
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    named = parts.netloc.rpartition("@")[2]
+    first = [f"{method} {path} {version}".encode(), f"Host: {named}".encode(), *kept]
+    # One request a connection: the next one may be for another host.
+    return _ProxyRequest(
+        host, port, b"", b"\r\n".join([*first, b"Connection: close"]) + b"\r\n\r\n"
+    )
+
+
+def _refusal(refused: _Refused) -> bytes:
+    body = f"{refused}\n".encode()
+    head = (
+        f"HTTP/1.1 {refused.status}\r\nContent-Type: text/plain; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

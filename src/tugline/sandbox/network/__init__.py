@@ -1,1 +1,0 @@
-"""Forwarded ports and the proxy: the only ways out of a sandbox."""

@@ -1,1 +1,0 @@
-"""Workspaces: checked out once, shared, copied on write."""
