@@ -150,9 +150,9 @@ def workspaces(base: Path, root: Path, count: int) -> dict[str, float]:
         layer = OverlayWorkspace(root / f"layer-{number}", base, {})
         began = time.perf_counter()
         layer.make()
-        where = layer.mount()
+        layer.mount()
         made.append(1e3 * (time.perf_counter() - began))
-        if not (where / "package1").is_dir():
+        if not (layer.work / "package1").is_dir():
             msg = "the workspace does not show its repository"
             raise SystemExit(msg)
         began = time.perf_counter()

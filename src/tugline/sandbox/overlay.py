@@ -20,9 +20,10 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+
+import psutil
 
 from tugline import log
 from tugline.errors import DiskFull, SandboxError
@@ -43,6 +44,10 @@ _FUSE_OPAQUE = frozenset({".wh..wh..opq", ".wh..opq"})
 """Files by which fuse-overlayfs marks the same."""
 _WHITEOUT = frozenset({"trusted.overlay.whiteout", "user.overlay.whiteout"})
 _BLOCK = 1 << 20
+_ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "\\:,"})
+"""Colons separate layers for the kernel, commas options."""
+_NOSUID_NODEV = 2 | 4
+_DETACH = 2
 _log = log.get("sandbox")
 
 
@@ -50,7 +55,7 @@ class OverlayWorkspace:
     """One sandbox's view of a `base`. Its methods block: call them from a thread.
 
     With a base: `lower` is it, `upper` takes what is written, `scratch` is overlayfs' own. Without
-    one they are None, and `work` is a plain folder.
+    one `lower` is None, and only `work` is there: a plain folder.
     """
 
     def __init__(
@@ -63,8 +68,8 @@ class OverlayWorkspace:
         self.work = directory / "work"
         """The folder itself, or where `mount` puts it."""
         self.lower = base
-        self.upper = directory / "upper" if base else None
-        self.scratch = directory / "scratch" if base else None
+        self.upper = directory / "upper"
+        self.scratch = directory / "scratch"
         self._directory = directory
         self._files = {str(PurePosixPath(path)): text for path, text in files.items()}
         self._hidden = tuple(f"{path}/" for path in self._files)
@@ -76,7 +81,7 @@ class OverlayWorkspace:
     @property
     def own(self) -> Path:
         """The folder that holds what this sandbox has written."""
-        return self.upper if self.upper and not self._copied else self.work
+        return self.upper if self.lower and not self._copied else self.work
 
     def make(self) -> None:
         """Create the folders with the initial files, or restore the snapshot.
@@ -84,7 +89,7 @@ class OverlayWorkspace:
         Raises `SandboxError` if a folder is not empty.
         """
         with translate_errors(f"cannot make {self._directory}"):
-            for folder in filter(None, (self.work, self.upper, self.scratch)):
+            for folder in (self.work, self.upper, self.scratch) if self.lower else (self.work,):
                 folder.mkdir(parents=True, exist_ok=True)
                 if any(folder.iterdir()):
                     msg = f"{folder} is not empty; each session needs a folder of its own"
@@ -101,21 +106,18 @@ class OverlayWorkspace:
         `private`: it is mounted without privileges, in a user namespace. The last option,
         ``volatile``, avoids flushing what is thrown away; kernels before 5.10 lack it.
         """
-        if not self.lower or not self.upper or not self.scratch:
-            msg = f"{self.work} has no base to be mounted"
-            raise SandboxError(msg)
         with translate_errors(f"cannot empty {self.scratch}"):
             remove(self._directory, self.scratch.name)
             self.scratch.mkdir()
         places = {"lowerdir": self.lower, "upperdir": self.upper, "workdir": self.scratch}
-        options = [f"{name}={_escape(path)}" for name, path in places.items()]
+        options = [f"{name}={str(path).translate(_ESCAPED)}" for name, path in places.items()]
         options += ["userxattr" if private else "redirect_dir=nofollow"]
         return ",".join([*options, "index=off", "metacopy=off", "volatile"])
 
-    def mount(self) -> Path:
+    def mount(self) -> None:
         """Mount it at `work` of this machine; without overlayfs, copy the base."""
         if not self.lower or self._copied or is_mounted(self.work):
-            return self.work
+            return
         error = mount_overlay(self.work, self.mount_options(private=False))
         if error and not mount_fuse_overlay(self.work, self.mount_options(private=False)):
             if self._snapshot:
@@ -124,19 +126,12 @@ class OverlayWorkspace:
             _log.warning("workspace copied", folder=str(self.lower), error=f"no overlay: {error}")
             copy(self.lower, self.work)
             write_files(self.work, self._files)
-            self._copied = _disk_time(self._directory)
-        return self.work
+            self.scratch.touch()
+            self._copied = self.scratch.stat().st_ctime_ns
 
     def unmount(self) -> None:
         """Undo `mount`, also while a program still uses it."""
         unmount_all(self.work)
-
-    def clear(self) -> None:
-        """Unmount and remove all of it."""
-        self.unmount()
-        with translate_errors(f"cannot remove {self._directory}"):
-            for folder in filter(None, (self.work, self.upper, self.scratch)):
-                remove(self._directory, folder.name)
 
     def snapshot(self, to: Path) -> None:
         """Copy what this sandbox has written to `to`, a new folder; no program runs."""
@@ -157,8 +152,6 @@ class OverlayWorkspace:
 
     def _copy_base_modes(self) -> None:
         """Give folders of the upper layer the mode and owner that they have in the base."""
-        if not self.lower or not self.upper:
-            return
         for path in sorted({".", *self._folders}, key=len):
             found = self._base_path(path)
             if found is not None and found.is_dir() and not found.is_symlink():
@@ -171,7 +164,9 @@ class OverlayWorkspace:
     # ------------------------------------------------------------------ the old state
     def _base_path(self, path: str) -> Path | None:
         """Return its path in the base; None if the folder is missing there, or a link."""
-        here = self.lower or Path()
+        if self.lower is None:
+            return None
+        here = self.lower
         for name in PurePosixPath(path).parent.parts:
             here /= name
             if here.is_symlink() or not here.is_dir():
@@ -276,10 +271,8 @@ class OverlayWorkspace:
                 was = None if path in self._files else self._old_file(path)
                 found = entry.stat(follow_symlinks=False)
                 same = was is not None and _stamp(was.lstat()) == _stamp(found)
-                if (
-                    same and was and found.st_ctime_ns >= self._copied
-                ):  # mtime can be set, ctime cannot
-                    same = _same(Path(entry.path), was)
+                if same and was and found.st_ctime_ns >= self._copied:
+                    same = _same(Path(entry.path), was)  # mtime can be set, ctime cannot
                 if not same:
                     self._add_if_changed(collector, path, entry)
             except OSError as error:
@@ -312,16 +305,6 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
     return status.st_mode, status.st_size, status.st_mtime_ns
 
 
-def _disk_time(folder: Path) -> int:
-    """Return the time that a change of a file in this folder would get now."""
-    handle, name = tempfile.mkstemp(dir=folder)
-    try:
-        return os.fstat(handle).st_ctime_ns
-    finally:
-        os.close(handle)
-        Path(name).unlink()
-
-
 def _same(path: Path, was: Path) -> bool:
     """Whether two files or links have equal mode and content."""
     now, then = path.lstat(), was.lstat()
@@ -334,16 +317,6 @@ def _same(path: Path, was: Path) -> bool:
             if block != right.read(_BLOCK):
                 return False
     return True
-
-
-def _escape(path: Path) -> str:
-    """Escape a path for the kernel: colons separate layers, commas options."""
-    return "".join(f"\\{sign}" if sign in "\\:," else sign for sign in str(path))
-
-
-_NOSUID_NODEV = 2 | 4
-_DETACH = 2
-_TABLE = Path("/proc/self/mountinfo")
 
 
 def mount_overlay(target: Path, options: str) -> str | None:
@@ -405,22 +378,12 @@ def _unmount(path: Path) -> None:
     program = shutil.which("fusermount3") or "fusermount"
     argv = [program, "-u", "-z", str(path)]
     try:
-        done = subprocess.run(argv, capture_output=True, check=False)
-    except FileNotFoundError:
-        done = None
-    if done is None or done.returncode:
+        subprocess.run(argv, capture_output=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
         msg = f"cannot unmount {path}: {reason}"
-        raise SandboxError(msg)
+        raise SandboxError(msg) from error
 
 
 def _mount_points() -> list[Path]:
     """Return them in the order in which they were mounted."""
-    if not _TABLE.exists():
-        return []
-    lines = _TABLE.read_bytes().splitlines()
-    return [Path(os.fsdecode(_unescape(line.split(b" ")[4]))) for line in lines]
-
-
-def _unescape(name: bytes) -> bytes:
-    r"""Decode a name of the mount table, which writes a space as ``\040``."""
-    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), name)
+    return [Path(one.mountpoint) for one in psutil.disk_partitions(all=True)]
