@@ -49,6 +49,9 @@ _SYSTEM_FOLDERS = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
 )
 _PROBE_S = 20.0
+_KILL_S = 60.0
+_INFO_S = 10.0
+_PID = re.compile(rb'"child-pid": (\d+)')
 _HINT = (
     "user namespaces may be off for this user: sysctl kernel.unprivileged_userns_clone=1, on "
     "Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; in a container, run it with "
@@ -186,16 +189,76 @@ class BubblewrapSandbox(IsolatedSandbox):
     ) -> None:
         super().__init__(layout, limits, allow, machine.cgroup_parent)
         self._machine = machine
-        self._command = BubblewrapCommand()
+        self._child: ChildProcess | None = None
+        self._first_process = 0
+        self._info = self._pidfd = -1
+        """Where bwrap reports its process 1, and a handle of that."""
 
     async def _start(self, runner: Runner) -> int:
         prefix = await finish(asyncio.to_thread(self._prefix))
-        command = self._command = BubblewrapCommand()
-        await command.start(runner, prefix, self._arguments(), self._machine.seccomp)
-        return command.pid
+        self._child = self._spawn(prefix)
+        try:
+            await runner.wait_ready(self._child.ended)
+            await self._find_first_process()
+        except SandboxError as error:
+            msg = f"bubblewrap made no sandbox: {self._child.read_output() or error}"
+            raise SandboxError(msg) from error
+        return self._first_process
+
+    def _spawn(self, prefix: Sequence[str]) -> ChildProcess:
+        """Start bwrap by the command `prefix`."""
+        self._info, write_info = os.pipe()
+        rules = os.memfd_create("seccomp")
+        try:
+            os.write(rules, self._machine.seccomp)
+            os.lseek(rules, 0, os.SEEK_SET)
+            filter_ = ("--seccomp", str(rules)) if self._machine.seccomp else ()
+            command = (*prefix, "bwrap", "--info-fd", str(write_info), *filter_)
+            argv = (*command, *self._arguments(), *ARGV)
+            return ChildProcess(argv, descriptors=(write_info, rules))
+        except OSError as error:
+            msg = f"bubblewrap cannot be started: {error.strerror}"
+            raise SandboxError(msg) from error
+        finally:
+            os.close(write_info)
+            os.close(rules)
 
     async def _kill_processes(self) -> None:
-        await self._command.kill()
+        """Kill all of it; when this returns the kernel has removed the last process.
+
+        Raises `SandboxError` if it does not: a process hangs in the kernel.
+        """
+        if self._child is not None:
+            with contextlib.suppress(TimeoutError, ProcessLookupError):
+                await self._find_first_process()
+                if self._pidfd >= 0:
+                    # bwrap waits for this process, and then ends by itself.
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                    await asyncio.wait([self._child.ended], timeout=_INFO_S)
+            self._child.kill()
+            _, hanging = await asyncio.wait([self._child.ended], timeout=_KILL_S)
+            if hanging:
+                msg = f"the sandbox of process {self._child.pid} cannot be ended"
+                raise SandboxError(msg)
+            self._child.close()
+        for descriptor in (self._info, self._pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._child, self._first_process, self._info, self._pidfd = None, 0, -1, -1
+
+    async def _find_first_process(self) -> None:
+        """Get a handle of process 1, which bwrap reports as soon as there is one.
+
+        Also of one that is killed while it is being started: without bwrap it would wait for ever,
+        because it only dies with bwrap from some point on. Raises `TimeoutError`.
+        """
+        if self._pidfd >= 0 or self._child is None or self._child.ended.done():
+            return
+        await asyncio.wait_for(wait_readable(self._info), _INFO_S)
+        if found := _PID.search(os.read(self._info, 4096)):
+            self._first_process = int(found[1])
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(self._first_process)
 
     async def _locate(self, path: PurePath) -> Mapping[PurePosixPath, Path]:
         """Return the folders; an overlay is seen only in its sandbox, which is started for it."""
@@ -261,88 +324,6 @@ def _check_readable(readable: Sequence[str]) -> tuple[str, ...]:
         msg = f"runtime 'bubblewrap': readable is {readable!r}, must be a list of absolute paths"
         raise ConfigError(msg)
     return tuple(readable)
-
-
-_KILL_S = 60.0
-_INFO_S = 10.0
-_PID = re.compile(rb'"child-pid": (\d+)')
-
-
-class BubblewrapCommand:
-    """One instance of bwrap, which runs until it is killed."""
-
-    def __init__(self) -> None:
-        self.pid = 0
-        """Process number of its process 1 on this machine."""
-        self._child: ChildProcess | None = None
-        self._info = self._pidfd = -1
-
-    async def start(
-        self, runner: Runner, prefix: Sequence[str], arguments: Sequence[str], seccomp: bytes
-    ) -> None:
-        """Start it by the command `prefix` and wait for its shell. Raises `SandboxError`."""
-        self._info, write_info = os.pipe()
-        rules = os.memfd_create("seccomp")
-        try:
-            os.write(rules, seccomp)
-            os.lseek(rules, 0, os.SEEK_SET)
-            filter_ = ("--seccomp", str(rules)) if seccomp else ()
-            command = (*prefix, "bwrap", "--info-fd", str(write_info), *filter_, *arguments, *ARGV)
-            self._child = ChildProcess(command, descriptors=(write_info, rules))
-        except OSError as error:
-            msg = f"bubblewrap cannot be started: {error.strerror}"
-            raise SandboxError(msg) from error
-        finally:
-            os.close(write_info)
-            os.close(rules)
-        try:
-            await runner.wait_ready(self._child.ended)
-            await self._find_process()
-        except SandboxError as error:
-            msg = f"bubblewrap made no sandbox: {self._child.read_output() or error}"
-            raise SandboxError(msg) from error
-
-    async def kill(self) -> None:
-        """Kill all of it; when this returns the kernel has removed the last process.
-
-        Raises `SandboxError` if it does not: a process hangs in the kernel.
-        """
-        if self._child is None:
-            return
-        with contextlib.suppress(TimeoutError, ProcessLookupError):
-            await self._find_process()
-            if self._pidfd >= 0:
-                # bwrap waits for this process, and then ends by itself.
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-                await asyncio.wait([self._child.ended], timeout=_INFO_S)
-        self._child.kill()
-        _, hanging = await asyncio.wait([self._child.ended], timeout=_KILL_S)
-        if hanging:
-            msg = f"the sandbox of process {self._child.pid} cannot be ended"
-            raise SandboxError(msg)
-        self._close()
-
-    def _close(self) -> None:
-        if self._child is not None:
-            self._child.close()
-        for descriptor in (self._info, self._pidfd):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._child, self._info, self._pidfd = None, -1, -1
-
-    async def _find_process(self) -> None:
-        """Get a handle of process 1, which bwrap reports as soon as there is one.
-
-        Also of one that is killed while it is being started: without bwrap it would wait for ever,
-        because it only dies with bwrap from some point on. Raises `TimeoutError`.
-        """
-        if self._pidfd >= 0 or self._child is None or self._child.ended.done():
-            return
-        await asyncio.wait_for(wait_readable(self._info), _INFO_S)
-        if found := _PID.search(os.read(self._info, 4096)):
-            self.pid = int(found[1])
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(self.pid)
 
 
 def kill_strays(directory: Path) -> int:

@@ -21,7 +21,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,14 +30,15 @@ import msgspec
 from tugline import log
 from tugline.errors import ConfigError, ImageError, SandboxError
 from tugline.sandbox import files
-from tugline.sandbox.base import HOME, WORKDIR, Exit, Mount, SandboxSpec
+from tugline.sandbox.base import HOME, WORKDIR, Exit, SandboxSpec
 from tugline.sandbox.cache import cache_folder, digest
 from tugline.sandbox.container_engine import (
     CALL_S,
     ContainerEngine,
     Docker,
     DockerError,
-    translate_errors,
+    bind,
+    remove_container,
 )
 from tugline.sandbox.container_images import LABEL, ContainerImage, ImageCache
 from tugline.sandbox.container_probe import EngineInfo, probe, ulimits
@@ -51,6 +52,13 @@ from tugline.sandbox.repos import end_history
 from tugline.sandbox.runner import ARGV, CONTROL, KILLED, Runner, SandboxEnded
 from tugline.types import Cause, Workspace
 
+DIRECTORY = f"{LABEL}.directory"
+"""The label that names a container's session."""
+_RECORD = "container.json"
+_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"]
+_CAPABILITIES += ["SETGID", "SETUID"]
+"""What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
+_TMP = PurePosixPath("/tmp")  # noqa: S108 - the container's own
 _NOT_ROOT = (
     "{kind} runs as root and Tugline does not, so it can neither enter a container's network nor"
     " remove what its root leaves: run both as root, or use a rootless engine"
@@ -129,7 +137,9 @@ class Container(HostRuntime):
         info = await asyncio.to_thread(self.inspect)
         image, workdir, base = await self._prepare(spec.workspace, stack)
         workspace = OverlayWorkspace(directory, base, spec.files, spec.snapshot)
-        mounts = await self._needed_mounts(image, spec.mounts)
+        optional = [mount.target for mount in spec.mounts if mount.optional]
+        there = await self._images.find_paths(image, optional)
+        mounts = [one for one in spec.mounts if not (one.optional and one.target in there)]
         layout = Layout(directory, workspace, workdir, mounts)
         options = msgspec.structs.replace(self._options, hardening=info.hardening)
         return ContainerSandbox(layout, options, self._engine, image)
@@ -156,20 +166,11 @@ class Container(HostRuntime):
         entry = self._cache.entry(key, fill, description)
         return image, workdir, await stack.enter_async_context(entry)
 
-    async def _needed_mounts(self, image: ContainerImage, mounts: Sequence[Mount]) -> list[Mount]:
-        """Leave out the optional ones that the image needs not."""
-        optional = tuple(mount.target for mount in mounts if mount.optional)
-        there = await self._images.find_paths(image, optional) if optional else frozenset()
-        return [mount for mount in mounts if not (mount.optional and mount.target in there)]
-
     def reap(self, directory: Path) -> int:
         """Remove containers and mounts that a killed process left below `directory`."""
         directory = Path.cwd() / directory
-        count = 0
-        for folder in (directory, *directory.glob("*/")):
-            if (record := read_record(folder)) is not None:
-                count += _reap(record, folder)
-        return count + unmount_all(directory)
+        ended = sum(map(_reap, (directory, *directory.glob("*/"))))
+        return ended + unmount_all(directory)
 
     def check_available(self) -> str | None:
         """Return why no container can be run here."""
@@ -200,38 +201,33 @@ class Container(HostRuntime):
             return self._info
 
 
-def _reap(record: ContainerRecord, folder: Path) -> int:
+def _reap(folder: Path) -> int:
     """Remove the container that was recorded in `folder`, if it is the one; return how many."""
+    try:
+        encoded = (folder / _RECORD).read_bytes()
+        name, socket = msgspec.json.decode(encoded, type=tuple[str, str])
+    except (OSError, msgspec.DecodeError):
+        return 0
 
     async def work(docker: Docker) -> int:
         try:
-            found = await docker.containers.container(record.name).show()
+            found = await docker.containers.container(name).show()
         except DockerError as error:
             if error.status == 404:
                 return 0
             raise
         if found["Config"]["Labels"].get(DIRECTORY) != str(folder):
             return 0
-        await remove_container(docker, record.name)
+        await remove_container(docker, name)
         return 1
 
     try:
-        count = ContainerEngine(f"unix://{record.socket}").run_blocking(work)
+        count = ContainerEngine(f"unix://{socket}").run_blocking(work)
     except SandboxError as error:
-        _log.warning("container not reaped", container=record.name, error=str(error))
+        _log.warning("container not reaped", container=name, error=str(error))
         return 0
-    forget_record(folder)
+    (folder / _RECORD).unlink(missing_ok=True)
     return count
-
-
-DIRECTORY = f"{LABEL}.directory"
-"""The label that names a container's session."""
-_RECORD = "container.json"
-_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"]
-_CAPABILITIES += ["SETGID", "SETUID"]
-"""What installing packages and running tests as root takes; no raw sockets, devices or chroot."""
-_TMP = PurePosixPath("/tmp")  # noqa: S108 - the container's own
-_log = log.get("sandbox")
 
 
 class ContainerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,13 +240,6 @@ class ContainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     allow: AllowList
     hardening: ProcessHardening | None = None
     """Set when the engine is known."""
-
-
-class ContainerRecord(msgspec.Struct, frozen=True):
-    """A container that exists or is about to."""
-
-    name: str
-    socket: str
 
 
 class ContainerSandbox(IsolatedSandbox):
@@ -276,10 +265,10 @@ class ContainerSandbox(IsolatedSandbox):
         """Remove the container and unmount its workspace; its folders stay."""
         await self._forwards.aclose()
         try:
-            if read_record(self._directory) is not None:
+            if (self._directory / _RECORD).exists():
                 async with self._call_engine("removed") as docker:
                     await remove_container(docker, self._name)
-                forget_record(self._directory)
+                (self._directory / _RECORD).unlink()
         except SandboxError as error:  # says nothing of what was done in it; `reap` tries again
             _log.warning("container not removed", container=self._name, error=str(error))
         finally:
@@ -314,7 +303,10 @@ class ContainerSandbox(IsolatedSandbox):
             try:
                 await container.start()
             except DockerError as error:
-                raise self._start_error(error) from error
+                if "/bin/sh" not in str(error.message):
+                    raise
+                msg = f"image {self._image.name!r} has no /bin/sh, which is needed to run programs"
+                raise ImageError(msg) from error
             shown = await container.show()
         pid = int(shown["State"]["Pid"])
         upper = ((shown.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
@@ -347,26 +339,13 @@ class ContainerSandbox(IsolatedSandbox):
     def _writable_folders(self) -> list[Path]:
         return [*super()._writable_folders(), *self._upper]
 
-    @contextlib.asynccontextmanager
-    async def _call_engine(self, what: str) -> AsyncIterator[Docker]:
-        try:
-            async with asyncio.timeout(CALL_S), self._engine.client() as docker:
-                with translate_errors(f"container {self._name} cannot be {what}"):
-                    yield docker
-        except TimeoutError as error:
-            msg = f"container {self._name} was not {what} within {CALL_S:.0f} s"
-            raise SandboxError(msg) from error
-
-    def _start_error(self, error: DockerError) -> Exception:
-        if "/bin/sh" in str(error.message):
-            msg = f"image {self._image.name!r} has no /bin/sh, which is needed to run programs"
-            return ImageError(msg)
-        return error
+    def _call_engine(self, done: str) -> contextlib.AbstractAsyncContextManager[Docker]:
+        return self._engine.client(f"container {self._name} cannot be {done}")
 
     def _write_record(self, socket: str) -> None:
         path = self._directory / _RECORD
         with files.translate_errors(f"cannot write {path}"):
-            path.write_bytes(msgspec.json.encode(ContainerRecord(self._name, socket)))
+            path.write_bytes(msgspec.json.encode((self._name, socket)))
 
     # ------------------------------------------------------------------ its configuration
     @property
@@ -416,38 +395,6 @@ class ContainerSandbox(IsolatedSandbox):
         control = {PurePosixPath(CONTROL): self._directory / "control"}
         sources: dict[PurePosixPath, Path | str] = {**self._folders, **control, **self._read_only}
         return [
-            {
-                "Type": "bind",
-                "Source": str(source),
-                "Target": str(target),
-                "ReadOnly": target not in self._folders,
-            }
+            bind(source, target, read_only=target not in self._folders)
             for target, source in sources.items()
         ]
-
-
-async def remove_container(docker: Docker, name: str) -> None:
-    """Kill and remove a container, which may be missing."""
-    for wait_s in (0.05, 0.2, 1.0, 3.0, None):
-        try:
-            return await docker.containers.container(name).delete(force=True, v=True)
-        except DockerError as error:
-            if error.status == 404:
-                return None
-            if wait_s is None:
-                raise
-        # Podman refuses while it is just ending, Docker while another process removes it.
-        await asyncio.sleep(wait_s)
-    return None
-
-
-def read_record(directory: Path) -> ContainerRecord | None:
-    """Return the container that was written down in a sandbox's directory."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((directory / _RECORD).read_bytes(), type=ContainerRecord)
-    return None
-
-
-def forget_record(directory: Path) -> None:
-    """Remove the record of a container that has been removed."""
-    (directory / _RECORD).unlink(missing_ok=True)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, TypeVar
 
 import msgspec
@@ -36,17 +36,7 @@ except ImportError as _error:  # reported by `check_available`, where containers
 else:
     MISSING = None
 
-__all__ = [
-    "CALL_S",
-    "MISSING",
-    "ContainerEngine",
-    "Docker",
-    "DockerError",
-    "FoundEngine",
-    "service_command",
-    "stream",
-    "translate_errors",
-]
+__all__ = ["Docker", "DockerError"]
 
 T = TypeVar("T")
 
@@ -94,28 +84,36 @@ class ContainerEngine:
             return self._last
 
     @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[Docker]:
-        """Open a client for one piece of work; its errors become `SandboxError`."""
-        found = await asyncio.to_thread(self.find)
-        async with Docker(f"unix://{found.socket}", api_version=f"v{found.api}") as docker:
-            with translate_errors("the container engine failed"):
-                yield docker
+    async def client(
+        self,
+        what: str = "the container engine failed",
+        limit_s: float = CALL_S,
+        *,
+        option: str = "",
+        kind: type[SandboxError] = SandboxError,
+        hint: str = "",
+    ) -> AsyncIterator[Docker]:
+        """Open a client for one piece of work, which must be done within `limit_s`.
 
-    @contextlib.asynccontextmanager
-    async def timed_client(self, limit_s: float = CALL_S) -> AsyncIterator[Docker]:
-        """Open a client for work that must be done in time. Raises `SandboxError`."""
+        Errors become ours, of `kind`: "`what`: the reason", with `hint` if it is the engine's own
+        and the name of the `option` that is the limit.
+        """
         try:
-            async with asyncio.timeout(limit_s), self.client() as docker:
-                yield docker
+            async with asyncio.timeout(limit_s):
+                found = await asyncio.to_thread(self.find)
+                async with Docker(f"unix://{found.socket}", api_version=f"v{found.api}") as docker:
+                    with translate_errors(what, kind, hint=hint):
+                        yield docker
         except TimeoutError as error:
-            msg = f"the container engine did not answer within {limit_s:.0f} s"
-            raise SandboxError(msg) from error
+            named = f" (option {option})" if option else ""
+            msg = f"{what}: not done within {limit_s:g} s{named}"
+            raise kind(msg) from error
 
     def run_blocking(self, work: Callable[[Docker], Awaitable[T]], limit_s: float = CALL_S) -> T:
         """Run `work` and return its result. Blocks. Raises `SandboxError`."""
 
         async def run() -> T:
-            async with self.timed_client(limit_s) as docker:
+            async with self.client(limit_s=limit_s) as docker:
                 return await work(docker)
 
         with ThreadPoolExecutor(1) as thread:  # the caller's may have a loop already
@@ -167,6 +165,27 @@ async def stream(
                 yield _progress(line, response.status)
         if rest or response.status >= 400:
             yield _progress(rest or b"{}", response.status)
+
+
+async def remove_container(docker: Docker, name: str) -> None:
+    """Kill and remove a container, which may be missing."""
+    for wait_s in (0.05, 0.2, 1.0, 3.0, None):
+        try:
+            return await docker.containers.container(name).delete(force=True, v=True)
+        except DockerError as error:
+            if error.status == 404:
+                return None
+            if wait_s is None:
+                raise
+        # Podman refuses while it is just ending, Docker while another process removes it.
+        await asyncio.sleep(wait_s)
+    return None
+
+
+def bind(source: Path | str, target: PurePath, *, read_only: bool) -> dict[str, Any]:
+    """Return an entry of ``Mounts``."""
+    what = {"Type": "bind", "Source": str(source), "Target": str(target)}
+    return {**what, "ReadOnly": read_only}
 
 
 def _progress(line: bytes, status: int) -> str:

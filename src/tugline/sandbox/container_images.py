@@ -110,10 +110,7 @@ class ImageCache:
         """Return those of `paths` at which the image has something."""
         missing = [path for path in paths if (image.id, path) not in self._has_path]
         if missing:
-            async with (
-                self._engine.timed_client() as docker,
-                open_archive(docker, image) as archive,
-            ):
+            async with self._engine.client() as docker, open_archive(docker, image) as archive:
                 for path in missing:
                     async with docker.session.head(archive, params={"path": path}) as response:
                         self._has_path[image.id, path] = response.status == 200
@@ -123,7 +120,7 @@ class ImageCache:
         """Copy a folder out of an image."""
         argv = ("tar", "-x", "-p", "--numeric-owner", "--strip-components=1", "-C", str(to))
         async with (
-            self._engine.timed_client(_COPY_S) as docker,
+            self._engine.client(limit_s=_COPY_S) as docker,
             open_archive(docker, image) as archive,
             docker.session.get(archive, params={"path": str(path)}) as response,
         ):
@@ -136,7 +133,7 @@ class ImageCache:
             raise (DiskFull if "No space left" in errors else ImageError)(msg)
 
     async def _find(self, name: str) -> ContainerImage | None:
-        async with self._engine.timed_client() as docker:
+        async with self._engine.client() as docker:
             return await find_image(docker, name)
 
     async def _make_shared(
@@ -164,15 +161,16 @@ class ImageCache:
             msg = f"image {name!r} is not there, and the option pull is 'never'"
             raise ImageError(msg)
         _log.info("pulling", image=name)
-        try:
-            async with asyncio.timeout(self._pull_s), self._engine.client() as docker:
-                with translate_errors(f"image {name!r} cannot be pulled", ImageError, hint=_HINT):
-                    named = {":", "@"} & set(name.rpartition("/")[2])
-                    params = {"fromImage": name} | ({} if named else {"tag": "latest"})
-                    await _collect(stream(docker, "images/create", params), collections.deque())
-        except TimeoutError as error:
-            msg = f"image {name!r} was not pulled within {self._pull_s:.0f} s (option pull_s)"
-            raise ImageError(msg) from error
+        named = {":", "@"} & set(name.rpartition("/")[2])
+        params = {"fromImage": name} | ({} if named else {"tag": "latest"})
+        async with self._engine.client(
+            f"image {name!r} cannot be pulled",
+            self._pull_s,
+            option="pull_s",
+            kind=ImageError,
+            hint=_HINT,
+        ) as docker:
+            await _collect(stream(docker, "images/create", params), collections.deque())
 
     async def _build(self, folder: Path, name: str) -> None:
         _log.info("building", folder=str(folder), image=name)
@@ -181,15 +179,15 @@ class ImageCache:
         output: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         with tempfile.TemporaryFile() as context:
             await asyncio.to_thread(_pack, folder, context)
+            what = f"{folder / 'Dockerfile'} cannot be built"
+            client = self._engine.client(what, self._build_s, option="build_s", kind=ImageError)
             try:
-                async with asyncio.timeout(self._build_s), self._engine.client() as docker:
-                    with translate_errors("the build failed", ImageError):
-                        await _collect(stream(docker, "build", params, context), output)
-            except TimeoutError as error:
-                msg = f"not within {self._build_s:.0f} s (option build_s)"
-                raise ImageError(_build_error(folder, output, msg)) from error
+                async with client as docker:
+                    await _collect(stream(docker, "build", params, context), output)
             except ImageError as error:
-                raise ImageError(_build_error(folder, output, str(error))) from error
+                lines = "\n".join(_COLOUR.sub("", line) for line in output if line.strip())
+                msg = f"{error}\n{lines}".rstrip()
+                raise ImageError(msg) from error
 
     def _mark_used(self, name: str, *, made: bool = False) -> None:
         mark = self._cache / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.used"
@@ -205,7 +203,7 @@ class ImageCache:
     async def _evict(self, keep: str) -> None:
         """Remove the least recently used images that were made here until the rest fits."""
         marks = await asyncio.to_thread(self._list_marks)
-        async with self._engine.timed_client(_COPY_S) as docker:
+        async with self._engine.client(limit_s=_COPY_S) as docker:
             found = {name: await find_image(docker, name) for _, name in marks}
             sizes = {name: image.size for name, image in found.items() if image is not None}
             for mark in (mark for mark, name in marks if name not in sizes):
@@ -309,8 +307,3 @@ async def _collect(progress: AsyncGenerator[str, None], output: collections.dequ
     async with contextlib.aclosing(progress) as texts:
         async for text in texts:
             output.extend(text.splitlines())
-
-
-def _build_error(folder: Path, output: collections.deque[str], reason: str) -> str:
-    words = "\n".join(_COLOUR.sub("", line) for line in output if line.strip())
-    return f"{folder / 'Dockerfile'} cannot be built: {reason}" + (f"\n{words}" if words else "")

@@ -23,7 +23,7 @@ import msgspec
 
 from tugline import log
 from tugline.errors import SandboxError
-from tugline.sandbox.container_engine import Docker, DockerError, stream, translate_errors
+from tugline.sandbox.container_engine import Docker, DockerError, bind, stream, translate_errors
 from tugline.sandbox.container_images import LABEL, find_image
 from tugline.sandbox.hardening import ProcessHardening, find_hardening, is_hardened
 from tugline.sandbox.limits import Cgroup, cgroup_of
@@ -146,7 +146,7 @@ async def _try_hardening(
 
 async def _check_limits(docker: Docker, hardening: ProcessHardening | None) -> tuple[bool, bool]:
     """Return whether a container that asks for limits of memory and of processes has them."""
-    mounts = [_bind(folder) for folder in _FOLDERS if folder.exists()]
+    mounts = [bind(folder, folder, read_only=True) for folder in _FOLDERS if folder.exists()]
     config: dict[str, Any] = {
         "Image": _IMAGE,
         "Cmd": ["/bin/sh", "-c", "sleep 60"],
@@ -207,7 +207,3 @@ async def _remove_stale(docker: Docker) -> None:
             if time.time() - one["Created"] > _STALE_S:
                 with contextlib.suppress(DockerError):
                     await one.delete(force=True, v=True)
-
-
-def _bind(folder: Path) -> dict[str, Any]:
-    return {"Type": "bind", "Source": str(folder), "Target": str(folder), "ReadOnly": True}

@@ -83,7 +83,7 @@ async def test_registry_that_never_answers(podman: str, tmp_path: Path) -> None:
         port = server.getsockname()[1]
         runtime = Container(engine=podman, pull_s=1.0)
         said = await refused(runtime, tmp_path, Workspace(image=f"127.0.0.1:{port}/x:1"))
-    assert "was not pulled within 1 s (option pull_s)" in said
+    assert "cannot be pulled: not done within 1 s (option pull_s)" in said
 
 
 async def test_built_once_for_all(podman: str, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ async def test_build_has_a_deadline(podman: str, tmp_path: Path) -> None:
     """A build that hangs is given up after `build_s`."""
     workspace = context(tmp_path / "context", f"FROM {BUSYBOX}\nRUN sleep 20\n")
     said = await refused(Container(engine=podman, build_s=2.0), tmp_path, workspace)
-    assert "cannot be built: not within 2 s (option build_s)" in said
+    assert "cannot be built: not done within 2 s (option build_s)" in said
 
 
 async def test_session_that_gives_up_does_not_stop_the_build(podman: str, tmp_path: Path) -> None:
