@@ -35,6 +35,8 @@ from tugline.types import (
 
 IDS, MASK = [10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1]
 LOGPROBS = np.asarray([0, 0, -0.1, -0.5, 0, -0.1], np.float32)
+WORTH = 0.5 / (0.5 + 1e-4)
+"""Advantage of rewards 1 and 0 that are equally frequent."""
 
 
 def rows(form: str, where: Path, **more: Any) -> list[dict[str, Any]]:
@@ -123,7 +125,7 @@ def test_trl_is_told_what_a_rollout_returns(tmp_path: Path) -> None:
     assert (first["env_mask"], first["completion_mask"]) == (MASK[2:], MASK)
     assert first["old_log_probs"][2:] == first["logprobs"] == LOGPROBS[2:].tolist()
     assert (first["input_ids"], first["model_version"], first["group_id"]) == (IDS, 3, 0)
-    assert [first["advantage"], second["advantage"]] == pytest.approx([1, -1], abs=1e-5)
+    assert [first["advantage"], second["advantage"]] == pytest.approx([WORTH, -WORTH])
 
 
 def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_a_session_counts_once_in_its_group(tmp_path: Path) -> None:
     record(tmp_path, "c", task="u", reward=1.0)
     found = [(row["session"], row["group_id"], row["advantage"]) for row in rows("trl", tmp_path)]
     assert [(name, group) for name, group, _ in found] == [("a", 0), ("a", 0), ("b", 0), ("c", 1)]
-    assert [worth for _, _, worth in found] == pytest.approx([1, 1, -1, 0], abs=1e-5)
+    assert [worth for _, _, worth in found] == pytest.approx([WORTH, WORTH, -WORTH, 0])
 
 
 def test_verl_is_padded_on_the_sides_it_expects(tmp_path: Path) -> None:

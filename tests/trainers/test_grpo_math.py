@@ -175,6 +175,7 @@ def sample(session: str, trained: int) -> Sample:
         logprobs=np.zeros(n, np.float32),
         versions=np.zeros(n, np.int32),
         advantages=np.ones(n, np.float32),
+        temperatures=np.ones(n, np.float32),
         group="g",
         session=session,
     )

@@ -158,7 +158,7 @@ class Demo:
             sessions_per_s=len(results) / rollout_s,
             engine_busy=engine_busy,
             updates=report.updates,
-            max_abs_dlogprob=report.max_abs_dlogprob,
+            max_abs_dlogprob=report.mismatch.total.max_abs if report.mismatch else None,
             seconds=time.monotonic() - began,
         )
         self._save(row, results, report, trainer)

@@ -311,4 +311,5 @@ def _make_failed(session: ActiveSession, error: BaseException) -> Trajectory:
         traces=(),
         ledger=Ledger(),
         failure=make_failure(Cause.NODE, describe(error)),
+        harness=session.work.task.harness.name,
     )

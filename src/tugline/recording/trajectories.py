@@ -210,6 +210,7 @@ def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
         report=result.report if result else {},
         failure=result.failure if result else NO_RESULT,
         seconds=result.seconds if result else {},
+        harness=header.task.harness.name,
     )
 
 

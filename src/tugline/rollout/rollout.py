@@ -337,6 +337,7 @@ class _Rollout:
             report=self.verdict.report if self.verdict else {},
             failure=end.failure if end else self._find_agent_failure(),
             seconds=self.seconds,
+            harness=self.task.harness.name,
         )
 
 

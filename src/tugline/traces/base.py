@@ -22,6 +22,7 @@ from tugline import plugins
 from tugline.traces.lineage import Answer
 from tugline.types import (
     Call,
+    Distribution,
     Ids,
     Ledger,
     PluginSpec,
@@ -105,10 +106,11 @@ def make_trace(
     spans: list[Span] = []
     for call, start, masked, _ in answers:
         room = max(0, len(ids) - start)
+        sampled = (masked, find_distribution(call), call.engine)
         logprobs[start : start + len(call.logprobs)] = call.logprobs[:room]
         mask[start : start + len(call.sampled_ids)] = masked is None
         spans += [
-            Span(call.number, start + v.start, min(start + v.end, len(ids)), v.version, masked)
+            Span(call.number, start + v.start, min(start + v.end, len(ids)), v.version, *sampled)
             for v in call.versions
             if v.start < min(v.end, room)
         ]
@@ -128,6 +130,17 @@ def make_trace(
     if meta.parent is None:
         return trace
     return msgspec.structs.replace(trace, shared=count_shared_tokens(earlier[meta.parent], trace))
+
+
+def find_distribution(call: Call) -> Distribution:
+    """Return what the answer of `call` was sampled from; None in its sampling is the default."""
+    sampling, default = call.sampling, Distribution()
+    return Distribution(
+        temperature=default.temperature if sampling.temperature is None else sampling.temperature,
+        top_p=sampling.top_p or default.top_p,
+        top_k=sampling.top_k or default.top_k,
+        logprobs=call.logprob_meaning,
+    )
 
 
 def count_shared_tokens(a: Trace, b: Trace) -> int:

@@ -21,7 +21,17 @@ from tugline.traces.base import (
     make_trace,
 )
 from tugline.traces.lineage import Answer, build_chains
-from tugline.types import Call, Ids, Logprobs, Mask, Reason, Span, Trace, TraceKind
+from tugline.types import (
+    Call,
+    Distribution,
+    Ids,
+    Logprobs,
+    Mask,
+    Reason,
+    Span,
+    Trace,
+    TraceKind,
+)
 
 
 class PerRequest(Builder):
@@ -90,6 +100,8 @@ class TreeSource(msgspec.Struct, frozen=True):
     version: int
     masked: Reason | None = None
     """Why it is not trained; None if it is."""
+    distribution: Distribution = Distribution()
+    engine: str = ""
 
 
 class TreeNode(msgspec.Struct, frozen=True):
@@ -210,7 +222,8 @@ class Tree(msgspec.Struct, frozen=True, kw_only=True):
         for start, end in pairwise(edges):
             if source[start] >= 0:
                 one = self.sources[source[start]]
-                yield Span(one.call, start, end, one.version, one.masked)
+                sampled = (one.version, one.masked, one.distribution, one.engine)
+                yield Span(one.call, start, end, *sampled)
 
 
 # --------------------------------------------------------------------------- building
@@ -291,9 +304,8 @@ def build_tree(sessions: Mapping[str, Sequence[Trace]]) -> Tree:
             source = np.full(len(trace.ids), -1, np.int32)
             for span in trace.spans:
                 source[span.start : span.end] = len(sources)
-                sources.append(
-                    TreeSource(session, len(leaves), span.call, span.version, span.masked)
-                )
+                sampled = (span.version, span.masked, span.distribution, span.engine)
+                sources.append(TreeSource(session, len(leaves), span.call, *sampled))
             root = roots.setdefault(trace.images, _GrowingNode(_NO_IDS, _NO_LOGPROBS, _NO_IDS))
             leaf = root.insert(trace.ids, trace.logprobs, source)
             leaves.append((session, first, trace, leaf))

@@ -51,13 +51,13 @@ from tugline.types.task import (
     Task,
     Workspace,
 )
-from tugline.types.trace import Ledger, Reason, Sample, Span, Trace
+from tugline.types.trace import Distribution, Ledger, Reason, Sample, Span, Trace
 
 __all__ = [
     "HANDLING", "RETRIES", "TERMINAL", "TRANSITIONS", "Boundary", "Branch", "Call", "CallOutcome",
-    "Callback", "Cause", "EchoChange", "Failure", "Finish", "Group", "Handling", "Ids", "Image",
-    "Ledger", "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode", "PluginSpec",
-    "Policy", "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "Stale",
-    "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory",
-    "VersionSpan", "Workspace", "decode", "encode", "shared_prefix",
+    "Callback", "Cause", "Distribution", "EchoChange", "Failure", "Finish", "Group", "Handling",
+    "Ids", "Image", "Ledger", "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode",
+    "PluginSpec", "Policy", "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span",
+    "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind",
+    "Trajectory", "VersionSpan", "Workspace", "decode", "encode", "shared_prefix",
 ]  # fmt: skip

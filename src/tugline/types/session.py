@@ -185,3 +185,5 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     seconds: dict[str, float] = {}
     """Wall-clock seconds per stage."""
+    harness: str = ""
+    """Name of the task's harness; empty in results of older versions."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from tugline.types.arrays import Ids, Logprobs, Mask
-from tugline.types.call import TraceKind
+from tugline.types.call import LogprobMeaning, TraceKind
 
 
 class Reason(StrEnum):
@@ -26,7 +26,13 @@ class Reason(StrEnum):
     STALE = "stale"
     """Sampled under a policy version older than the trainer accepts."""
     NO_SIGNAL = "no_signal"
-    """All sessions of the group have the same reward, and the trainer skips such groups."""
+    """All sessions of the group have the same reward, so the trainer leaves them out."""
+    TRUNCATED = "truncated"
+    """The session hit one of its limits, and the trainer leaves such sessions out."""
+    NON_FINITE = "non_finite"
+    """The update was skipped: its loss or gradient was not finite."""
+    UNREPRODUCIBLE = "unreproducible"
+    """No forward pass reproduces its logprob; see `Distribution.forward_temperature`."""
     HELD_OUT = "held_out"
     """Sampled to measure the policy, not to train it."""
     NO_TOKEN_IDS = "no_token_ids"  # noqa: S105 - no secret
@@ -57,6 +63,31 @@ class Ledger(msgspec.Struct, frozen=True):
         )
 
 
+class Distribution(msgspec.Struct, frozen=True):
+    """What tokens were sampled from, and which distribution their logprobs belong to."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """1 disables it."""
+    top_k: int = 0
+    """0 disables it."""
+    logprobs: LogprobMeaning = LogprobMeaning.PROCESSED
+
+    @property
+    def forward_temperature(self) -> float | None:
+        """Temperature at which a forward pass gives the captured logprobs; None if none does.
+
+        Raw logprobs are those at 1. Processed ones are those at `temperature`, unless sampling was
+        greedy or cut off by top-p or top-k: then they depend on which tokens an engine left.
+        """
+        if self.logprobs is LogprobMeaning.RAW:
+            return 1.0
+        if self.temperature == 0 or self.top_p < 1 or self.top_k > 0:
+            return None
+        return self.temperature
+
+
 class Span(msgspec.Struct, frozen=True):
     """Trace tokens ``[start, end)`` were sampled by `call` under policy `version`."""
 
@@ -65,6 +96,9 @@ class Span(msgspec.Struct, frozen=True):
     end: int
     version: int
     masked: Reason | None = None
+    distribution: Distribution = Distribution()
+    engine: str = ""
+    """Kind of engine that sampled them; empty where it is not known."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +132,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Flat arrays for a trainer, one per trace; shapes ``(n,)``.
 
     `advantages` is 0 where nothing is trained, `versions` -1 where nothing was sampled.
+    `logprobs` are those of a forward pass whose logits are divided by `temperatures`.
     """
 
     input_ids: Ids
@@ -105,5 +140,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Logprobs
     versions: Ids
     advantages: Logprobs
+    temperatures: Logprobs
     group: str
     session: str
+    engine: str = ""
+    """Kind of engine that sampled it; empty where it is not known."""
+    harness: str = ""
+    """Name of the harness that it was sampled for; empty where it is not known."""

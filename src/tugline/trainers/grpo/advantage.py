@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 Estimator = Literal["grpo", "dr_grpo", "rloo"]
+_ROUNDING = 1e-12
+"""Relative difference up to which two rewards are the same."""
 Rewards = npt.NDArray[np.float64]
 """Shape ``(k,)``."""
 
@@ -81,7 +83,7 @@ def baselines(group: Sequence[SessionReward], estimator: Estimator, eps: float) 
     return [Baseline(centre, 1 / (float(np.sqrt(variance)) + eps))] * count
 
 
-def group_advantages(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
+def group_advantages(rewards: Sequence[float], eps: float = 1e-4) -> list[float]:
     """Return ``(r - mean) / (std + eps)`` for the rewards of a group's sessions, one each."""
     group = [SessionReward(np.array([reward]), np.ones(1)) for reward in rewards]
     return [
@@ -91,8 +93,11 @@ def group_advantages(rewards: Sequence[float], eps: float = 1e-6) -> list[float]
 
 
 def has_signal(group: Sequence[SessionReward]) -> bool:
-    """Whether the group has several sessions whose tokens differ in reward."""
-    return len(group) > 1 and bool(np.ptp(np.concatenate([one.rewards for one in group])) > 0)
+    """Whether the group has several sessions whose tokens differ in reward, rounding apart."""
+    if len(group) < 2:
+        return False
+    rewards = np.concatenate([one.rewards for one in group])
+    return bool(np.ptp(rewards) > _ROUNDING * np.abs(rewards).max())
 
 
 def turn_shares(calls: Sequence[int], discount: float) -> Mapping[int, float]:

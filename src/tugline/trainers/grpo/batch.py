@@ -51,7 +51,7 @@ class MicroBatch:
     old: torch.Tensor
     advantage: torch.Tensor
     weight: torch.Tensor
-    version: torch.Tensor
+    temperature: torch.Tensor
 
     @property
     def computed(self) -> int:
@@ -115,7 +115,7 @@ def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> MicroBatc
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype).to(device)
 
-    versions = [row.sample.versions[at] for row, at in zip(rows, where, strict=True)]
+    temperatures = [row.sample.temperatures[at] for row, at in zip(rows, where, strict=True)]
     advantages = [row.sample.advantages[at] for row, at in zip(rows, where, strict=True)]
     return MicroBatch(
         rows=tuple(rows),
@@ -127,5 +127,5 @@ def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> MicroBatc
         old=tensor(np.concatenate(old), torch.float32),
         advantage=tensor(np.concatenate(advantages), torch.float32),
         weight=tensor(np.repeat([row.weight for row in rows], counts), torch.float32),
-        version=tensor(np.concatenate(versions), torch.long),
+        temperature=tensor(np.concatenate(temperatures), torch.float32),
     )

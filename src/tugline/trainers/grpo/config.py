@@ -32,10 +32,11 @@ class GrpoConfig(Config, frozen=True):
     (`discounted` only)."""
     advantage: Estimator = "grpo"
     """Baseline and scale of a session's advantage within its group."""
-    advantage_eps: NonNegativeFloat = 1e-6
+    advantage_eps: NonNegativeFloat = 1e-4
     """Added to the group's standard deviation before dividing by it (`grpo` only)."""
-    skip_zero_variance: bool = False
-    """Leave out groups whose sessions all earned the same (the dynamic filter of DAPO)."""
+    drop_truncated: bool = False
+    """Train nothing of sessions whose agent was stopped at a limit (the overlong filter of DAPO);
+    their reward still counts in the group's mean."""
     max_staleness: NonNegativeInt | None = None
     """Tokens sampled more than this many policy versions ago are masked; None accepts all."""
 
@@ -52,8 +53,6 @@ class GrpoConfig(Config, frozen=True):
     """What the summed token losses of an update are divided by."""
     constant_length: PositiveInt = 1024
     """Tokens a session is taken to have (`constant` only)."""
-    temperature: PositiveFloat = 1.0
-    """Temperature that the tasks sample at; log probabilities are those of that distribution."""
 
     epochs: PositiveInt = 1
     """Passes over the sessions of a step."""
@@ -63,6 +62,8 @@ class GrpoConfig(Config, frozen=True):
     """Most tokens, padding included, in one forward pass; a longer trace goes alone."""
     share_prefix: bool = False
     """Compute the ids that all traces of a forward pass begin with only once."""
+    autocast: Literal["bfloat16"] | None = None
+    """Type that forward passes compute in; weights stay float32. None computes in theirs."""
 
     lr: PositiveFloat = 1e-6
     """Learning rate of AdamW after the warm-up."""

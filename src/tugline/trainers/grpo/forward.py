@@ -17,15 +17,14 @@ from tugline.trainers.grpo.batch import MicroBatch
 
 
 class PolicyModel:
-    """A causal language model as a distribution over next tokens at one temperature.
+    """A causal language model as a distribution over next tokens.
 
     The model is put in evaluation mode and stays there: with dropout the trained policy
     would differ from the one that sampled.
     """
 
-    def __init__(self, model: torch.nn.Module, temperature: float) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.model = model.eval()
-        self.temperature = temperature
         untyped: Any = model  # Hugging Face's attributes, unknown to torch's stubs
         self._body = untyped.base_model
         self._head = untyped.get_output_embeddings()
@@ -37,9 +36,12 @@ class PolicyModel:
         return next(self.model.parameters()).device
 
     def logprobs(self, micro: MicroBatch) -> torch.Tensor:
-        """Natural-log probabilities of the trained tokens, float32, shape ``(N,)``."""
+        """Natural-log probabilities of the trained tokens, float32, shape ``(N,)``.
+
+        The logits that predict a token are divided by its temperature.
+        """
         states = self._shared(micro) if micro.prefix else self._plain(micro)
-        logits: torch.Tensor = self._head(states).float() / self.temperature
+        logits: torch.Tensor = self._head(states).float() / micro.temperature[:, None]
         chosen = logits.gather(1, micro.ids[micro.row, micro.column][:, None])[:, 0]
         return chosen - logits.logsumexp(dim=1)
 

@@ -18,7 +18,7 @@ import numpy as np
 from tugline.errors import CaptureError
 from tugline.trainers.grpo.advantage import SessionReward, baselines, has_signal, turn_shares
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.types import Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
+from tugline.types import Boundary, Ids, Ledger, Logprobs, Mask, Reason, Sample, Trace, Trajectory
 
 
 class Prepared(NamedTuple):
@@ -94,18 +94,35 @@ def prepare(trajectories: Sequence[Trajectory], config: GrpoConfig, *, version: 
         rewards = [trajectory.session for trajectory in rewarded.values()]
         levels = baselines(rewards, config.advantage, config.advantage_eps)
         baseline = dict(zip(rewarded, levels, strict=True))
-        skipped = config.skip_zero_variance and not has_signal(rewards)
+        signal = has_signal(rewards)
         for trajectory in group:
             ledger.add(trajectory)
             if trajectory.session not in rewarded:
                 ledger.drop(Reason.SESSION_FAILED, trajectory.ledger.trained)
-            elif skipped:
+            elif config.drop_truncated and _is_truncated(trajectory):
+                ledger.drop(Reason.TRUNCATED, trajectory.ledger.trained)
+            elif not signal:
                 ledger.drop(Reason.NO_SIGNAL, trajectory.ledger.trained)
             else:
                 advantage = baseline[trajectory.session].advantage
                 advantages = [advantage(reward) for reward in rewarded[trajectory.session].by_trace]
                 samples += _samples(trajectory, advantages, config, version, ledger)
     return Prepared(tuple(samples), ledger.build())
+
+
+def make_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
+    """Return a sample with advantage 0 for each trace that has tokens to train, ungraded or not."""
+    config, ledger = GrpoConfig(), _LedgerBuilder()
+    return [
+        sample
+        for one in trajectories
+        for sample in _samples(one, [0.0] * len(one.traces), config, 0, ledger)
+    ]
+
+
+def _is_truncated(trajectory: Trajectory) -> bool:
+    """Whether the agent was stopped at one of its limits."""
+    return trajectory.failure is not None and trajectory.failure.boundary is Boundary.AGENT
 
 
 class _Rewards(NamedTuple):
@@ -148,8 +165,9 @@ def _samples(
         trained = [span.call for span in spans if span.masked is None]
         shares = turn_shares(trained, config.turn_discount)
     for trace, advantage in zip(trajectory.traces, advantages, strict=True):
-        versions = _versions(trace)
-        mask = trace.mask
+        versions, temperatures = _read_spans(trace)
+        mask = trace.mask & (temperatures > 0)
+        ledger.mask(Reason.UNREPRODUCIBLE, int(trace.mask.sum() - mask.sum()))
         if config.max_staleness is not None:
             stale = mask & (versions < version - config.max_staleness)
             mask = mask & ~stale
@@ -161,8 +179,11 @@ def _samples(
                 logprobs=trace.logprobs,
                 versions=versions,
                 advantages=_token_advantages(trace, mask, advantage, shares),
+                temperatures=temperatures,
                 group=trajectory.task,
                 session=trajectory.session,
+                engine="+".join(sorted({span.engine for span in trace.spans})),
+                harness=trajectory.harness,
             )
 
 
@@ -176,8 +197,14 @@ def _token_advantages(
     return np.where(mask, values, np.float32(0))
 
 
-def _versions(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def _read_spans(trace: Trace) -> tuple[Ids, Logprobs]:
+    """Return the version (-1 where nothing was sampled) and temperature of each token.
+
+    The temperature is 0 where no forward pass reproduces the logprob, 1 where nothing was sampled.
+    """
     versions = np.full(len(trace.ids), -1, np.int32)
+    temperatures = np.ones(len(trace.ids), np.float32)
     for span in trace.spans:
         versions[span.start : span.end] = span.version
-    return versions
+        temperatures[span.start : span.end] = span.distribution.forward_temperature or 0
+    return versions, temperatures

@@ -1,10 +1,12 @@
 """One GRPO step: rewarded sessions in, updated weights and a report out.
 
 `Grpo.step` prepares samples, measures how exactly the weights reproduce the captured log
-probabilities, shuffles sessions into updates, and makes the updates. A session is in one update
-with all of its traces, so it counts once and the number of updates does not depend on the builder.
-The report has the ledger of the whole step (I2) and the largest difference between a captured and
-a recomputed log probability, the measure of exact conditioning (I1).
+probabilities (I1), shuffles sessions into updates, and makes the updates. A session is in one
+update with all of its traces, so it counts once and the number of updates does not depend on the
+builder. The report has the ledger of the whole step (I2).
+
+An update that has no gradient, or one that is not finite, is not applied: it moves no weight, not
+even by momentum or weight decay.
 """
 
 from __future__ import annotations
@@ -12,24 +14,33 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
+from tugline import log
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.loss import token_terms, token_weights
-from tugline.trainers.grpo.samples import prepare
-from tugline.types import Ledger, Sample, Trajectory
+from tugline.trainers.grpo.mismatch import MismatchReport, Recomputed, summarize
+from tugline.trainers.grpo.samples import make_samples, prepare
+from tugline.types import Ledger, Reason, Sample, Trajectory
+
+_log = log.get("trainer")
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did. Means are over the trained tokens of all updates; 0 without any."""
+    """What one step did. Means are over the trained tokens of its updates; 0 without any."""
 
     updates: int
+    """Updates that were applied."""
+    updates_skipped: int
+    """Updates that were not, because loss or gradient was not finite; in no mean."""
+    skipped_because_of: tuple[str, ...]
+    """Sessions that such a loss or gradient came from."""
     samples: int
     tokens_trained: int
     """Tokens that carry loss, counted once whatever `epochs` is."""
@@ -47,9 +58,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over updates, before clipping."""
     learning_rate: float
     seconds: float
-    max_abs_dlogprob: float | None
-    """Largest difference between a captured log probability and the one recomputed by a plain
-    forward pass before the update, over tokens of the current version; None without any."""
+    mismatch: MismatchReport | None
+    """Captured log probabilities against those of a plain forward pass before the first update,
+    over all trained tokens; None without any."""
     ledger: Ledger
     """All sessions of the step, after what the trainer masked and dropped."""
 
@@ -58,6 +69,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 class _Update:
     """Sums over the forward passes of one update; `tokens` counts trained ones."""
 
+    sessions: frozenset[str]
+    recomputed: list[Recomputed] = field(default_factory=list)
+    culprits: tuple[str, ...] = ()
+    """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
     tokens: int = 0
     forwarded: int = 0
     padding: int = 0
@@ -65,7 +80,6 @@ class _Update:
     kl: float = 0.0
     clipped: float = 0.0
     ratio: float = 0.0
-    logprob_gap: float | None = None
     grad_norm: float = 0.0
 
 
@@ -81,12 +95,11 @@ class Grpo:
         if config.kl > 0 and reference is None:
             msg = f"kl is {config.kl}, so a reference model is needed; give one or set kl to 0"
             raise ConfigError(msg)
+        _check_dtypes(model)
         self.model = model
         self.config = config
-        self.policy = PolicyModel(model, config.temperature)
-        self.reference = (
-            PolicyModel(reference, config.temperature) if reference is not None else None
-        )
+        self.policy = PolicyModel(model)
+        self.reference = PolicyModel(reference) if reference is not None else None
         self.optimizer = _optimizer(model, config)
         self.order = torch.Generator().manual_seed(config.seed)
         """Order of sessions in updates; part of every checkpoint."""
@@ -100,44 +113,46 @@ class Grpo:
         """
         began = time.perf_counter()
         samples, ledger = prepare(trajectories, self.config, version=version)
-        rows, gap = self._measure_gap(samples, version)
+        rows = [Row(sample) for sample in samples]
+        recomputed: list[Recomputed] = []
+        if self._needs_own_pass(samples):
+            recomputed = self._recompute(rows)
+        if self.config.importance_cap is not None:
+            rows = [Row(one.sample, old=one.logprobs) for one in recomputed]
         updates = [
-            self._update(chosen, version)
+            self._update(chosen)
             for _ in range(self.config.epochs)
             for chosen in self._shuffle(rows)
         ]
-        if gap is None and updates:
-            gap = updates[0].logprob_gap
-        return self._report(updates, samples, ledger, gap, time.perf_counter() - began)
+        if updates and not recomputed:
+            recomputed = updates[0].recomputed
+        seconds = time.perf_counter() - began
+        return self._report(updates, samples, ledger, summarize(recomputed), seconds)
 
-    def _measure_gap(
-        self, samples: Sequence[Sample], version: int
-    ) -> tuple[list[Row], float | None]:
-        """Return rows with old log probabilities, and the gap; skip it where the update gives them.
+    def measure_mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchReport | None:
+        """Compare captured log probabilities with those of the weights as they are.
+
+        Right after a publication, sessions of the new version show whether it arrived and whether
+        the engine computes what the trainer does, however stale the data of later steps will be.
+        None without any token to compare.
+        """
+        return summarize(self._recompute([Row(sample) for sample in make_samples(trajectories)]))
+
+    def _needs_own_pass(self, samples: Sequence[Sample]) -> bool:
+        """Whether old log probabilities need a pass of their own.
 
         A single update without prefix sharing starts with the same forward pass.
         """
-        rows = [Row(sample) for sample in samples]
-        sessions = {sample.session for sample in samples}
-        single = len(sessions) <= self.config.sessions_per_update
-        if single and not self.config.share_prefix and self.config.importance_cap is None:
-            return rows, None
-        gap: float | None = None
-        recomputed: list[Row] = []
-        with torch.no_grad():
-            for micro in self._pack(rows, share=False):
-                new = self.policy.logprobs(micro)
-                gap = _largest(gap, _logprob_gap(new, micro, version))
-                if self.config.importance_cap is None:
-                    recomputed += micro.rows
-                    continue
-                counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
-                parts = torch.split(new.cpu(), counts)
-                recomputed += [
-                    row._replace(old=part.numpy())
-                    for row, part in zip(micro.rows, parts, strict=True)
-                ]
-        return recomputed, gap
+        single = len({sample.session for sample in samples}) <= self.config.sessions_per_update
+        return not single or self.config.share_prefix or self.config.importance_cap is not None
+
+    @torch.no_grad()
+    def _recompute(self, rows: Sequence[Row]) -> list[Recomputed]:
+        """Return log probabilities under the weights as they are, by a plain forward pass."""
+        recomputed: list[Recomputed] = []
+        for micro in self._pack(rows, share=False):
+            recomputed += _split(self._forward(self.policy, micro), micro)
+        return recomputed
 
     def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Split sessions at random into updates of even size; weight the tokens of each."""
@@ -148,32 +163,49 @@ class Grpo:
             sessions.setdefault(row.sample.session, []).append(row)
         whole = list(sessions.values())
         shuffled = torch.randperm(len(whole), generator=self.order)
-        for minibatch in shuffled.chunk(math.ceil(len(whole) / self.config.sessions_per_update)):
+        updates = math.ceil(len(whole) / self.config.sessions_per_update)
+        for minibatch in shuffled.tensor_split(updates):
             chosen = [row for i in minibatch.tolist() for row in whole[i]]
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
-    def _update(self, rows: Sequence[Row], version: int) -> _Update:
-        """One optimizer update; gradients add up over its forward passes."""
-        figures = _Update()
-        self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._pack(rows, share=self.config.share_prefix):
-            self._backward(micro, version, figures)
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.max_grad_norm, error_if_nonfinite=True
-        )
-        figures.grad_norm = float(norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self.optimizer.step()
-        self.updates += 1
+    def _update(self, rows: Sequence[Row]) -> _Update:
+        """One optimizer update, unless its gradient is zero or not finite."""
+        figures = _Update(frozenset(row.sample.session for row in rows))
+        if not self._accumulate(rows, figures):
+            figures.culprits = self._find_culprits(rows)
+            self.optimizer.zero_grad(set_to_none=True)
+            _log.warning("update skipped, not finite", sessions=figures.culprits)
+        elif figures.grad_norm > 0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            self.optimizer.step()
+            self.updates += 1
         return figures
 
-    def _backward(self, micro: MicroBatch, version: int, figures: _Update) -> None:
+    def _accumulate(self, rows: Sequence[Row], figures: _Update) -> bool:
+        """Add up the gradient of `rows` over forward passes, and clip it; whether it is finite."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in self._pack(rows, share=self.config.share_prefix):
+            self._backward(micro, figures)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        figures.grad_norm = float(norm)
+        return math.isfinite(figures.grad_norm) and math.isfinite(figures.loss)
+
+    def _find_culprits(self, rows: Sequence[Row]) -> tuple[str, ...]:
+        """Return the sessions whose own gradient is not finite; all, if only their sum is not."""
+        sessions = sorted({row.sample.session for row in rows})
+        alone = {name: [row for row in rows if row.sample.session == name] for name in sessions}
+        found = [
+            name for name, own in alone.items() if not self._accumulate(own, _Update(frozenset()))
+        ]
+        return tuple(found or sessions)
+
+    def _backward(self, micro: MicroBatch, figures: _Update) -> None:
         """Accumulate the gradient and the figures of one forward pass."""
-        new = self.policy.logprobs(micro)
+        new = self._forward(self.policy, micro)
         with torch.no_grad():
-            reference = self.reference.logprobs(micro) if self.reference else None
+            reference = self._forward(self.reference, micro) if self.reference else None
         terms = token_terms(
             new,
             old=micro.old,
@@ -184,6 +216,7 @@ class Grpo:
         )
         loss = (terms.loss * micro.weight).sum()
         loss.backward()  # type: ignore[no-untyped-call]
+        figures.recomputed += _split(new.detach(), micro)
         figures.tokens += len(new)
         figures.forwarded += micro.computed - micro.padding
         figures.padding += micro.padding
@@ -191,9 +224,13 @@ class Grpo:
         figures.kl += float(terms.kl.sum())
         figures.clipped += float(terms.clipped.sum())
         figures.ratio += float(terms.ratio.sum())
-        figures.logprob_gap = _largest(
-            figures.logprob_gap, _logprob_gap(new.detach(), micro, version)
-        )
+
+    def _forward(self, policy: PolicyModel, micro: MicroBatch) -> torch.Tensor:
+        """Log probabilities of the trained tokens, computed under autocast if configured."""
+        with torch.autocast(
+            policy.device.type, torch.bfloat16, enabled=self.config.autocast is not None
+        ):
+            return policy.logprobs(micro)
 
     @property
     def learning_rate(self) -> float:
@@ -211,27 +248,63 @@ class Grpo:
         updates: Sequence[_Update],
         samples: Sequence[Sample],
         ledger: Ledger,
-        gap: float | None,
+        mismatch: MismatchReport | None,
         seconds: float,
     ) -> StepReport:
-        tokens = max(1, sum(one.tokens for one in updates))
-        count = max(1, len(updates))
+        finite = [one for one in updates if not one.culprits]
+        applied = [one for one in finite if one.grad_norm > 0]
+        learned = frozenset[str]().union(*(one.sessions for one in finite))
+        lost = sum(int(one.loss_mask.sum()) for one in samples if one.session not in learned)
+        ledger = _drop(ledger, Reason.NON_FINITE, lost)
+        tokens = max(1, sum(one.tokens for one in finite))
+        count = max(1, len(finite))
         return StepReport(
-            updates=len(updates),
+            updates=len(applied),
+            updates_skipped=len(updates) - len(finite),
+            skipped_because_of=tuple(sorted({name for one in updates for name in one.culprits})),
             samples=len(samples),
             tokens_trained=ledger.trained,
             tokens_forwarded=sum(one.forwarded for one in updates),
             tokens_padding=sum(one.padding for one in updates),
-            loss=sum(one.loss for one in updates) / count,
-            kl=sum(one.kl for one in updates) / tokens if self.reference else None,
-            clip_fraction=sum(one.clipped for one in updates) / tokens,
-            ratio_mean=sum(one.ratio for one in updates) / tokens,
-            grad_norm=sum(one.grad_norm for one in updates) / count,
+            loss=sum(one.loss for one in finite) / count,
+            kl=sum(one.kl for one in finite) / tokens if self.reference else None,
+            clip_fraction=sum(one.clipped for one in finite) / tokens,
+            ratio_mean=sum(one.ratio for one in finite) / tokens,
+            grad_norm=sum(one.grad_norm for one in finite) / count,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             seconds=seconds,
-            max_abs_dlogprob=gap,
+            mismatch=mismatch,
             ledger=ledger,
         )
+
+
+def _check_dtypes(model: torch.nn.Module) -> None:
+    """Refuse trained weights of less than float32. Raises `ConfigError`."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in {torch.bfloat16, torch.float16}:
+            msg = (
+                f"parameter {name} is {parameter.dtype}: AdamW's small changes are lost to "
+                "rounding; load the model with dtype=torch.float32, and let autocast be 'bfloat16' "
+                "to compute in that"
+            )
+            raise ConfigError(msg)
+
+
+def _split(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
+    """Divide log probabilities of a forward pass among its samples."""
+    counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
+    parts = torch.split(new.cpu(), counts)
+    return [
+        Recomputed(row.sample, part.numpy()) for row, part in zip(micro.rows, parts, strict=True)
+    ]
+
+
+def _drop(ledger: Ledger, reason: Reason, count: int) -> Ledger:
+    """Count `count` trained tokens as dropped instead."""
+    if not count:
+        return ledger
+    dropped = ledger.dropped | {reason: count}
+    return msgspec.structs.replace(ledger, trained=ledger.trained - count, dropped=dropped)
 
 
 def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
@@ -241,14 +314,3 @@ def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
-
-
-def _logprob_gap(new: torch.Tensor, micro: MicroBatch, version: int) -> float | None:
-    """Largest deviation from the captured log probabilities of this version's tokens."""
-    difference = (new - micro.behaviour).abs()[micro.version == version]
-    return float(difference.max()) if len(difference) else None
-
-
-def _largest(first: float | None, other: float | None) -> float | None:
-    known = [value for value in (first, other) if value is not None]
-    return max(known, default=None)

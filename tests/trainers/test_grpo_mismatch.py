@@ -1,0 +1,133 @@
+"""How far captured log probabilities are from the trainer's, and at which temperature they are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from trainers.sessions import VERSION, captured, groups, session, tiny, trace
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.mismatch import Mismatch
+from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.train import Grpo
+from tugline.types import Distribution, LogprobMeaning, Reason, Span, Trace, Trajectory
+
+torch.set_num_threads(1)
+
+
+def sampled_at(model: torch.nn.Module, *distributions: Distribution) -> list[Trajectory]:
+    """A group of two sessions; each trace has one span per distribution, captured at it."""
+    batch = []
+    for number in range(2):
+        rng = np.random.default_rng(number)
+        ids = rng.integers(0, 48, 40 + 10 * len(distributions)).astype(np.int32)
+        logprobs = np.zeros(len(ids), np.float32)
+        spans = []
+        for i, one in enumerate(distributions):
+            start = 40 + 10 * i
+            raw = one.logprobs is LogprobMeaning.RAW or not one.temperature
+            whole = captured(model, ids, 1.0 if raw else one.temperature)
+            logprobs[start : start + 10] = whole[start : start + 10]
+            spans.append(Span(i, start, start + 10, VERSION, distribution=one))
+        mask = np.arange(len(ids)) >= 40
+        made = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=tuple(spans))
+        batch.append(session([made], task="t", sample=number, reward=float(number)))
+    return batch
+
+
+# --------------------------------------------------------------------------- sampling parameters
+def test_each_call_has_its_own_temperature() -> None:
+    """Calls of one session at 0.5, 1 and 2, and one with raw logprobs, are all reproduced."""
+    at = [
+        *(Distribution(temperature=one) for one in (0.5, 1.0, 2.0)),
+        Distribution(temperature=0.5, top_p=0.9, logprobs=LogprobMeaning.RAW),
+    ]
+    report = Grpo(tiny(), GrpoConfig()).step(sampled_at(tiny(), *at), version=VERSION)
+    assert report.mismatch is not None
+    assert report.mismatch.total.tokens == report.tokens_trained == 80
+    assert report.mismatch.total.max_abs < 1e-5
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [Distribution(top_p=0.9), Distribution(top_k=20), Distribution(temperature=0.0)],
+    ids=["top_p", "top_k", "greedy"],
+)
+def test_logprobs_after_truncation_are_not_trained_on(distribution: Distribution) -> None:
+    """Which tokens an engine left is not known; the ledger says why those tokens are masked."""
+    batch = sampled_at(tiny(), Distribution(), distribution)
+    samples, ledger = prepare(batch, GrpoConfig(), version=VERSION)
+    assert ledger.balanced
+    assert ledger.masked[Reason.UNREPRODUCIBLE] == ledger.trained == 20
+    assert [int(one.loss_mask.sum()) for one in samples] == [10, 10]
+
+
+# --------------------------------------------------------------------------- the distribution
+def test_mismatch_describes_the_distribution() -> None:
+    """99 differences of 0.01 and one of -1, worked out by hand."""
+    got = Mismatch.of(np.array([0.01] * 99 + [-1.0, math.nan, math.inf]))
+    assert (got.tokens, got.non_finite) == (100, 2)
+    assert got.max_abs == 1
+    assert got.mean_abs == pytest.approx((0.99 + 1) / 100)
+    assert got.p99_abs == pytest.approx(0.01 + 0.01 * 0.99)
+    assert got.share_large == 0.01
+    small, large = math.exp(0.01), math.exp(-1)
+    assert got.k3 == pytest.approx((99 * (small - 1.01) + large) / 100)
+    weights = 99 * small + large
+    squares = 99 * small**2 + large**2
+    assert got.effective_sample_size == pytest.approx(weights**2 / (100 * squares))
+
+
+def test_mismatch_without_a_finite_difference() -> None:
+    """Nothing can be said, and nothing is NaN."""
+    got = Mismatch.of(np.array([math.nan]))
+    assert (got.tokens, got.non_finite, got.max_abs, got.k3) == (0, 1, 0, 0)
+
+
+def test_mismatch_is_measured_over_all_tokens_whatever_their_version() -> None:
+    """Stale tokens are measured as well, apart: by version, engine and harness."""
+    batch = groups(tiny())
+    for i, one in enumerate(batch):
+        made = []
+        for each in one.traces:
+            first, last = each.spans
+            spans = (
+                replace(first, version=VERSION - 2, engine="vllm"),
+                replace(last, engine="vllm"),
+            )
+            off = np.zeros(len(each.ids), np.float32)
+            off[first.start : first.end] = 0.5
+            made.append(replace(each, spans=spans, logprobs=each.logprobs + off))
+        batch[i] = replace(one, traces=tuple(made), harness="pi" if i % 2 else "")
+    report = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
+    assert report.mismatch is not None
+    assert report.mismatch.total.tokens == report.tokens_trained
+    by_version = report.mismatch.by_version
+    assert by_version[VERSION - 2].mean_abs == pytest.approx(0.5, abs=1e-5)
+    assert by_version[VERSION - 2].share_large == 1
+    assert by_version[VERSION].max_abs < 1e-5
+    assert report.mismatch.by_engine["vllm"].tokens == report.tokens_trained
+    assert list(report.mismatch.by_harness) == ["pi"]
+
+
+def test_mismatch_can_be_measured_at_publication() -> None:
+    """Without a step, without rewards, and under the weights as they are at that moment."""
+    model = tiny()
+    batch = [replace(one, reward=None) for one in groups(model)]
+    trainer = Grpo(model, GrpoConfig(share_prefix=True))
+    before = trainer.measure_mismatch(batch)
+    with torch.no_grad():
+        model.lm_head.weight[7] += 1.0
+    after = trainer.measure_mismatch(batch)
+    assert before is not None
+    assert after is not None
+    assert before.total.tokens == sum(one.ledger.trained for one in batch)
+    assert before.total.max_abs < 1e-5
+    assert after.total.max_abs > 0.01
+    assert trainer.measure_mismatch([]) is None
+    unmodified = session([trace(model, np.random.default_rng(0))], task="t", sample=0, reward=1.0)
+    assert trainer.measure_mismatch([unmodified]) is not None

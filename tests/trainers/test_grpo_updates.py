@@ -1,0 +1,192 @@
+"""Which updates a step makes, what moves the weights, and what does not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from trainers.sessions import VERSION, groups, session, tiny, trace
+from tugline.errors import ConfigError
+from tugline.trainers.grpo.batch import Row
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.train import Grpo
+from tugline.types import Boundary, Failure, Reason, Trajectory
+
+torch.set_num_threads(1)
+MODEL = tiny()
+"""For tests that do not train it."""
+
+
+def flat_group(task: str) -> list[Trajectory]:
+    """Three sessions that all earned the same."""
+    rng = np.random.default_rng(9)
+    return [session([trace(MODEL, rng)], task=task, sample=i, reward=1.0) for i in range(3)]
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """All weights in one vector."""
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+def gradient(batch: list[Trajectory], config: GrpoConfig) -> torch.Tensor:
+    """Gradient of a single update, as plain gradient descent at rate 1 applies it."""
+    model = tiny().double()
+    before = weights(model)
+    trainer = Grpo(model, replace(config, lr=1.0, max_grad_norm=1e9))
+    trainer.optimizer = torch.optim.SGD(model.parameters())  # type: ignore[assignment]
+    trainer.step(batch, version=VERSION)
+    return before - weights(model)
+
+
+def spoil(one: Trajectory) -> Trajectory:
+    """A session whose engine reported a log probability that is not a number."""
+    (made, *rest) = one.traces
+    logprobs = made.logprobs.copy()
+    logprobs[int(made.mask.argmax())] = math.nan
+    return replace(one, traces=(replace(made, logprobs=logprobs), *rest))
+
+
+# --------------------------------------------------------------------------- even updates
+@given(sessions=st.integers(1, 40), most=st.integers(1, 10), seed=st.integers(0, 3))
+def test_updates_are_of_even_size(sessions: int, most: int, seed: int) -> None:
+    """As few as possible, sizes at most one apart, every session once, the same order by seed."""
+    sample = prepare(groups(MODEL), GrpoConfig(), version=VERSION).samples[0]
+    rows = [Row(replace(sample, session=str(i))) for i in range(sessions)]
+    config = GrpoConfig(sessions_per_update=most, seed=seed)
+    first, again = (
+        [[row.sample.session for row in one] for one in Grpo(MODEL, config)._shuffle(rows)]
+        for _ in range(2)
+    )
+    sizes = [len(one) for one in first]
+    assert len(sizes) == math.ceil(sessions / most)
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(name for one in first for name in one) == sorted(map(str, range(sessions)))
+    assert first == again
+
+
+def test_updates_are_counted_over_epochs() -> None:
+    """Eight sessions, ten traces, at three an update make three updates, once per epoch."""
+    config = GrpoConfig(sessions_per_update=3, epochs=2)
+    report = Grpo(tiny(), config).step(groups(MODEL), version=VERSION)
+    assert (report.samples, report.updates, report.updates_skipped) == (10, 6, 0)
+
+
+# --------------------------------------------------------------------------- without signal
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_groups_without_signal_change_nothing(normalisation: str, advantage: str) -> None:
+    """The gradient is the one without them, and the ledger counts their tokens."""
+    config = GrpoConfig(normalisation=normalisation, advantage=advantage)  # type: ignore[arg-type]
+    flat = [one for task in ("u", "v", "w") for one in flat_group(task)]
+    apart, together = (gradient(batch, config) for batch in (groups(MODEL), groups(MODEL) + flat))
+    assert float((apart - together).abs().max()) < 1e-7
+    assert float(apart.abs().max()) > 1e-4
+    _, ledger = prepare(groups(MODEL) + flat, config, version=VERSION)
+    assert ledger.balanced
+    assert ledger.dropped == {Reason.NO_SIGNAL: sum(one.ledger.trained for one in flat)}
+
+
+@pytest.mark.parametrize("eager", [{}, {"kl": 0.1}], ids=["policy", "kl"])
+def test_a_step_without_signal_moves_no_weight(eager: dict[str, float]) -> None:
+    """Not even by the momentum of earlier steps, or by weight decay."""
+    model = tiny()
+    config = GrpoConfig(lr=1e-2, weight_decay=0.1, **eager)  # type: ignore[arg-type]
+    trainer = Grpo(model, config, reference=tiny() if eager else None)
+    trainer.step(groups(model), version=VERSION)
+    before, updates = weights(model), trainer.updates
+    report = trainer.step(flat_group("t"), version=VERSION + 1)
+    assert torch.equal(before, weights(model))
+    assert (report.updates, trainer.updates) == (0, updates)
+
+
+def test_an_update_without_gradient_moves_no_weight() -> None:
+    """The middle one of three rewards has advantage 0; alone in an update it changes nothing."""
+    config = GrpoConfig(advantage="dr_grpo", sessions_per_update=1, lr=1e-2)
+    rng = np.random.default_rng(3)
+    batch = [session([trace(MODEL, rng)], task="t", sample=i, reward=i / 2) for i in range(3)]
+    trainer = Grpo(tiny(), config)
+    assert trainer.step(batch, version=VERSION).updates == trainer.updates == 2
+
+
+# --------------------------------------------------------------------------- not finite
+def test_an_update_that_is_not_finite_is_skipped_and_explained() -> None:
+    """The session is named, its update's tokens are dropped, and the other update is applied."""
+    batch = groups(MODEL)
+    batch[5] = spoil(batch[5])
+    model = tiny()
+    trainer = Grpo(model, GrpoConfig(sessions_per_update=4, lr=1e-2))
+    before = weights(model)
+    report = trainer.step(batch, version=VERSION)
+    assert (report.updates, report.updates_skipped) == (1, 1)
+    assert report.skipped_because_of == (batch[5].session,)
+    assert report.ledger.balanced
+    assert 0 < report.tokens_trained < sum(one.ledger.trained for one in batch)
+    assert report.ledger.dropped[Reason.NON_FINITE] > batch[5].ledger.trained
+    assert all(map(math.isfinite, (report.loss, report.grad_norm, report.ratio_mean)))
+    assert report.mismatch is not None
+    assert report.mismatch.total.non_finite == 1
+    after = weights(model)
+    assert bool(after.isfinite().all())
+    assert not torch.equal(before, after)
+
+
+def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is() -> None:
+    """A finite loss whose gradient overflows names its session, too; the run goes on."""
+    model = tiny()
+    batch = groups(model)
+    huge = replace(batch[2].traces[0], logprobs=batch[2].traces[0].logprobs - 88)
+    batch[2] = replace(batch[2], traces=(huge,), reward=replace(batch[2].reward, value=-1.0))
+    trainer = Grpo(model, GrpoConfig(lr=1e-2))
+    before = weights(model)
+    report = trainer.step(batch, version=VERSION)
+    assert (report.updates, report.updates_skipped) == (0, 1)
+    assert report.skipped_because_of == (batch[2].session,)
+    assert torch.equal(before, weights(model))
+    assert trainer.step(groups(model), version=VERSION).updates == 1
+
+
+# --------------------------------------------------------------------------- truncated sessions
+def test_sessions_stopped_at_a_limit_can_be_left_out() -> None:
+    """Their reward stays in the mean, their tokens are dropped, and other failures stay in."""
+    batch = groups(MODEL)
+    stopped = replace(batch[1], failure=Failure(Boundary.AGENT, "agent_timeout after 600 s"))
+    batch[1] = stopped
+    kept, _ = prepare(batch, GrpoConfig(), version=VERSION)
+    samples, ledger = prepare(batch, GrpoConfig(drop_truncated=True), version=VERSION)
+    assert ledger.balanced
+    assert ledger.dropped == {Reason.TRUNCATED: stopped.ledger.trained}
+    rest = [one for one in kept if one.session != stopped.session]
+    assert len(samples) == len(rest)
+    for one, other in zip(samples, rest, strict=True):
+        assert np.array_equal(one.advantages, other.advantages)
+
+
+# --------------------------------------------------------------------------- precision
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_low_precision_are_refused(dtype: torch.dtype) -> None:
+    """The error names the parameter, its type, and what to do; frozen weights may have any."""
+    model = tiny().to(dtype)
+    with pytest.raises(ConfigError, match=rf"embed_tokens.weight is {dtype}.*dtype=torch.float32"):
+        Grpo(model, GrpoConfig())
+
+
+def test_float32_weights_move_under_autocast() -> None:
+    """At a rate whose changes bfloat16 would round away, nearly every weight moves."""
+    model = tiny()
+    before = weights(model)
+    report = Grpo(model, GrpoConfig(lr=1e-6, autocast="bfloat16")).step(
+        groups(model), version=VERSION
+    )
+    after = weights(model)
+    assert after.dtype is torch.float32
+    assert float((before != after).float().mean()) > 0.9
+    assert float((before.bfloat16() != after.bfloat16()).float().mean()) < 0.1
+    assert report.mismatch is not None
+    assert 1e-5 < report.mismatch.total.mean_abs < 0.05
