@@ -20,9 +20,6 @@ from rig import Mode, Rig, fail, note
 from tugline.recording import file as recordings
 
 SLICES = 5
-PACED_STREAMS = 16
-WAVE = 16
-"""Sessions at a time while memory is watched."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,15 @@ class Size:
     paced_turns: int = 8
     """Calls of each of the spaced streams in a block."""
     connections: tuple[int, ...] = (1, 16, 64)
+    at_once: int = 16
+    """Spaced streams, and sessions while memory is watched."""
 
 
 SIZES = {
     "full": Size(rounds=12, calls=1200, rate=90, memory_calls=20_000),
     "quick": Size(rounds=3, calls=180, rate=90, memory_calls=1_920),
     "smoke": Size(
-        rounds=2, calls=36, rate=60, memory_calls=1_280, paced_turns=1, connections=(1, 4)
+        rounds=2, calls=36, rate=60, memory_calls=160, paced_turns=1, connections=(1, 2), at_once=2
     ),
 }
 """``smoke`` shows that all of it runs; its figures mean nothing."""
@@ -73,8 +72,8 @@ async def paced_cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
     """The same for spaced streams, of which many are open at a time."""
     gateway = rig.gateways[mode.gateway]
     blocks: dict[str, list[float]] = {"passthrough": [], "gateway": []}
-    gateway.open(PACED_STREAMS * (1 + size.rounds))
-    seats = {kind: rig.seats(mode, kind, PACED_STREAMS) for kind in blocks}
+    gateway.open(size.at_once * (1 + size.rounds))
+    seats = {kind: rig.seats(mode, kind, size.at_once) for kind in blocks}
     for each in seats.values():
         await _stagger(each)
     for _ in range(size.rounds):
@@ -82,7 +81,7 @@ async def paced_cpu(rig: Rig, mode: Mode, size: Size) -> dict[str, list[float]]:
             child = rig.floor if kind == "passthrough" else gateway.child
             before = child.cpu()
             await closed_loop(seats[kind], size.paced_turns)
-            found.append((child.cpu() - before) / (size.paced_turns * PACED_STREAMS) * 1000)
+            found.append((child.cpu() - before) / (size.paced_turns * size.at_once) * 1000)
     for each in seats.values():
         _close(each)
     return blocks
@@ -169,20 +168,20 @@ def check(rig: Rig, mode: Mode, begun: Sequence[Path]) -> float:
     return size / len(calls)
 
 
-async def memory(rig: Rig, mode: Mode, calls: int) -> float:
+async def memory(rig: Rig, mode: Mode, size: Size) -> float:
     """Bytes of resident memory gained a call, by least squares, the first tenth left out."""
     gateway = rig.gateways[mode.gateway]
     seen: list[tuple[int, int]] = []
     made = 0
-    while made < calls:
-        gateway.open(WAVE)
-        seats = rig.seats(mode, "gateway", WAVE)
+    while made < size.memory_calls:
+        gateway.open(size.at_once)
+        seats = rig.seats(mode, "gateway", size.at_once)
         await asyncio.gather(*(seat.connect() for seat in seats))
         await closed_loop(seats, TURNS)
         _close(seats)
         for recording in gateway.close():
             recording.unlink()
-        made += WAVE * TURNS
+        made += size.at_once * TURNS
         seen.append((made, gateway.child.rss()))
         if len(seen) % 8 == 0:
             note(f"memory: {made} calls, {seen[-1][1] / 1e6:.1f} MB")

@@ -89,7 +89,7 @@ async def run(name: str, only: Sequence[str]) -> dict[str, Any]:
             noise[mode.name] = _spread(floor)
         told["kept_bytes_per_call"] = round(kept.get("exact", 0)) or None
         told["kept_bytes_per_call_by_mode"] = {name: round(size) for name, size in kept.items()}
-        told["rss_growth_bytes_per_call"] = await measures.memory(rig, modes[0], size.memory_calls)
+        told["rss_growth_bytes_per_call"] = await measures.memory(rig, modes[0], size)
         repeated = rig.gateways[modes[0].gateway].told
     told["conversation"] = story.sizes(story.bodies(repeated, stream=False))
     told["method"] = {"size": name, **msgspec.to_builtins(size), "spacing_s": SPACING_S}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from benchmarks.conftest import Measure
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "runtimes"
 SMALL = """
 import asyncio, json, subprocess, tempfile
 from pathlib import Path
@@ -30,18 +26,9 @@ with tempfile.TemporaryDirectory() as root:
 """
 
 
-def test_a_small_run() -> None:
+def test_a_small_run(measure: Measure) -> None:
     """Every part takes its time, sessions remove their folders, a process left over is counted."""
-    done = subprocess.run(
-        [sys.executable, "-c", SMALL],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    one, many, seen, named = json.loads(done.stdout.splitlines()[-1])
+    one, many, seen, named = measure("runtimes", "-c", SMALL)
     assert one["all"] >= one["start"] + sum(one["execs"]) > 0
     assert len(one["execs"]) == 2
     assert many > 0

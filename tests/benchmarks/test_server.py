@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "server" / "run.py"
+from benchmarks.conftest import Measure
 
 
-def test_every_measure_has_its_figures() -> None:
+def test_every_measure_has_its_figures(measure: Measure) -> None:
     """The documented keys are there, from real processes, with figures that can be true."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--json", "--size", "smoke"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = measure("server", "run.py", "--json", "--size", "smoke")
     assert told["store"] == "sqlite"
     assert told["sessions_per_s"] > 1
     assert 0 < told["dispatch_p50_ms"] <= told["dispatch_p99_ms"]

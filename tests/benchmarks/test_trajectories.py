@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "trajectories" / "run.py"
+from benchmarks.conftest import Measure
 
 
 @pytest.fixture(scope="module")
-def figures() -> dict[str, Any]:
+def figures(measure: Measure) -> dict[str, Any]:
     """Sessions of 10 and 100 turns, with few repetitions."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--json", "--size", "smoke"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = measure("trajectories", "run.py", "--json", "--size", "smoke")
     return result
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from benchmarks.conftest import Measure
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "utilisation"
 SMALL = """
 import json
 from run import Case, ideal, on_node
@@ -19,18 +15,9 @@ print(json.dumps({"few": few, "many": many, "busy": seen.busy, "sessions": seen.
 """
 
 
-def test_a_small_run() -> None:
+def test_a_small_run(measure: Measure) -> None:
     """52 agents keep 32 slots full if they are always ready, 36 cannot; the node gets near."""
-    done = subprocess.run(
-        [sys.executable, "-c", SMALL],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = measure("utilisation", "-c", SMALL)
     assert 0.99 < told["many"] <= 1.0
     assert 0.6 < told["few"] < 0.85
     assert 0.3 < told["busy"] <= 1.0

@@ -27,7 +27,7 @@ from tugline.trainers.grpo import checkpoint
 from tugline.types import Reason, Status
 
 TUGLINE = Path(sys.executable).with_name("tugline")
-SMALL = "steps: {steps}\ntasks_per_step: 2\nsamples: 3\nheldout: 4\nslots: 2\n"
+SMALL = "steps: {steps}\ntasks_per_step: 2\nsamples: 3\nheldout: {heldout}\nslots: 2\n"
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,10 +51,10 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 300) -> dict[str, 
     return summary
 
 
-def small(tmp_path: Path, steps: int) -> Path:
+def small(tmp_path: Path, steps: int, heldout: int = 2) -> Path:
     """A configuration that takes seconds."""
     config = tmp_path / "small.yaml"
-    config.write_text(SMALL.format(steps=steps))
+    config.write_text(SMALL.format(steps=steps, heldout=heldout))
     return config
 
 
@@ -76,7 +76,7 @@ def test_the_real_pi_is_trained_and_every_number_is_reported(tmp_path: Path) -> 
     folder = tmp_path / "run"
     summary = finish(start(folder, "--config", str(small(tmp_path, 2))))
     assert (summary["harness"], summary["harness_version"]) == ("pi", "0.87.1")
-    assert summary["sessions"] == 2 * 2 * 3 + 2 * 4
+    assert summary["sessions"] == 2 * 2 * 3 + 2 * 2
     assert (summary["steps"], summary["updates"] > 0) == (2, True)
     assert balanced(summary)
     assert summary["tokens_trained"] > 0
@@ -105,7 +105,14 @@ def test_a_script_of_ones_own_is_trained_the_same_way(tmp_path: Path) -> None:
     summary = finish(
         start(
             tmp_path / "run",
-            *("--config", str(small(tmp_path, 1)), "--harness", "shell", "--command", agent),
+            *(
+                "--config",
+                str(small(tmp_path, 1, heldout=1)),
+                "--harness",
+                "shell",
+                "--command",
+                agent,
+            ),
         )
     )
     assert summary["harness"] == "shell"
@@ -119,7 +126,7 @@ def test_a_script_of_ones_own_is_trained_the_same_way(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
     """A run that is killed again and again ends with each session counted exactly once."""
-    folder, config = tmp_path / "run", small(tmp_path, 4)
+    folder, config = tmp_path / "run", small(tmp_path, 4, heldout=4)
     rng = random.Random(5)
     acknowledged: dict[str, str] = {}
     for _ in range(6):
