@@ -102,19 +102,9 @@ def test_the_real_pi_is_trained_and_every_number_is_reported(tmp_path: Path) -> 
 def test_a_script_of_ones_own_is_trained_the_same_way(tmp_path: Path) -> None:
     """The example agent, started as the user would, goes through the same path."""
     agent = f"{sys.executable} examples/agents/openai_loop.py"
-    summary = finish(
-        start(
-            tmp_path / "run",
-            *(
-                "--config",
-                str(small(tmp_path, 1, heldout=1)),
-                "--harness",
-                "shell",
-                "--command",
-                agent,
-            ),
-        )
-    )
+    config = small(tmp_path, 1, heldout=1)
+    own = ("--harness", "shell", "--command", agent)
+    summary = finish(start(tmp_path / "run", "--config", str(config), *own))
     assert summary["harness"] == "shell"
     assert summary["failed_sessions"] == 0
     assert balanced(summary)
