@@ -12,12 +12,15 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from importlib import import_module, metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from tugline.errors import ConfigError, UnknownPlugin
 from tugline.schema import decode
+from tugline.types import PluginSpec
+
+P = TypeVar("P")
 
 BUILT_IN: dict[str, dict[str, str]] = {
     "harness": {
@@ -99,18 +102,26 @@ def _load(kind: str, target: str) -> Any:
         raise UnknownPlugin(msg) from error
 
 
-def make(kind: str, name: str, target: Any, options: Mapping[str, Any]) -> Any:
-    """Call `target` with `options`. Raises `ConfigError` for an unknown or a wrong one."""
+def make(kind: str, spec: PluginSpec, contract: type[P]) -> P:
+    """Make the plug-in that `spec` names, a subclass of `contract`.
+
+    Raises `UnknownPlugin` for the name, `ConfigError` for an unknown or a wrong option.
+    """
+    target = find(kind, spec.name)
     parameters = _parameters(target)
-    for option, value in options.items():
+    if not (isinstance(target, type) and issubclass(target, contract)):
+        base = f"{contract.__module__}.{contract.__name__}"
+        msg = f"{spec.name!r} is no {kind}: it must be a subclass of {base}"
+        raise UnknownPlugin(msg)
+    for option, value in spec.options.items():
         hint = parameters.get(option, parameters.get("**"))
         if hint is not None and value is not hint.default:
-            _check(f"{kind} {name!r}", option, value, hint.annotation)
+            _check(f"{kind} {spec.name!r}", option, value, hint.annotation)
     try:
-        return target(**options)
+        return target(**spec.options)
     except TypeError as error:
         known = ", ".join(inspect.signature(target).parameters) or "none"
-        msg = f"{kind} {name!r}: {error} (its options: {known})"
+        msg = f"{kind} {spec.name!r}: {error} (its options: {known})"
         raise ConfigError(msg) from error
 
 

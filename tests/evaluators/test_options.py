@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from tugline.errors import ConfigError, UnknownPlugin
-from tugline.plugins import find, make
+from tugline.evaluators.base import Evaluator
+from tugline.plugins import make
+from tugline.types import PluginSpec
 
 CRITERION = {"name": "right", "text": "It is right."}
 COMMAND = {"command": "true", "format": "tap"}
@@ -96,5 +98,5 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
     """The error has the option, its value and what would be right."""
     with pytest.raises((ConfigError, UnknownPlugin)) as error:
-        make("evaluator", name, find("evaluator", name), BASE[name] | options)
+        make("evaluator", PluginSpec(name, BASE[name] | options), Evaluator)
     assert message in str(error.value)

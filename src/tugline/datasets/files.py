@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, Solution, TaskSet, TaskTemplate, task_id
-from tugline.errors import ConfigError, UnknownPlugin
-from tugline.plugins import find, make
+from tugline.errors import ConfigError
+from tugline.plugins import make
 from tugline.protocol import ResultView
 from tugline.recording.trajectories import RESULTS
 from tugline.schema import decode, read_values
@@ -271,12 +271,7 @@ def read_harbor_folder(path: Path) -> SelectedTasks | None:
 
 def _make_task_set(part: PluginSpec, folder: Path) -> TaskSet:
     """Make a task set, whose `path` is relative to `folder`. Raises `ConfigError`."""
-    target = find("taskset", part.name)
     options = dict(part.options)
     if isinstance(options.get("path"), str):
         options["path"] = str((folder / Path(options["path"]).expanduser()).absolute())
-    if not (isinstance(target, type) and issubclass(target, TaskSet)):
-        msg = f"{part.name!r} is no taskset: it must be a subclass of TaskSet"
-        raise UnknownPlugin(msg)
-    taskset: TaskSet = make("taskset", part.name, target, options)
-    return taskset
+    return make("taskset", PluginSpec(part.name, options), TaskSet)

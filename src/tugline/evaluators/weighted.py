@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from tugline.errors import ConfigError, EvaluatorError, SandboxError
+from tugline.errors import ConfigError, EvaluatorError, SandboxError, UnknownPlugin
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
-from tugline.plugins import find, make
+from tugline.plugins import make
 from tugline.sandbox.base import Mount
 from tugline.types import PluginSpec, Reward, Task
 
@@ -158,14 +158,9 @@ class WeightedEvaluator(Evaluator):
 def _make_part(name: str, options: PartOptions) -> _WeightedPart:
     """Make a part from its options. Raises `ConfigError`."""
     where = f"evaluator 'weighted': parts[{name!r}]"
-    spec = options.evaluator
-    target = find("evaluator", spec.name)
-    if not (isinstance(target, type) and issubclass(target, Evaluator)):
-        msg = f"{where}.evaluator: {spec.name!r} must be a subclass of Evaluator"
-        raise ConfigError(msg)
     try:
-        evaluator = make("evaluator", spec.name, target, spec.options)
-    except ConfigError as error:
+        evaluator = make("evaluator", options.evaluator, Evaluator)
+    except (ConfigError, UnknownPlugin) as error:
         msg = f"{where}: {error}"
         raise ConfigError(msg) from error
     return _WeightedPart(evaluator, options.weight, options.required)

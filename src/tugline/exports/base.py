@@ -156,10 +156,7 @@ class Exporter:
 
 def make_exporter(spec: PluginSpec) -> Exporter:
     """Make an exporter. Raises `UsageError` for an unknown name or option."""
-    exporter: Exporter = plugins.make(
-        "export", spec.name, plugins.find("export", spec.name), spec.options
-    )
-    return exporter
+    return plugins.make("export", spec, Exporter)
 
 
 class JsonLinesWriter(RowWriter):

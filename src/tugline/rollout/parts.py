@@ -6,24 +6,19 @@ Sharing lets a harness install once and an evaluator cache its verdicts.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 from tugline import log
-from tugline.errors import TuglineError, UnknownPlugin
+from tugline.errors import TuglineError
 from tugline.evaluators.base import Evaluator
 from tugline.harnesses.base import Harness
-from tugline.plugins import find, make, pack_options
+from tugline.plugins import make, pack_options
 from tugline.sandbox.base import Runtime
 from tugline.traces.base import Builder
 from tugline.types import PluginSpec, Task
 
 _log = log.get("node")
-_CONTRACTS = {
-    "harness": Harness,
-    "runtime": Runtime,
-    "evaluator": Evaluator,
-    "builder": Builder,
-}
+P = TypeVar("P")
 
 
 class Parts:
@@ -45,23 +40,19 @@ class Parts:
 
     def harness(self, spec: PluginSpec) -> Harness:
         """The agent program."""
-        made: Harness = self._make("harness", spec)
-        return made
+        return self._make("harness", spec, Harness)
 
     def runtime(self, spec: PluginSpec) -> Runtime:
         """The runtime of its sandboxes."""
-        made: Runtime = self._make("runtime", spec)
-        return made
+        return self._make("runtime", spec, Runtime)
 
     def evaluator(self, spec: PluginSpec) -> Evaluator:
         """The evaluator of its outcome."""
-        made: Evaluator = self._make("evaluator", spec)
-        return made
+        return self._make("evaluator", spec, Evaluator)
 
     def builder(self, spec: PluginSpec) -> Builder:
         """The builder of its traces."""
-        made: Builder = self._make("builder", spec)
-        return made
+        return self._make("builder", spec, Builder)
 
     async def report_weaknesses(self, spec: PluginSpec) -> None:
         """Log once what this runtime does not isolate on this machine."""
@@ -79,15 +70,10 @@ class Parts:
         for weakness in weaknesses:
             _log.warning("not isolated", runtime=spec.name, what=weakness)
 
-    def _make(self, kind: str, spec: PluginSpec) -> Any:
+    def _make(self, kind: str, spec: PluginSpec, contract: type[P]) -> P:
         options = pack_options(f"{kind} {spec.name!r}: options", spec.options)
         key = (kind, spec.name, options)
-        if key not in self._made:
-            target = find(kind, spec.name)
-            if not (isinstance(target, type) and issubclass(target, _CONTRACTS[kind])):
-                base = _CONTRACTS[kind]
-                contract = f"{base.__module__}.{base.__name__}"
-                msg = f"{spec.name!r} is no {kind}: it must be a subclass of {contract}"
-                raise UnknownPlugin(msg)
-            self._made[key] = make(kind, spec.name, target, spec.options)
-        return self._made[key]
+        made: P | None = self._made.get(key)
+        if made is None:
+            made = self._made[key] = make(kind, spec, contract)
+        return made

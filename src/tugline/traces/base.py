@@ -71,10 +71,7 @@ class Builder(ABC):
 
 def make_builder(spec: PluginSpec) -> Builder:
     """Make the builder that a task names. Raises `UsageError` for an unknown name or option."""
-    builder: Builder = plugins.make(
-        "builder", spec.name, plugins.find("builder", spec.name), spec.options
-    )
-    return builder
+    return plugins.make("builder", spec, Builder)
 
 
 # --------------------------------------------------------------------------- a trace

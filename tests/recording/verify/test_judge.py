@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,23 +143,23 @@ async def test_the_recorded_ledger_must_be_the_builders(tmp_path: Path) -> None:
     assert verify(tmp_path).checks["ledger"].verdict is VerifyVerdict.FAIL
 
 
-class Careless:
+class Careless(PrefixMerging):
     """A builder that trains on another context than was sampled in."""
 
-    def build(self, calls: list[Call]) -> Built:
+    def build(self, calls: Sequence[Call]) -> Built:
         """Like the default one, but for an id of the prompt."""
-        traces, ledger, _ = PrefixMerging().build(calls)
+        traces, ledger, _ = super().build(calls)
         ids = traces[0].ids.copy()
         ids[0] += 1
         return Built((replace(traces[0], ids=ids), *traces[1:]), ledger)
 
 
-class Lossy:
+class Lossy(PrefixMerging):
     """A builder that loses a trace."""
 
-    def build(self, calls: list[Call]) -> Built:
+    def build(self, calls: Sequence[Call]) -> Built:
         """Without the last trace, in a ledger that does not say so."""
-        traces, ledger, _ = PrefixMerging().build(calls)
+        traces, ledger, _ = super().build(calls)
         return Built(traces[:-1], replace(ledger, sampled=ledger.sampled + 1))
 
 
