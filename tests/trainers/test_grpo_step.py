@@ -11,11 +11,9 @@ import torch
 from msgspec.structs import replace
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny, trace
+from trainers.sessions import VERSION, captured, groups, session, tiny, trace
 from tugline.errors import CaptureError, ConfigError
-from tugline.trainers.grpo.batch import Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.types import Ledger, Reason, Reward, Span, Status, Trace, Trajectory, decode, encode
@@ -50,7 +48,7 @@ def test_captured_logprobs_are_reproduced() -> None:
     "config",
     [
         GrpoConfig(),
-        GrpoConfig(share_prefix=True),
+        GrpoConfig(tree_packing=False),
         GrpoConfig(epochs=2),
         GrpoConfig(sessions_per_update=2),
         GrpoConfig(importance_cap=2.0),
@@ -125,40 +123,6 @@ def test_micro_batches_do_not_change_the_gradient(normalisation: str) -> None:
     assert float(one.abs().max()) > 1e-3
     assert other.tokens_padding == 0  # type: ignore[attr-defined]
     assert report.loss == pytest.approx(other.loss, abs=1e-6)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("micro_tokens", [200, 16_384])
-def test_shared_prefix_gives_the_same_gradient_for_less(micro_tokens: int) -> None:
-    """Computing the common beginning once changes the cost and nothing else."""
-    config = GrpoConfig(micro_tokens=micro_tokens)
-    plain, report = trained(config)
-    shared, cheaper = trained(replace(config, share_prefix=True))
-    assert float((plain - shared).abs().max()) < 1e-5
-    assert cheaper.loss == pytest.approx(report.loss, abs=1e-5)  # type: ignore[attr-defined]
-    assert cheaper.tokens_forwarded < 0.8 * report.tokens_forwarded  # type: ignore[attr-defined]
-
-
-def test_sharing_keeps_to_what_is_really_shared() -> None:
-    """Traces with other beginnings, or with answers in the beginning, are computed right."""
-    model = tiny()
-    rng = np.random.default_rng(4)
-    batch = groups(model)
-    for task, start in (("u", 50), ("v", 3)):
-        ids = rng.integers(0, 48, 60).astype(np.int32)
-        mask = np.arange(60) >= start
-        spans = (Span(0, start, 60, VERSION),)
-        logprobs = np.where(mask, captured(model, ids), 0).astype(np.float32)
-        one = Trace(ids=ids, mask=mask, logprobs=logprobs, spans=spans)
-        batch += [session([one], task=task, sample=i, reward=float(i)) for i in range(2)]
-    samples, _ = prepare(batch, GrpoConfig(), version=VERSION)
-    policy = PolicyModel(model)
-    packed = list(
-        pack([Row(s) for s in samples], micro_tokens=9999, share=True, device=policy.device)
-    )
-    assert sorted(micro.prefix for micro in packed) == [0, len(PROMPT), 49]
-    with torch.no_grad():
-        for micro in packed:
-            assert float((policy.logprobs(micro) - micro.behaviour).abs().max()) < 1e-5
 
 
 def test_models_that_change_their_logits_are_refused() -> None:

@@ -1,25 +1,23 @@
 """From samples to the tensors of one forward pass.
 
-`pack` puts traces of similar length into one forward pass and, if asked, lays out the ids that all
-of them begin with only once.
-
-Sequences are padded on the right. With causal attention no token can attend to the padding, so a
-padded sequence gives exactly what it gives alone and needs no attention mask.
+`pack` has two layouts. ``tree`` lays out the tokens of a prefix tree as one sequence, so what
+traces have in common is computed once. ``plain`` puts traces of similar length side by side,
+padded on the right; with causal attention no token can attend to the padding, so a padded
+sequence gives exactly what it gives alone and needs no attention mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from tugline.types import Logprobs, Sample, shared_prefix
-
-MIN_SHARED = 32
-"""Shortest prefix worth sharing, and the number of ids by which candidates are grouped."""
+from tugline.errors import CaptureError
+from tugline.trainers.grpo.tree import Index, TreePaths, build_tree, prefix_order
+from tugline.types import Ids, Logprobs, Sample, shared_prefix
 
 
 class Row(NamedTuple):
@@ -39,62 +37,74 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. `ids` is ``(B, L)``; the rest is one entry per trained token, ``(N,)``."""
+    """One forward pass. `ids` is ``(B, L)``; the rest is one entry per trained token, ``(N,)``.
+
+    Trained tokens are in the order of `rows`.
+    """
 
     rows: tuple[Row, ...]
     ids: torch.Tensor
-    prefix: int
-    """Number of leading ids that all rows share; none is trained or predicts a trained id."""
-    row: torch.Tensor
-    column: torch.Tensor
+    positions: torch.Tensor | None
+    """Positions ``(1, L)`` of a tree's tokens; None where they are those of the layout."""
+    paths: TreePaths | None
+    """Which keys each token of a tree attends to; None for all before it in its row."""
+    padding: int
+    """Positions of `ids` that belong to no trace."""
+    source: torch.Tensor
+    """Where in the flattened `ids` the token before each trained one is."""
+    target: torch.Tensor
+    """Id of each trained token."""
+    temperature: torch.Tensor
     behaviour: torch.Tensor
     old: torch.Tensor
     advantage: torch.Tensor
     weight: torch.Tensor
-    temperature: torch.Tensor
 
     @property
     def computed(self) -> int:
         """Positions computed by the model, padding included."""
-        return self.prefix + self.ids.shape[0] * (self.ids.shape[1] - self.prefix)
-
-    @property
-    def padding(self) -> int:
-        """Positions of padding among them."""
-        return self.ids.numel() - sum(row.length for row in self.rows)
+        return self.ids.numel()
 
 
 def pack(
-    rows: Sequence[Row], *, micro_tokens: int, share: bool, device: torch.device
+    rows: Sequence[Row], *, micro_tokens: int, tree: bool, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """Yield forward passes of at most `micro_tokens` positions; a longer trace gets its own."""
-    for group in _group_by_start(rows) if share else [list(rows)]:
-        prefix = _shared_prefix(group) if share else 0
-        for chunk in _chunks(sorted(group, key=lambda row: row.length), prefix, micro_tokens):
-            yield collate(chunk, prefix if len(chunk) > 1 else 0, device)
+    """Yield forward passes of at most `micro_tokens` positions; a longer trace gets its own.
 
-
-def _group_by_start(rows: Sequence[Row]) -> list[list[Row]]:
-    groups: dict[bytes, list[Row]] = {}
+    Raises `CaptureError` for a trace whose first token is trained, since it has no context.
+    """
     for row in rows:
-        groups.setdefault(row.sample.input_ids[:MIN_SHARED].tobytes(), []).append(row)
-    return list(groups.values())
+        if row.sample.loss_mask[0]:
+            msg = (
+                f"session {row.sample.session}: loss_mask[0] is True, but the first token of a "
+                "trace has no context to be predicted from; it must be False"
+            )
+            raise CaptureError(msg)
+    for chunk in (_tree_chunks if tree else _plain_chunks)(rows, micro_tokens):
+        yield collate(chunk, tree=tree, device=device)
 
 
-def _shared_prefix(rows: Sequence[Row]) -> int:
-    """Number of leading ids that all rows may share; 0 if fewer than `MIN_SHARED`."""
-    first = rows[0].sample.input_ids
-    shared = min(int(row.sample.loss_mask.argmax()) - 1 for row in rows)
-    for row in rows[1:]:
-        shared = min(shared, shared_prefix(row.sample.input_ids, first))
-    return shared if shared >= MIN_SHARED else 0
+def _tree_chunks(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
+    """Split rows, sorted by their ids, where a tree would exceed `micro_tokens` tokens."""
+    chunk: list[Row] = []
+    size = 0
+    for row in sorted(rows, key=lambda row: prefix_order(row.sample.input_ids)):
+        ids = row.sample.input_ids
+        new = row.length - (shared_prefix(ids, chunk[-1].sample.input_ids) if chunk else 0)
+        if chunk and size + new > micro_tokens:
+            yield chunk
+            chunk, size, new = [], 0, row.length
+        chunk.append(row)
+        size += new
+    if chunk:
+        yield chunk
 
 
-def _chunks(rows: list[Row], prefix: int, micro_tokens: int) -> Iterator[list[Row]]:
+def _plain_chunks(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
     """Split rows, shortest first, where the next one would exceed `micro_tokens`."""
     chunk: list[Row] = []
-    for row in rows:
-        if chunk and prefix + (len(chunk) + 1) * (row.length - prefix) > micro_tokens:
+    for row in sorted(rows, key=lambda row: row.length):
+        if chunk and (len(chunk) + 1) * row.length > micro_tokens:
             yield chunk
             chunk = []
         chunk.append(row)
@@ -102,30 +112,52 @@ def _chunks(rows: list[Row], prefix: int, micro_tokens: int) -> Iterator[list[Ro
         yield chunk
 
 
-def collate(rows: Sequence[Row], prefix: int, device: torch.device) -> MicroBatch:
-    """Lay rows out as tensors, padded on the right with id 0."""
-    ids = np.zeros((len(rows), max(row.length for row in rows)), np.int64)
-    for line, row in zip(ids, rows, strict=True):
-        line[: row.length] = row.sample.input_ids
-    where = [np.flatnonzero(row.sample.loss_mask) for row in rows]
-    counts = [len(columns) for columns in where]
-    captured = [row.sample.logprobs[at] for row, at in zip(rows, where, strict=True)]
-    old = [c if row.old is None else row.old for row, c in zip(rows, captured, strict=True)]
+def collate(rows: Sequence[Row], *, tree: bool, device: torch.device) -> MicroBatch:
+    """Lay rows out as tensors of one forward pass; sorted by `prefix_order` for a tree."""
+    sequences = [row.sample.input_ids for row in rows]
+    trained = [np.flatnonzero(row.sample.loss_mask) for row in rows]
 
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype).to(device)
 
-    temperatures = [row.sample.temperatures[at] for row, at in zip(rows, where, strict=True)]
-    advantages = [row.sample.advantages[at] for row, at in zip(rows, where, strict=True)]
+    def gather(of: Callable[[Sample], np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        parts = [of(row.sample)[at] for row, at in zip(rows, trained, strict=True)]
+        return tensor(np.concatenate(parts), dtype)
+
+    positions = paths = None
+    if tree:
+        layout = build_tree(sequences)
+        ids, places = layout.ids[None], layout.places
+        positions = tensor(layout.positions[None], torch.long)
+        paths = TreePaths.of(layout, device)
+        padding = 0
+    else:
+        ids, places = _pad(sequences)
+        padding = ids.size - sum(row.length for row in rows)
+    before = [place[at - 1] for place, at in zip(places, trained, strict=True)]
+    captured = [row.sample.logprobs[at] for row, at in zip(rows, trained, strict=True)]
+    old = [c if row.old is None else row.old for row, c in zip(rows, captured, strict=True)]
+    counts = [len(at) for at in trained]
     return MicroBatch(
         rows=tuple(rows),
         ids=tensor(ids, torch.long),
-        prefix=prefix,
-        row=tensor(np.repeat(np.arange(len(rows)), counts), torch.long),
-        column=tensor(np.concatenate(where), torch.long),
+        positions=positions,
+        paths=paths,
+        padding=padding,
+        source=tensor(np.concatenate(before), torch.long),
+        target=gather(lambda sample: sample.input_ids, torch.long),
+        temperature=gather(lambda sample: sample.temperatures, torch.float32),
         behaviour=tensor(np.concatenate(captured), torch.float32),
         old=tensor(np.concatenate(old), torch.float32),
-        advantage=tensor(np.concatenate(advantages), torch.float32),
+        advantage=gather(lambda sample: sample.advantages, torch.float32),
         weight=tensor(np.repeat([row.weight for row in rows], counts), torch.float32),
-        temperature=tensor(np.concatenate(temperatures), torch.float32),
     )
+
+
+def _pad(sequences: Sequence[Ids]) -> tuple[Ids, list[Index]]:
+    """Sequences as rows of a matrix, and where in it, flattened, each token is."""
+    width = max(len(ids) for ids in sequences)
+    matrix = np.zeros((len(sequences), width), np.int32)
+    for line, ids in zip(matrix, sequences, strict=True):
+        line[: len(ids)] = ids
+    return matrix, [number * width + np.arange(len(ids)) for number, ids in enumerate(sequences)]

@@ -59,9 +59,15 @@ class GrpoConfig(Config, frozen=True):
     sessions_per_update: PositiveInt = 64
     """Most sessions that one optimizer update learns from, each with all of its traces."""
     micro_tokens: PositiveInt = 16_384
-    """Most tokens, padding included, in one forward pass; a longer trace goes alone."""
-    share_prefix: bool = False
-    """Compute the ids that all traces of a forward pass begin with only once."""
+    """Most tokens in one forward pass, those of a common beginning counted once, padding
+    included; a longer trace goes alone."""
+    tree_packing: bool = True
+    """Compute what traces of a forward pass have in common once; needs full attention in every
+    layer."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them."""
+    logits_chunk: PositiveInt = 1024
+    """Tokens whose logits are in memory at the same time."""
     autocast: Literal["bfloat16"] | None = None
     """Type that forward passes compute in; weights stay float32. None computes in theirs."""
 

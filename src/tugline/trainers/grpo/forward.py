@@ -1,34 +1,65 @@
 """Log probabilities of trained tokens under a Hugging Face causal language model.
 
-The head is applied only where the next token is trained: a vocabulary of logits for every token
-of a long prompt would cost more than all layers below it. Two ways give the same numbers up to
-rounding: the plain one, and the shared one, which computes the common prefix of the rows once, with
-gradient, and expands its keys and values over them.
+The output layer is applied only where the next token is trained, and to a few tokens at a time:
+a vocabulary of logits for every token would cost more than all layers below it. The model may be
+wrapped (PEFT, DDP) or sharded in place (FSDP2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch
+from tugline.trainers.grpo.batch import MicroBatch, Row, collate
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.tree import TREE_ATTENTION, TreePaths
+from tugline.types import Sample
+
+FORWARD = "tugline_logprobs"
+"""Name of the method of an FSDP2 module that gathers its parameters as ``forward`` does."""
+
+_PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 6, 7, 8))
+"""Rows that share a beginning; every model has these ids."""
+
+_RANDOM = ("dropout", "layerdrop", "jitter")
+"""Parts of the names of numbers that make a model in training random."""
 
 
 class PolicyModel:
     """A causal language model as a distribution over next tokens.
 
-    The model is put in evaluation mode and stays there: with dropout the trained policy
-    would differ from the one that sampled.
+    The model is put in training mode, so that activation checkpointing works, with every dropout
+    at 0: with dropout the trained policy would differ from the one that sampled.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model.eval()
-        untyped: Any = model  # Hugging Face's attributes, unknown to torch's stubs
-        self._body = untyped.base_model
-        self._head = untyped.get_output_embeddings()
+    def __init__(self, model: torch.nn.Module, config: GrpoConfig) -> None:
+        self.model = model
+        self._chunk = config.logits_chunk
+        self._autocast = config.autocast is not None
+        root: Any = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = root.get_base_model() if hasattr(root, "get_base_model") else root
+        self._root = root
+        self._body = inner.base_model
+        self._head = inner.get_output_embeddings()
+        self._run = self._compute
+        self._sharded = isinstance(root, FSDPModule)
+        if self._sharded:
+            setattr(root, FORWARD, self._compute)
+            register_fsdp_forward_method(root, FORWARD)
+            self._run = getattr(root, FORWARD)
+        disable_dropout(model.train())
         self._check_head()
+        if config.tree_packing:
+            self._use_tree(inner)
+        if config.gradient_checkpointing:
+            _checkpoint_layers(inner)
 
     @property
     def device(self) -> torch.device:
@@ -40,33 +71,127 @@ class PolicyModel:
 
         The logits that predict a token are divided by its temperature.
         """
-        states = self._shared(micro) if micro.prefix else self._plain(micro)
-        logits: torch.Tensor = self._head(states).float() / micro.temperature[:, None]
-        chosen = logits.gather(1, micro.ids[micro.row, micro.column][:, None])[:, 0]
-        return chosen - logits.logsumexp(dim=1)
+        logprobs: torch.Tensor = self._run(micro)
+        self._reshard()
+        return logprobs
 
-    def _plain(self, micro: MicroBatch) -> torch.Tensor:
-        out = self._body(input_ids=micro.ids, use_cache=False)
-        states: torch.Tensor = out.last_hidden_state[micro.row, micro.column - 1]
+    def _compute(self, micro: MicroBatch) -> torch.Tensor:
+        with self._precision():
+            states = self._states(micro.ids, micro.positions, micro.paths).flatten(0, 1)
+            tokens = (states[micro.source], micro.target, micro.temperature)
+            parts = [
+                # the logits of a chunk are computed again in the backward pass, not kept for it
+                checkpoint(self._score, *chunk, use_reentrant=False)
+                for chunk in zip(*(torch.split(each, self._chunk) for each in tokens), strict=True)
+            ]
+        return torch.cat(parts)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
+
+    def _states(
+        self, ids: torch.Tensor, positions: torch.Tensor | None, paths: TreePaths | None
+    ) -> torch.Tensor:
+        """Last hidden states of ids ``(B, L)``, shape ``(B, L, hidden)``."""
+        tree: dict[str, Any] = {}
+        if paths is not None:
+            # a mask of four dimensions is taken as it is, and no other is made; paths replace it
+            unused = torch.zeros(1, 1, 1, 1, device=ids.device)
+            tree = {"position_ids": positions, "attention_mask": unused, "tree_paths": paths}
+        states: torch.Tensor = self._body(input_ids=ids, use_cache=False, **tree).last_hidden_state
         return states
 
-    def _shared(self, micro: MicroBatch) -> torch.Tensor:
-        cache = self._body(input_ids=micro.ids[:1, : micro.prefix], use_cache=True).past_key_values
-        cache.batch_repeat_interleave(len(micro.ids))
-        rest = micro.ids[:, micro.prefix :]
-        out = self._body(input_ids=rest, past_key_values=cache, use_cache=True)
-        states: torch.Tensor = out.last_hidden_state[micro.row, micro.column - 1 - micro.prefix]
-        return states
+    def _score(
+        self, states: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self._head(states).float() / temperature[:, None]
+        return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)
+
+    def _reshard(self) -> None:
+        """Shard again what FSDP2 leaves gathered after a pass without gradient."""
+        if self._sharded and not torch.is_grad_enabled():
+            self._root.reshard()
+
+    # ----------------------------------------------------------------- what the model must be like
+    @torch.no_grad()
+    def _probe(self, *, tree: bool) -> torch.Tensor:
+        """Log probabilities of the ids of two short rows with a common beginning."""
+        rows = [Row(_probe_sample(ids)) for ids in _PROBE]
+        return self.logprobs(collate(rows, tree=tree, device=self.device))
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """Refuse a model that changes its logits after the head. Raises `ConfigError`."""
-        ids = torch.arange(1, 9, device=self.device)[None]
-        whole = self.model(input_ids=ids, use_cache=False).logits
-        states = self._body(input_ids=ids, use_cache=False).last_hidden_state
-        if not torch.allclose(whole, self._head(states), rtol=1e-4, atol=1e-6):
+        ids = torch.tensor(_PROBE, device=self.device)
+        with self._precision():
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+        whole = torch.log_softmax(logits.float(), -1).gather(2, ids[:, 1:, None]).flatten()
+        self._reshard()
+        if not self._agree(whole, self._probe(tree=False)):
             msg = (
                 f"model {type(self.model).__name__} changes its logits after the output layer "
                 "(soft-capping or scaling); the GRPO trainer needs one that does not"
             )
             raise ConfigError(msg)
+
+    def _use_tree(self, inner: Any) -> None:
+        """Give the model the attention over trees. Raises `ConfigError` if it cannot have it."""
+        config = inner.config.get_text_config()
+        kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+        if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
+            kinds = {"sliding_attention"}
+        problem = f"has layers of {', '.join(sorted(kinds))}" if kinds else None
+        if problem is None:
+            plain = self._probe(tree=False)
+            before = inner.config._attn_implementation  # noqa: SLF001 - it has no public name
+            try:
+                inner.set_attn_implementation(TREE_ATTENTION)
+                same = self._agree(plain, self._probe(tree=True))
+                problem = None if same else "gives other log probabilities for a tree"
+            except (ValueError, TypeError) as error:
+                problem = f"does not take another attention ({error})"
+            if problem:
+                inner.set_attn_implementation(before)
+        if problem:
+            msg = (
+                f"tree_packing: model {type(inner).__name__} {problem}; it needs full attention in "
+                "every layer. Set tree_packing to false to compute every trace by itself"
+            )
+            raise ConfigError(msg, "tree_packing")
+
+    def _agree(self, first: torch.Tensor, other: torch.Tensor) -> bool:
+        exact = next(self.model.parameters()).dtype == torch.float32 and not self._autocast
+        return torch.allclose(first, other, rtol=0, atol=1e-4 if exact else 5e-2)
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout of `model` to 0: those that are modules and those that are numbers."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # noqa: SLF001 - their base
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and any(one in name for one in _RANDOM):
+                setattr(module, name, 0.0)
+
+
+def _checkpoint_layers(inner: Any) -> None:
+    try:
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        msg = f"gradient_checkpointing: {error}; set it to false"
+        raise ConfigError(msg, "gradient_checkpointing") from error
+
+
+def _probe_sample(ids: Sequence[int]) -> Sample:
+    """A sample of which every id but the first is trained."""
+    zeros = np.zeros(len(ids), np.float32)
+    return Sample(
+        input_ids=np.array(ids, np.int32),
+        loss_mask=np.arange(len(ids)) > 0,
+        logprobs=zeros,
+        versions=np.zeros(len(ids), np.int32),
+        advantages=zeros,
+        temperatures=np.ones(len(ids), np.float32),
+        group="",
+        session="",
+    )

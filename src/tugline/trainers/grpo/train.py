@@ -59,7 +59,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     seconds: float
     mismatch: MismatchReport | None
-    """Captured log probabilities against those of a plain forward pass before the first update,
+    """Captured log probabilities against those of a forward pass before the first update,
     over all trained tokens; None without any."""
     ledger: Ledger
     """All sessions of the step, after what the trainer masked and dropped."""
@@ -98,8 +98,8 @@ class Grpo:
         _check_dtypes(model)
         self.model = model
         self.config = config
-        self.policy = PolicyModel(model)
-        self.reference = PolicyModel(reference) if reference is not None else None
+        self.policy = PolicyModel(model, config)
+        self.reference = PolicyModel(reference, config) if reference is not None else None
         self.optimizer = _optimizer(model, config)
         self.order = torch.Generator().manual_seed(config.seed)
         """Order of sessions in updates; part of every checkpoint."""
@@ -141,17 +141,17 @@ class Grpo:
     def _needs_own_pass(self, samples: Sequence[Sample]) -> bool:
         """Whether old log probabilities need a pass of their own.
 
-        A single update without prefix sharing starts with the same forward pass.
+        A single update starts with the same forward pass.
         """
         single = len({sample.session for sample in samples}) <= self.config.sessions_per_update
-        return not single or self.config.share_prefix or self.config.importance_cap is not None
+        return not single or self.config.importance_cap is not None
 
     @torch.no_grad()
     def _recompute(self, rows: Sequence[Row]) -> list[Recomputed]:
-        """Return log probabilities under the weights as they are, by a plain forward pass."""
+        """Return log probabilities under the weights as they are."""
         recomputed: list[Recomputed] = []
-        for micro in self._pack(rows, share=False):
-            recomputed += _split(self._forward(self.policy, micro), micro)
+        for micro in self._pack(rows):
+            recomputed += _split(self.policy.logprobs(micro), micro)
         return recomputed
 
     def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -186,7 +186,7 @@ class Grpo:
     def _accumulate(self, rows: Sequence[Row], figures: _Update) -> bool:
         """Add up the gradient of `rows` over forward passes, and clip it; whether it is finite."""
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._pack(rows, share=self.config.share_prefix):
+        for micro in self._pack(rows):
             self._backward(micro, figures)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         figures.grad_norm = float(norm)
@@ -203,9 +203,9 @@ class Grpo:
 
     def _backward(self, micro: MicroBatch, figures: _Update) -> None:
         """Accumulate the gradient and the figures of one forward pass."""
-        new = self._forward(self.policy, micro)
+        new = self.policy.logprobs(micro)
         with torch.no_grad():
-            reference = self._forward(self.reference, micro) if self.reference else None
+            reference = self.reference.logprobs(micro) if self.reference else None
         terms = token_terms(
             new,
             old=micro.old,
@@ -225,22 +225,18 @@ class Grpo:
         figures.clipped += float(terms.clipped.sum())
         figures.ratio += float(terms.ratio.sum())
 
-    def _forward(self, policy: PolicyModel, micro: MicroBatch) -> torch.Tensor:
-        """Log probabilities of the trained tokens, computed under autocast if configured."""
-        with torch.autocast(
-            policy.device.type, torch.bfloat16, enabled=self.config.autocast is not None
-        ):
-            return policy.logprobs(micro)
-
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         ramp = (self.updates + 1) / max(1, self.config.warmup_updates)
         return self.config.lr * min(1.0, ramp)
 
-    def _pack(self, rows: Sequence[Row], *, share: bool) -> Iterator[MicroBatch]:
+    def _pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         return pack(
-            rows, micro_tokens=self.config.micro_tokens, share=share, device=self.policy.device
+            rows,
+            micro_tokens=self.config.micro_tokens,
+            tree=self.config.tree_packing,
+            device=self.policy.device,
         )
 
     def _report(

@@ -1,0 +1,297 @@
+"""How log probabilities are computed: trees, chunks of logits, checkpointed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from trainers.sessions import VERSION, captured, groups, session, tiny
+from tugline.errors import CaptureError, ConfigError
+from tugline.trainers.grpo.batch import MicroBatch, Row, pack
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.train import Grpo
+from tugline.trainers.grpo.tree import build_tree, prefix_order
+from tugline.types import Ids, Sample, Span, Trace
+
+torch.set_num_threads(1)
+
+PLAIN = GrpoConfig(tree_packing=False)
+TREE = GrpoConfig(tree_packing=True)
+CPU = torch.device("cpu")
+
+
+def sample(ids: Sequence[int], mask: Sequence[bool]) -> Sample:
+    """A sample with an advantage that differs from token to token."""
+    trained = np.array(mask, np.bool_)
+    return Sample(
+        input_ids=np.array(ids, np.int32),
+        loss_mask=trained,
+        logprobs=np.zeros(len(ids), np.float32),
+        versions=np.full(len(ids), VERSION, np.int32),
+        advantages=np.where(trained, np.linspace(-1, 1, len(ids)), 0).astype(np.float32),
+        temperatures=np.full(len(ids), 0.7, np.float32),
+        group="g",
+        session="s",
+    )
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[Sample]:
+    """Rows that each begin with some of an earlier row: forks, twins, prefixes, strangers."""
+    token = st.integers(0, 47)
+    rows = [draw(st.lists(token, min_size=2, max_size=12))]
+    for _ in range(draw(st.integers(0, 6))):
+        parent = rows[draw(st.integers(0, len(rows) - 1))]
+        start = parent[: draw(st.integers(0, len(parent)))]
+        rows.append(start + draw(st.lists(token, min_size=max(0, 2 - len(start)), max_size=6)))
+    masks = [draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))) for ids in rows]
+    return [sample(ids, [False, *mask[1:-1], True]) for ids, mask in zip(rows, masks, strict=True)]
+
+
+def passes(samples: Sequence[Sample], config: GrpoConfig) -> Iterator[MicroBatch]:
+    """The forward passes of `samples`, with a weight for each row."""
+    total = sum(int(one.loss_mask.sum()) for one in samples)
+    rows = [Row(one, weight=1 / (total + number)) for number, one in enumerate(samples)]
+    return pack(
+        rows,
+        micro_tokens=config.micro_tokens,
+        tree=config.tree_packing,
+        device=CPU,
+    )
+
+
+def run(
+    model: PreTrainedModel, samples: Sequence[Sample], config: GrpoConfig
+) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Log probabilities of each sample, and the gradient of a weighted sum of all of them."""
+    policy = PolicyModel(model, config)
+    model.zero_grad()
+    logprobs = {}
+    for micro in passes(samples, config):
+        new = policy.logprobs(micro)
+        (new * micro.weight * micro.advantage).sum().backward()
+        counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
+        for row, part in zip(micro.rows, new.detach().split(counts), strict=True):
+            logprobs[id(row.sample)] = part
+    return logprobs, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# --------------------------------------------------------------------------- the tree
+@settings(max_examples=40, deadline=None)
+@given(families(), st.sampled_from([1, 20, 10_000]))
+def test_a_tree_gives_what_each_trace_gives_alone(samples: list[Sample], micro_tokens: int) -> None:
+    """Log probabilities and gradient are those of the plain pass, whatever is shared."""
+    model = tiny()
+    alone, gradient = run(model, samples, GrpoConfig(tree_packing=False, micro_tokens=1))
+    config = GrpoConfig(tree_packing=True, micro_tokens=micro_tokens)
+    packed, other = run(model, samples, config)
+    assert max(float((packed[key] - alone[key]).abs().max()) for key in alone) < 1e-5
+    assert float((gradient - other).abs().max()) < 1e-5
+    for one in samples:
+        expected = captured(model, one.input_ids, 0.7)[one.loss_mask]
+        assert float(np.abs(packed[id(one)].numpy() - expected).max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "runs"),
+    [
+        ([[1, 2, 3], [1, 2, 4], [1, 2, 5]], 5, 3),  # a fork
+        ([[1, 2, 3], [1, 2, 3]], 3, 1),  # twins
+        ([[1], [1, 2], [1, 2, 3, 4]], 4, 1),  # nested prefixes
+        ([[1, 2], [3, 4]], 4, 2),  # nothing in common
+        ([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 2, 6, 7]], 7, 3),  # a fork of forks
+    ],
+)
+def test_each_prefix_is_laid_out_once(rows: list[list[int]], tokens: int, runs: int) -> None:
+    """A tree has as many tokens as there are different prefixes, and a run for each branch."""
+    ids = sorted((np.array(row, np.int32) for row in rows), key=prefix_order)
+    tree = build_tree(ids)
+    assert (len(tree.ids), len(tree.runs)) == (tokens, runs)
+    for row, place in zip(ids, tree.places, strict=True):
+        assert tree.ids[place].tolist() == row.tolist()
+        assert tree.positions[place].tolist() == list(range(len(row)))
+
+
+def test_sessions_with_a_long_prompt_cost_it_once() -> None:
+    """Eight sessions that share 6,000 tokens take less than a quarter of the plain pass."""
+    rng = np.random.default_rng(0)
+
+    def text(length: int) -> Ids:
+        return rng.integers(0, 9999, length).astype(np.int32)
+
+    prompt = text(6000)
+    rows = [np.concatenate([prompt, text(int(rng.integers(200, 700)))]) for _ in range(8)]
+    tree = build_tree(sorted(rows, key=prefix_order))
+    assert sum(len(row) for row in rows) > 4 * len(tree.ids)
+
+
+def test_micro_tokens_bounds_the_tokens_of_a_tree() -> None:
+    """What is shared counts once, so a tree has more traces than the plain layout."""
+    prompt = list(range(1, 31))
+    samples = [sample([*prompt, one, 1, 2], [False] * 30 + [True] * 3) for one in range(20)]
+    config = GrpoConfig(micro_tokens=60)
+    trees = list(passes(samples, config))
+    plain = list(passes(samples, GrpoConfig(tree_packing=False, micro_tokens=60)))
+    assert [len(micro.rows) for micro in trees] == [10, 10]
+    assert max(micro.computed for micro in trees) <= 60
+    assert len(plain) == 20
+
+
+def test_a_step_with_trees_is_a_step_without() -> None:
+    """The same loss and gradient from fewer tokens."""
+    reports, gradients = [], []
+    for config in (PLAIN, TREE):
+        model = tiny()
+        reports.append(Grpo(model, config).step(groups(model), version=VERSION))
+        gradients.append(torch.cat([p.data.flatten() for p in model.parameters()]))
+    plain, tree = reports
+    assert tree.loss == pytest.approx(plain.loss, abs=1e-5)
+    assert tree.grad_norm == pytest.approx(plain.grad_norm, abs=1e-5)
+    assert tree.tokens_forwarded < 0.7 * plain.tokens_forwarded
+    assert tree.tokens_padding == 0
+
+
+def sliding() -> PreTrainedModel:
+    """Every layer sees four tokens back."""
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            sliding_window=64,
+        )
+    )
+
+
+def linear() -> PreTrainedModel:
+    """One layer of two carries a recurrent state."""
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            tie_word_embeddings=False,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(sliding, "sliding_attention"), (linear, "linear_attention")]
+)
+def test_models_that_cannot_share_say_so(make: Any, words: str) -> None:
+    """Windows and recurrent states are refused by name, and trained without trees."""
+    model = make()
+    with pytest.raises(ConfigError, match=f"{words}.*tree_packing to false") as error:
+        PolicyModel(model, TREE)
+    assert error.value.field == "tree_packing"
+    samples = [sample([1, 2, 3, 4], [False, True, True, True])]
+    logprobs, _ = run(model, samples, PLAIN)
+    expected = captured(model, samples[0].input_ids, 0.7)[1:]
+    assert float(np.abs(logprobs[id(samples[0])].numpy() - expected).max()) < 1e-5
+
+
+def test_the_model_still_serves_other_callers() -> None:
+    """Whole forward passes, padded on the left, give what they gave before the trainer came."""
+    model = tiny().eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    before = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    PolicyModel(model, TREE)
+    after = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    assert torch.equal(before, after)
+
+
+# --------------------------------------------------------------------------- other bounds
+@pytest.mark.parametrize("config", [PLAIN, TREE])
+def test_a_trained_token_needs_a_context(config: GrpoConfig) -> None:
+    """A mask that begins with True is refused; it would be predicted from the row's end."""
+    ids = np.arange(1, 9, dtype=np.int32)
+    mask = np.ones(8, np.bool_)
+    bad = Trace(ids=ids, mask=mask, logprobs=-mask.astype(np.float32), spans=(Span(0, 0, 8, 5),))
+    batch = [session([bad], task="t", sample=one, reward=float(one)) for one in range(2)]
+    with pytest.raises(CaptureError, match=r"session t/0: loss_mask\[0\] is True"):
+        Grpo(tiny(), config).step(batch, version=VERSION)
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1000, [78]), (12, [12] * 6 + [6])])
+def test_logits_are_in_memory_a_chunk_at_a_time(chunk: int, rows: list[int]) -> None:
+    """Twelve tokens at a time give the same numbers; the backward pass computes them again."""
+    samples = [sample(list(range(1, 41)), [False] + [True] * 39) for _ in range(2)]
+    whole, gradient = run(tiny(), samples, TREE)
+    model = tiny()
+    config = GrpoConfig(logits_chunk=chunk)
+    policy = PolicyModel(model, config)
+    seen: list[int] = []
+    model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(len(logits)))
+    (micro,) = passes(samples, config)
+    new = policy.logprobs(micro)
+    assert seen == rows
+    (new * micro.weight * micro.advantage).sum().backward()
+    assert sorted(seen) == sorted(2 * rows)
+    again = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert float((torch.cat(list(whole.values())) - new.detach()).abs().max()) < 1e-6
+    assert float((gradient - again).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool) -> None:  # noqa: FBT001
+    """Activations are really dropped: each layer runs again in the backward pass, exactly."""
+    samples = [sample([1, 2, 3, 4, 5], [False, True, True, True, True])]
+    _, gradient = run(tiny(), samples, GrpoConfig(tree_packing=tree))
+    model = tiny()
+    config = GrpoConfig(tree_packing=tree, gradient_checkpointing=checkpointing)
+    policy = PolicyModel(model, config)
+    calls = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    for micro in passes(samples, config):
+        (policy.logprobs(micro) * micro.weight * micro.advantage).sum().backward()
+    assert len(calls) == (2 if checkpointing else 1)
+    again = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert float((gradient - again).abs().max()) < 1e-6
+
+
+def test_training_has_no_dropout() -> None:
+    """A model with every kind of dropout is deterministic once the trainer has it."""
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.9)
+    )
+    policy = PolicyModel(model, PLAIN)
+    samples = [sample([1, 2, 3, 4, 5], [False, True, True, True, True])]
+    (micro,) = passes(samples, PLAIN)
+    assert model.training
+    with torch.no_grad():
+        assert torch.equal(policy.logprobs(micro), policy.logprobs(micro))
