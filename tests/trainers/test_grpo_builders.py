@@ -207,9 +207,8 @@ def test_no_builder_changes_the_gradient(
     reward: dict[str, object], normalisation: Normalisation
 ) -> None:
     """A step of several updates moves the weights alike, and merged traces cost it less."""
-    config = from_mapping(
-        reward | {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}, GrpoConfig
-    )
+    knobs = {"normalisation": normalisation, "sessions_per_update": 2, "lr": 1e-3}
+    config = from_mapping(reward | knobs | {"tree_packing": False}, GrpoConfig)
     weights, reports = [], []
     for builder in BUILDERS:
         model = tiny()

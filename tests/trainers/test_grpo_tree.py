@@ -276,7 +276,7 @@ def test_checkpointed_layers_are_computed_twice(tree: bool, checkpointing: bool)
     config = GrpoConfig(tree_packing=tree, gradient_checkpointing=checkpointing)
     policy = PolicyModel(model, config)
     calls = []
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for micro in passes(samples, config):
         (policy.logprobs(micro) * micro.weight * micro.advantage).sum().backward()
     assert len(calls) == (2 if checkpointing else 1)

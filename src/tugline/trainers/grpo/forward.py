@@ -176,7 +176,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 def _checkpoint_layers(inner: Any) -> None:
     try:
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
+        inner.activation_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
         msg = f"gradient_checkpointing: {error}; set it to false"
         raise ConfigError(msg, "gradient_checkpointing") from error
