@@ -118,7 +118,7 @@ def test_mismatch_can_be_measured_at_publication() -> None:
     """Without a step, without rewards, and under the weights as they are at that moment."""
     model = tiny()
     batch = [replace(one, reward=None) for one in groups(model)]
-    trainer = Grpo(model, GrpoConfig(share_prefix=True))
+    trainer = Grpo(model, GrpoConfig())
     before = trainer.measure_mismatch(batch)
     with torch.no_grad():
         model.lm_head.weight[7] += 1.0
