@@ -134,7 +134,6 @@ async def test_a_place_that_refuses_is_a_store_error(
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its library, an object store says what to install."""
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "tugline.server.objects", raising=False)
     with pytest.raises(UsageError, match=r"pip install 'tugline\[s3\]'"):
         open_blobs("s3://bucket/prefix")
 

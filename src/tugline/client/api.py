@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -56,6 +56,9 @@ BATCH, BATCH_BYTES = 1000, 32 << 20
 """Most tasks, and bytes, of one request."""
 ACK_EVERY_S = 1.0
 """Interval of acknowledgements while results are read without waiting."""
+
+
+R = TypeVar("R", Result, GroupResults)
 
 
 class Client:
@@ -171,7 +174,7 @@ class Client:
         return [views[name] for name in names]
 
     # ---------------------------------------------------------------------- results
-    async def results(
+    def results(
         self,
         consumer: str | None = None,
         *,
@@ -186,12 +189,9 @@ class Client:
         Without `follow` the stream ends at the newest result.
         """
         query = ResultFilter(consumer, after, tuple(tasks), groups=False, follow=follow)
-        async with aclosing(self._read(query, auto_ack=auto_ack)) as items:
-            async for item in items:
-                if isinstance(item, Result):
-                    yield item
+        return self._read(query, Result, auto_ack=auto_ack)
 
-    async def groups(
+    def groups(
         self,
         consumer: str | None = None,
         *,
@@ -202,10 +202,7 @@ class Client:
     ) -> AsyncGenerator[GroupResults, None]:
         """Yield whole groups in order of release; see `results`."""
         query = ResultFilter(consumer, after, tuple(tasks), groups=True, follow=follow)
-        async with aclosing(self._read(query, auto_ack=auto_ack)) as items:
-            async for item in items:
-                if isinstance(item, GroupResults):
-                    yield item
+        return self._read(query, GroupResults, auto_ack=auto_ack)
 
     async def ack(self, consumer: str, cursor: int) -> Consumer:
         """Acknowledge everything up to `cursor`: it is not delivered to this consumer again."""
@@ -323,9 +320,9 @@ class Client:
         return await self._http.ask("POST", url, Barrier, body=body, wait_s=wait_s)
 
     async def _read(
-        self, query: ResultFilter, *, auto_ack: bool
-    ) -> AsyncGenerator[Result | GroupResults, None]:
-        """Items; with `auto_ack` one is done when the next is requested."""
+        self, query: ResultFilter, kind: type[R], *, auto_ack: bool
+    ) -> AsyncGenerator[R, None]:
+        """Items of this kind; with `auto_ack` one is done when the next is requested."""
         if auto_ack and query.consumer is None:
             msg = "auto_ack needs the name of a consumer"
             raise UsageError(msg)
@@ -335,7 +332,7 @@ class Client:
         try:
             async with aclosing(stream_results(self._http, query)) as items:
                 async for item in items:
-                    if item is not None:
+                    if isinstance(item, kind):
                         yield item
                         done = item.cursor
                     if consumer and done and (item is None or clock() - acked_at >= ACK_EVERY_S):

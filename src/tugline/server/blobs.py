@@ -15,10 +15,11 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from tugline.errors import Missing, StoreError
+from tugline.errors import Missing, StoreError, UsageError
 from tugline.server.store import results
 from tugline.server.store.database import Database
 
@@ -51,9 +52,7 @@ class Blobs(Protocol):
 def open_blobs(where: str) -> Blobs:
     """Open a directory, or a URL such as ``s3://bucket/prefix``."""
     if "://" in where and not where.startswith("file://"):
-        objects = importlib.import_module("tugline.server.objects")  # needs an extra
-        opened: Blobs = objects.ObjectBlobs(where)
-        return opened
+        return ObjectBlobs(where)
     return LocalBlobs(Path(where.removeprefix("file://")))
 
 
@@ -157,3 +156,79 @@ def _explain(verb: str, path: Path) -> Iterator[None]:
     except OSError as error:
         msg = f"cannot {verb} {path}: {error.strerror}; nothing acknowledged is lost"
         raise StoreError(msg) from error
+
+
+# --------------------------------------------------------------------------- object stores
+class ObjectBlobs:
+    """Objects under the URL `where`, such as ``s3://bucket/prefix``; also in Google Cloud or Azure.
+
+    obstore takes credentials, region and endpoint from the environment (``AWS_ACCESS_KEY_ID``,
+    ``AWS_ENDPOINT_URL``, ...) as the tools of each provider do. An object is stored when the upload
+    is answered, whole or not at all.
+    """
+
+    def __init__(self, where: str) -> None:
+        try:
+            self._obstore = importlib.import_module("obstore")
+            stores = importlib.import_module("obstore.store")
+            self._error = importlib.import_module("obstore.exceptions").BaseError
+        except ImportError as error:
+            msg = "blobs at a URL are kept with obstore, which needs: pip install 'tugline[s3]'"
+            raise UsageError(msg) from error
+        self._where = where.rstrip("/")
+        try:
+            self._store = stores.from_url(
+                where,
+                client_options={
+                    "timeout": timedelta(seconds=30),  # of one request
+                    "connect_timeout": timedelta(seconds=10),
+                    "allow_http": True,  # for an endpoint that says so; the default is HTTPS
+                },
+                retry_config={"max_retries": 8, "retry_timeout": timedelta(seconds=60)},
+            )
+        except (self._error, ValueError) as error:
+            reason = _first_line(error)
+            msg = f"blobs: {where!r} cannot be used, expected s3://BUCKET/PREFIX: {reason}"
+            raise UsageError(msg) from error
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Upload it."""
+        with self._explain("write", name):
+            await self._obstore.put_async(self._store, name, data)
+
+    async def get(self, name: str) -> bytes:
+        """Download it."""
+        with self._explain("read", name):
+            try:
+                answer = await self._obstore.get_async(self._store, name)
+            except FileNotFoundError:
+                raise _missing(name) from None
+            return bytes(await answer.bytes_async())
+
+    async def delete(self, name: str) -> None:
+        """Delete the object."""
+        with self._explain("remove", name), contextlib.suppress(FileNotFoundError):
+            await self._obstore.delete_async(self._store, name)
+
+    async def list_older(self, than: float) -> AsyncIterator[list[str]]:
+        """Names, a thousand at a time."""
+        with self._explain("list", ""):
+            async for objects in self._obstore.list(self._store, chunk_size=_CHUNK):
+                yield [
+                    one["path"].rpartition("/")[2]
+                    for one in objects
+                    if one["last_modified"].timestamp() < than
+                ]
+
+    @contextlib.contextmanager
+    def _explain(self, verb: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (self._error, OSError) as error:
+            msg = f"cannot {verb} {self._where}/{name}: {_first_line(error)}"
+            raise StoreError(msg) from error
+
+
+def _first_line(error: Exception) -> str:
+    """The first line; the attempts follow it."""
+    return str(error).strip().partition("\n")[0]

@@ -15,8 +15,10 @@ import asyncio
 import email.utils
 import hashlib
 import random
+import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Self
@@ -93,8 +95,8 @@ class WebhookSender:
         self._hosts, self._retries = hosts, retries
         self._name = hashlib.sha256(secret).hexdigest()[:12]
         self._senders: dict[str, asyncio.Task[None]] = {}
-        self._client: Any = None
-        """A `WebhookClient`, imported on first use."""
+        self._client: _Client | None = None
+        """Made for the first delivery."""
 
     async def __aenter__(self) -> Self:
         self._watching = asyncio.create_task(self._watch())
@@ -153,11 +155,11 @@ class WebhookSender:
     async def _send_all(self, host: str) -> None:
         """Send what is due at a host, a few at a time, until there is nothing more."""
         failures = 0
-        module = await asyncio.to_thread(import_module, "tugline.server.webhook_client")
-        self._client = self._client or module.WebhookClient(self._retries.timeout_s)
+        aiohttp = await asyncio.to_thread(import_module, "aiohttp")
+        client = self._client = self._client or _Client(aiohttp, self._retries.timeout_s)
         try:
             while claimed := await self._claim(host):
-                tries = await asyncio.gather(*map(self._send, claimed))
+                tries = await asyncio.gather(*(self._send(client, each) for each in claimed))
                 await self._database.write(_record, tries, self._retries)
                 failures = 0 if any(each.is_final for each in tries) else failures + 1
                 if failures:  # a long list must not become a storm
@@ -173,7 +175,7 @@ class WebhookSender:
             events.claim_deliveries, host, for_s=for_s, limit=limit
         )
 
-    async def _send(self, delivery: Delivery) -> _Try:
+    async def _send(self, client: _Client, delivery: Delivery) -> _Try:
         """Try once, within `timeout_s`."""
         name, now = f"{self._name}_{delivery.id}", int(time.time())
         if not is_allowed(delivery.url, self._hosts):
@@ -185,7 +187,7 @@ class WebhookSender:
         headers = {"webhook-id": name, "webhook-timestamp": str(now)}
         if self._secret:
             headers["webhook-signature"] = sign(self._secret, name, now, body)
-        answer = await self._client.post(delivery.url, body, headers)
+        answer = await client.post(delivery.url, body, headers)
         if answer.error:
             return _Try(delivery, answer.error)
         return self._read_answer(delivery, answer.status, answer.retry_after)
@@ -241,3 +243,75 @@ def _record(tx: Tx, tries: Sequence[_Try], retries: WebhookRetries) -> None:
         else:
             pause = max(retries.pause(count), each.after_s)
             events.mark_failed(tx, each.delivery.id, each.error, pause)
+
+
+# --------------------------------------------------------------------------- HTTP
+class _Response(NamedTuple):
+    """A receiver's answer, or why there is none."""
+
+    status: int = 0
+    retry_after: str = ""
+    error: str = ""
+
+
+class _Client:
+    """Posts without redirects or cookies; each try ends within `timeout_s`.
+
+    `aiohttp` is the module: importing it at the top would delay the restart of a server by a fifth
+    of a second.
+    """
+
+    def __init__(self, aiohttp: Any, timeout_s: float) -> None:
+        self._timeout_s, self._error = timeout_s, aiohttp.ClientError
+        self._client = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, resolver=_Resolver()),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"User-Agent": "tugline", "Content-Type": "application/json"},
+        )
+
+    async def post(self, url: str, body: bytes, headers: dict[str, str]) -> _Response:
+        """Send a delivery; no answer is read beyond its headers."""
+        try:
+            async with self._client.post(
+                url, data=body, headers=headers, allow_redirects=False
+            ) as answer:
+                return _Response(answer.status, answer.headers.get("Retry-After", ""))
+        except TimeoutError:
+            return _Response(error=f"no answer within {self._timeout_s:g} s")
+        except (self._error, ValueError) as error:  # the latter for an invalid URL
+            return _Response(error=str(error) or type(error).__name__)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.close()
+
+
+class _Resolver:
+    """Resolves names in threads of its own, so a slow name server blocks nothing else."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="tugline-names")
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[dict[str, Any]]:
+        """Addresses of `host`. Raises `OSError`."""
+        resolve = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, resolve)
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            {
+                "hostname": host,
+                "host": str(address[0]),
+                "port": int(address[1]),
+                "family": kind,
+                "proto": proto,
+                "flags": flags,
+            }
+            for kind, _, proto, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

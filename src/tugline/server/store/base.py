@@ -7,13 +7,13 @@ both have ``RETURNING`` and ``ON CONFLICT``. Where the two differ, the driver fi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import msgspec
 
-from tugline.errors import Invalid, StoreError
+from tugline.errors import Invalid, StoreError, UsageError
 
 Row = tuple[Any, ...]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -81,6 +81,11 @@ class Tx(ABC):
 class Connection(Tx):
     """An open connection and its transaction in one. Raises what `Driver.explain` knows."""
 
+    def __init__(self, db: Any) -> None:
+        """`db` is the driver's own connection."""
+        super().__init__()
+        self._db = db
+
     @abstractmethod
     def begin(self, *, durable: bool) -> None:
         """Start a transaction that may write, alone among all servers."""
@@ -89,26 +94,37 @@ class Connection(Tx):
     def begin_reading(self) -> None:
         """Start a transaction that sees a single state."""
 
-    @abstractmethod
     def commit(self) -> None:
         """Commit; flushed to disk when this returns, if begun as durable."""
+        self._db.execute("COMMIT")
 
-    @abstractmethod
     def rollback(self) -> None:
         """Undo the transaction, or end one that only read."""
+        self._db.execute("ROLLBACK")
+
+    @contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """Undo what is done within if an error leaves it."""
+        self._db.execute("SAVEPOINT op")
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+        self._db.execute("RELEASE op")
 
     @abstractmethod
-    def savepoint(self) -> AbstractContextManager[None]:
-        """Undo what is done within if an error leaves it."""
+    def undo(self) -> None:
+        """Return to the savepoint, if the transaction is still there."""
 
     @property
     @abstractmethod
     def usable(self) -> bool:
         """Whether the transaction continues after an error that a savepoint has undone."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Close it. Never raises."""
+        """Close it; the database undoes what was not committed."""
+        self._db.close()
 
 
 class Driver(ABC):
@@ -120,9 +136,23 @@ class Driver(ABC):
     mistakes: tuple[type[Exception], ...]
     """Those that are an operation's own fault, so that a retry cannot help."""
 
+    place: str
+    """Where it is, for people, without secrets."""
+    blob: str
+    """Its column type of bytes."""
+
     @abstractmethod
     def prepare(self) -> None:
         """Take possession and bring the tables up to date."""
+
+    def migrate(self, tx: Tx, layout: int) -> None:
+        """Bring the tables from `layout` to the current one. Raises `UsageError` for a newer."""
+        if layout > len(STEPS):
+            msg = f"store {self.place} has layout {layout}, this version reads {len(STEPS)}"
+            raise UsageError(msg)
+        for step in range(layout, len(STEPS)):
+            for statement in _statements(step, blob=self.blob):
+                tx.run(statement)
 
     @abstractmethod
     def connect(self, *, reading: bool = False) -> Connection:
@@ -267,7 +297,7 @@ STEPS = (_FIRST,)
 """Step n leads from layout n to layout n + 1."""
 
 
-def statements(step: int, *, blob: str) -> list[str]:
+def _statements(step: int, *, blob: str) -> list[str]:
     """The statements from layout `step` to the next; `blob` is the column type of bytes."""
     lines = (line.partition("--")[0].rstrip() for line in STEPS[step].splitlines())
     text = "\n".join(line for line in lines if line).replace("{blob}", blob)

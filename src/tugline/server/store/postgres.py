@@ -19,8 +19,8 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from tugline import log
-from tugline.errors import StoreError, UsageError
-from tugline.server.store.base import STEPS, Connection, Driver, Row, statements
+from tugline.errors import StoreError
+from tugline.server.store.base import STEPS, Connection, Driver, Row
 
 _CHANNEL = "tugline"
 _MAX_PAYLOAD = 7000
@@ -44,12 +44,12 @@ _log = log.get("store")
 class Postgres(Driver):
     """The database at `url`."""
 
-    name = "postgresql"
+    name, blob = "postgresql", "BYTEA"
     errors = (psycopg.Error,)
     mistakes = (psycopg.ProgrammingError, psycopg.IntegrityError, psycopg.DataError)
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self._url, self.place = url, _redact(url)
         self._own: set[int] = set()
         """Backends of this server's writers: their notifications are ignored."""
 
@@ -79,7 +79,7 @@ class Postgres(Driver):
         elif self.is_lost(error):
             advice = "; it is retried until it is back"
         text = " ".join(str(error).split())
-        return StoreError(f"store {_redact(self._url)}: {text}{advice}")
+        return StoreError(f"store {self.place}: {text}{advice}")
 
     def is_lost(self, error: Exception) -> bool:
         """Whether the database is restarting or unreachable, or the transaction was in the way."""
@@ -120,13 +120,9 @@ class Postgres(Driver):
         connection.begin_migration(_MIGRATING)
         connection.run("CREATE TABLE IF NOT EXISTS layout (steps INTEGER NOT NULL)")
         layout = (connection.fetch_one("SELECT MAX(steps) FROM layout") or (None,))[0] or 0
-        if layout > len(STEPS):
-            msg = f"store {_redact(self._url)} has layout {layout}, this version reads {len(STEPS)}"
-            raise UsageError(msg)
-        for step in range(layout, len(STEPS)):
-            for statement in statements(step, blob="BYTEA"):
-                connection.run(statement)
-            connection.run("INSERT INTO layout VALUES (:steps)", steps=step + 1)
+        self.migrate(connection, layout)
+        if layout < len(STEPS):
+            connection.run("INSERT INTO layout VALUES (:steps)", steps=len(STEPS))
         connection.commit()
 
 
@@ -134,8 +130,7 @@ class PostgresConnection(Connection):
     """A connection whose transactions write in turn."""
 
     def __init__(self, db: psycopg.Connection[Row]) -> None:
-        super().__init__()
-        self._db = db
+        super().__init__(db)
         self.process = db.info.backend_pid
 
     def begin(self, *, durable: bool) -> None:
@@ -157,32 +152,17 @@ class PostgresConnection(Connection):
         """Commit, and notify the other servers."""
         for payload in _join_payloads(self.topics):
             self._db.execute("SELECT pg_notify(%s, %s)", (_CHANNEL, payload))
-        self._db.execute("COMMIT")
+        super().commit()
 
-    def rollback(self) -> None:
-        """Undo the transaction."""
-        self._db.execute("ROLLBACK")
-
-    @contextmanager
-    def savepoint(self) -> Iterator[None]:
-        """Undo what is done within if an error leaves it."""
-        self._db.execute("SAVEPOINT op")
-        try:
-            yield
-        except BaseException:
-            with suppress(psycopg.Error):  # the connection is lost: the first error says so
-                self._db.execute("ROLLBACK TO op")
-            raise
-        self._db.execute("RELEASE op")
+    def undo(self) -> None:
+        """Return to the savepoint, if the transaction is still there."""
+        with suppress(psycopg.Error):  # the connection is lost: the first error says so
+            self._db.execute("ROLLBACK TO op")
 
     @property
     def usable(self) -> bool:
         """Whether the transaction continues."""
         return self._db.info.transaction_status is TransactionStatus.INTRANS
-
-    def close(self) -> None:
-        """Close it; PostgreSQL undoes what was not committed."""
-        self._db.close()
 
     def execute(self, sql: str, values: Mapping[str, object]) -> Any:
         """Run a statement."""

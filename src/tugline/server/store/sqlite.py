@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import fcntl
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tugline.errors import StoreError, UsageError
-from tugline.server.store.base import STEPS, Connection, Driver, statements
+from tugline.server.store.base import STEPS, Connection, Driver
 
 
 class Sqlite(Driver):
     """The database in the file at `path`, which is created if it is missing."""
 
-    name = "sqlite"
+    name, blob = "sqlite", "BLOB"
     errors = (sqlite3.Error, OSError)
     mistakes = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.DataError)
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.place = path, str(path)
 
     def prepare(self) -> None:
         """Lock the file for this process and bring its tables up to date."""
@@ -71,12 +70,7 @@ class Sqlite(Driver):
         try:
             connection.begin(durable=True)
             layout = (connection.fetch_one("PRAGMA user_version") or (0,))[0]
-            if layout > len(STEPS):
-                msg = f"store {self._path} has layout {layout}, this version reads {len(STEPS)}"
-                raise UsageError(msg)
-            for step in range(layout, len(STEPS)):
-                for statement in statements(step, blob="BLOB"):
-                    connection.run(statement)
+            self.migrate(connection, layout)
             connection.run(f"PRAGMA user_version = {len(STEPS)}")
             connection.commit()
         finally:
@@ -87,8 +81,7 @@ class SqliteConnection(Connection):
     """A connection to the file; group commit makes one transaction of many operations."""
 
     def __init__(self, path: Path, *, reading: bool) -> None:
-        super().__init__()
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        super().__init__(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
         self._db.execute("PRAGMA busy_timeout = 5000")
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute("PRAGMA query_only = ON" if reading else "PRAGMA journal_mode = WAL")
@@ -103,36 +96,21 @@ class SqliteConnection(Connection):
         """Start a read transaction; its first SELECT takes the snapshot."""
         self._db.execute("BEGIN")
 
-    def commit(self) -> None:
-        """Commit."""
-        self._db.execute("COMMIT")
-
     def rollback(self) -> None:
         """Undo the transaction."""
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
-    @contextmanager
-    def savepoint(self) -> Iterator[None]:
-        """Undo what is done within if an error leaves it."""
-        self._db.execute("SAVEPOINT op")
-        try:
-            yield
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK TO op")
-                self._db.execute("RELEASE op")
-            raise
-        self._db.execute("RELEASE op")
+    def undo(self) -> None:
+        """Return to the savepoint, if the transaction is still there."""
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK TO op")
+            self._db.execute("RELEASE op")
 
     @property
     def usable(self) -> bool:
         """False once SQLite has ended the transaction itself, as on a full disk."""
-        return self._db.in_transaction
-
-    def close(self) -> None:
-        """Close it; SQLite undoes what was not committed."""
-        self._db.close()
+        return bool(self._db.in_transaction)
 
     def execute(self, sql: str, values: Mapping[str, object]) -> Any:
         """Run a statement."""
