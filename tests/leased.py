@@ -81,6 +81,13 @@ async def pass_time(control: ControlPlane, seconds: float, *, lease_s: float = 3
     await control.database.write(expire, lease_s=lease_s)
 
 
+async def until_waiting(control: ControlPlane, topic: str) -> None:
+    """Until somebody waits for `topic`."""
+    async with asyncio.timeout(10):
+        while not control.database.hub.has_subscribers(topic):  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.005)
+
+
 class Idler:
     """A node that holds its leases until a test commits or releases them."""
 
@@ -108,9 +115,7 @@ class Idler:
     async def start_asking(self, **settings: Any) -> asyncio.Task[LeaseResponse]:
         """Request a lease; returns once the request waits at the server."""
         asking = asyncio.create_task(self.ask(**{"wait_s": 20.0, **settings}))
-        async with asyncio.timeout(10):
-            while not self.control.database.hub.has_subscribers(f"node:{self.node}"):  # noqa: ASYNC110 - it tells nobody
-                await asyncio.sleep(0.005)
+        await until_waiting(self.control, f"node:{self.node}")
         await self.control.database.write(lambda _tx: None)  # its renewal is committed
         await asyncio.sleep(0.01)
         return asking

@@ -278,7 +278,7 @@ class Gateway:
         """Its address is its name."""
         yield _Door(session.id, "")
 
-    def calls(self, session: str) -> Sequence[Call]:
+    def read_calls(self, session: str) -> Sequence[Call]:
         """As a builder wants them."""
         two = np.array([1, 2], np.int32)
         return [
@@ -298,10 +298,10 @@ class Gateway:
             )
         ]
 
-    async def conclude(self, session: str, result: RecordedResult) -> None:
+    async def write_result(self, session: str, result: RecordedResult) -> None:
         """Nothing is kept."""
 
-    def failure(self, session: str) -> Failure | None:
+    def engine_failure(self, session: str) -> Failure | None:
         """The engine never fails."""
         return None
 
@@ -311,5 +311,5 @@ class Gateway:
     def resume(self) -> None:
         """It was not paused."""
 
-    def weights(self, version: int) -> None:
+    def set_weights_version(self, version: int) -> None:
         """There are none."""

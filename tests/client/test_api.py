@@ -124,7 +124,6 @@ async def test_a_stream_goes_on_over_a_restart(house: House, client: Client) -> 
         while len(got) < 2:  # noqa: ASYNC110 - the stream fills it
             await asyncio.sleep(0.01)
         await house.stop()
-        await asyncio.sleep(0.2)
         await house.start()
         await house.finish()
         await reading

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from commands import TUGLINE, run_command
 from tiny import tokenizer
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 
 TESTS = Path(__file__).parents[1]
-TUGLINE = Path(sys.executable).with_name("tugline")
 AGENT = TESTS / "chaos" / "agent.py"
 READY_S = 40.0
 
@@ -71,15 +71,7 @@ class World:
 
     def call(self, *options: str) -> subprocess.CompletedProcess[str]:
         """A command that ends by itself."""
-        return subprocess.run(
-            [TUGLINE, *options],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return run_command(*options, cwd=self.folder)
 
     def said(self, name: str) -> str:
         """What a process has written so far."""

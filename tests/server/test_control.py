@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
-from leased import Idler, Open, a_task, result
+from leased import Idler, Open, a_task, result, until_waiting
 from tugline.errors import Conflict, FencedError, Invalid, Missing, UsageError
 from tugline.protocol import CommitOutcome, EventKind, NodeRegistration, TaskState
 from tugline.server.control import ControlPlane
@@ -127,7 +126,7 @@ async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> N
         waiting = asyncio.ensure_future(
             control.results(consumer="me", after=rest.cursor, wait_s=10)
         )
-        await asyncio.sleep(0.05)
+        await until_waiting(control, "results")
         await node.commit("t-1")
         found = await asyncio.wait_for(waiting, 2)
         assert [item.session for item in found.items] == ["t-1"]
@@ -136,10 +135,9 @@ async def test_a_consumer_goes_on_where_it_acknowledged(open_control: Open) -> N
 
 async def test_a_question_without_news_ends_in_time(control: ControlPlane) -> None:
     """With nothing, and the cursor it came with."""
-    began = time.monotonic()
-    assert (await control.results(after=0, wait_s=0.2)).cursor == 0
-    assert 0.15 < time.monotonic() - began < 2
-    assert await control.events(after=0, wait_s=0.05) == []
+    async with asyncio.timeout(10):
+        assert (await control.results(after=0, wait_s=0.05)).cursor == 0
+        assert await control.events(after=0, wait_s=0.05) == []
 
 
 @pytest.mark.parametrize(
@@ -210,8 +208,7 @@ async def test_logs_come_from_who_holds_the_session(control: ControlPlane) -> No
     node = await Idler.join(control)
     await control.submit([a_task("t")])
     await node.ask()
-    asking = asyncio.ensure_future(node.ask(wait_s=20))
-    await asyncio.sleep(0.05)
+    asking = await node.start_asking()
     reading = asyncio.ensure_future(control.read_log("t-0", wait_s=10))
     assert (await asyncio.wait_for(asking, 2)).follow == ("t-0",)
     assert await control.dispatcher.log("t-0", 1, 0, b"hello") == 5
@@ -243,9 +240,7 @@ async def test_everything_is_there_right_after_the_start(open_control: Open) -> 
     async with open_control() as control:
         for n in range(5):
             await control.submit([a_task(f"t{n}-{k}", 2) for k in range(1000)])
-    began = time.monotonic()
-    async with open_control() as control:
+    async with asyncio.timeout(2), open_control() as control:
         assert (await control.database.read(stats.counts)).sessions == {"queued": 10_000}
         node = await Idler.join(control, room=16)
         assert len((await node.ask()).work) == 16
-        assert time.monotonic() - began < 2

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
-from leased import Idler, Open, a_task, names
+from leased import Idler, Open, a_task, names, until_waiting
 from tugline.errors import Missing
 from tugline.protocol import Cancelled, CommitOutcome, EventKind, Release, StopKind, TaskState
 from tugline.server.control import ControlPlane
@@ -65,9 +64,7 @@ async def test_a_deadline_releases_what_is_there(open_control: Open) -> None:
         group = Group(deadline_s=0.4)
         await control.submit([a_task("t", 3, group=group)])
         await node.ask()
-        began = time.monotonic()
-        found = await control.results(groups=True, wait_s=5)
-        assert time.monotonic() - began < 0.4 + 0.5 + 1
+        found = await asyncio.wait_for(control.results(groups=True, wait_s=5), 2)
         [view] = found.groups
         assert (view.reason, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
         assert {item.status for item in found.items} == {Status.CANCELLED}
@@ -149,8 +146,8 @@ async def test_whoever_waits_for_a_group_gets_it_at_once(control: ControlPlane) 
     await control.submit([a_task("t", 2)])
     await node.ask()
     waiting = asyncio.ensure_future(control.results(groups=True, wait_s=10))
+    await until_waiting(control, "releases")
     await node.commit("t-0")
-    await asyncio.sleep(0.1)
     assert not waiting.done()
     await node.commit("t-1")
     assert [group.id for group in (await asyncio.wait_for(waiting, 2)).groups] == ["t"]

@@ -21,7 +21,7 @@ from tugline.protocol import (
     TaskState,
 )
 from tugline.server.background import expire
-from tugline.server.store import leases, nodes, results, sessions, tasks
+from tugline.server.store import leases, nodes, results, sessions, stats, tasks
 from tugline.server.store.base import Connection, Driver, Tx
 from tugline.server.store.postgres import Postgres
 from tugline.server.store.results import End
@@ -244,7 +244,7 @@ class Lifecycle:
             }
             assert task.usable == len(judged)
             assert not ended or set(task.missing) == set(range(task.samples)) - judged
-        counts = sessions.count_by_status(tx)
+        counts = stats.count_by_status(tx)
         for status in Status:
             assert counts.get(status, 0) == sum(e.status == status for e in entries.values())
 

@@ -30,20 +30,17 @@ async def test_a_long_poll_is_answered_when_there_is_something(server: Served) -
     """Not before, and not a moment later."""
     asking = asyncio.create_task(server.ask("GET", "/v1/results?wait_s=30"))
     await _until(server.app, 1)
-    began = time.monotonic()
     await server.finish()
-    told = await asking
+    told = await asyncio.wait_for(asking, 5)
     assert [one["session"] for one in told.json["items"]] == ["t-0"]
-    assert time.monotonic() - began < 5
     assert server.app.state.waits.open == 0
 
 
 async def test_a_wait_that_brings_nothing_ends_in_time(server: Served) -> None:
     """An empty answer, with the cursor to go on from."""
-    began = time.monotonic()
-    told = await server.ask("GET", "/v1/results?wait_s=0.2&after=7")
+    async with asyncio.timeout(5):
+        told = await server.ask("GET", "/v1/results?wait_s=0.05&after=7")
     assert told.json == {"items": [], "groups": [], "cursor": 7}
-    assert 0.2 <= time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(

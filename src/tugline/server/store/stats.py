@@ -42,7 +42,7 @@ def queue_stats(tx: Tx) -> QueueStats:
     """All counts, at one moment."""
     acked = tx.all("SELECT name, acked FROM consumers")
     return QueueStats(
-        sessions=_count_by_status(tx),
+        sessions=count_by_status(tx),
         queued=_count(
             tx, "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
         ),
@@ -64,7 +64,7 @@ def counts(tx: Tx) -> Counts:
     control = nodes.control(tx)
     live, slots = nodes.live_slots(tx)
     return Counts(
-        sessions=_count_by_status(tx),
+        sessions=count_by_status(tx),
         tasks_open=_count_open_tasks(tx),
         nodes=live,
         slots=slots,
@@ -86,7 +86,7 @@ def position_before(tx: Tx, moment: float) -> int:
     return int(first) - 1 if first is not None else events.latest(tx)
 
 
-def _count_by_status(tx: Tx) -> dict[str, int]:
+def count_by_status(tx: Tx) -> dict[str, int]:
     """Sessions by status, from counters: finished sessions are not scanned."""
     at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
     counts: dict[str, int] = {status.value: at[status.value] for status in TERMINAL}
