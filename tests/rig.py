@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from tiny import rendering
 from tugline.chat.engines.base import EngineFormat, EngineRequest, Feature, Post
 from tugline.chat.engines.generate import Embedded
-from tugline.chat.request import Constraint
+from tugline.chat.model_call import Constraint
 from tugline.gateway.app import Gateway, StreamMode
+from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.gateway.replicas import Upstream
 from tugline.gateway.session import LiveSession
-from tugline.gateway.settings import DEFAULTS, CallSettings
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Limits, PluginSpec, Policy, Sampling, Session, Task

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from observed import observed, task
 from tugline import log
-from tugline.gateway.asgi import lifespan
-from tugline.web.serve import serve
+from tugline.web.serve import lifespan, serve
 
 AGENT = (
     "import json, os, urllib.error, urllib.request as r\n"

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import OFFLINE, SPECIALS, rendering, tokenizer
-from tugline.chat.request import ChoiceMode, ToolChoice
-from tugline.chat.response import Piece, ReasoningDelta, TextDelta
+from tugline.chat.model_call import ChoiceMode, Piece, ReasoningDelta, TextDelta, ToolChoice
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import Rendering
 from tugline.types import Ids, Message, Role, Tool, ToolCall

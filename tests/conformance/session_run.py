@@ -11,7 +11,6 @@ from pathlib import Path
 from tugline.chat.templates.rendering import Rendering
 from tugline.cli.harness_check import Case
 from tugline.gateway.app import Gateway
-from tugline.gateway.asgi import Message, Receive, Send
 from tugline.gateway.replicas import Upstream
 from tugline.harnesses.base import Harness, LaunchContext
 from tugline.plugins import find
@@ -20,6 +19,7 @@ from tugline.sandbox.base import Exit, Sandbox, SandboxSpec
 from tugline.sandbox.local import LocalRuntime
 from tugline.testing.scripted_model import Fault, Script, serve_scripted_model
 from tugline.types import Call, Limits, PluginSpec, Session, Task
+from tugline.web.serve import Message, Receive, Send
 
 _MODEL = "tugline-policy"
 _SESSION = Session(id="check-0", task="check", sample=0)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines import servers, tool_model
 from engines.tool_model import Folders
-from tugline.gateway.engine_report import EngineReport
+from tugline.gateway.engine import EngineReport
 from tugline.gateway.probe import probe
 from tugline.trainers.weights import (
     EmbeddedWeightUpdater,

@@ -23,11 +23,12 @@ from engines.embedded_server import WINDOW
 from engines.tool_model import RECITE, TOOLS
 from inference.tiny_model import truth
 from recording.verify.recorded import read_in
+from tugline.chat.engines import ROUTES
 from tugline.chat.engines.base import EngineFormat
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine_report import ROUTES, CheckOutcome
+from tugline.gateway.engine import CheckOutcome
 from tugline.gateway.probe import count_running
 from tugline.gateway.replicas import Upstream
 from tugline.recording.verify.engine import connect_scorer

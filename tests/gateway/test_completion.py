@@ -13,7 +13,7 @@ import pytest
 
 from rig import ASK, cut_once, ids, in_turn, rig, says, text_of, until
 from tugline.errors import EngineError
-from tugline.gateway.settings import CallSettings
+from tugline.gateway.policy import CallSettings
 from tugline.testing.scripted_engine import Reply
 from tugline.types import Branch, Call, CallOutcome, Finish, VersionSpan
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rig import Play, ids, rig, says, text_of, until
-from tugline.gateway.settings import CallSettings
+from tugline.gateway.policy import CallSettings
 from tugline.testing.scripted_engine import Reply
 from tugline.traces.builders import PrefixMerging
 from tugline.types import Call, CallOutcome, Ids

@@ -26,8 +26,8 @@ from starlette.routing import Route
 from rig import RENDERING, ids, until
 from tugline.chat.engines.generate import Embedded
 from tugline.gateway.app import Gateway
+from tugline.gateway.policy import CallSettings
 from tugline.gateway.replicas import Upstream
-from tugline.gateway.settings import CallSettings
 from tugline.traces.builders import PrefixMerging
 from tugline.types import CallOutcome, Limits, PluginSpec, Reason, Session, Task
 from tugline.web.serve import serve

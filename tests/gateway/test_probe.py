@@ -21,7 +21,7 @@ from starlette.routing import Route
 from rig import RENDERING, says
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
-from tugline.gateway.engine_report import CheckOutcome, EngineReport
+from tugline.gateway.engine import CheckOutcome, EngineReport
 from tugline.gateway.probe import connect, probe
 from tugline.inference.server import create_app
 from tugline.testing.scripted_engine import Reply, ScriptedEngine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rig import ASK, cut_once, rig, says
-from tugline.gateway.settings import CallSettings
+from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Recording, read
 from tugline.recording.records import RecordedEvent, RecordedEventKind
 from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, Task

@@ -21,10 +21,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from tugline.chat.detokenizer import Detokenizer
-from tugline.chat.response import Piece, ReasoningDelta, TextDelta
+from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
+from tugline.chat.templates.base import encode_arguments, parse_dsml
 from tugline.chat.templates.rendering import Rendering
-from tugline.chat.templates.tool_calls import encode_arguments, parse_dsml
+from tugline.chat.tokenizer import Detokenizer
 from tugline.types import Ids, Message, Role, Tool, ToolCall
 
 _RECIPIENT = re.compile(r"to=functions\.[^\s<]")

@@ -21,7 +21,7 @@ from rich.table import Table
 from tugline.cli.options import Folder, Server, Token, connect
 from tugline.client.overview import HealthCheck, examine
 from tugline.errors import UsageError
-from tugline.gateway.engine_report import CheckOutcome, EngineReport
+from tugline.gateway.engine import CheckOutcome, EngineReport
 from tugline.gateway.probe import probe
 from tugline.plugins import find, list_names
 from tugline.sandbox.base import Runtime

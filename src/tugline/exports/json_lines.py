@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from tugline.chat.serialization import serialize_message, serialize_tool
+from tugline.chat.model_call import serialize_message, serialize_tool
 from tugline.exports.base import Exporter, ExportRow, SessionExport, SkipReason
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import Call, CallOutcome, Finish, Message, Mode, Role, Status, Trace, TraceKind

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tugline.chat.serialization import serialize_message, serialize_tool
+from tugline.chat.model_call import serialize_message, serialize_tool
 from tugline.errors import ConfigError, UsageError
 from tugline.exports.base import Exporter, ExportRow, RowWriter, SessionExport, SkipReason
 from tugline.types import Message, Trace

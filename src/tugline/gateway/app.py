@@ -20,7 +20,7 @@ import msgspec
 from tugline import log
 from tugline.chat.dialects import DIALECTS, fallback_dialect
 from tugline.chat.dialects.base import Action, Dialect, HttpRequest
-from tugline.chat.request import Request
+from tugline.chat.model_call import Request
 from tugline.chat.templates.rendering import Rendering
 from tugline.errors import (
     ClientGone,
@@ -31,21 +31,18 @@ from tugline.errors import (
     UpgradeRequired,
     UsageError,
 )
-from tugline.gateway.asgi import Http, Message, Receive, Send, lifespan
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext
-from tugline.gateway.policy import contract_for
+from tugline.gateway.engine import EngineContext, Transcript
+from tugline.gateway.policy import DEFAULTS, CallSettings, contract_for
 from tugline.gateway.replicas import TokenSource
 from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions
-from tugline.gateway.settings import DEFAULTS, CallSettings
-from tugline.gateway.transcript import Transcript
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
-from tugline.web.serve import serve
+from tugline.web.serve import Http, Message, Receive, Send, lifespan, serve
 
 _RETRY = "x-stainless-retry-count"
 _PATH = re.compile(

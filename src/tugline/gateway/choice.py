@@ -19,17 +19,15 @@ import msgspec
 import numpy as np
 
 from tugline.chat.engines.base import NO_IDS, Delta, EngineRequest
-from tugline.chat.request import ChoiceMode, Request
-from tugline.chat.response import Piece, Response, Usage
+from tugline.chat.engines.chat import ToolCallAssembler
+from tugline.chat.model_call import ChoiceMode, Piece, Request, Response, Usage, join_pieces
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ClientGone, EngineError, TuglineError
-from tugline.gateway.assembler import ToolCallAssembler, join_pieces
-from tugline.gateway.engine import EngineContext
+from tugline.gateway.engine import EngineContext, Transcript
 from tugline.gateway.policy import classify_call
 from tugline.gateway.prefix import Prompt
-from tugline.gateway.transcript import Transcript
 from tugline.recording.recorder import SampledTokens, mark_replayed
 from tugline.recording.records import RecordedEventKind
 from tugline.types import (

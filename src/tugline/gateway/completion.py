@@ -13,10 +13,10 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from tugline.chat.response import Piece, Response, Usage
+from tugline.chat.model_call import Piece, Response, Usage
 from tugline.errors import TuglineError
 from tugline.gateway.choice import Choice
-from tugline.gateway.settings import CallSettings
+from tugline.gateway.policy import CallSettings
 
 IndexedPiece = tuple[int, Piece]
 """The index of the choice that a piece belongs to, and the piece."""

@@ -1,4 +1,8 @@
-"""The engine and template that all calls of a gateway share, and the gate that pauses them."""
+"""What calls share: the engine and its template, and within a session the recording.
+
+`EngineContext` belongs to a gateway, `Transcript` to one session. `EngineReport` is the result of
+probing an engine.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,27 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from tugline.chat.engines.base import Feature
-from tugline.chat.request import ChoiceMode, Request
+import msgspec
+
+from tugline import log
+from tugline.chat.engines import ROUTES
+from tugline.chat.engines.base import EngineFormat, Feature
+from tugline.chat.model_call import ChoiceMode, Request
 from tugline.chat.templates.rendering import Rendering
-from tugline.errors import ContextOverflow, EngineError, Unsupported
-from tugline.gateway.policy import check_request
+from tugline.errors import CaptureError, ContextOverflow, EngineError, Unsupported, UsageError
+from tugline.gateway.policy import DEFAULTS, CallSettings, check_request
+from tugline.gateway.prefix import CallTree
 from tugline.gateway.replicas import TokenSource
-from tugline.gateway.settings import DEFAULTS, CallSettings
 from tugline.histogram import MOMENTS, Distribution
+from tugline.recording.file import Writer
 from tugline.recording.folder import save_tokenizer
-from tugline.recording.records import Header
-from tugline.types import Call, Mode, Session, Task
+from tugline.recording.records import Header, RecordedEvent, RecordedEventKind
+from tugline.types import Call, LogprobMeaning, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
 
 
@@ -141,3 +152,143 @@ class EngineContext:
             home=home,
             forked_from=self.upstream.forked_from,
         )
+
+
+# --------------------------------------------------------------------------- reports
+class CheckOutcome(StrEnum):
+    """How a check ended."""
+
+    PASS = "pass"  # noqa: S105 - a verdict
+    FAIL = "fail"
+    UNKNOWN = "unknown"
+    """It could not be determined."""
+
+
+class ProbeCheck(msgspec.Struct, frozen=True):
+    """One thing that was tried."""
+
+    name: str
+    outcome: CheckOutcome
+    detail: str = ""
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine supports, and what to change."""
+
+    url: str
+    engine: str
+    """A key of `ROUTES`."""
+    version: str = ""
+    model: str
+    window: int
+    """Context in tokens, prompt and answer together; 0 if it does not say."""
+    routes: dict[str, Mode]
+    """The routes that work, the best first."""
+    logprob_meaning: LogprobMeaning | None = None
+    """None where it could not be measured."""
+    checks: tuple[ProbeCheck, ...] = ()
+    advice: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> Mode | None:
+        """The best mode that works; None if nothing does."""
+        return next(iter(self.routes.values()), None)
+
+    @property
+    def sound(self) -> bool:
+        """Whether its samples have token ids."""
+        return self.mode in {Mode.EXACT, Mode.OBSERVED}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, with the verdict."""
+        return {**msgspec.structs.asdict(self), "mode": self.mode, "sound": self.sound}
+
+    def wire(self, mode: Mode | None = None) -> EngineFormat:
+        """The format to use, for `mode` or the best. Raises `UsageError` if it does not work."""
+        for name, found in self.routes.items():
+            if found is mode or (mode is None and found is not Mode.TEXT):
+                route = ROUTES[self.engine][name]
+                default = route.make(LogprobMeaning.RAW).logprob_meaning
+                return route.make(self.logprob_meaning or default)
+        wanted = f"no sound {mode} mode" if mode else "no mode that can be trained from"
+        advice = "; ".join(self.advice) or "see `tugline doctor`"
+        msg = f"the engine at {self.url} ({self.engine} {self.version}) has {wanted}: {advice}"
+        raise UsageError(msg)
+
+
+# --------------------------------------------------------------------------- sessions
+_log = log.get("gateway.engine")
+
+
+class Transcript:
+    """Calls and events of one session."""
+
+    def __init__(self, session_id: str, engine: EngineContext, writer: Writer) -> None:
+        self.session_id = session_id
+        self.turns = CallTree(engine.rendering)
+        self.writer = writer
+        self.sampled_tokens = 0
+        self.declares_tools = False
+        """Whether any request declared tools, or its harness is known to."""
+        self._traffic = engine.traffic
+        self._lock = asyncio.Lock()
+        """Calls of parallel agents are written one after the other."""
+        self._pending: list[RecordedEvent] = []
+        """Events that are written with the next call."""
+
+    async def append(self, call: Call) -> None:
+        """Write a call, and flush it if the writer is synchronous, even when cancelled.
+
+        Without a flush it is a copy into the page cache, which is quicker than asking a thread.
+        """
+        self.sampled_tokens += len(call.sampled_ids) + call.unreported_tokens
+        if self.writer.sync:
+            await self._append_in_thread(call)
+        else:
+            self.writer.append(call)
+        self._traffic.add(call)
+
+    async def _append_in_thread(self, call: Call) -> None:
+        writing = asyncio.ensure_future(self._append_locked(call))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing})
+            raise
+
+    async def _append_locked(self, call: Call) -> None:
+        def write() -> None:
+            self._write_events()
+            self.writer.append(call)
+
+        async with self._lock:
+            await asyncio.to_thread(write)
+
+    def note(
+        self,
+        kind: RecordedEventKind,
+        detail: str = "",
+        *,
+        call: int | None = None,
+        data: bytes = b"",
+    ) -> None:
+        """Record an event; never fails and never waits for the disk.
+
+        With a synchronous writer it is written with the next call or at the end.
+        """
+        self._pending.append(RecordedEvent(kind, time.time(), call, detail, data))
+        if not self.writer.sync:
+            self._write_events()
+
+    async def close(self) -> None:
+        """Write pending events and close the recording."""
+        await asyncio.to_thread(self._write_events)
+        await asyncio.to_thread(self.writer.close)
+
+    def _write_events(self) -> None:
+        pending, self._pending = self._pending, []
+        try:
+            for event in () if self.writer.closed else pending:
+                self.writer.append_record(event)
+        except CaptureError as error:  # the session's next call reports it to its harness
+            _log.error("event not written", path=str(self.writer.path), error=str(error))

@@ -20,17 +20,15 @@ import numpy as np
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import Unsupported
-from tugline.gateway.canonical import (
+from tugline.gateway.turns import (
+    Conversation,
     MessageDigest,
+    Turn,
     call_positions,
     chain_digest,
     compare_echo,
     digest_message,
     digest_tools,
-)
-from tugline.gateway.turns import (
-    Conversation,
-    Turn,
     nearest_by_meaning,
     nearest_by_tokens,
     repeats_sibling,

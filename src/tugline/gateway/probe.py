@@ -21,10 +21,11 @@ import msgspec
 import numpy as np
 
 from tugline import log
+from tugline.chat.engines import ROUTES
 from tugline.chat.engines.base import NO_IDS, Delta, EngineFormat, EngineRequest
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
-from tugline.gateway.engine_report import ROUTES, CheckOutcome, EngineReport, ProbeCheck
+from tugline.gateway.engine import CheckOutcome, EngineReport, ProbeCheck
 from tugline.gateway.replicas import Upstream
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
 from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
@@ -107,11 +108,6 @@ class SampledReply:
     def logprobs(self) -> list[float]:
         """One number for each id."""
         return [float(value) for delta in self.deltas for value in delta.logprobs]
-
-    @property
-    def unreported_tokens(self) -> int:
-        """Sampled tokens without an id."""
-        return sum(delta.unreported_tokens for delta in self.deltas)
 
     @property
     def prompt(self) -> bytes | None:
@@ -255,7 +251,8 @@ class _Probe:
 
     async def _check_complete(self, wire: EngineFormat, sampling: Awaitable[SampledReply]) -> str:
         answer = await sampling
-        ids, logprobs, missing = len(answer.ids), len(answer.logprobs), answer.unreported_tokens
+        ids, logprobs = len(answer.ids), len(answer.logprobs)
+        missing = sum(delta.unreported_tokens for delta in answer.deltas)
         if wire.mode is Mode.TEXT:
             return f"about {missing} tokens, none of which can be trained on"
         if not ids or ids != logprobs or missing:

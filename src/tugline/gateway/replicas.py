@@ -20,7 +20,7 @@ import aiohttp
 from tugline import log
 from tugline.chat.engines.base import Delta, EngineFormat, EngineRequest, Post
 from tugline.errors import EngineError, TuglineError, UsageError
-from tugline.gateway.settings import DEFAULTS, CallSettings
+from tugline.gateway.policy import DEFAULTS, CallSettings
 from tugline.web.engine_http import ModelCard, fetch_card
 from tugline.web.sse import read_payloads
 

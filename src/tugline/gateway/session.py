@@ -21,7 +21,7 @@ import msgspec
 
 from tugline import log
 from tugline.chat.dialects.base import ParseCache
-from tugline.chat.request import Request
+from tugline.chat.model_call import Request
 from tugline.errors import (
     BudgetExhausted,
     CaptureError,
@@ -35,10 +35,9 @@ from tugline.errors import (
 )
 from tugline.gateway.choice import Choice
 from tugline.gateway.completion import Completion
-from tugline.gateway.engine import EngineContext
+from tugline.gateway.engine import EngineContext, Transcript
 from tugline.gateway.policy import resolve_sampling
 from tugline.gateway.prefix import Prompt
-from tugline.gateway.transcript import Transcript
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEventKind
 from tugline.types import Limits, Policy, Sampling

@@ -16,9 +16,9 @@ from pathlib import PurePath
 import msgspec
 import numpy as np
 
-from tugline.chat.request import Request
+from tugline.chat.model_call import Request
 from tugline.errors import UsageError
-from tugline.gateway.canonical import MessageDigest, call_positions, digest_message
+from tugline.gateway.turns import MessageDigest, call_positions, digest_message
 from tugline.traces.lineage import adds_to_parent
 from tugline.types import Call, CallOutcome, Message, Role, Sampling, Tool, VersionSpan
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from tugline.chat.engines.base import CallDelta, Delta, EngineFormat, EngineRequest, Feature
 from tugline.chat.engines.generate import Embedded
-from tugline.chat.request import Request
+from tugline.chat.model_call import Request
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import BudgetExhausted
-from tugline.gateway.canonical import MessageDigest
 from tugline.gateway.replicas import Replica, TokenSource
+from tugline.gateway.turns import MessageDigest
 from tugline.recording.records import Header
 from tugline.replay.matching import (
     Difference,

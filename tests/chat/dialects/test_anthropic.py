@@ -7,11 +7,13 @@ from typing import Any
 
 from chat.dialects.wires import WIRES, finished, sse
 from tugline.chat.dialects.base import ParseCache
-from tugline.chat.request import (
+from tugline.chat.model_call import (
+    ReasoningDelta,
     Request,
+    TextDelta,
     ThreadInfo,
+    Usage,
 )
-from tugline.chat.response import ReasoningDelta, TextDelta, Usage
 from tugline.types import Image, Message, Role, Sampling, Tool, ToolCall
 
 WIRE = WIRES["anthropic"]

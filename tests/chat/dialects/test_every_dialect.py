@@ -24,14 +24,15 @@ from chat.dialects.wires import (
 )
 from tugline.chat.dialects import DIALECTS
 from tugline.chat.dialects.base import Action, HttpRequest, ParseCache
-from tugline.chat.request import (
+from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
+    TextDelta,
     ThreadInfo,
     ToolChoice,
+    Usage,
 )
-from tugline.chat.response import TextDelta, Usage
 from tugline.errors import (
     BudgetExhausted,
     ContextOverflow,

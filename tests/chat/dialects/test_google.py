@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from chat.dialects.wires import WIRES, finished, sse
-from tugline.chat.request import (
+from tugline.chat.model_call import (
+    ReasoningDelta,
     Request,
+    TextDelta,
+    Usage,
 )
-from tugline.chat.response import ReasoningDelta, TextDelta, Usage
 from tugline.errors import (
     ContextOverflow,
     EngineError,

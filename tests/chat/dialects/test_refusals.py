@@ -13,7 +13,7 @@ import pytest
 
 from chat.dialects.wires import WIRES, Wire
 from tugline.chat.dialects.base import ParseCache
-from tugline.chat.request import Request
+from tugline.chat.model_call import Request
 from tugline.errors import RequestError
 
 HERE = Path(__file__).parent

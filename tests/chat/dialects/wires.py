@@ -19,8 +19,7 @@ from tugline.chat.dialects.base import Dialect, HttpRequest, ParseCache
 from tugline.chat.dialects.google import Google
 from tugline.chat.dialects.openai_chat import OpenAIChat
 from tugline.chat.dialects.openai_responses import OpenAIResponses
-from tugline.chat.request import Request
-from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
+from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
 from tugline.types import Finish, Message, Role, ToolCall
 
 Json = dict[str, Any]

@@ -16,7 +16,7 @@ from tugline.chat.engines.chat import ObservedChat, TextChat
 from tugline.chat.engines.generate import Embedded
 from tugline.chat.engines.sglang import SglangChat, SglangGenerate
 from tugline.chat.engines.vllm import VllmChat, VllmCompletions, VllmGenerate
-from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ToolChoice
+from tugline.chat.model_call import ChoiceMode, Constraint, ConstraintKind, ToolChoice
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, Unsupported
 from tugline.types import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tugline.chat.templates.tool_calls import parse_dsml
+from tugline.chat.templates.base import parse_dsml
 
 
 def invoked(*parameters: tuple[str, str, str], name: str = "t") -> str:

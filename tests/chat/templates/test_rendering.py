@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny import OFFLINE, SPECIALS, rendering, tokenizer
-from tugline.chat.request import ChoiceMode, ToolChoice
+from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.chat.templates.base import CONFIGS, template
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer

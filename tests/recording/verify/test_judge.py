@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from calls import make_call, make_header
 from recording.verify.recorded import LOOK, changed, read_in, rewritten, verify, work
 from rig import RENDERING, ids, rig, says
-from tugline.chat.response import Piece, ReasoningDelta, TextDelta
+from tugline.chat.model_call import Piece, ReasoningDelta, TextDelta
 from tugline.chat.stream_parser import StreamParser
 from tugline.recording.file import Recording, Writer, write_result
 from tugline.recording.records import RecordedResult

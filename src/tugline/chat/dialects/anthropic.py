@@ -29,31 +29,29 @@ from tugline.chat.dialects.anthropic_messages import (
     fold_message,
 )
 from tugline.chat.dialects.base import (
+    ABSENT,
     Action,
     Dialect,
     HttpRequest,
     ParseCache,
-    encode,
-    is_refused_by_engine,
-)
-from tugline.chat.dialects.reading import (
-    ABSENT,
     bearer,
     decode,
+    encode,
     invalid,
+    is_refused_by_engine,
     optional_text,
     require,
     session_thread,
 )
-from tugline.chat.request import (
+from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
     ConstraintKind,
     Request,
+    Response,
     ThreadInfo,
     ToolChoice,
 )
-from tugline.chat.response import Response
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Role, Sampling, Tool, TraceKind
 

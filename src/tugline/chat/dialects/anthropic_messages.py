@@ -13,15 +13,16 @@ from typing import Any
 
 from msgspec import Raw
 
-from tugline.chat.dialects.base import Stream, encode
-from tugline.chat.dialects.reading import (
+from tugline.chat.dialects.base import (
     ContentBuilder,
+    Stream,
     decode_object,
+    encode,
     invalid,
     join_messages,
     require,
 )
-from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
+from tugline.chat.model_call import Piece, ReasoningDelta, Response, TextDelta, Usage
 from tugline.errors import RequestError, TuglineError
 from tugline.types import Finish, Message, Role, ToolCall
 from tugline.web.sse import encode_event

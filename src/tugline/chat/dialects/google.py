@@ -18,13 +18,20 @@ import msgspec
 from msgspec import Meta, Raw
 
 from tugline.chat.dialects.base import (
+    ABSENT,
     Action,
     Dialect,
     HttpRequest,
     ParseCache,
     Stream,
+    bearer,
+    decode,
     encode,
+    invalid,
     is_refused_by_engine,
+    require_object,
+    session_thread,
+    unsupported,
 )
 from tugline.chat.dialects.google_messages import (
     build_call,
@@ -35,17 +42,15 @@ from tugline.chat.dialects.google_messages import (
     to_camel,
     to_json_schema,
 )
-from tugline.chat.dialects.reading import (
-    ABSENT,
-    bearer,
-    decode,
-    invalid,
-    require_object,
-    session_thread,
-    unsupported,
+from tugline.chat.model_call import (
+    Constraint,
+    ConstraintKind,
+    Piece,
+    Request,
+    Response,
+    TextDelta,
+    Usage,
 )
-from tugline.chat.request import Constraint, ConstraintKind, Request
-from tugline.chat.response import Piece, Response, TextDelta, Usage
 from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
 from tugline.types import Finish, Role, Sampling, ToolCall
 from tugline.web.sse import encode_event

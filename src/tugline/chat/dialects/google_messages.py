@@ -18,10 +18,10 @@ from typing import Any
 
 from msgspec import Raw
 
-from tugline.chat.dialects.base import encode
-from tugline.chat.dialects.reading import (
+from tugline.chat.dialects.base import (
     ContentBuilder,
     decode_object,
+    encode,
     invalid,
     join_messages,
     optional_text,
@@ -29,7 +29,7 @@ from tugline.chat.dialects.reading import (
     require,
     require_object,
 )
-from tugline.chat.request import ChoiceMode, ToolChoice
+from tugline.chat.model_call import ChoiceMode, ToolChoice
 from tugline.errors import RequestError
 from tugline.types import Message, Role, Tool, ToolCall
 

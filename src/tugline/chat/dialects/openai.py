@@ -13,16 +13,18 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw
 
-from tugline.chat.dialects.base import Dialect, encode, is_refused_by_engine
-from tugline.chat.dialects.reading import (
+from tugline.chat.dialects.base import (
     ContentBuilder,
+    Dialect,
     decode_object,
+    encode,
     invalid,
+    is_refused_by_engine,
     optional_text,
     require,
     unsupported,
 )
-from tugline.chat.request import (
+from tugline.chat.model_call import (
     ChoiceMode,
     Constraint,
     ConstraintKind,

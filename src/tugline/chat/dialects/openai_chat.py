@@ -14,20 +14,23 @@ import msgspec
 from msgspec import Meta, Raw
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import Action, HttpRequest, ParseCache, Stream, encode
-from tugline.chat.dialects.reading import (
+from tugline.chat.dialects.base import (
     ABSENT,
+    Action,
     ContentBuilder,
+    HttpRequest,
+    ParseCache,
+    Stream,
     check_refusals,
     decode,
     decoder_with_refusals,
+    encode,
     invalid,
     parse_list,
     require,
     unsupported,
 )
-from tugline.chat.request import Request
-from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
+from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
 from tugline.errors import TuglineError, Unsupported
 from tugline.types import Finish, Message, Role, Tool, ToolCall, ToolKind
 from tugline.web.sse import DONE, encode_event

@@ -18,12 +18,15 @@ import msgspec
 from msgspec import Raw
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import Action, HttpRequest, ParseCache, encode
-from tugline.chat.dialects.reading import (
+from tugline.chat.dialects.base import (
     ABSENT,
+    Action,
+    HttpRequest,
+    ParseCache,
     check_refusals,
     decode,
     decoder_with_refusals,
+    encode,
     unsupported,
 )
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
@@ -36,8 +39,7 @@ from tugline.chat.dialects.responses_output import (
     build_response,
     decode_echo,
 )
-from tugline.chat.request import Request, ThreadInfo
-from tugline.chat.response import Response
+from tugline.chat.model_call import Request, Response, ThreadInfo
 from tugline.errors import RequestError
 from tugline.types import TraceKind
 

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import encode
-from tugline.chat.dialects.reading import (
+from tugline.chat.dialects.base import (
     ContentBuilder,
     decode,
+    encode,
     invalid,
     join_messages,
     require,

@@ -15,11 +15,9 @@ from typing import Any
 import msgspec
 
 from tugline.chat.dialects import openai
-from tugline.chat.dialects.base import Stream, encode
-from tugline.chat.dialects.reading import decode_object
+from tugline.chat.dialects.base import Stream, decode_object, encode
 from tugline.chat.dialects.responses_input import SHELL_FIELDS, seal
-from tugline.chat.request import Request
-from tugline.chat.response import Piece, ReasoningDelta, Response, TextDelta, Usage
+from tugline.chat.model_call import Piece, ReasoningDelta, Request, Response, TextDelta, Usage
 from tugline.errors import TuglineError
 from tugline.types import Finish, Tool, ToolCall, ToolKind
 from tugline.web.sse import encode_event

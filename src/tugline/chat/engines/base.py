@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from tugline.chat.request import Constraint, Request, ToolChoice
+from tugline.chat.model_call import Constraint, Request, ToolChoice
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError
 from tugline.types import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from tugline.chat.engines.base import (
     NEUTRAL,
     CallDelta,
+    Delta,
     DeltaBuilder,
     EngineFormat,
     EngineReply,
@@ -27,10 +29,19 @@ from tugline.chat.engines.base import (
     parse_finish,
 )
 from tugline.chat.engines.generate import build_structured
-from tugline.chat.request import ChoiceMode, Constraint, ConstraintKind, ToolChoice
-from tugline.chat.serialization import serialize_message, serialize_tool
+from tugline.chat.model_call import (
+    ChoiceMode,
+    Constraint,
+    ConstraintKind,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+    ToolChoice,
+    serialize_message,
+    serialize_tool,
+)
 from tugline.errors import EngineError, Unsupported
-from tugline.types import LogprobMeaning, Mode, Tool
+from tugline.types import LogprobMeaning, Mode, Tool, ToolCall
 
 OPENAI_FEATURES = frozenset({Feature.STRUCTURED, Feature.IMAGES, Feature.TOOL_CHOICE})
 
@@ -292,3 +303,52 @@ def read_array(value: msgspec.Raw) -> bytes | None:
     """A JSON array as it was written; None for nothing and for null."""
     data = bytes(value)
     return data if data.startswith(b"[") else None
+
+
+# --------------------------------------------------------------------------- tool calls
+@dataclass(slots=True)
+class _OpenCall:
+    index: int
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolCallAssembler:
+    """Joins the parts of tool calls that an observing engine streams.
+
+    A call is passed on when it is complete: when the next one begins, or at the end.
+    """
+
+    def __init__(self, id_prefix: str) -> None:
+        """`id_prefix` makes the ids of tool calls unique within the session."""
+        self._prefix, self._count = id_prefix, 0
+        self._open: _OpenCall | None = None
+
+    def feed(self, delta: Delta) -> list[Piece]:
+        """The pieces that this part of the reply completes."""
+        pieces: list[Piece] = []
+        if delta.reasoning:
+            pieces.append(ReasoningDelta(delta.reasoning))
+        if delta.text:
+            pieces.append(TextDelta(delta.text))
+        for part in delta.calls:
+            pieces += self._add(part)
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """The call that is still open."""
+        if self._open is None:
+            return []
+        done, self._open = self._open, None
+        self._count += 1
+        number = f"{self._prefix}{self._count - 1}"
+        return [ToolCall(number, done.name, done.arguments or "{}")]
+
+    def _add(self, part: CallDelta) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._open is None or self._open.index != part.index:
+            pieces = self.finish()
+            self._open = _OpenCall(part.index)
+        self._open.name += part.name
+        self._open.arguments += part.arguments
+        return pieces

@@ -25,7 +25,7 @@ from tugline.chat.engines.base import (
     parse_finish,
     parse_spans,
 )
-from tugline.chat.request import Constraint, ConstraintKind
+from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError
 from tugline.types import Finish, Mode, VersionSpan
 

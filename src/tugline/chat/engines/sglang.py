@@ -38,7 +38,7 @@ from tugline.chat.engines.chat import (
     read_logprobs,
 )
 from tugline.chat.engines.generate import TokenFormat, TokenReader, build_bans
-from tugline.chat.request import Constraint, ConstraintKind
+from tugline.chat.model_call import Constraint, ConstraintKind
 from tugline.errors import EngineError, Unsupported
 from tugline.types import Finish
 

@@ -21,10 +21,22 @@ from msgspec import structs
 from renderers import create_renderer
 from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
 
-from tugline.chat.request import ChoiceMode, ToolChoice
-from tugline.chat.serialization import JsonObject, serialize_message, serialize_tool
-from tugline.chat.templates.base import CONFIGS, Markers, Template, template
-from tugline.chat.templates.tool_calls import decode_arguments, encode_arguments, parse_json_call
+from tugline.chat.model_call import (
+    ChoiceMode,
+    JsonObject,
+    ToolChoice,
+    serialize_message,
+    serialize_tool,
+)
+from tugline.chat.templates.base import (
+    CONFIGS,
+    Markers,
+    Template,
+    decode_arguments,
+    encode_arguments,
+    parse_json_call,
+    template,
+)
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError, Unsupported
 from tugline.types import Ids, Message, Role, Tool

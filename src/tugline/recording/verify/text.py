@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tugline.chat.request import ChoiceMode, ToolChoice
-from tugline.chat.response import Piece, ReasoningDelta, TextDelta
+from tugline.chat.model_call import ChoiceMode, Piece, ReasoningDelta, TextDelta, ToolChoice
 from tugline.chat.stream_parser import StreamParser
 from tugline.chat.templates.rendering import END, Rendering
 from tugline.chat.tokenizer import Tokenizer

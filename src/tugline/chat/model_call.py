@@ -1,0 +1,193 @@
+"""A model call in neutral terms: what dialects parse and encode, and engine formats send.
+
+`serialize_message` and `serialize_tool` make the JSON objects of the OpenAI API, which engines,
+chat templates and exported datasets read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from tugline.types import Finish, Message, Role, Sampling, Tool, ToolCall, TraceKind
+
+
+class ChoiceMode(StrEnum):
+    """Whether the model must call a tool."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """The client's tool choice; `names` holds the tool that must, or those that may, be called."""
+
+    mode: ChoiceMode = ChoiceMode.AUTO
+    names: tuple[str, ...] = ()
+
+
+class ConstraintKind(StrEnum):
+    """Format that the text of a response must have."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    GRAMMAR = "grammar"
+    """A Lark grammar."""
+    REGEX = "regex"
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """Structured output: `schema` is the JSON text of a schema, a grammar or a pattern."""
+
+    kind: ConstraintKind
+    schema: str = ""
+    name: str = ""
+
+
+class ThreadInfo(msgspec.Struct, frozen=True):
+    """The conversation that a call belongs to, as far as the harness says so in headers."""
+
+    id: str | None = None
+    parent: str | None = None
+    kind: TraceKind | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed model call."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    sampling: Sampling = Sampling()
+    """As the client requests it."""
+    stream: bool = False
+    usage_in_stream: bool = False
+    """Whether the client wants token counts in its stream, where the dialect lets it choose."""
+    n: int = 1
+    """Number of responses."""
+    tool_choice: ToolChoice = ToolChoice()
+    parallel: bool = True
+    """Whether one response may hold several tool calls."""
+    constraint: Constraint | None = None
+    thread: ThreadInfo = ThreadInfo()
+    echo: bytes = b""
+    """For the dialect alone: fields that its response repeats, or a variant of the route."""
+    dialect: str = ""
+    body: bytes = b""
+    """As it was received, to be recorded; not sent to engines."""
+
+
+# --------------------------------------------------------------------------- responses
+class TextDelta(msgspec.Struct, frozen=True):
+    """More text."""
+
+    text: str
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True):
+    """More reasoning."""
+
+    text: str
+
+
+Piece = TextDelta | ReasoningDelta | ToolCall
+"""One element of a streamed response; a tool call is never split."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """True token counts of one call."""
+
+    prompt: int
+    sampled: int
+    reused: int = 0
+    """Prompt tokens that continue the parent call exactly."""
+    reasoning: int = 0
+    """Sampled tokens inside reasoning."""
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished response, ready to be encoded by any dialect."""
+
+    id: str
+    """Unique and without prefix, such as ``s1-4``; a dialect adds its own."""
+    model: str
+    created: int
+    """Unix time in seconds."""
+    message: Message
+    finish: Finish
+    usage: Usage
+    stop: str | None = None
+    """The stop string that ended it; not part of the text."""
+
+
+def join_pieces(pieces: Sequence[Piece]) -> Message | None:
+    """The message that `pieces` add up to; None if they are empty."""
+    text = "".join([piece.text for piece in pieces if isinstance(piece, TextDelta)])
+    reasoning = "".join([piece.text for piece in pieces if isinstance(piece, ReasoningDelta)])
+    calls = tuple(piece for piece in pieces if isinstance(piece, ToolCall))
+    if not (text or reasoning or calls):
+        return None
+    return Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)
+
+
+# --------------------------------------------------------------------------- JSON objects
+JsonObject = dict[str, Any]
+
+
+def serialize_message(
+    message: Message,
+    *,
+    reasoning_field: str | None = "reasoning_content",
+    arguments: Callable[[str], object] = str,
+) -> JsonObject:
+    """Serialize one message; a developer's is a system message.
+
+    Reasoning goes into `reasoning_field`, or is left out for None. `arguments` converts the JSON
+    text of each tool call's arguments.
+    """
+    role = Role.SYSTEM if message.role is Role.DEVELOPER else message.role
+    fields: JsonObject = {"role": role.value, "content": _serialize_content(message)}
+    if message.reasoning and reasoning_field:
+        fields[reasoning_field] = message.reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def serialize_tool(tool: Tool) -> JsonObject:
+    """Serialize the declaration of one tool."""
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _serialize_content(message: Message) -> str | list[JsonObject]:
+    """Text, or parts of text and images in their order."""
+    if not message.images:
+        return message.content
+    parts: list[JsonObject] = []
+    start = 0
+    for image in message.images:
+        parts.append({"type": "text", "text": message.content[start : image.at]})
+        url = {"url": image.url} | ({"detail": image.detail} if image.detail else {})
+        parts.append({"type": "image_url", "image_url": url})
+        start = image.at
+    parts.append({"type": "text", "text": message.content[start:]})
+    return [part for part in parts if part.get("text") != ""]
