@@ -16,7 +16,7 @@ import pytest
 
 from containers import DEBIAN, podman
 from tugline.datasets.base import Solution
-from tugline.evaluators.harbor import read_json, read_text
+from tugline.evaluators.harbor import parse_rewards
 from tugline.plugins import find
 from tugline.rollout.parts import Parts
 from tugline.rollout.task_validation import TaskValidation, validate_task
@@ -205,14 +205,16 @@ def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
 @pytest.mark.parametrize("text", ["true", "0.5", '{"a": 1, "b": false}', "-3"])
 def test_json_rewards_are_numbers(text: str) -> None:
     """Alone or by name."""
-    assert all(isinstance(value, float) for value in read_json(text.encode()).values())
+    assert all(
+        isinstance(value, float) for value in parse_rewards("reward.json", text.encode()).values()
+    )
 
 
 @pytest.mark.parametrize("text", ['{"a": "1"}', "[]", "{}", "1e999", "null", "", "[" * 9999])
 def test_what_is_no_number_is_no_reward(text: str) -> None:
     """Neither in JSON nor as text."""
-    for read in (read_json, read_text):
-        with pytest.raises(ValueError, match=r"reward\."):
-            read(text.encode())
-    with pytest.raises(ValueError, match="must be finite"):
-        read_text(b"nan")
+    for name in ("reward.json", "reward.txt"):
+        with pytest.raises(ValueError, match=rf"{name} is b.*, must "):
+            parse_rewards(name, text.encode())
+    with pytest.raises(ValueError, match="must have finite numbers"):
+        parse_rewards("reward.txt", b"nan")

@@ -44,6 +44,8 @@ _PLACE = (
 )
 _PLACE_S = 60.0
 _MAX_REWARD_BYTES = 1 << 20
+_REWARDS = ("reward.json", "reward.txt")
+_JSON_REWARDS = dict[str, float | bool] | float | bool
 _MAX_TESTS_BYTES = 64 << 20
 
 
@@ -169,7 +171,7 @@ class HarborEvaluator(Evaluator):
         for path, file in files.items():
             if await sandbox.get(TESTS / path, max_bytes=_MAX_TESTS_BYTES) != file.data:
                 return _HarborRun(end, None, f"{TESTS / path} could not be put there")
-        for name in ("reward.json", "reward.txt"):
+        for name in _REWARDS:
             if await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES) is not None:
                 return _HarborRun(end, None, f"{LOGS} could not be emptied")
         return None
@@ -218,39 +220,28 @@ class HarborEvaluator(Evaluator):
 
 async def _read_rewards(sandbox: Sandbox) -> Mapping[str, float] | None:
     """Return what the script wrote, reward.json first. Raises `ValueError` if it is no reward."""
-    for name, read in (("reward.json", read_json), ("reward.txt", read_text)):
+    for name in _REWARDS:
         data = await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES)
         if data is not None:
-            return read(data)
+            return parse_rewards(name, data)
     return None
 
 
-def read_json(data: bytes) -> dict[str, float]:
-    """Return the rewards in a reward.json by name. Raises `ValueError`."""
+def parse_rewards(name: str, data: bytes) -> dict[str, float]:
+    """Return the rewards in a file by name; one number is ``reward``. Raises `ValueError`."""
+    text = name == "reward.txt"
     try:
-        found = msgspec.json.decode(data, type=dict[str, float | bool] | float | bool)
-    except (msgspec.DecodeError, RecursionError) as error:
-        msg = f"reward.json is neither a number nor an object of numbers: {error}"
+        found = float(data) if text else msgspec.json.decode(data, type=_JSON_REWARDS)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        right = "a number" if text else "a number, or an object of numbers"
+        msg = f"{name} is {data[:80]!r}, must be {right}: {error}"
         raise ValueError(msg) from error
     named = found if isinstance(found, dict) else {"reward": found}
-    rewards = {name: float(value) for name, value in named.items()}
+    rewards = {key: float(value) for key, value in named.items()}
     if not rewards or not all(map(math.isfinite, rewards.values())):
-        msg = f"reward.json is {data[:80]!r}, must have finite numbers"
+        msg = f"{name} is {data[:80]!r}, must have finite numbers"
         raise ValueError(msg)
     return rewards
-
-
-def read_text(data: bytes) -> dict[str, float]:
-    """Return the reward in a reward.txt. Raises `ValueError`."""
-    try:
-        value = float(data.strip())
-    except ValueError as error:
-        msg = f"reward.txt is {data[:80]!r}, must be a number"
-        raise ValueError(msg) from error
-    if not math.isfinite(value):
-        msg = f"reward.txt is {data[:80]!r}, must be finite"
-        raise ValueError(msg)
-    return {"reward": value}
 
 
 def _read_folder(folder: Path) -> dict[str, FileChange]:
