@@ -116,6 +116,9 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
+    if torch.is_autocast_enabled(query.device.type):  # which knows neither of the two below
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     keys, values = (states.index_select(2, tree_paths.gather) for states in (key, value))
     ragged = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     attend = _attend_ragged if ragged else _attend_by_run
