@@ -19,8 +19,7 @@ from tugline.protocol import (
     Renewal,
     Work,
 )
-from tugline.server.background import expire
-from tugline.server.control import ControlPlane
+from tugline.server.control import ControlPlane, expire
 from tugline.types import (
     HANDLING,
     Boundary,

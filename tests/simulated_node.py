@@ -223,9 +223,9 @@ class SimulatedParts(Parts):
         super().__init__()
         self.script = script
 
-    def _make(self, kind: str, spec: PluginSpec) -> Any:
+    def _make(self, kind: str, spec: PluginSpec, contract: type[Any]) -> Any:
         if kind == "builder":
-            return super()._make(kind, spec)
+            return super()._make(kind, spec, contract)
         return SimulatedEvaluator(self.script) if kind == "evaluator" else self.script
 
 

@@ -218,9 +218,9 @@ class Parts(Made):
         super().__init__()
         self._rollouts, self._evaluator = rollouts, RolloutEvaluator(rollouts)
 
-    def _make(self, kind: str, part: PluginSpec) -> Any:
+    def _make(self, kind: str, part: PluginSpec, contract: type[Any]) -> Any:
         if kind == "builder":
-            return super()._make(kind, part)
+            return super()._make(kind, part, contract)
         return self._evaluator if kind == "evaluator" else self._rollouts
 
 

@@ -252,8 +252,8 @@ class Given(Parts):
         super().__init__()
         self.given = given
 
-    def _make(self, kind: str, part: PluginSpec) -> Any:
-        return self.given[kind] if kind in self.given else super()._make(kind, part)
+    def _make(self, kind: str, part: PluginSpec, contract: type[Any]) -> Any:
+        return self.given[kind] if kind in self.given else super()._make(kind, part, contract)
 
 
 @pytest.mark.parametrize(

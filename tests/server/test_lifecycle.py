@@ -20,7 +20,7 @@ from tugline.protocol import (
     StopKind,
     TaskState,
 )
-from tugline.server.background import expire
+from tugline.server.control import expire
 from tugline.server.store import leases, nodes, results, sessions, stats, tasks
 from tugline.server.store.base import Connection, Driver, Tx
 from tugline.server.store.postgres import Postgres

@@ -8,8 +8,8 @@ import pytest
 
 from tugline.errors import Invalid, Missing
 from tugline.protocol import Event, EventKind, Results
-from tugline.server.blobs import LocalBlobs, sweep
-from tugline.server.control import ControlPlane
+from tugline.server.blobs import LocalBlobs
+from tugline.server.control import ControlPlane, sweep
 from tugline.server.store import events, results, sessions, stats, tasks
 from tugline.server.store.base import Tx
 from tugline.server.store.database import Database, open_database

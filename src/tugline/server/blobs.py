@@ -1,7 +1,7 @@
 """Encoded trajectories by name, in a local directory or an object store (I7).
 
 A blob is written before the row that refers to it and is on disk when `put` returns, so a listed
-result can be read (I3). A crash in between leaves a blob without a row: `sweep` removes those. A
+result can be read (I3). A crash in between leaves a blob without a row: retention removes those. A
 blob is whole or absent, even when the disk is full.
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import importlib
 import os
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
@@ -20,11 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tugline.errors import Missing, StoreError, UsageError
-from tugline.server.store import results
-from tugline.server.store.database import Database
 
-ORPHAN_S = 3600.0
-"""Age at which a blob without a row is removed; writing the row takes seconds."""
 _TEMPORARY = ".tmp-"
 _CHUNK = 1000
 
@@ -54,18 +49,6 @@ def open_blobs(where: str) -> Blobs:
     if "://" in where and not where.startswith("file://"):
         return ObjectBlobs(where)
     return LocalBlobs(Path(where.removeprefix("file://")))
-
-
-async def sweep(blobs: Blobs, database: Database, *, older_s: float = ORPHAN_S) -> int:
-    """Delete the blobs that no result refers to; returns how many."""
-    deleted = 0
-    async for names in blobs.list_older(time.time() - older_s):
-        for start in range(0, len(names), _CHUNK):
-            some = names[start : start + _CHUNK]
-            for name in set(some) - await database.read(results.list_blobs, some):
-                await blobs.delete(name)
-                deleted += 1
-    return deleted
 
 
 class LocalBlobs:

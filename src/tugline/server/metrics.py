@@ -139,17 +139,19 @@ class ServerMetrics:
 
 
 def _gauges(stats: QueueStats) -> dict[str, Values]:
+    counts = stats.counts
+    callbacks = {"pending": stats.pending_deliveries, "dead": counts.dead_deliveries}
     return {
-        "tugline_sessions": dict.fromkeys((one.value for one in Status), 0) | stats.sessions,
+        "tugline_sessions": dict.fromkeys((one.value for one in Status), 0) | counts.sessions,
         "tugline_queue": stats.queued,
-        "tugline_tasks_open": stats.tasks_open,
+        "tugline_tasks_open": counts.tasks_open,
         "tugline_nodes": dict.fromkeys((one.value for one in NodeState), 0) | stats.nodes,
-        "tugline_slots": stats.slots,
+        "tugline_slots": counts.slots,
         "tugline_results_unread": stats.unread,
-        "tugline_callbacks": stats.outbox,
-        "tugline_position": stats.position,
-        "tugline_weights_version": stats.control.version,
-        "tugline_weights_paused": stats.control.paused is not None,
+        "tugline_callbacks": callbacks,
+        "tugline_position": counts.position,
+        "tugline_weights_version": counts.version,
+        "tugline_weights_paused": counts.paused,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from tugline.protocol import Control, Counts
+from tugline.protocol import Counts
 from tugline.server.store import events, nodes
 from tugline.server.store.base import Tx
 from tugline.types import TERMINAL, Status
@@ -21,41 +21,27 @@ MAX_SCAN = 100_000
 class QueueStats(NamedTuple):
     """A snapshot of the store."""
 
-    sessions: dict[str, int]
-    """By status."""
+    counts: Counts
     queued: dict[str, int]
-    """By tenant."""
-    tasks_open: int
+    """Sessions by tenant."""
     nodes: dict[str, int]
     """By state."""
-    slots: int
-    """Of live nodes."""
     unread: dict[str, int]
     """Unacknowledged results, by consumer."""
-    outbox: dict[str, int]
-    """Pending and dead deliveries."""
-    position: int
-    control: Control
+    pending_deliveries: int
 
 
 def queue_stats(tx: Tx) -> QueueStats:
     """All counts, at one moment."""
     acked = tx.all("SELECT name, acked FROM consumers")
     return QueueStats(
-        sessions=count_by_status(tx),
+        counts=counts(tx),
         queued=_count(
             tx, "SELECT tenant, COUNT(*) FROM sessions WHERE status = 'queued' GROUP BY tenant"
         ),
-        tasks_open=_count_open_tasks(tx),
         nodes=_count(tx, "SELECT state, COUNT(*) FROM nodes GROUP BY state"),
-        slots=nodes.live_slots(tx)[1],
         unread={name: _count_results_after(tx, position) for name, position in acked},
-        outbox={
-            state: _count_deliveries(tx, state)  # one index each
-            for state in ("pending", "dead")
-        },
-        position=events.latest(tx),
-        control=nodes.control(tx),
+        pending_deliveries=_count_deliveries(tx, "pending"),
     )
 
 
@@ -63,9 +49,10 @@ def counts(tx: Tx) -> Counts:
     """Summary for clients, in a time that does not grow with finished sessions."""
     control = nodes.control(tx)
     live, slots = nodes.live_slots(tx)
+    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
     return Counts(
         sessions=count_by_status(tx),
-        tasks_open=_count_open_tasks(tx),
+        tasks_open=at["tasks"] - at["released"],
         nodes=live,
         slots=slots,
         position=events.latest(tx),
@@ -95,11 +82,6 @@ def count_by_status(tx: Tx) -> dict[str, int]:
     )
     counts[Status.QUEUED.value] = at["sessions"] - sum(counts.values())
     return {name: n for name, n in counts.items() if n}
-
-
-def _count_open_tasks(tx: Tx) -> int:
-    at: dict[str, int] = dict(tx.all("SELECT name, at FROM positions"))
-    return at["tasks"] - at["released"]
 
 
 def _count_deliveries(tx: Tx, state: str) -> int:
