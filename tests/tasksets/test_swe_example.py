@@ -58,7 +58,7 @@ def test_the_paper_is_what_the_paper_says() -> None:
     assert settings["template"]["builder"] == {"name": "prefix_merging"}
     grpo = load(EXAMPLE / "paper.grpo.yaml", GrpoConfig)
     assert (grpo.lr, grpo.epochs, grpo.sessions_per_update) == (1e-6, 1, 4 * 16)
-    assert grpo.importance_cap is not None
+    assert grpo.importance == "truncate"
     toy = load(EXAMPLE / "toy.grpo.yaml", GrpoConfig)
     assert toy.sessions_per_update == 3 * read_values(EXAMPLE / "toy.yaml")["template"]["samples"]
 

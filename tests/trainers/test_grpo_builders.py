@@ -76,9 +76,11 @@ def sessions(draw: DrawFn, name: str) -> list[Call]:
             how = draw(st.sampled_from(["continue", "continue", "twin", "edit"]))
             kept = {"continue": len(whole), "twin": len(base.prompt_ids), "edit": 1}[how]
             prompt = whole[:kept] + ([] if how == "twin" else prompt)
+        sampling = Sampling(temperature=draw(st.sampled_from([None, 0.5, 1.0])))
         gone = draw(st.sampled_from([CallOutcome.COMPLETE] * 4 + [CallOutcome.CLIENT_GONE]))
         parent = base and base.number
-        grown.append(call(name, number, prompt, draw(few), parent=parent, outcome=gone))
+        changes = {"parent": parent, "outcome": gone, "sampling": sampling}
+        grown.append(call(name, number, prompt, draw(few), **changes))
     return grown
 
 
@@ -112,10 +114,14 @@ def built(
 
 def tokens(
     samples: Sequence[Sample], weights: Sequence[float]
-) -> list[tuple[str, float, float, float]]:
-    """Every trained token: its session, what names it there, its advantage and its weight."""
+) -> list[tuple[str, float, float, float, float]]:
+    """Every trained token: session, what names it there, advantage, temperature and weight."""
     return sorted(
-        (one.session, float(one.logprobs[at]), float(one.advantages[at]), weight)
+        (
+            one.session,
+            *(float(each[at]) for each in (one.logprobs, one.advantages, one.temperatures)),
+            weight,
+        )
         for one, weight in zip(samples, weights, strict=True)
         for at in np.flatnonzero(one.loss_mask)
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from tugline.config import from_mapping
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.advantage import SessionReward, baselines, turn_shares
+from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import Estimator, GrpoConfig
 from tugline.trainers.grpo.loss import TokenTerms, token_terms, token_weights
 from tugline.trainers.grpo.train import StepReport
@@ -55,8 +58,15 @@ def test_rloo_compares_with_the_others() -> None:
     assert group_advantages(REWARDS, "rloo", 1e-6).tolist() == [0, -1.25, -1.25, 0, 2.5]
 
 
+def test_noise_in_rewards_stays_small() -> None:
+    """Rewards that differ by 1e-5 give advantages below a tenth, not of the size of real ones."""
+    noise = np.array([1.0, 1.0 + 1e-5, 1.0, 1.0 + 1e-5])
+    got = group_advantages(noise, "grpo", GrpoConfig().advantage_eps)
+    assert 0 < np.abs(got).max() < 0.1
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
-@pytest.mark.parametrize("rewards", [[], [1.0], [0.1, 0.1, 0.1]])
+@pytest.mark.parametrize("rewards", [[], [1.0], [0.1, 0.1, 0.1], [0.3, 0.1 + 0.2]])
 def test_no_difference_is_no_advantage(estimator: str, rewards: list[float]) -> None:
     """Groups without contrast give exact zeros, without rounding noise or division by zero."""
     got = group_advantages(np.array(rewards), estimator, 0.0)  # type: ignore[arg-type]
@@ -114,18 +124,37 @@ def test_turns_get_less_the_earlier_they_are() -> None:
 
 
 # --------------------------------------------------------------------------- loss
-def terms(ratios: list[float], advantages: list[float], **changes: object) -> TokenTerms:
-    """TokenTerms where new / old has the given ratios and old is 0.5 everywhere."""
-    old = torch.full((len(ratios),), math.log(0.5))
-    new = (old + torch.tensor(ratios).log()).requires_grad_()
-    fields: dict[str, object] = {
-        "old": old,
-        "behaviour": old,
-        "advantage": torch.tensor(advantages),
-        "reference": None,
-        "config": GrpoConfig(clip_low=0.2, clip_high=0.28),
-    }
-    return token_terms(new, **(fields | changes))  # type: ignore[arg-type]
+def micro_batch(rows: Sequence[Row]) -> MicroBatch:
+    """One forward pass of rows of equal length."""
+    (micro,) = pack(rows, micro_tokens=9999, tree=False, device=torch.device("cpu"))
+    return micro
+
+
+def terms(
+    ratios: list[float],
+    advantages: list[float],
+    *,
+    behaviour: list[float] | None = None,
+    reference: list[float] | None = None,
+    traces: int = 1,
+    **options: Any,
+) -> TokenTerms:
+    """TokenTerms where new / old has the given ratios and old is 0.5 everywhere.
+
+    `behaviour` and `reference` are probabilities. The tokens are those of `traces` equal traces.
+    """
+    count = len(ratios) // traces
+    old = np.full(len(ratios), math.log(0.5), np.float32)
+    captured = old if behaviour is None else np.log(np.array(behaviour, np.float32))
+    rows = []
+    for i in range(traces):
+        part = slice(i * count, (i + 1) * count)
+        one = sample(str(i), count)
+        one.logprobs[3:], one.advantages[3:] = captured[part], advantages[part]
+        rows.append(Row(one, old=old[part]))
+    new = (torch.from_numpy(old) + torch.tensor(ratios).log()).requires_grad_()
+    other = None if reference is None else torch.tensor(reference).log()
+    return token_terms(new, micro_batch(rows), other, GrpoConfig(**options))
 
 
 def test_clip_is_one_sided_and_asymmetric() -> None:
@@ -136,31 +165,100 @@ def test_clip_is_one_sided_and_asymmetric() -> None:
     assert got.ratio.tolist() == pytest.approx([1.5, 0.5, 1.5, 0.5, 1.1])
 
 
-def test_importance_weight_is_truncated_and_constant() -> None:
-    """Old over behaviour, 0.5 / 0.4 and 0.5 / 0.1, capped at 2, scales loss but not ratio."""
-    behaviour = torch.tensor([0.4, 0.1]).log()
-    config = GrpoConfig(importance_cap=2.0)
-    got = terms([1.0, 1.0], [1.0, 1.0], behaviour=behaviour, config=config)
-    assert got.loss.tolist() == pytest.approx([-1.25, -2.0])
-    assert got.ratio.tolist() == pytest.approx([1.0, 1.0])
+def test_ratio_of_a_trace_is_the_geometric_mean() -> None:
+    """Ratios 4 and 1 of one trace are both 2, of which the gradient goes to both; 1 and 1 are 1."""
+    got = terms([4.0, 1.0, 1.0, 1.0], [-1.0] * 4, traces=2, ratio_level="trace")
+    assert got.ratio.tolist() == pytest.approx([2, 2, 1, 1])
+    assert got.loss.tolist() == pytest.approx([2, 2, 1, 1])
+    good = terms([4.0, 1.0, 1.0, 1.0], [1.0] * 4, traces=2, ratio_level="trace")
+    assert good.clipped.tolist() == [True, True, False, False]
+
+
+IMPORTANCE = {"importance_low": 0.5, "importance_high": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "bounded"),
+    [
+        ({}, [1, 1, 1, 1], [False] * 4),
+        ({"importance": "truncate"}, [1.25, 2, 0.5, 1], [False, True, True, False]),
+        ({"importance": "mask"}, [1.25, 0, 0, 1], [False, True, True, False]),
+        ({"importance": "truncate", "importance_level": "trace"}, [2, 2, 0.5, 0.5], [True] * 4),
+        ({"importance": "mask", "importance_level": "trace"}, [0] * 4, [True] * 4),
+        (
+            {"importance": "mask", "importance_level": "trace", "importance_high": 3},
+            [2.5, 2.5, 0, 0],
+            [False, False, True, True],
+        ),
+    ],
+)
+def test_importance_weight_has_two_bounds(
+    options: dict[str, Any], weights: list[float], bounded: list[bool]
+) -> None:
+    """Old over behaviour is 1.25 and 5, then 0.2 and 1; it scales the loss but not the ratio.
+
+    Geometric means over the two traces: 2.5 and the root of 0.2, which is below 0.5.
+    """
+    behaviour = [0.4, 0.1, 2.5, 0.5]
+    got = terms([1.0] * 4, [1.0] * 4, behaviour=behaviour, traces=2, **(IMPORTANCE | options))
+    assert got.loss.tolist() == pytest.approx([-one for one in weights])
+    assert got.bounded.tolist() == bounded
+    assert got.ratio.tolist() == pytest.approx([1.0] * 4)
+
+
+@given(
+    log_weights=st.lists(st.floats(-5, 5), min_size=1, max_size=20),
+    low=st.floats(0, 1),
+    high=st.floats(1, 10),
+    level=st.sampled_from(["token", "trace"]),
+)
+def test_importance_weights_never_leave_their_bounds(
+    log_weights: list[float], low: float, high: float, level: str
+) -> None:
+    """Truncated ones are within both; masked ones are the same where they are not 0."""
+    behaviour = [0.5 / math.exp(one) for one in log_weights]
+    ones = [1.0] * len(log_weights)
+    options = {"importance_low": low, "importance_high": high, "importance_level": level}
+    cut, masked = (
+        -terms(ones, ones, behaviour=behaviour, importance=kind, **options).loss.detach()
+        for kind in ("truncate", "mask")
+    )
+    assert bool(((cut >= low - 1e-6) & (cut <= high + 1e-5)).all())
+    assert bool(((masked == 0) | (masked == cut)).all())
 
 
 def test_kl_is_k3() -> None:
     """With reference twice as likely: 2 - ln 2 - 1, weighted and added to the loss."""
-    reference = torch.full((1,), math.log(1.0))
-    got = terms([1.0], [1.0], reference=reference, config=GrpoConfig(kl=0.5))
+    got = terms([1.0], [1.0], reference=[1.0], kl=0.5)
     assert got.kl.tolist() == pytest.approx([2 - math.log(2) - 1])
     assert got.loss.tolist() == pytest.approx([-1 + 0.5 * (1 - math.log(2))])
 
 
+def test_corrected_kl_has_the_gradient_of_the_true_divergence() -> None:
+    """Averaged over the old policy, exactly; without the correction it does not."""
+    old = torch.tensor([0.2, 0.3, 0.5])
+    reference = torch.tensor([0.6, 0.3, 0.1])
+    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    new = torch.log_softmax(logits, 0)
+    divergence = (new.exp() * (new - reference.log())).sum()
+    (true,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    one = sample("a", 3)
+    one.logprobs[3:], one.advantages[3:] = old.log().numpy(), 0.0
+    found = []
+    for correction in (True, False):
+        config = GrpoConfig(kl=1.0, kl_correction=correction)
+        got = token_terms(new, micro_batch([Row(one)]), reference.log(), config)
+        found += torch.autograd.grad((old * got.loss).sum(), logits, retain_graph=True)
+    assert torch.allclose(found[0], true, atol=1e-6)
+    assert not torch.allclose(found[1], true, atol=1e-2)
+
+
 def test_gradient_is_that_of_the_policy_gradient_on_policy() -> None:
     """At ratio one, the gradient by each log probability is minus the advantage."""
-    old = torch.full((3,), -1.0)
-    new = old.clone().requires_grad_()
-    advantage = torch.tensor([1.0, -2.0, 0.0])
-    got = token_terms(
-        new, old=old, behaviour=old, advantage=advantage, reference=None, config=GrpoConfig()
-    )
+    new = torch.full((3,), -1.0).requires_grad_()
+    one = sample("a", 3)
+    one.logprobs[3:], one.advantages[3:] = -1.0, [1.0, -2.0, 0.0]
+    got = token_terms(new, micro_batch([Row(one)]), None, GrpoConfig())
     got.loss.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([-1.0, 2.0, 0.0])
@@ -216,6 +314,8 @@ def test_unknown_keys_are_refused() -> None:
         ({"reward": "best"}, "reward is 'best', must be one of discounted, outcome, per_trace"),
         ({"reward": "discounted"}, "turn_discount is missing: reward 'discounted' needs"),
         ({"turn_discount": 0.9}, "turn_discount has no effect with reward 'outcome'"),
+        ({"importance_low": 1.5}, "importance_low is 1.5, but 1, the weight of"),
+        ({"importance_high": 0.5}, "importance_high is 0.5, but 1, the weight of"),
         ({"reward": "discounted", "turn_discount": 0}, "turn_discount is 0, must be a number > 0"),
         (
             {"reward": "discounted", "turn_discount": 1.5},

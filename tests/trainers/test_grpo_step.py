@@ -51,7 +51,7 @@ def test_captured_logprobs_are_reproduced() -> None:
         GrpoConfig(tree_packing=False),
         GrpoConfig(epochs=2),
         GrpoConfig(sessions_per_update=2),
-        GrpoConfig(importance_cap=2.0),
+        GrpoConfig(importance="truncate"),
     ],
 )
 def test_gate_measures_the_weights_before_the_update(config: GrpoConfig) -> None:
@@ -92,7 +92,7 @@ def test_importance_sampling_takes_the_old_policy_from_the_trainer() -> None:
     """With a cap the ratio starts at one whatever the engine reported; without, it does not."""
     model = tiny()
     batch = noisy(groups(model))
-    capped = Grpo(tiny(), GrpoConfig(importance_cap=2.0)).step(batch, version=VERSION)
+    capped = Grpo(tiny(), GrpoConfig(importance="truncate")).step(batch, version=VERSION)
     plain = Grpo(tiny(), GrpoConfig()).step(batch, version=VERSION)
     assert (capped.ratio_mean, capped.clip_fraction) == (pytest.approx(1, abs=1e-5), 0)
     assert plain.ratio_mean > 1.6

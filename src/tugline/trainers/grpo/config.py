@@ -19,6 +19,7 @@ from tugline.trainers.grpo.advantage import Estimator
 
 RewardOf = Literal["outcome", "per_trace", "discounted"]
 Normalisation = Literal["token", "sequence", "constant"]
+Level = Literal["token", "trace"]
 
 
 class GrpoConfig(Config, frozen=True):
@@ -44,11 +45,22 @@ class GrpoConfig(Config, frozen=True):
     """The probability ratio is clipped below at 1 minus this."""
     clip_high: NonNegativeFloat = 0.28
     """The probability ratio is clipped above at 1 plus this."""
-    importance_cap: PositiveFloat | None = None
-    """Truncated importance sampling between engine and trainer, with this cap; None turns it off
-    and takes the captured log probabilities for the old policy's."""
+    ratio_level: Level = "token"
+    """Whether each token has its own ratio, or all of a trace their geometric mean (GSPO)."""
+    importance: Literal["truncate", "mask"] | None = None
+    """Importance sampling between engine and trainer: a weight out of its bounds is moved to the
+    nearest one, or its token is masked. None takes the captured log probabilities for the old
+    policy's."""
+    importance_level: Level = "token"
+    """Whether each token has its own weight, or all of a trace their geometric mean."""
+    importance_low: NonNegativeFloat = 0.0
+    """Lower bound of the importance weight, at most 1."""
+    importance_high: PositiveFloat = 2.0
+    """Upper bound of the importance weight, at least 1."""
     kl: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model; 0 turns it off."""
+    kl_correction: bool = False
+    """Multiply the penalty by the token's ratio, so that it is unbiased for older tokens, too."""
     normalisation: Normalisation = "token"
     """What the summed token losses of an update are divided by."""
     constant_length: PositiveInt = 1024
@@ -85,8 +97,16 @@ class GrpoConfig(Config, frozen=True):
     """Seed of the order of sessions in updates."""
 
     def __post_init__(self) -> None:
-        """Check that `turn_discount` is given exactly where it is used. Raises `ConfigError`."""
+        """Check that options fit together. Raises `ConfigError`."""
         super().__post_init__()
+        for field, fits in (
+            ("importance_low", self.importance_low <= 1),
+            ("importance_high", self.importance_high >= 1),
+        ):
+            if not fits:
+                msg = f"{field} is {getattr(self, field)}, but 1, the weight of a token that engine"
+                msg += " and trainer agree on, must be within importance_low and importance_high"
+                raise ConfigError(msg, field)
         if self.reward == "discounted" and self.turn_discount is None:
             msg = "turn_discount is missing: reward 'discounted' needs a number above 0, at most 1"
             raise ConfigError(msg, "turn_discount")

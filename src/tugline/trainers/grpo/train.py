@@ -53,6 +53,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     kl: float | None
     """Mean k3 divergence from the reference; None without a reference."""
     clip_fraction: float
+    importance_bounded: float
+    """Share of tokens whose importance weight was out of its bounds."""
     ratio_mean: float
     grad_norm: float
     """Mean over updates, before clipping."""
@@ -79,6 +81,7 @@ class _Update:
     loss: float = 0.0
     kl: float = 0.0
     clipped: float = 0.0
+    bounded: float = 0.0
     ratio: float = 0.0
     grad_norm: float = 0.0
 
@@ -117,7 +120,7 @@ class Grpo:
         recomputed: list[Recomputed] = []
         if self._needs_own_pass(samples):
             recomputed = self._recompute(rows)
-        if self.config.importance_cap is not None:
+        if self.config.importance is not None:
             rows = [Row(one.sample, old=one.logprobs) for one in recomputed]
         updates = [
             self._update(chosen)
@@ -144,7 +147,7 @@ class Grpo:
         A single update starts with the same forward pass.
         """
         single = len({sample.session for sample in samples}) <= self.config.sessions_per_update
-        return not single or self.config.importance_cap is not None
+        return not single or self.config.importance is not None
 
     @torch.no_grad()
     def _recompute(self, rows: Sequence[Row]) -> list[Recomputed]:
@@ -206,14 +209,7 @@ class Grpo:
         new = self.policy.logprobs(micro)
         with torch.no_grad():
             reference = self.reference.logprobs(micro) if self.reference else None
-        terms = token_terms(
-            new,
-            old=micro.old,
-            behaviour=micro.behaviour,
-            advantage=micro.advantage,
-            reference=reference,
-            config=self.config,
-        )
+        terms = token_terms(new, micro, reference, self.config)
         loss = (terms.loss * micro.weight).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         figures.recomputed += _split(new.detach(), micro)
@@ -223,6 +219,7 @@ class Grpo:
         figures.loss += float(loss.detach())
         figures.kl += float(terms.kl.sum())
         figures.clipped += float(terms.clipped.sum())
+        figures.bounded += float(terms.bounded.sum())
         figures.ratio += float(terms.ratio.sum())
 
     @property
@@ -265,6 +262,7 @@ class Grpo:
             loss=sum(one.loss for one in finite) / count,
             kl=sum(one.kl for one in finite) / tokens if self.reference else None,
             clip_fraction=sum(one.clipped for one in finite) / tokens,
+            importance_bounded=sum(one.bounded for one in finite) / tokens,
             ratio_mean=sum(one.ratio for one in finite) / tokens,
             grad_norm=sum(one.grad_norm for one in finite) / count,
             learning_rate=self.optimizer.param_groups[0]["lr"],

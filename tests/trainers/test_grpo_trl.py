@@ -1,0 +1,180 @@
+"""Loss and gradient equal those of the installed TRL, an independent implementation."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from trainers.sessions import PROMPT, VERSION, captured, groups, session, tiny
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.train import Grpo
+from tugline.types import Sample, Trajectory
+
+torch.set_num_threads(1)
+LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "constant": "dr_grpo"}
+"""TRL's name of each normalisation."""
+REFERENCE = 1
+"""Seed of the reference model's weights."""
+
+
+class OneProcess:
+    """The part of Accelerate that the loss calls, for a single process."""
+
+    num_processes = 1
+    sync_gradients = True
+
+    def reduce(self, figures: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Return the sum over all processes."""
+        return figures
+
+    def gather(self, figures: torch.Tensor) -> torch.Tensor:
+        """Return the figures of all processes."""
+        return figures
+
+    gather_for_metrics = gather
+
+
+def off_policy() -> list[Trajectory]:
+    """One trace per session, as TRL has it, captured from weights that have moved since."""
+    rng = np.random.default_rng(0)
+    batch = []
+    for one in groups(tiny()):
+        made = one.traces[0]
+        noise = made.mask * rng.normal(0, 0.4, len(made.ids))
+        moved = replace(made, logprobs=(made.logprobs + noise).astype(np.float32))
+        reward = one.reward.value if one.reward else None
+        batch.append(session([moved], task=one.task, sample=one.sample, reward=reward))
+    return batch
+
+
+def log_probabilities(
+    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, kept: int, **_: object
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """Log probabilities and entropies of the last `kept` tokens, as TRL's method returns them."""
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -kept - 1 : -1]
+    everything = torch.log_softmax(logits.float(), -1)
+    entropy = -(everything.exp() * everything).sum(-1)
+    return everything.gather(2, ids[:, -kept:, None])[..., 0], entropy, None
+
+
+def trl_trainer(model: torch.nn.Module, config: GrpoConfig) -> SimpleNamespace:
+    """The attributes of a `GRPOTrainer` that its loss reads, set as `config` says."""
+    return SimpleNamespace(
+        model=model,
+        loss_type=LOSS_TYPES[config.normalisation],
+        epsilon_low=config.clip_low,
+        epsilon_high=config.clip_high,
+        importance_sampling_level="token" if config.ratio_level == "token" else "sequence",
+        beta=config.kl,
+        max_completion_length=config.constant_length,
+        use_vllm=config.importance is not None,
+        vllm_importance_sampling_correction=True,
+        args=SimpleNamespace(
+            delta=None, use_bias_correction_kl=config.kl_correction, steps_per_generation=1
+        ),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        current_gradient_accumulation_steps=1,
+        accelerator=OneProcess(),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=log_probabilities,
+    )
+
+
+def trl_inputs(samples: tuple[Sample, ...], config: GrpoConfig) -> dict[str, Any]:
+    """The same samples as the padded batch that TRL's loss takes; prompts are equally long."""
+    start, longest = len(PROMPT), max(len(one.input_ids) for one in samples)
+
+    def pad(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.stack(
+            [torch.from_numpy(np.pad(one, (0, longest - len(one)))) for one in parts]
+        )
+
+    ids = pad([one.input_ids.astype(np.int64) for one in samples])
+    mask = pad([np.ones(len(one.input_ids), np.int64) for one in samples])
+    trained = pad([one.loss_mask.astype(np.float32) for one in samples])[:, start:]
+    sampled = pad([one.logprobs for one in samples])[:, start:]
+    old = sampled
+    if config.importance is not None:
+        recomputed = [captured(tiny(), one.input_ids) * one.loss_mask for one in samples]
+        old = pad(recomputed)[:, start:]
+    reference = [captured(tiny(REFERENCE), one.input_ids) for one in samples]
+    return {
+        "prompt_ids": ids[:, :start],
+        "prompt_mask": mask[:, :start],
+        "completion_ids": ids[:, start:],
+        "completion_mask": mask[:, start:],
+        "tool_mask": trained,
+        "advantages": torch.tensor([float(one.advantages[one.loss_mask][0]) for one in samples]),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": pad(reference)[:, start:],
+        "importance_sampling_ratio": (old - sampled).exp().clamp(max=config.importance_high),
+        "num_items_in_batch": trained.sum(),
+    }
+
+
+@pytest.fixture(scope="module")
+def trl_loss() -> Callable[..., torch.Tensor]:
+    """TRL's method, called with the attributes it reads; imported here since that takes seconds."""
+    method: Callable[..., torch.Tensor] = importlib.import_module("trl").GRPOTrainer._compute_loss
+    return method
+
+
+@pytest.mark.parametrize("normalisation", LOSS_TYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ratio_level": "trace", "clip_low": 0.003, "clip_high": 0.004},
+        {"kl": 0.1},
+        {"kl": 0.1, "kl_correction": True},
+        {"importance": "truncate", "importance_high": 1.2},
+    ],
+    ids=["off-policy", "trace ratio", "kl", "corrected kl", "truncated importance"],
+)
+def test_the_gradient_is_that_of_trl(
+    trl_loss: Callable[..., torch.Tensor], normalisation: str, options: dict[str, Any]
+) -> None:
+    """Off-policy, with tokens clipped on both sides: loss and gradient agree within 1e-7."""
+    config = GrpoConfig(normalisation=normalisation, max_grad_norm=1e9, **options)  # type: ignore[arg-type]
+    batch = off_policy()
+    ours, theirs = tiny(), tiny()
+    reference = tiny(REFERENCE) if config.kl else None
+    report = Grpo(ours, config, reference).step(batch, version=VERSION)
+    inputs = trl_inputs(prepare(batch, config, version=VERSION).samples, config)
+    loss = trl_loss(trl_trainer(theirs, config), theirs, inputs)
+    loss.backward()
+    assert report.loss == pytest.approx(loss.item(), abs=1e-7)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad - other.grad).abs().max()) < 1e-7
+    if config.importance is None:
+        assert_clipped_on_both_sides(inputs, config)
+    else:
+        assert report.importance_bounded > 0.1
+
+
+def assert_clipped_on_both_sides(inputs: dict[str, Any], config: GrpoConfig) -> None:
+    """Assert that the batch has tokens of which the clip takes the gradient, of both signs."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    new, _, _ = log_probabilities(tiny(), ids, mask, inputs["completion_ids"].shape[1])
+    trained = inputs["tool_mask"]
+    log_ratio = (new - inputs["old_per_token_logps"]) * trained
+    if config.ratio_level == "trace":
+        log_ratio = (log_ratio.sum(1) / trained.sum(1))[:, None] * trained
+    good = inputs["advantages"][:, None] > 0
+    assert bool((good & (log_ratio.exp() > 1 + config.clip_high)).any())
+    assert bool((~good & (log_ratio.exp() < 1 - config.clip_low)).any())
