@@ -1,8 +1,7 @@
 """The nouns of Tugline: frozen values that every other package works on.
 
-They import nothing of ours, hold no behaviour beyond their own consistency, and are what processes
-exchange: each is a `msgspec.Struct`, so one definition serves memory, msgpack on disk and JSON on
-the wire (`encode` and `decode`).
+They import nothing of ours and are what processes exchange: each is a `msgspec.Struct`, so one
+definition serves memory, msgpack on disk and JSON on the wire (`encode` and `decode`).
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ from tugline.types.call import (
 )
 from tugline.types.session import (
     HANDLING,
-    RETRIES,
     TERMINAL,
     TRANSITIONS,
     Boundary,
     Cause,
     Failure,
-    Handling,
     Reward,
     Session,
     Status,
@@ -54,10 +51,10 @@ from tugline.types.task import (
 from tugline.types.trace import Distribution, Ledger, Reason, Sample, Span, Trace
 
 __all__ = [
-    "HANDLING", "RETRIES", "TERMINAL", "TRANSITIONS", "Boundary", "Branch", "Call", "CallOutcome",
-    "Callback", "Cause", "Distribution", "EchoChange", "Failure", "Finish", "Group", "Handling",
-    "Ids", "Image", "Ledger", "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode",
-    "PluginSpec", "Policy", "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span",
-    "Stale", "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind",
-    "Trajectory", "VersionSpan", "Workspace", "decode", "encode", "shared_prefix",
+    "HANDLING", "TERMINAL", "TRANSITIONS", "Boundary", "Branch", "Call", "CallOutcome", "Callback",
+    "Cause", "Distribution", "EchoChange", "Failure", "Finish", "Group", "Ids", "Image", "Ledger",
+    "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode", "PluginSpec", "Policy",
+    "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "Stale", "Status", "Task",
+    "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory", "VersionSpan",
+    "Workspace", "decode", "encode", "shared_prefix",
 ]  # fmt: skip

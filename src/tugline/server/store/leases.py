@@ -27,7 +27,8 @@ from tugline.server.store import events, nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
 from tugline.server.store.sessions import SessionRow
-from tugline.types import HANDLING, RETRIES, Cause, Failure, Session, Status
+from tugline.types import HANDLING, Cause, Failure, Session, Status
+from tugline.types.session import RETRIES
 
 
 class LeaseOrders(NamedTuple):
