@@ -10,6 +10,7 @@ types, as ``Annotated[int, Meta(ge=1)]``.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import inspect
@@ -20,7 +21,7 @@ import textwrap
 import tomllib
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import msgspec
 import yaml
@@ -67,7 +68,8 @@ def decode(
     """
     prefix: Location = (name,) if name else ()
     try:
-        _refuse_unknown_keys(values, _key_tree(kind), prefix)
+        with contextlib.suppress(TypeError):  # not hashable, or no type that msgspec knows
+            _refuse_unknown_keys(values, _key_tree(cast("Hashable", kind)), prefix)
         try:
             return msgspec.convert(values, kind, strict=strict, dec_hook=_decode_path)
         except msgspec.ValidationError as error:
@@ -183,15 +185,8 @@ def _unknown_key(name: str, known: tuple[str, ...], path: Location) -> ConfigErr
     return ConfigError(f"unknown key {field!r}; {hint}", field, known)
 
 
-def _key_tree(kind: Any) -> Any:
-    try:
-        return _cached_key_tree(kind)
-    except TypeError:  # not hashable, or no type that msgspec knows
-        return None
-
-
 @functools.cache
-def _cached_key_tree(kind: Hashable) -> Any:
+def _key_tree(kind: Hashable) -> Any:
     return _build_key_tree(shapes.type_info(kind))
 
 

@@ -31,16 +31,8 @@ from tugline.recording.verify.session import (
     verify_session,
 )
 from tugline.recording.verify.text import TextVerifier
-from tugline.traces.lineage import Continuation
+from tugline.recording.view.terminal import CONTINUATION_STYLES
 
-_CONTINUATIONS = {
-    Continuation.FIRST: "green",
-    Continuation.EXACT: "green",
-    Continuation.ECHO_CHANGED: "cyan",
-    Continuation.FORKED: "yellow",
-    Continuation.BROKEN: "red",
-    Continuation.NO_TOKEN_IDS: "yellow",
-}
 _VERDICTS = {
     VerifyVerdict.PASS: "green",
     VerifyVerdict.FAIL: "red",
@@ -149,7 +141,7 @@ def _make_table(report: SessionReport) -> Table:
     for name in names:
         table.add_column(name, justify="right", min_width=7)
     for turn in report.turns:
-        style = _CONTINUATIONS[turn.continuation]
+        style = CONTINUATION_STYLES[turn.continuation]
         row = [str(turn.call), f"[{style}]{turn.continuation}[/]", turn.detail]
         row += [str(count) for count in (turn.prompt, turn.shared, turn.sampled)]
         values = (turn.max_dlogprob, turn.mean_dlogprob, turn.kl3)

@@ -39,6 +39,7 @@ from tugline.gateway.session import Clock, LiveSession, SessionPolicy, Sessions
 from tugline.protocol import PauseMode
 from tugline.recording import file as recordings
 from tugline.recording.file import Writer
+from tugline.recording.folder import file_name
 from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
 from tugline.types import Boundary, Call, Failure, Mode, Session, Task
 from tugline.web.engine_http import ModelCard
@@ -164,7 +165,7 @@ class Gateway:
 
     def recording_path(self, session: Session) -> Path:
         """Where an attempt's calls are recorded."""
-        return self._folder / f"{session.id}.{session.epoch}.rec"
+        return self._folder / file_name(session)
 
     def read_calls(self, session: str) -> tuple[Call, ...]:
         """Calls of the session's last attempt, without raw requests. Raises `KeyError`."""

@@ -38,12 +38,13 @@ _RUNS = 12
 """Answers of a trace, and traces of a session, that are shown token by token."""
 _CLIP = 2000
 """Characters of a message."""
-_CONTINUATIONS = {
+CONTINUATION_STYLES = {
+    Continuation.FIRST: "green",
     Continuation.EXACT: "green",
     Continuation.ECHO_CHANGED: "cyan",
     Continuation.FORKED: "yellow",
     Continuation.BROKEN: "red",
-    Continuation.NO_TOKEN_IDS: "red",
+    Continuation.NO_TOKEN_IDS: "yellow",
 }
 _LEVELS = ((-0.05, "green"), (-0.5, "cyan"), (-1.5, "yellow"), (-3.0, "magenta"))
 _VERSIONS = ("green", "cyan", "magenta", "yellow", "blue", "red")
@@ -71,7 +72,9 @@ class Terminal:
     ) -> None:
         self.console, self.session, self.texts = console, session, texts
         self.by, self.full = by, full
-        self._threads = _name_threads([turn.thread for turn in session.view.turns])
+        threads = dict.fromkeys(turn.thread for turn in session.view.turns)
+        self._threads = {thread: _letter(place) for place, thread in enumerate(threads)}
+        """A short name for each thread, in order of appearance."""
         versions = {v.version for turn in session.view.turns for v in turn.versions}
         self._colour = {v: _VERSIONS[i % len(_VERSIONS)] for i, v in enumerate(sorted(versions))}
 
@@ -82,7 +85,11 @@ class Terminal:
     def print_session(self) -> None:
         """Print the whole session."""
         self._print_header()
-        self._print_turns()
+        moments: list[TurnView | TimelineEvent] = [
+            *self.session.view.turns,
+            *self.session.view.events,
+        ]
+        self._print_table(sorted(moments, key=lambda moment: moment.at))
         self._print_traces()
         self.print_line("")
         self._print_ledger("ledger", self.session.view.ledger)
@@ -119,11 +126,6 @@ class Terminal:
                 self.print_line((f"{name:<12}", "dim"), (text, "red" if name in alarms else ""))
 
     # ----------------------------------------------------------------------- turns
-    def _print_turns(self) -> None:
-        view = self.session.view
-        moments: list[TurnView | TimelineEvent] = [*view.turns, *view.events]
-        self._print_table(sorted(moments, key=lambda moment: moment.at))
-
     def _print_table(self, moments: Sequence[TurnView | TimelineEvent]) -> None:
         rows = [
             self._make_row(one) if isinstance(one, TurnView) else _format_event(one)
@@ -150,7 +152,7 @@ class Terminal:
             (f"{turn.kind.value} {thread}".strip(), ""),
             (
                 f"{turn.continuation.value}{reasons}{source}",
-                _CONTINUATIONS.get(turn.continuation, ""),
+                CONTINUATION_STYLES[turn.continuation],
             ),
             (f"{turn.shared:,}+{turn.prompt - turn.shared:,}", ""),
             (f"{turn.sampled:,}", ""),
@@ -279,13 +281,10 @@ class Terminal:
             gutter += f" {_format_number(finite_mean(logprobs))}"
         if span and self.by is ColourBy.VERSION:
             gutter += f" v{span.version}"
-        for line in _wrap(tokens, self._text_width()):
+        width = self.console.width if self.console.is_terminal else _WIDTH
+        for line in _wrap(tokens, max(20, width - _GUTTER)):
             self.print_line((f"{gutter:<{_GUTTER - 1}} ", "dim"), *line)
             gutter = ""
-
-    def _text_width(self) -> int:
-        width = self.console.width if self.console.is_terminal else _WIDTH
-        return max(20, width - _GUTTER)
 
     def _choose_style(self, span: Span | None, logprob: float) -> str:
         if span is None:
@@ -331,11 +330,6 @@ def _align(row: _Row, widths: Sequence[int]) -> Iterator[tuple[str, str]]:
         gap = " " * (width - cell_len(text))
         last = place == len(row) - 1
         yield (text if last else f"{text}{gap}  " if place in _LEFT else f"{gap}{text}  "), style
-
-
-def _name_threads(threads: Sequence[str | None]) -> dict[str | None, str]:
-    """Return a short name for each thread, in order of appearance."""
-    return {thread: _letter(place) for place, thread in enumerate(dict.fromkeys(threads))}
 
 
 def _letter(place: int) -> str:
