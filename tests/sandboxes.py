@@ -7,7 +7,9 @@ options is only tested where it is.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -25,7 +27,19 @@ from tugline.sandbox.container import Container
 from tugline.sandbox.local import LocalRuntime
 from tugline.types import Workspace
 
-__all__ = ["DRIVERS", "Driver", "driver", "image", "make_apptainer", "read_log", "run_shell"]
+__all__ = [
+    "DRIVERS",
+    "Driver",
+    "driver",
+    "image",
+    "make_apptainer",
+    "mount_table",
+    "read_log",
+    "run_shell",
+    "running",
+    "unique_sleep",
+    "wait_until_running",
+]
 
 DRIVERS = [
     "local",
@@ -189,3 +203,33 @@ async def run_shell(sandbox: Sandbox, script: str, timeout_s: float = 20.0, **en
 def read_log(sandbox: Sandbox) -> str:
     """What programs have written so far."""
     return (sandbox.logs / "agent.log").read_text()
+
+
+def running(command: str) -> list[int]:
+    """Processes of this machine with `command` in their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+            if command.encode() in line and b"State:\tZ" not in (entry / "status").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def unique_sleep() -> str:
+    """A command that can be told from all others."""
+    return f"sleep 99.{secrets.randbelow(10**9):09d}"
+
+
+async def wait_until_running(command: str) -> None:
+    """Wait until a program has started."""
+    async with asyncio.timeout(20):
+        while not running(command):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def mount_table() -> str:
+    """What is mounted on this machine."""
+    return Path("/proc/self/mountinfo").read_text()

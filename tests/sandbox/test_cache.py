@@ -326,7 +326,7 @@ async def test_the_status_in_a_sandbox_reads_no_file_again(
             (layer.work / "a.py").write_text("x = 10\n")
             assert git("status", "--porcelain", cwd=layer.work) == "M a.py"
         finally:
-            await asyncio.to_thread(layer.clear)
+            await asyncio.to_thread(layer.unmount)
 
 
 def test_two_loops_may_use_the_same_cache(tmp_path: Path) -> None:

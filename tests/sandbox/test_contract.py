@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
@@ -12,7 +11,17 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from containers import podman
-from sandboxes import Driver, driver, image, read_log, run_shell
+from sandboxes import (
+    Driver,
+    driver,
+    image,
+    mount_table,
+    read_log,
+    run_shell,
+    running,
+    unique_sleep,
+    wait_until_running,
+)
 from tugline.errors import SandboxError, UsageError
 from tugline.sandbox.base import Mount, Sandbox
 from tugline.sandbox.patch import FileChange
@@ -26,36 +35,6 @@ async def sandbox(driver: Driver, tmp_path: Path) -> AsyncIterator[Sandbox]:
     files = {"a/b.txt": "one\r\ntwo", "edit": "1", "drop": "1"}
     async with driver.runtime.open(tmp_path / "s", driver.spec(files=files)) as opened:
         yield opened
-
-
-def running(command: str) -> list[int]:
-    """Processes of this machine with `command` in their command line."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-            if command.encode() in line and b"State:\tZ" not in (entry / "status").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def unique_sleep() -> str:
-    """A command that can be told from all others."""
-    return f"sleep 99.{secrets.randbelow(10**9):09d}"
-
-
-async def wait_until_running(command: str) -> None:
-    """Wait until a program has started."""
-    async with asyncio.timeout(20):
-        while not running(command):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-def mount_table() -> str:
-    """What is mounted on this machine."""
-    return Path("/proc/self/mountinfo").read_text()
 
 
 async def serve(text: str) -> tuple[asyncio.Server, str]:
@@ -210,11 +189,12 @@ async def test_mounts_are_read_only_or_the_sandboxs_own(driver: Driver, tmp_path
     shared.mkdir()
     (shared / "tool").write_text("tool")
     optional = Mount("/bin/sh", str(shared / "tool"), optional=True)
-    mounts = (Mount("/shared", str(shared)), Mount("/logs/verifier"), optional)
+    missing = Mount("/opt/tool", str(shared / "tool"), optional=True)
+    mounts = (Mount("/shared", str(shared)), Mount("/logs/verifier"), optional, missing)
     async with driver.runtime.open(tmp_path / "s", driver.spec(mounts=mounts)) as sandbox:
-        script = "cat /shared/tool; echo 1 >/logs/verifier/reward; touch /shared/x"
+        script = "cat /shared/tool /opt/tool; echo 1 >/logs/verifier/reward; touch /shared/x"
         assert (await run_shell(sandbox, script)).code != 0
-        assert read_log(sandbox).startswith("tool")
+        assert read_log(sandbox).startswith("tooltool")
         assert await sandbox.get(PurePosixPath("/logs/verifier/reward")) == b"1\n"
     assert os.listdir(shared) == ["tool"]  # noqa: PTH208
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -346,23 +345,3 @@ def test_paths_with_signs_of_the_option_list_can_be_mounted(base: Path, tmp_path
     assert layer.diff() == Patch({"a.py": None})
     layer.unmount()
     assert not is_mounted(layer.work)
-
-
-def test_a_layer_costs_the_same_for_a_large_base(tmp_path: Path) -> None:
-    """Made, mounted and read without walking the base of 5,000 files."""
-    base = tmp_path / "base"
-    for folder in range(100):
-        (base / f"d{folder}").mkdir(parents=True)
-        for number in range(50):
-            (base / f"d{folder}" / f"f{number}").touch()
-    took = []
-    for number in range(9):
-        layer = OverlayWorkspace(tmp_path / f"box-{number}", base, {"d1/f1": "mine"})
-        began = time.perf_counter()
-        layer.make()
-        by_kernel(layer, "true")
-        patch = layer.diff()
-        took.append(time.perf_counter() - began)
-        assert patch == Patch()
-        layer.unmount()
-    assert sorted(took)[4] < 0.1, took

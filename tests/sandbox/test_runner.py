@@ -129,14 +129,6 @@ async def test_output_comes_as_it_is_written_and_has_a_bound(sandbox: Sandbox) -
     assert len(sandbox.log()) < (1 << 20) + 200
 
 
-async def test_nothing_of_a_program_is_left(sandbox: Sandbox) -> None:
-    """Daemons that left its session are dead when the next program starts, which costs no more."""
-    await sandbox.sh("for i in 1 2 3; do (setsid sleep 99 </dev/null >/dev/null 2>&1 &) ; done")
-    await sandbox.sh("ls -d /proc/[0-9]* | wc -l")
-    assert int(sandbox.log()) <= 4  # the runner, sh, ls, wc
-    assert sandbox.runner.alive
-
-
 async def test_a_timeout_ends_the_sandbox(sandbox: Sandbox) -> None:
     """It is told as one, and the shell is gone."""
     done = await sandbox.sh("echo begun; sleep 99 & sleep 99", timeout_s=0.3)
@@ -144,19 +136,6 @@ async def test_a_timeout_ends_the_sandbox(sandbox: Sandbox) -> None:
     assert done.seconds < 5
     assert not sandbox.runner.alive
     assert sandbox.log() == b"begun\n"
-
-
-async def test_cancelling_ends_the_sandbox_first(sandbox: Sandbox) -> None:
-    """Whoever cancels gets control back when nothing runs any more, even when impatient."""
-    running = asyncio.create_task(sandbox.sh("sleep 99"))
-    await asyncio.sleep(0.2)
-    running.cancel()
-    await asyncio.sleep(0)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert sandbox.process is not None
-    assert sandbox.process.returncode is not None
 
 
 async def test_a_sandbox_that_dies_is_noticed(sandbox: Sandbox) -> None:
@@ -167,22 +146,6 @@ async def test_a_sandbox_that_dies_is_noticed(sandbox: Sandbox) -> None:
     sandbox.process.kill()
     with pytest.raises(SandboxEnded):
         await asyncio.wait_for(running, 5)
-
-
-async def test_programs_can_neither_speak_for_the_shell_nor_order_more(sandbox: Sandbox) -> None:
-    """The pipes have no names by then, and what is forced into them is passed over."""
-    script = f"""
-        ls {CONTROL}
-        for i in 1 2 3; do
-          for fd in /proc/1/fd/*; do echo "ended 1 0 x" 2>/dev/null >$fd; done
-          echo "x 1" 2>/dev/null >{CONTROL}/ask
-        done
-        exit 9"""
-    began = time.monotonic()
-    assert (await sandbox.sh(script)).code == 9
-    assert sandbox.log().split()[:3] == [b"1.out", b"1.sh", b"runner"]
-    assert (await sandbox.sh("exit 5")).code == 5
-    assert time.monotonic() - began < 5
 
 
 async def test_nothing_is_left_in_the_control_folder(sandbox: Sandbox) -> None:

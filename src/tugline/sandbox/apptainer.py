@@ -7,7 +7,7 @@ and, where that is allowed, with a network of its own that has only forwarded po
 folders are in its directory on this machine and are bound in; the root is the image's, writable in
 memory only.
 
-`--memory` and the like need systemd, so resources are limited as in `exec.limits`.
+`--memory` and the like need systemd, so resources are limited as in `limits`.
 """
 
 from __future__ import annotations
@@ -112,8 +112,13 @@ class Apptainer(HostRuntime):
             return image, workdir, base
         if workspace.commit is None:
             return image, workdir, image_folder
-        key = f"apptainer-{digest(str(image), str(workdir), workspace.commit)}"
-        fill = partial(_copy_repository, image_folder, workspace.commit)
+        commit = workspace.commit
+
+        async def fill(into: Path) -> None:
+            await asyncio.to_thread(copy, image_folder, into)
+            await asyncio.to_thread(end_history, into, commit, str(image_folder))
+
+        key = f"apptainer-{digest(str(image), str(workdir), commit)}"
         entry = self._cache.entry(key, fill, str(image_folder))
         return image, workdir, await stack.enter_async_context(entry)
 
@@ -161,14 +166,6 @@ class Apptainer(HostRuntime):
         if self._network == "host":
             lines.append("the network is open (network='host')")
         return lines
-
-
-class _ContainerRecord(msgspec.Struct, frozen=True):
-    """Process 1 of a container, as this machine counts."""
-
-    pid: int
-    start: float | None
-    """See `start_time`; a number that is used again has another one."""
 
 
 class ApptainerSandbox(IsolatedSandbox):
@@ -244,7 +241,7 @@ class ApptainerSandbox(IsolatedSandbox):
 
     def _write_record(self) -> None:
         """Write down what must not outlive this process, before any program runs."""
-        record = _ContainerRecord(self._first_process, start_time(self._first_process))
+        record = (self._first_process, start_time(self._first_process))
         with translate_errors(f"cannot write to {self._directory}"):
             self._record.write_bytes(msgspec.json.encode(record))
 
@@ -267,9 +264,9 @@ def _reap(path: Path) -> int:
     """Kill the container that a killed process left; return how many that were."""
     count = 0
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        record = msgspec.json.decode(path.read_bytes(), type=_ContainerRecord)
-        if record.start is not None and start_time(record.pid) == record.start:
-            os.kill(record.pid, signal.SIGKILL)
+        pid, start = msgspec.json.decode(path.read_bytes(), type=tuple[int, float | None])
+        if start is not None and start_time(pid) == start:  # else the number is another's by now
+            os.kill(pid, signal.SIGKILL)
             count = 1
     path.unlink(missing_ok=True)
     return count
@@ -294,11 +291,6 @@ async def _build(image: str, into: Path) -> None:
     if code:
         msg = f"image {image!r} cannot be made: apptainer says: {output[-300:]}"
         raise DiskFull(msg) if "no space left" in output.lower() else ImageError(msg)
-
-
-async def _copy_repository(folder: Path, commit: str, into: Path) -> None:
-    await asyncio.to_thread(copy, folder, into)
-    await asyncio.to_thread(end_history, into, commit, str(folder))
 
 
 def _image_has(image: Path, target: str) -> bool:

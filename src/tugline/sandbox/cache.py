@@ -100,7 +100,7 @@ class WorkspaceCache:
     @contextlib.asynccontextmanager
     async def entry(self, key: str, fill: Fill, description: str = "") -> AsyncIterator[Path]:
         """Hold the entry of that key, which `fill` makes if there is none."""
-        while (lock := await self._acquire(key)) is None:
+        while (lock := self._lock_entry(key)) is None:
             await self._ensure_made(key, fill, description)
         try:
             yield self.folder / key
@@ -127,16 +127,8 @@ class WorkspaceCache:
             await source.check_out(mirror, commit, into)
 
     # ------------------------------------------------------------------ one entry
-    async def _acquire(self, key: str) -> int | None:
-        """Return a shared lock on an entry, to be closed; None if there is no such entry."""
-        task = asyncio.ensure_future(asyncio.to_thread(self._lock_entry, key))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(_release)
-            raise
-
     def _lock_entry(self, key: str) -> int | None:
+        """Return a shared lock on an entry, to be closed; None if there is no such entry."""
         if not (self.folder / key).is_dir():
             return None
         with translate_errors(f"cannot use {self.folder / key}"):
@@ -164,7 +156,9 @@ class WorkspaceCache:
             if await asyncio.to_thread(entry.is_dir):
                 return
             began = time.monotonic()
-            await asyncio.to_thread(self._begin, part)
+            with translate_errors(f"cannot make {part}"):
+                await asyncio.to_thread(remove, self.folder, part.name)
+                await asyncio.to_thread(part.mkdir)
             try:
                 await fill(part)
                 await asyncio.to_thread(self._describe, key, part, description)
@@ -175,11 +169,6 @@ class WorkspaceCache:
             seconds = time.monotonic() - began
             _log.info("workspace made", key=key, what=description, seconds=seconds)
         await asyncio.to_thread(self.evict, key)
-
-    def _begin(self, part: Path) -> None:
-        with translate_errors(f"cannot make {part}"):
-            remove(self.folder, part.name)
-            part.mkdir()
 
     def _describe(self, key: str, folder: Path, description: str) -> None:
         with translate_errors(f"cannot write {self.folder / key}.json"):
@@ -234,24 +223,20 @@ class WorkspaceCache:
         return sorted(found)
 
     def _try_evict(self, key: str) -> bool:
-        lock = _open_lock(self.folder / f"{key}.use")
         removed = self.folder / f"{key}.{secrets.token_hex(4)}.part"
-        removing = -1
-        try:
-            if not _try_lock(lock):
-                return False
-            with contextlib.suppress(FileNotFoundError):
-                removing = os.open(self.folder / key, _FOLDER)
-                _try_lock(removing)  # until it is removed: see `_sweep`
-                (self.folder / key).rename(removed)
-            (self.folder / f"{key}.json").unlink(missing_ok=True)
-            os.close(lock)
-            lock = -1
+        with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as using:
+                lock = _open_lock(self.folder / f"{key}.use")
+                using.callback(os.close, lock)
+                if not _try_lock(lock):
+                    return False
+                with contextlib.suppress(FileNotFoundError):
+                    removing = os.open(self.folder / key, _FOLDER)
+                    stack.callback(os.close, removing)
+                    _try_lock(removing)  # until it is removed: see `_sweep`
+                    (self.folder / key).rename(removed)
+                (self.folder / f"{key}.json").unlink(missing_ok=True)
             remove(self.folder, removed.name)
-        finally:
-            for handle in (lock, removing):
-                if handle >= 0:
-                    os.close(handle)
         _log.info("workspace evicted", key=key)
         return True
 
@@ -310,14 +295,8 @@ def _try_lock(handle: int) -> bool:
     return True
 
 
-def _release(task: asyncio.Future[int | None]) -> None:
-    if not task.cancelled() and task.exception() is None and (lock := task.result()) is not None:
-        os.close(lock)
-
-
 def _disk_bytes(folder: Path) -> int:
-    total = 0
-    stack = [os.fspath(folder)]
+    total, stack = 0, [os.fspath(folder)]
     while stack:
         with os.scandir(stack.pop()) as entries:
             for entry in entries:

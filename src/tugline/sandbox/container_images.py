@@ -17,6 +17,7 @@ import re
 import tarfile
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -86,23 +87,19 @@ class ImageCache:
 
         Raises `ImageError` and `DiskFull`.
         """
+        make: Callable[[str], Coroutine[Any, Any, None]]
         if workspace.build is not None:
             folder = Path(workspace.build)
-            name = await asyncio.to_thread(build_name, folder)
-            image = await self._find(name) or await self._make_shared(
-                name, lambda: self._build(folder, name)
-            )
+            name, make = await asyncio.to_thread(build_name, folder), partial(self._build, folder)
         elif workspace.image is not None:
-            name = workspace.image
-            image = await self._find(name) or await self._make_shared(
-                name, lambda: self._pull(name)
-            )
+            name, make = workspace.image, self._pull
         else:
             msg = (
                 "runtime 'container': the task's workspace has neither image nor build, and the"
                 " runtime has no option image"
             )
             raise UsageError(msg)
+        image = await self._find(name) or await self._make_shared(name, make)
         await asyncio.to_thread(self._mark_used, name)
         return image
 
@@ -137,7 +134,7 @@ class ImageCache:
             return await find_image(docker, name)
 
     async def _make_shared(
-        self, name: str, make: Callable[[], Coroutine[Any, Any, None]]
+        self, name: str, make: Callable[[str], Coroutine[Any, Any, None]]
     ) -> ContainerImage:
         """Make it once for all who wait."""
         task = self._making.get(name)
@@ -151,8 +148,8 @@ class ImageCache:
             raise ImageError(msg)
         return image
 
-    async def _make(self, name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        await make()
+    async def _make(self, name: str, make: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        await make(name)
         await asyncio.to_thread(self._mark_used, name, made=True)
         await self._evict(name)
 

@@ -46,14 +46,21 @@ _CONFIG = {
     # Repacking would copy the whole history into the sandbox's layer.
     "gc.auto": "0",
     "maintenance.auto": "false",
-    "user.name": "agent",
-    "user.email": "agent@localhost",
 }
+_USER = {"user.name": "agent", "user.email": "agent@localhost"}
 _REPOSITORY_VARIABLES = frozenset(
     {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE"}
 )
 """Set where this process is started by git itself, as in a hook."""
 _NO_CONFIG = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+
+
+_KEPT = frozenset(
+    {"HEAD", "config", "description", "hooks", "index", "info", "lfs", "modules", "objects"}
+)
+"""What stays of an image's repository beside its refs; the rest refers to other commits."""
+_TAG = re.compile(r"refs/tags/[\w.+@/-]+")
+_KEEP = "refs/heads/kept"
 
 
 class RepoSource(msgspec.Struct, frozen=True):
@@ -69,13 +76,10 @@ class RepoSource(msgspec.Struct, frozen=True):
         """Return the full hash of a tag or a branch."""
         names = [f"refs/tags/{wanted}^{{}}", f"refs/tags/{wanted}", f"refs/heads/{wanted}", wanted]
         output = await self._git("ls-remote", "-q", "--", self.where, *names)
-        found = {
-            name: commit
-            for commit, _, name in (line.partition("\t") for line in output.splitlines())
-        }
+        commits = {name: commit for commit, name in map(str.split, output.splitlines())}
         for name in names:
-            if name in found:
-                return found[name]
+            if name in commits:
+                return commits[name]
         msg = f"{self} has no {wanted!r}: give a full hash, a tag or a branch of it"
         raise WorkspaceError(msg)
 
@@ -104,7 +108,7 @@ class RepoSource(msgspec.Struct, frozen=True):
             raise WorkspaceError(msg)
         git = ("-C", str(into))
         await self._git("init", "-q", "--template=", "-b", "main", str(into), env=_NO_CONFIG)
-        for name, value in _CONFIG.items():
+        for name, value in (_CONFIG | _USER).items():
             await self._git(*git, "config", name, value)
         fetch = ("fetch", "-q", "--no-tags", _UPLOAD, "--", str(repository), commit)
         await self._git(
@@ -145,16 +149,13 @@ class RepoSource(msgspec.Struct, frozen=True):
 
 def source_of(repo: str) -> RepoSource:
     """Parse a `Workspace.repo`. Raises `UsageError` for what can be neither URL nor path."""
-    if not repo or repo.startswith("-") or "\0" in repo or repo.lower().startswith("ext::"):
-        msg = f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node"
-        raise UsageError(msg)
-    if _URL.match(repo):
-        return RepoSource(repo, local=False)
-    path = Path(repo)
-    if not path.is_absolute():
-        msg = f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node"
-        raise UsageError(msg)
-    return RepoSource(str(path.resolve()), local=True)
+    if "\0" not in repo and not repo.lower().startswith(("-", "ext::")):
+        if _URL.match(repo):
+            return RepoSource(repo, local=False)
+        if Path(repo).is_absolute():
+            return RepoSource(str(Path(repo).resolve()), local=True)
+    msg = f"workspace.repo is {repo!r}, must be a URL or an absolute path of the node"
+    raise UsageError(msg)
 
 
 async def resolve(source: RepoSource, commit: str | None) -> str:
@@ -212,18 +213,6 @@ def _set_times(folder: Path, when: int) -> None:
 
 def _without_secrets(text: str) -> str:
     return re.sub(r"//[^/@\s']*@", "//***@", text)
-
-
-_KEPT = frozenset(
-    {"HEAD", "config", "description", "hooks", "index", "info", "lfs", "modules", "objects"}
-)
-"""What stays of a repository beside its refs; the rest refers to other commits."""
-_HISTORY_CONFIG = {"core.checkStat": "minimal", "core.trustctime": "false", "gc.auto": "0"}
-"""As in `repos`: or the first ``git status`` in a copy-on-write view reads every file."""
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_TAG = re.compile(r"refs/tags/[\w.+@/-]+")
-_KEEP = "refs/heads/kept"
-_REPACK_S = 1800.0
 
 
 def end_history(folder: Path, commit: str, what: str) -> None:
@@ -330,7 +319,7 @@ def _swap(own: Path, fresh: Path, head: str) -> None:
         (own / branch).write_text(f"{head}\n")
     else:
         (own / "HEAD").write_text(f"{head}\n")
-    for name, value in _HISTORY_CONFIG.items():
+    for name, value in _CONFIG.items():
         _run_git(str(own), "config", "--file", str(own / "config"), name, value)
 
 
@@ -357,7 +346,7 @@ def _run_git(what: str, *argv: str, stdin: str = "") -> str:
             env=env,
             input=stdin.encode(),
             capture_output=True,
-            timeout=_REPACK_S,
+            timeout=_FETCH_S,
             check=False,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ import pytest
 from containers import BUSYBOX, DEBIAN, left, serving, unbuilt
 from tugline.errors import ConfigError, ImageError, SandboxError, UsageError
 from tugline.sandbox import overlay
-from tugline.sandbox.base import Mount, SandboxSpec
+from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.container import Container
 from tugline.sandbox.container_engine import ContainerEngine
 from tugline.sandbox.container_images import build_name
@@ -128,21 +128,11 @@ async def test_record_of_another_container_removes_nothing(
         assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
 
 
-async def test_too_much_memory_is_told(container: Container, tmp_path: Path) -> None:
-    """A program that takes more than the sandbox has is killed, and the exit says for what."""
-    async with container.open(tmp_path / "sandbox") as sandbox:
-        eat = "a = bytearray(900 << 20)"
-        end = await sandbox.run(["python3", "-c", eat], env={}, timeout_s=60)
-        assert (end.code, end.cause) == (-9, Cause.AGENT_MEMORY)
-        assert (await sandbox.run(["true"], env={}, timeout_s=20)).cause is None
-
-
-@pytest.mark.parametrize("where", ["/workspace", "/home/agent", "/var/x"])
-async def test_full_disk_is_told(podman: str, tmp_path: Path, where: str) -> None:
-    """Writing more than `disk_mb`, wherever, ends the program; the sandbox can still be read."""
+async def test_full_disk_is_told(podman: str, tmp_path: Path) -> None:
+    """Also of what is written to the image's own folders."""
     runtime = Container(engine=podman, image=DEBIAN, disk_mb=20)
     async with runtime.open(tmp_path / "sandbox") as sandbox:
-        fill = f"mkdir -p {where}; dd if=/dev/zero of={where}/full bs=1M count=60; sleep 60"
+        fill = "mkdir -p /var/x; dd if=/dev/zero of=/var/x/full bs=1M count=60; sleep 60"
         end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=40)
         assert (end.cause, end.timed_out) == (Cause.AGENT_DISK, False)
 
@@ -157,18 +147,6 @@ async def test_a_full_disk_is_told_of_a_quick_program(podman: str, tmp_path: Pat
         fill = "head -c 60000000 /dev/zero >full"
         end = await sandbox.run(["sh", "-c", fill], env={}, timeout_s=20)
         assert (end.code, end.cause) == (0, Cause.AGENT_DISK)
-
-
-async def test_fork_bomb_is_bounded(container: Container, tmp_path: Path) -> None:
-    """Processes have a limit, and all are dead afterwards."""
-    async with container.open(tmp_path / "sandbox") as sandbox:
-        bomb = (
-            "import os,time\nn=0\ntry:\n  while n<1000:\n    n+=1\n"
-            "    if not os.fork(): time.sleep(60)\nexcept OSError: print(n)"
-        )
-        await sandbox.run(["python3", "-c", bomb], env={}, timeout_s=60)
-        assert int(said(sandbox)) < 200
-        assert (await sandbox.run(["true"], env={}, timeout_s=20)).code == 0
 
 
 async def test_programs_have_few_rights_and_no_network(
@@ -260,29 +238,6 @@ async def test_cancelled_while_mounting(
     assert left(podman, tmp_path) == []
 
 
-async def test_mounts_are_read_only_or_its_own(container: Container, tmp_path: Path) -> None:
-    """A folder of the node can be read only; one without source is empty and can be read back."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "tool").write_text("t")
-    mounts = (
-        Mount(str(tools), str(tools)),
-        Mount("/logs/verifier"),
-        Mount("/bin/sh", str(tools / "tool"), optional=True),
-        Mount("/lib64/ld-tugline.so", str(tools / "tool"), optional=True),
-    )
-    async with container.open(tmp_path / "sandbox", SandboxSpec(mounts=mounts)) as sandbox:
-        script = f"cat {tools}/tool /lib64/ld-tugline.so; touch {tools}/x; echo 1 >/logs/verifier/r"
-        await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
-        assert said(sandbox).startswith("tt")
-        assert "Read-only" in said(sandbox)
-        assert await sandbox.get(PurePosixPath("/logs/verifier/r")) == b"1\n"
-        with pytest.raises(UsageError, match="/etc/passwd is not below /"):
-            await sandbox.get(PurePosixPath("/etc/passwd"))
-        with pytest.raises(UsageError, match="not under /etc"):
-            await sandbox.put(PurePosixPath("/etc"), {"passwd": ""})
-
-
 async def test_image_with_nothing_but_busybox(podman: str, tmp_path: Path) -> None:
     """No bash, no C library and no Python are needed inside."""
     runtime = Container(engine=podman)
@@ -310,17 +265,6 @@ async def test_read_only_image(podman: str, tmp_path: Path) -> None:
         script = "touch a ~/b /tmp/c && echo ok; touch /usr/d 2>/dev/null || echo kept"
         await sandbox.run(["sh", "-c", script], env={}, timeout_s=20)
         assert said(sandbox).split() == ["ok", "kept"]
-
-
-async def test_exec_costs_milliseconds(container: Container, tmp_path: Path) -> None:
-    """A program through the shell is far below an exec of the engine (some 150 ms)."""
-    async with container.open(tmp_path / "sandbox") as sandbox:
-        seconds = []
-        for _ in range(15):
-            began = time.perf_counter()
-            await sandbox.run(["true"], env={}, timeout_s=20)
-            seconds.append(time.perf_counter() - began)
-    assert sorted(seconds)[7] < 0.075
 
 
 async def test_no_shell_is_said(podman: str, tmp_path: Path) -> None:
