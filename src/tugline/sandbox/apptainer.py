@@ -17,7 +17,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -29,19 +28,24 @@ from tugline.errors import ConfigError, DiskFull, ImageError, SandboxError, Usag
 from tugline.sandbox import limits
 from tugline.sandbox.base import HOME, SandboxSpec
 from tugline.sandbox.cache import digest
-from tugline.sandbox.files import translate_errors
+from tugline.sandbox.files import replace_file
 from tugline.sandbox.hardening import ApptainerHardening
-from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
+from tugline.sandbox.host import (
+    HostRuntime,
+    IsolatedSandbox,
+    Layout,
+    resolve_workdir,
+    try_command,
+)
 from tugline.sandbox.limits import Cgroup, ProgramLimits
 from tugline.sandbox.network import AllowList
 from tugline.sandbox.overlay import OverlayWorkspace, copy, unmount_all
-from tugline.sandbox.processes import ChildProcess, find_records, start_time
+from tugline.sandbox.processes import ChildProcess, find_records, run_command, start_time
 from tugline.sandbox.repos import end_history
 from tugline.sandbox.runner import ARGV, CONTROL, Runner
 from tugline.types import Workspace
 
 _BUILD_S = 1800.0
-_PROBE_S = 20.0
 _KILL_S = 5.0
 _RECORD = ".apptainer"
 """Suffix of the name of a container's record."""
@@ -150,14 +154,8 @@ class Apptainer(HostRuntime):
         """Return why ``apptainer --version`` does not work, if it does not."""
         if shutil.which("apptainer") is None:
             return _INSTALL
-        try:
-            done = subprocess.run(
-                ["apptainer", "--version"], capture_output=True, timeout=_PROBE_S, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"apptainer cannot be used here: {error}"
-        output = done.stderr.decode(errors="replace").strip()[-300:]
-        return f"apptainer does not run here: {output}" if done.returncode else None
+        problem = try_command(["apptainer", "--version"])
+        return f"apptainer does not run here: {problem}" if problem else None
 
     def list_weaknesses(self) -> Sequence[str]:
         """Return what is not isolated."""
@@ -206,7 +204,9 @@ class ApptainerSandbox(IsolatedSandbox):
             msg = f"apptainer made no container of {self._image}: {output[-300:] or error}"
             raise SandboxError(msg) from error
         self._first_process = await asyncio.to_thread(find_first_process, child.pid)
-        await asyncio.to_thread(self._write_record)
+        # What must not outlive this process is written down before any program runs.
+        known = (self._first_process, await asyncio.to_thread(start_time, self._first_process))
+        await asyncio.to_thread(replace_file, self._record, msgspec.json.encode(known))
         return self._first_process
 
     async def _kill_processes(self) -> None:
@@ -239,12 +239,6 @@ class ApptainerSandbox(IsolatedSandbox):
             argv += ["--bind", bind]
         return [*argv, str(self._image), *ARGV]
 
-    def _write_record(self) -> None:
-        """Write down what must not outlive this process, before any program runs."""
-        record = (self._first_process, start_time(self._first_process))
-        with translate_errors(f"cannot write to {self._directory}"):
-            self._record.write_bytes(msgspec.json.encode(record))
-
 
 def find_first_process(pid: int) -> int:
     """Return the descendant of `pid` that is process 1 of another namespace. Blocks."""
@@ -275,19 +269,11 @@ def _reap(path: Path) -> int:
 async def _build(image: str, into: Path) -> None:
     """Make a sandbox directory of an image."""
     argv = ["apptainer", "--silent", "build", "--force", "--sandbox", str(into), image]
-    child = ChildProcess(argv)
     try:
-        async with asyncio.timeout(_BUILD_S):
-            code = await asyncio.shield(child.ended)
+        code, _, output = await run_command(argv, timeout_s=_BUILD_S)
     except TimeoutError as error:
         msg = f"image {image!r} was not made within {_BUILD_S:.0f} s"
         raise ImageError(msg) from error
-    finally:
-        if not child.ended.done():
-            os.killpg(child.pid, signal.SIGKILL)
-            await asyncio.wait([child.ended])
-        output = child.read_output()
-        child.close()
     if code:
         msg = f"image {image!r} cannot be made: apptainer says: {output[-300:]}"
         raise DiskFull(msg) if "no space left" in output.lower() else ImageError(msg)

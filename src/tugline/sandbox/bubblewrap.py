@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
@@ -31,7 +30,13 @@ from tugline.sandbox import files
 from tugline.sandbox.base import SandboxSpec
 from tugline.sandbox.cache import cache_folder
 from tugline.sandbox.hardening import bpf_filter
-from tugline.sandbox.host import HostRuntime, IsolatedSandbox, Layout, resolve_workdir
+from tugline.sandbox.host import (
+    HostRuntime,
+    IsolatedSandbox,
+    Layout,
+    resolve_workdir,
+    try_command,
+)
 from tugline.sandbox.limits import (
     RECORD,
     Cgroup,
@@ -48,7 +53,6 @@ from tugline.sandbox.runner import ARGV, CONTROL, Runner
 _SYSTEM_FOLDERS = frozenset(
     {"bin", "dev", "etc", "lib", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr"}
 )
-_PROBE_S = 20.0
 _KILL_S = 60.0
 _INFO_S = 10.0
 _PID = re.compile(rb'"child-pid": (\d+)')
@@ -136,19 +140,11 @@ class Bubblewrap(HostRuntime):
             return "there is no bwrap on PATH: apt install bubblewrap, dnf install bubblewrap"
         try:
             machine = self._inspect()
-            argv = ["bwrap", *machine.first_arguments, *machine.visible_folders]
-            done = subprocess.run(
-                [*argv, *view.last_arguments(), "/bin/sh", "-c", "exit 0"],
-                capture_output=True,
-                timeout=_PROBE_S,
-                check=False,
-            )
-        except (OSError, SandboxError, subprocess.TimeoutExpired) as error:
+        except SandboxError as error:
             return f"bwrap cannot be used here: {error}"
-        if done.returncode:
-            reason = done.stderr.decode(errors="replace").strip()
-            return f"bwrap cannot make a sandbox here ({reason}); {_HINT}"
-        return None
+        argv = ["bwrap", *machine.first_arguments, *machine.visible_folders]
+        problem = try_command([*argv, *view.last_arguments(), "/bin/sh", "-c", "exit 0"])
+        return f"bwrap cannot make a sandbox here ({problem}); {_HINT}" if problem else None
 
     def list_weaknesses(self) -> Sequence[str]:
         """Return limits that nothing enforces here, and what is not filtered."""

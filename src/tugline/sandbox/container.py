@@ -292,7 +292,8 @@ class ContainerSandbox(IsolatedSandbox):
     async def _create_container(self) -> None:
         async with self._call_engine("made") as docker:
             found = await asyncio.to_thread(self._engine.find)
-            await asyncio.to_thread(self._write_record, found.socket)
+            record = msgspec.json.encode((self._name, found.socket))
+            await asyncio.to_thread(files.replace_file, self._directory / _RECORD, record)
             config = await asyncio.to_thread(self._config)
             await docker.containers.create(config, name=self._name)
 
@@ -341,11 +342,6 @@ class ContainerSandbox(IsolatedSandbox):
 
     def _call_engine(self, done: str) -> contextlib.AbstractAsyncContextManager[Docker]:
         return self._engine.client(f"container {self._name} cannot be {done}")
-
-    def _write_record(self, socket: str) -> None:
-        path = self._directory / _RECORD
-        with files.translate_errors(f"cannot write {path}"):
-            path.write_bytes(msgspec.json.encode((self._name, socket)))
 
     # ------------------------------------------------------------------ its configuration
     @property

@@ -179,6 +179,14 @@ def translate_errors(what: str) -> Iterator[None]:
         raise SandboxError(msg) from error
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file of ours, so that nobody ever sees a part of it. Raises as `write_files`."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    with translate_errors(f"cannot write {path}"):
+        part.write_bytes(data)
+        part.replace(path)
+
+
 def remove(root: Root, name: str) -> None:
     """Remove `name` in the folder `root`, with all that is in it; it may be missing.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
 import platform
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ import msgspec
 
 from tugline import log
 from tugline.sandbox.cache import cache_folder
-from tugline.sandbox.files import translate_errors
+from tugline.sandbox.files import replace_file, translate_errors
 
 _NEWUSER = 0x10000000
 _PRIO_MANY, _IOPRIO_MANY = 3, 2
@@ -138,11 +137,9 @@ class ProcessHardening(msgspec.Struct, frozen=True):
         name = hashlib.sha256(self.profile).hexdigest()[:32]
         path = cache_folder() / "seccomp" / f"{name}.json"
         if not path.exists():
-            with translate_errors(f"cannot write {path}"):
+            with translate_errors(f"cannot make {path.parent}"):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.with_suffix(f".{os.getpid()}")
-                part.write_bytes(self.profile)
-                part.replace(path)
+            replace_file(path, self.profile)
         return path
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,8 @@ from tugline.sandbox.processes import finish
 from tugline.sandbox.resource_monitor import ResourceMonitor
 from tugline.sandbox.runner import Runner
 from tugline.types import Cause, Workspace
+
+_PROBE_S = 20.0
 
 
 class Layout(NamedTuple):
@@ -335,6 +338,16 @@ class HostRuntime(Runtime):
     async def _prepare(self, workspace: Workspace, stack: contextlib.AsyncExitStack) -> Any:
         """Hold on `stack` what a workspace begins with: its base folder, by default."""
         return await stack.enter_async_context(self._cache.open(workspace))
+
+
+def try_command(argv: Sequence[str]) -> str:
+    """Return what a command says that fails; nothing if it works. Blocks."""
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=_PROBE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    output = done.stderr.decode(errors="replace").strip()[-300:]
+    return (output or f"exit status {done.returncode}") if done.returncode else ""
 
 
 def resolve_workdir(workspace: Workspace, default: PurePosixPath = WORKDIR) -> PurePosixPath:

@@ -25,8 +25,8 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from tugline.errors import SandboxError, UsageError
+from tugline.sandbox import files
 from tugline.sandbox.base import Exit, PausableTimeout, SandboxSpec, enforce_timeout
-from tugline.sandbox.files import translate_errors
 from tugline.sandbox.host import HostRuntime, HostSandbox
 from tugline.sandbox.limits import check_whole_numbers
 from tugline.sandbox.overlay import OverlayWorkspace, unmount_all
@@ -129,7 +129,7 @@ class LocalSandbox(HostSandbox):
 
     def _create_folders(self) -> None:
         super()._create_folders()
-        with translate_errors(f"cannot make {self._tmp}"):
+        with files.translate_errors(f"cannot make {self._tmp}"):
             self._tmp.mkdir(exist_ok=True)
 
     async def expose(self, url: str) -> str:
@@ -218,11 +218,7 @@ class LocalSandbox(HostSandbox):
 
     def _write_record(self, record: ProgramRecord) -> None:
         """Write it before the program starts, with its mark alone, and again after."""
-        path = self._record_path(record)
-        part = path.with_suffix(".part")
-        with translate_errors(f"cannot write {path}"):
-            part.write_bytes(msgspec.json.encode(record))
-            part.replace(path)
+        files.replace_file(self._record_path(record), msgspec.json.encode(record))
 
 
 async def _end_in_thread(

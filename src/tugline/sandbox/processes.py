@@ -14,10 +14,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -204,6 +205,33 @@ async def finish(work: Awaitable[T]) -> T:
     if cancelled:
         raise asyncio.CancelledError
     return result
+
+
+async def run_command(
+    argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Run a program of this machine; return its exit code, stdout and stderr.
+
+    It and its group are killed when the time is up or the caller is cancelled. Raises
+    `TimeoutError` and `FileNotFoundError`.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.shield(process.wait())
+    return process.returncode or 0, out.decode(errors="replace"), errors.decode(errors="replace")
 
 
 def find_records(directory: Path, suffix: str) -> Iterator[Path]:

@@ -22,13 +22,13 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from tugline.errors import DiskFull, UsageError, WorkspaceError
 from tugline.sandbox.files import translate_errors
+from tugline.sandbox.processes import run_command
 
 _FETCH_S = 1800.0
 _QUERY_S = 60.0
@@ -129,11 +129,13 @@ class RepoSource(msgspec.Struct, frozen=True):
         return False
 
     async def _git(
-        self, *argv: str, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+        self, *argv: str, env: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> str:
         timeout_s = timeout_s or _QUERY_S
         try:
-            code, out, errors = await _run(argv, env or {}, timeout_s)
+            code, out, errors = await run_command(
+                ("git", *argv), env=_git_env() | (env or {}), timeout_s=timeout_s
+            )
         except FileNotFoundError as error:
             msg = f"{self}: there is no git on this node; install it"
             raise WorkspaceError(msg) from error
@@ -145,6 +147,14 @@ class RepoSource(msgspec.Struct, frozen=True):
         reason = _without_secrets(" ".join(errors.split()))[-_MAX_REASON:]
         msg = f"{self}: git says: {reason}"
         raise DiskFull(msg) if "No space left" in errors else WorkspaceError(msg)
+
+
+def _git_env() -> dict[str, str]:
+    """Return this process's environment for a git that never prompts."""
+    ssh = os.environ.get("GIT_SSH_COMMAND", "ssh -o BatchMode=yes -o ConnectTimeout=20")
+    no_prompts = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "GIT_SSH_COMMAND": ssh}
+    kept = {name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES}
+    return {**kept, "LC_ALL": "C", **no_prompts}
 
 
 def source_of(repo: str) -> RepoSource:
@@ -170,33 +180,6 @@ async def resolve(source: RepoSource, commit: str | None) -> str:
         msg = f"{source} is no folder on this node"
         raise WorkspaceError(msg)
     return await source.find_commit(wanted)
-
-
-async def _run(
-    argv: tuple[str, ...], env: Mapping[str, str], timeout_s: float
-) -> tuple[int, str, str]:
-    ssh = os.environ.get("GIT_SSH_COMMAND", "ssh -o BatchMode=yes -o ConnectTimeout=20")
-    no_prompts = {"GIT_TERMINAL_PROMPT": "0", "GIT_ASKPASS": "true", "GIT_SSH_COMMAND": ssh}
-    inherited = {
-        name: value for name, value in os.environ.items() if name not in _REPOSITORY_VARIABLES
-    }
-    process = await asyncio.create_subprocess_exec(
-        *("git", *argv),
-        env={**inherited, "LC_ALL": "C", **no_prompts, **env},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(timeout_s):
-            out, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            await asyncio.shield(process.wait())
-    return process.returncode or 0, out.decode(errors="replace"), errors.decode(errors="replace")
 
 
 def _set_times(folder: Path, when: int) -> None:
