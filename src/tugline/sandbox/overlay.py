@@ -21,9 +21,8 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
-
-import psutil
 
 from tugline import log
 from tugline.errors import DiskFull, SandboxError
@@ -48,6 +47,8 @@ _ESCAPED = str.maketrans({sign: f"\\{sign}" for sign in "\\:,"})
 """Colons separate layers for the kernel, commas options."""
 _NOSUID_NODEV = 2 | 4
 _DETACH = 2
+_TABLE = Path("/proc/self/mountinfo")
+"""Read by ourselves: psutil believes ``/etc/mtab``, which is stale in some images."""
 _log = log.get("sandbox")
 
 
@@ -386,4 +387,9 @@ def _unmount(path: Path) -> None:
 
 def _mount_points() -> list[Path]:
     """Return them in the order in which they were mounted."""
-    return [Path(one.mountpoint) for one in psutil.disk_partitions(all=True)]
+    if not _TABLE.exists():
+        return []
+    names = [line.split(b" ")[4] for line in _TABLE.read_bytes().splitlines()]
+    # The table writes a space as \040.
+    unescape = partial(re.sub, rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]))
+    return [Path(os.fsdecode(unescape(name))) for name in names]
