@@ -70,20 +70,18 @@ async def test_right_and_wrong_work_are_told_apart(judge: Judge, options: dict[s
 
 
 async def test_every_run_of_pytest_counts(judge: Judge) -> None:
-    """One command may run it several times, here once in vain; of one test the worse counts."""
+    """One command may run it several times: no report is lost, and of one test the worse counts."""
     judge.base["test_more.py"] = "def test_more():\n    pass\n"
     run = "python3 -m pytest -q -p no:cacheprovider"
-    names = [f"test_bill.py::Bill::test_{name}" for name in ("total", "zero")]
-    runs = f"{run} test_bill.py; {run} missing.py; {run} test_more.py"
+    mend = "sed -i 's/a - b/a + b/' bill.py"
+    total, *rest = ("test_bill.py::Bill::test_total", "test_bill.py::Bill::test_zero")
+    rest.append("test_more.py::test_more")
     tests = TestsEvaluator(
-        command=runs, format="pytest", expected=[*names, "test_more.py::test_more"]
+        command=f"{run}; {mend}; {run} test_bill.py", format="pytest", expected=[total, *rest]
     )
-    assert (await judge(tests, GOOD)).reward.value == 1.0
     verdict = await judge(tests)
-    assert (verdict.reward.value, list(verdict.report["failed"])) == (0.0, names[:1])
-    mended = f"{run}; printf 'def total(a, b):\\n    return a + b\\n' > bill.py; {run}"
-    verdict = await judge(TestsEvaluator(command=mended, format="pytest", expected=names))
-    assert list(verdict.report["failed"]) == names[:1]
+    assert (list(verdict.report["failed"]), verdict.report["missing"]) == ([total], [])
+    assert verdict.reward.parts == {"passed": 2.0, "total": 3.0}
 
 
 async def test_credit_may_be_partial(judge: Judge) -> None:
