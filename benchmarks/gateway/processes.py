@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class Refused(Exception):
 
 
 class Child:
-    """One Python program of this folder; its first line tells its port."""
+    """One Python program of this folder, which starts while others do."""
 
     def __init__(self, file: Path, *arguments: str) -> None:
         self._name = file.name
@@ -32,7 +33,11 @@ class Child:
             bufsize=0,
         )
         self.pid = self._process.pid
-        self.port: int = self._line()["port"]
+
+    @cached_property
+    def port(self) -> int:
+        """Its port, which its first line tells; waits until it is up."""
+        return int(self._line()["port"])
 
     def ask(self, line: str) -> Any:
         """Send one line; the program's answer."""

@@ -114,6 +114,8 @@ def launch(story: Script, folder: Path, modes: Sequence[Mode], stack: ExitStack)
         name: Gateway(start("launcher.py", name, url, str(folder), str(folder / name)))
         for name in dict.fromkeys(mode.gateway for mode in modes)
     }
+    for child in (floor, *(gateway.child for gateway in gateways.values())):
+        note(f"up at port {child.port}")
     return Rig(story, engine, floor, gateways)
 
 
