@@ -265,6 +265,18 @@ class _State(ABC):
         return _Call(self.parser, [token])
 
 
+class _Collecting(_State):
+    """Keeps ids back until it is known what they are."""
+
+    def __init__(self, parser: StreamParser, ids: list[int]) -> None:
+        super().__init__(parser)
+        self._ids = ids
+
+    def add(self, ids: list[int]) -> _State:
+        self._ids += ids
+        return self
+
+
 class _Text(_State):
     """Text between reasoning and calls."""
 
@@ -348,7 +360,7 @@ class _Reasoning(_State):
         if token == marks.call and template.reopens_reasoning:
             return self.open_call(token)
         if token == marks.call and template.call_ends_reasoning:
-            return _DraftCall(self.parser, token)
+            return _DraftCall(self.parser, [token])
         if token != marks.think:
             self.output.add_reasoning([token])
         return self
@@ -360,50 +372,34 @@ class _Reasoning(_State):
         return _Held(self.parser, ids, np.asarray([self.marks.think], np.int32))
 
 
-class _DraftCall(_State):
+class _DraftCall(_Collecting):
     """A call inside reasoning: a draft if the reasoning closes later, made if it never does."""
-
-    def __init__(self, parser: StreamParser, token: int) -> None:
-        super().__init__(parser)
-        self._pending = [token]
-
-    def add(self, ids: list[int]) -> _State:
-        self._pending += ids
-        return self
 
     def mark(self, token: int) -> _State:
         if token != self.marks.think_end:
-            self._pending.append(token)
+            self._ids.append(token)
             return self
-        self.output.add_reasoning([one for one in self._pending if one != self.marks.think])
+        self.output.add_reasoning([one for one in self._ids if one != self.marks.think])
         self.output.finish_text()
         return _Text(self.parser)
 
     def finish(self) -> None:
         self.output.finish_text()
-        self.parser.replay(self._pending).finish()
+        self.parser.replay(self._ids).finish()
 
 
-class _Call(_State):
+class _Call(_Collecting):
     """Inside a tool call."""
-
-    def __init__(self, parser: StreamParser, block: list[int]) -> None:
-        super().__init__(parser)
-        self._block = block
-
-    def add(self, ids: list[int]) -> _State:
-        self._block += ids
-        return self
 
     def mark(self, token: int) -> _State:
         if token == self.marks.section_end:
             self.finish()
             self.parser.in_section = not self.template.strict_section
             return _Text(self.parser)
-        self._block.append(token)
+        self._ids.append(token)
         if token != self.marks.call_end:
             return self
-        calls = self.parser.rendering.parse_calls(self._block, self.parser.tools)
+        calls = self.parser.rendering.parse_calls(self._ids, self.parser.tools)
         self.output.add_calls(calls)
         if not calls:
             self.finish()
@@ -421,19 +417,15 @@ class _Call(_State):
 
     def finish(self) -> None:
         """A call that is none is text as it was written."""
-        self.output.write_text(self.parser.rendering.tokenizer.decode(self._block))
+        self.output.write_text(self.parser.rendering.tokenizer.decode(self._ids))
 
 
-class _Held(_State):
+class _Held(_Collecting):
     """The rest is parsed when the answer is over: by the library, or as DSML without an `end`."""
 
     def __init__(self, parser: StreamParser, ids: list[int], end: Ids | None) -> None:
-        super().__init__(parser)
-        self._ids, self._end = ids, end
-
-    def add(self, ids: list[int]) -> _State:
-        self._ids += ids
-        return self
+        super().__init__(parser, ids)
+        self._end = end
 
     def mark(self, token: int) -> _State:
         return self.add([token])
@@ -481,27 +473,19 @@ class _Held(_State):
         self.parser.cut_back(len(self._ids) - needed)
 
 
-class _ChannelHeader(_State):
+class _ChannelHeader(_Collecting):
     """Before the body of a message, which the header calls reasoning, text or a call (harmony)."""
-
-    def __init__(self, parser: StreamParser, block: list[int]) -> None:
-        super().__init__(parser)
-        self._block = block
-
-    def add(self, ids: list[int]) -> _State:
-        self._block += ids
-        return self
 
     def mark(self, token: int) -> _State:
         channels = self.marks.channels
         if channels is not None and token == channels.start:
-            self._block = []
-        self._block.append(token)
+            self._ids = []
+        self._ids.append(token)
         if channels is None or token != channels.message:
             return self
-        header = self.parser.rendering.tokenizer.decode(self._block)
+        header = self.parser.rendering.tokenizer.decode(self._ids)
         if _RECIPIENT.search(header):
-            return _ChannelBody(self.parser, _Call(self.parser, self._block))
+            return _ChannelBody(self.parser, _Call(self.parser, self._ids))
         reasons = "<|channel|>analysis" in header
         return _ChannelBody(self.parser, _Reasoning(self.parser) if reasons else _Text(self.parser))
 

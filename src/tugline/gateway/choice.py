@@ -180,36 +180,32 @@ class Choice:
                 return
 
     def _engine_request(self) -> EngineRequest:
-        request, engine, rendering = self._request, self._engine, self._engine.rendering
-        request_id = self._request_id(len(self._replicas))
+        request, rendering = self._request, self._engine.rendering
+        common = EngineRequest(
+            model=self._engine.card.id,
+            request_id=self._request_id(len(self._replicas)),
+            stream=request.stream,
+            sampling=self._sampling,
+            constraint=request.constraint,
+            request=request,
+        )
         if rendering is None:
-            return EngineRequest(
-                model=engine.card.id,
-                request_id=request_id,
-                stream=request.stream,
-                sampling=self._sampling,
-                constraint=request.constraint,
+            return msgspec.structs.replace(
+                common,
                 messages=request.messages,
                 tools=request.tools,
                 tool_choice=request.tool_choice,
                 parallel=request.parallel,
-                request=request,
             )
         markers, stops = rendering.markers, rendering.stop_ids
         one_call = not request.parallel and markers.call_end >= 0
-        context = self._context()
-        if self.sampled.length:
-            context = context.extend(self.sampled.join()[0])
-        return EngineRequest(
-            model=engine.card.id,
-            request_id=request_id,
-            stream=request.stream,
+        prompt = self._context()
+        return msgspec.structs.replace(
+            common,
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._remaining_tokens()),
-            constraint=request.constraint,
-            prompt=context,
+            prompt=prompt.extend(self.sampled.join()[0]) if self.sampled.length else prompt,
             stop_ids=(*stops, markers.call_end) if one_call else stops,
             banned=(markers.call,) if self._tools_banned and markers.call >= 0 else (),
-            request=request,
         )
 
     def _take(self, delta: Delta) -> list[Piece]:

@@ -162,20 +162,11 @@ class DeltaBuilder:
 
     def build(self) -> Delta:
         """Build the immutable form."""
-        return Delta(
-            ids=np.asarray(self.ids, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            version=self.version,
-            spans=self.spans,
-            finish=self.finish,
-            prompt=self.prompt,
-            text=self.text,
-            reasoning=self.reasoning,
-            calls=tuple(self.calls),
-            stop=self.stop,
-            unreported_tokens=self.unreported_tokens,
-            prompt_count=self.prompt_count,
-        )
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        fields["ids"] = np.asarray(self.ids, np.int32)
+        fields["logprobs"] = np.asarray(self.logprobs, np.float32)
+        fields["calls"] = tuple(self.calls)
+        return Delta(**fields)
 
 
 _EMPTY = DeltaBuilder()
