@@ -1,6 +1,6 @@
 """Find the recorded turn that a request extends, and the exact ids of its prompt (I1).
 
-A session is a tree of turns. A turn is found by a chain of digests over its messages (`canonical`),
+A session is a tree of turns. A turn is found by a chain of digests over its messages (`turns`),
 so harmless rewritings do not matter. The deepest turn whose digest matches is the parent, and the
 prompt is the parent's exact ids plus the rendered new messages. Anything else is a branch with its
 reason (`turns`).
@@ -12,7 +12,7 @@ request of the session are not digested again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -63,16 +63,6 @@ class Prompt:
     thread: str | None = None
 
 
-@dataclass(slots=True)
-class _Chain:
-    """Digests of one request: ``chain[k]`` covers its first `k` messages."""
-
-    tools: bytes
-    messages: Sequence[Message] = ()
-    digests: list[MessageDigest] = field(default_factory=list)
-    chain: list[bytes] = field(default_factory=list)
-
-
 class CallTree:
     """The turns of one session."""
 
@@ -83,26 +73,23 @@ class CallTree:
         self._turns: list[Turn] = []
         self._children: dict[int, list[Turn]] = {}
         """Turns by the number of the call that they extend."""
-        self._chains: list[_Chain] = []
+        self._requests: list[Conversation] = []
         self._tools: list[tuple[Sequence[Tool], bytes]] = []
 
     def match(
         self, messages: Sequence[Message], tools: Sequence[Tool], thread: str | None = None
     ) -> Prompt:
         """Find the parent turn and, in exact mode, the prompt's ids. Raises `RequestError`."""
-        chain = self._digest_request(messages, self._digest_tools(tools))
-        found = self._find_deepest(chain)
-        if found is None:
-            return self._branch(chain, tools, thread)
-        depth, turn = found
+        request = self._digest_request(messages, self._digest_tools(tools), thread)
+        depth, turn = self._find_deepest(request)
         tail = tuple(messages[depth:])
-        if not tail or any(message.role is Role.ASSISTANT for message in tail):
-            return self._branch(chain, tools, thread)
+        if turn is None or not tail or any(m.role is Role.ASSISTANT for m in tail):
+            return self._branch(request, tools)
         tokens = self._extend(turn, tail, tools)
         if tokens is None:
-            return self._branch(chain, tools, thread, Branch.RENDERER_REFUSED)
+            return self._branch(request, tools, Branch.RENDERER_REFUSED)
         siblings = self._children.get(turn.number, ())
-        deleted = repeats_sibling(siblings, turn, chain.digests[depth:])
+        deleted = repeats_sibling(siblings, turn, request.digests[depth:])
         start = 0 if deleted else depth
         return Prompt(
             tokens=tokens,
@@ -111,10 +98,10 @@ class CallTree:
             branch=Branch.TURN_DELETED if deleted else None,
             echo_changes=compare_echo(turn.answer, messages[depth - 1]),
             added=tuple(messages[start:]),
-            digests=tuple(chain.digests[start:]),
+            digests=tuple(request.digests[start:]),
             reused=len(turn.tokens),
-            digest=chain.chain[-1],
-            tools=chain.tools,
+            digest=request.chain[-1],
+            tools=request.tools,
             thread=thread,
         )
 
@@ -176,10 +163,12 @@ class CallTree:
         self._tools = [(tools, digest), *self._tools][:_REMEMBERED]
         return digest
 
-    def _digest_request(self, messages: Sequence[Message], tools: bytes) -> _Chain:
+    def _digest_request(
+        self, messages: Sequence[Message], tools: bytes, thread: str | None
+    ) -> Conversation:
         """Digest a request, starting from the known one with the longest common front."""
-        best, shared = _Chain(tools), 0
-        for known in self._chains:
+        best, shared = Conversation(tools), 0
+        for known in self._requests:
             if known.tools == tools:
                 length = _identical_length(known.messages, messages)
                 if length > shared:
@@ -193,20 +182,21 @@ class CallTree:
             chain.append(chain_digest(chain[-1], digests[-1]))
             if message.tool_calls:
                 positions = call_positions(message)
-        made = _Chain(tools, messages, digests, chain)
+        made = Conversation(tools, thread, messages, digests, chain)
         extended = best if shared == len(best.messages) else None
-        others = [known for known in self._chains if known is not extended]
-        self._chains = [made, *others][:_REMEMBERED]
+        others = [known for known in self._requests if known is not extended]
+        self._requests = [made, *others][:_REMEMBERED]
         return made
 
-    def _find_deepest(self, chain: _Chain) -> tuple[int, Turn] | None:
-        for depth in range(len(chain.messages), 0, -1):
-            message = chain.messages[depth - 1]
+    def _find_deepest(self, request: Conversation) -> tuple[int, Turn | None]:
+        """The turn with the longest conversation that the request repeats, and its length."""
+        for depth in range(len(request.messages), 0, -1):
+            message = request.messages[depth - 1]
             if message.role is Role.ASSISTANT:
-                turns = self._by_digest.get(chain.chain[depth])
+                turns = self._by_digest.get(request.chain[depth])
                 if turns:
                     return depth, _select_by_call_ids(turns, message)
-        return None
+        return 0, None
 
     # ----------------------------------------------------------------------- prompts
     def _extend(
@@ -221,10 +211,10 @@ class CallTree:
         return None if more is None else turn.tokens.extend(more)
 
     def _branch(
-        self, chain: _Chain, tools: Sequence[Tool], thread: str | None, reason: Branch | None = None
+        self, request: Conversation, tools: Sequence[Tool], reason: Branch | None = None
     ) -> Prompt:
         """Render the whole conversation; the parent is the turn with the most ids in common."""
-        messages = chain.messages
+        messages = request.messages
         if messages[-1].role is Role.ASSISTANT:
             msg = (
                 f"messages[{len(messages) - 1}] is the assistant's: continuing an answer that the "
@@ -238,7 +228,6 @@ class CallTree:
             shared, near = nearest_by_tokens(self._turns, ids)
             if near is not None and shared:
                 tokens = near.tokens.truncate(shared).extend(ids[shared:])
-        request = Conversation(messages, chain.digests, chain.tools, thread)
         alike, why = nearest_by_meaning(self._turns, request)
         reason, near = reason or why, near or alike
         return Prompt(
@@ -246,11 +235,11 @@ class CallTree:
             parent=near.number if near is not None and reason is not None else None,
             branch=reason,
             added=tuple(messages),
-            digests=tuple(chain.digests),
+            digests=tuple(request.digests),
             reused=shared,
-            digest=chain.chain[-1],
-            tools=chain.tools,
-            thread=thread,
+            digest=request.chain[-1],
+            tools=request.tools,
+            thread=request.thread,
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -107,13 +107,17 @@ class Turn:
     thread: str | None = None
 
 
-class Conversation(NamedTuple):
+@dataclass(slots=True)
+class Conversation:
     """The messages of a request and their digests."""
 
-    messages: Sequence[Message]
-    digests: Sequence[MessageDigest]
     tools: bytes
-    thread: str | None
+    """Digest of the declared tools."""
+    thread: str | None = None
+    messages: Sequence[Message] = ()
+    digests: list[MessageDigest] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
+    """``chain[k]`` is the digest of the tools and the first `k` messages."""
 
 
 class _Entry(NamedTuple):
