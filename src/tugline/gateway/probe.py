@@ -26,10 +26,9 @@ from tugline.chat.engines.base import NO_IDS, Delta, EngineFormat, EngineRequest
 from tugline.chat.tokens import TokenSequence
 from tugline.errors import ContextOverflow, EngineError, TuglineError, UsageError
 from tugline.gateway.engine import CheckOutcome, EngineReport, ProbeCheck
-from tugline.gateway.replicas import Upstream
+from tugline.gateway.replicas import Upstream, read_reply
 from tugline.types import Ids, LogprobMeaning, Message, Mode, Role, Sampling, Tool
 from tugline.web.engine_http import ANSWER_TIMEOUT_S, EngineHttp, ModelCard
-from tugline.web.sse import read_payloads
 
 _ABORT_WITHIN_S = 2.0
 """How soon a request without a client must be off the engine."""
@@ -92,12 +91,11 @@ async def connect(
 
 
 # --------------------------------------------------------------------------- requests
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SampledReply:
     """Everything that one request returned."""
 
     deltas: list[Delta]
-    events: int = 0
 
     @property
     def ids(self) -> Ids:
@@ -115,34 +113,15 @@ class SampledReply:
         return next((delta.prompt for delta in self.deltas if delta.prompt is not None), None)
 
 
-async def sample(engine: EngineHttp, wire: EngineFormat, request: EngineRequest) -> SampledReply:
-    """Sample once. Raises the engine's error, or `EngineError` for a malformed reply."""
-    post, reader, reply = wire.build_request(request), wire.make_reader(request), SampledReply([])
-    async with engine.post(post.path, post.body, post.headers) as response:
-        if response.status != 200:
-            raise wire.parse_error(response.status, await response.read(), None)
-        if not request.stream:
-            reply.deltas = reader.read_body(await response.read())
-        else:
-            async for payloads in read_payloads(response.content):
-                reply.events += len(payloads)
-                reply.deltas += reader.read_events(payloads)
-    if not any(delta.finish for delta in reply.deltas):
-        msg = "the reply has no finish reason"
-        raise EngineError(msg)
-    return reply
-
-
 async def _hang_up(engine: EngineHttp, wire: EngineFormat, request: EngineRequest) -> int:
-    """Begin a streamed answer and leave after four events or more; returns their number."""
-    post, events = wire.build_request(request), 0
-    async with engine.post(post.path, post.body, post.headers) as response:
-        async for payloads in read_payloads(response.content):
-            events += len(payloads)
-            if events >= 4:
-                response.close()
+    """Begin a streamed answer and leave after four tokens or more; returns their number."""
+    count = 0
+    async with contextlib.aclosing(read_reply(engine.client, engine.url, wire, request)) as deltas:
+        async for delta in deltas:
+            count += len(delta.ids) + delta.unreported_tokens
+            if count >= 4:
                 break
-    return events
+    return count
 
 
 async def count_running(engine: EngineHttp) -> int | None:
@@ -234,7 +213,8 @@ class _Probe:
         self, wire: EngineFormat, count: int, *, stream: bool, **fields: Any
     ) -> SampledReply:
         request = self._request(wire, count, stream=stream, **fields)
-        return await sample(self._engine, wire, request)
+        reply = read_reply(self._engine.client, self._engine.url, wire, request)
+        return SampledReply([delta async for delta in reply])
 
     async def _check_route(self, name: str, wire: EngineFormat) -> bool:
         """Whether a route gives complete answers, whole and streamed, and with tools."""
@@ -263,8 +243,7 @@ class _Probe:
             raise EngineError(msg)
         versioned = any(delta.spans or delta.version is not None for delta in answer.deltas)
         versions = "with weight versions" if versioned else "weight versions as announced"
-        events = f" in {answer.events} events" if answer.events else ""
-        return f"{ids} ids and logprobs{events}, {versions}"
+        return f"{ids} ids and logprobs, {versions}"
 
     async def _check_abort(self, wire: EngineFormat) -> None:
         """Hang up in the middle of a long answer, and see the engine drop it."""
@@ -278,7 +257,7 @@ class _Probe:
         window = self._card.max_model_len or 4096
         long = max(64, min(4096, window - 2 * len(self._prompt) - 64))
         request = self._request(wire, long, stream=True)
-        events = await _hang_up(self._engine, wire, request)
+        tokens = await _hang_up(self._engine, wire, request)
         left = time.monotonic()
         await asyncio.sleep(_ABORT_WITHIN_S / 4)
         while (await count_running(self._engine) or 0) > before:
@@ -286,7 +265,7 @@ class _Probe:
                 msg = f"a request still runs {_ABORT_WITHIN_S:g} s after its client hung up"
                 raise EngineError(msg)
             await asyncio.sleep(0.05)
-        return f"off the engine within {time.monotonic() - left:.1f} s, left after {events} events"
+        return f"off the engine within {time.monotonic() - left:.1f} s, left after {tokens} tokens"
 
     async def _check_overflow(self, wire: EngineFormat) -> None:
         """A prompt beyond the window must be refused as such, since harnesses compact on it."""

@@ -156,13 +156,13 @@ class Upstream(TokenSource):
         self, ask: EngineRequest, session: str, used: list[str], avoid: Sequence[str] = ()
     ) -> AsyncGenerator[Delta]:
         """See `TokenSource.sample`."""
-        post = self.wire.build_request(ask)
         tried, last = list(avoid), self._settings.tries - 1
         for attempt in range(self._settings.tries):
             replica = self.choose(session, tried)
             began = False
             try:
-                async with contextlib.aclosing(self._sample_once(replica, ask, post)) as deltas:
+                reply = read_reply(self._session, replica.url, self.wire, ask)
+                async with contextlib.aclosing(reply) as deltas:
                     async for delta in deltas:
                         if not began:
                             began = True
@@ -192,35 +192,6 @@ class Upstream(TokenSource):
             ):
                 await done.read()
 
-    # ----------------------------------------------------------------------- one replica
-    async def _sample_once(
-        self, replica: Replica, ask: EngineRequest, post: Post
-    ) -> AsyncGenerator[Delta]:
-        reader = self.wire.make_reader(ask)
-        finished = False
-        try:
-            async with self._session.post(
-                replica.url + post.path, data=post.body, headers=_headers(post)
-            ) as response:
-                if response.status != 200:
-                    retry_after = response.headers.get("retry-after")
-                    raise self.wire.parse_error(response.status, await response.read(), retry_after)
-                if not ask.stream:
-                    for delta in reader.read_body(await response.read()):
-                        finished = finished or delta.finish is not None
-                        yield delta
-                else:
-                    async for payloads in read_payloads(response.content.iter_any()):
-                        for delta in reader.read_events(payloads):
-                            finished = finished or delta.finish is not None
-                            yield delta
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            msg = f"the engine at {replica.url} was lost: {error or type(error).__name__}"
-            raise EngineError(msg) from error
-        if not finished:
-            msg = "the engine closed the stream without a finish reason"
-            raise EngineError(msg)
-
     async def _fetch_card(self, replica: Replica) -> ModelCard:
         timeout_s = self._settings.probe_timeout_s
         return await fetch_card(self._session, replica.url, self.name, timeout_s)
@@ -248,6 +219,37 @@ class Upstream(TokenSource):
             msg = "the upstream is not open; enter it with `async with`"
             raise EngineError(msg)
         return self._client
+
+
+async def read_reply(
+    client: aiohttp.ClientSession, url: str, wire: EngineFormat, ask: EngineRequest
+) -> AsyncGenerator[Delta]:
+    """Ask the engine at `url` once, and read its reply as it comes.
+
+    Raises what the engine says is wrong with the request, or `EngineError` if it is lost.
+    """
+    post, reader = wire.build_request(ask), wire.make_reader(ask)
+    finished = False
+    try:
+        async with client.post(url + post.path, data=post.body, headers=_headers(post)) as response:
+            if response.status != 200:
+                retry_after = response.headers.get("retry-after")
+                raise wire.parse_error(response.status, await response.read(), retry_after)
+            if not ask.stream:
+                for delta in reader.read_body(await response.read()):
+                    finished = finished or delta.finish is not None
+                    yield delta
+            else:
+                async for payloads in read_payloads(response.content.iter_any()):
+                    for delta in reader.read_events(payloads):
+                        finished = finished or delta.finish is not None
+                        yield delta
+    except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        msg = f"the engine at {url} was lost: {error or type(error).__name__}"
+        raise EngineError(msg) from error
+    if not finished:
+        msg = "the engine closed the stream without a finish reason"
+        raise EngineError(msg)
 
 
 def _headers(post: Post) -> dict[str, str]:

@@ -77,11 +77,11 @@ class EngineHttp:
         return await fetch_card(self.client, self.url, model)
 
     def post(
-        self, path: str, body: bytes, headers: dict[str, str] | None = None
+        self, path: str, body: bytes
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send JSON; raises aiohttp's errors."""
-        named = {"content-type": "application/json", **(headers or {})}
-        return self.client.post(self.url + path, data=body, headers=named)
+        headers = {"content-type": "application/json"}
+        return self.client.post(self.url + path, data=body, headers=headers)
 
     async def get(self, path: str) -> bytes:
         """A body; empty unless the status is 200."""
