@@ -93,6 +93,7 @@ _TYPE_NAMES: dict[type, str] = {
     shapes.BoolType: "boolean",
     shapes.NoneType: "null",
     shapes.DictType: "object",
+    shapes.StructType: "object",
     shapes.ListType: "array",
     shapes.VarTupleType: "array",
     shapes.TupleType: "array",

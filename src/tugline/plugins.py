@@ -63,6 +63,11 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "trl": "tugline.exports.tables:Trl",
         "verl": "tugline.exports.tables:Verl",
     },
+    "metrics": {
+        "tensorboard": "tugline.trainers.sinks:TensorBoardSink",
+        "trackio": "tugline.trainers.sinks:TrackioSink",
+        "wandb": "tugline.trainers.sinks:WandbSink",
+    },
     "builder": {
         "per_request": "tugline.traces.builders:PerRequest",
         "prefix_merging": "tugline.traces.builders:PrefixMerging",

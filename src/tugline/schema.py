@@ -281,9 +281,12 @@ def _parse_yaml(text: str, source: str) -> Any:
 # --------------------------------------------------------------------------- fields
 @functools.cache
 def field_docs(kind: type) -> Mapping[str, str]:
-    """Read the docstring under each field of a class, as one line of Markdown."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    """Read the docstring under each field, also of base classes, as one line of Markdown."""
     docs: dict[str, str] = {}
+    for base in kind.__bases__:
+        if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
+            docs.update(field_docs(base))
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     for field, below in itertools.pairwise(node.body if isinstance(node, ast.ClassDef) else []):
         match field, below:
             case (

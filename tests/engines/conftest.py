@@ -16,7 +16,7 @@ from engines import servers, tool_model
 from engines.tool_model import Folders
 from tugline.gateway.engine import EngineReport
 from tugline.gateway.probe import probe
-from tugline.trainers.weights import (
+from tugline.trainers.publish import (
     EmbeddedWeightUpdater,
     Running,
     SglangWeightUpdater,

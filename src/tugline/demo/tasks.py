@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from itertools import islice
 
-from tugline.demo.family import RepairProblem, generate
+from tugline.datasets.base import TaskSet, TaskTemplate
+from tugline.demo.family import RepairProblem, Split, generate
 from tugline.demo.settings import DemoSettings
 from tugline.errors import ConfigError
 from tugline.types import Group, Limits, PluginSpec, Sampling, Task
@@ -14,6 +16,24 @@ ATTEMPTS = 20
 """Attempts per session; each kill of the run costs the running sessions one."""
 HELD_OUT_SEED = 1_000_003
 """Seed of the held-out problems; independent of the run, so runs can be compared."""
+
+
+class RepairTasks(TaskSet):
+    """The demo's problems as a task set: ``tugline.demo.tasks:RepairTasks``."""
+
+    def __init__(self, split: Split = "train", seed: int = 0, count: int = 96) -> None:
+        self._split, self._seed, self._count = split, seed, count
+
+    def tasks(self, template: TaskTemplate) -> Iterator[Task]:
+        """Yield the first `count` problems of a split and a seed."""
+        for problem in islice(generate(self._split, self._seed), self._count):
+            yield template.make(
+                problem.id,
+                problem.instruction,
+                evaluator=PluginSpec("tests", {"cache": True}),
+                files=problem.files,
+                tags=problem.tags,
+            )
 
 
 def harness_spec(settings: DemoSettings) -> PluginSpec:

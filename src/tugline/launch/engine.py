@@ -75,7 +75,7 @@ async def _embed(
     from tugline.inference.engine import Engine  # noqa: PLC0415 - needs torch, which is there by now
 
     config = model.config.get_text_config()
-    rendering = _make_rendering(settings, tokenizer, str(config.model_type))
+    rendering = make_rendering(settings, tokenizer, str(config.model_type))
     window = int(config.max_position_embeddings)
     model = model.float()  # type: ignore[no-untyped-call]
     async with (
@@ -96,7 +96,7 @@ async def _connect(settings: EngineSettings) -> EngineConnection:
     rendering = None
     if mode is Mode.EXACT and settings.tokenizer is not None:
         tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer)
-        rendering = _make_rendering(settings, tokenizer, upstream.name or "")
+        rendering = make_rendering(settings, tokenizer, upstream.name or "")
     return EngineConnection(settings.urls, upstream, rendering)
 
 
@@ -120,7 +120,7 @@ async def _wait_for_replicas(settings: EngineSettings, mode: Mode) -> Upstream:
         await asyncio.sleep(_RETRY_S)
 
 
-def _make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:
+def make_rendering(settings: EngineSettings, tokenizer: Tokenizer, model: str) -> Rendering:
     """The configured template, or the one that is known for `model`."""
     retention = settings.thinking_retention
     name = settings.renderer or (model if model in CONFIGS else None)

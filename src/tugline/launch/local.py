@@ -70,12 +70,17 @@ class LocalServer:
                 accepted_sessions.update(accepted.sessions)
         return frozenset(accepted_sessions)
 
-    async def follow(self, sessions: Collection[str]) -> AsyncIterator[ResultView]:
-        """The result of each of `sessions` as it comes, existing ones first."""
+    async def follow(
+        self, sessions: Collection[str], *, tasks: Sequence[str] | None = None
+    ) -> AsyncIterator[ResultView]:
+        """The result of each of `sessions` as it comes, existing ones first.
+
+        `tasks` are theirs, where only few of all tasks are followed.
+        """
         cursor, missing = 0, set(sessions)
         while missing:
             page = await self._unless_node_ends(
-                self.control.results(after=cursor, limit=_BATCH, wait_s=_WAIT_S)
+                self.control.results(after=cursor, limit=_BATCH, wait_s=_WAIT_S, tasks=tasks)
             )
             cursor = page.cursor
             for view in page.items:

@@ -43,6 +43,11 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Data of the caller, such as its position in the data set."""
 
 
+def path_of(directory: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return directory / f"step-{step:06d}"
+
+
 def save(
     directory: Path,
     trainer: Grpo,
@@ -57,7 +62,7 @@ def save(
     Raises `CheckpointError` when that step is there already or the disk refuses; then nothing
     of the new checkpoint stays behind.
     """
-    path = directory / f"step-{step:06d}"
+    path = path_of(directory, step)
     if path.exists():
         msg = f"checkpoint {path} exists; remove it or save to another directory"
         raise CheckpointError(msg)

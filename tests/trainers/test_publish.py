@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tugline.errors import EngineError
-from tugline.trainers.weights import (
+from tugline.trainers.publish import (
     EmbeddedWeightUpdater,
     Running,
     SglangWeightUpdater,

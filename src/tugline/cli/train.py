@@ -1,0 +1,114 @@
+"""``tugline train``: train a model on tasks; the same command with ``--resume`` continues a run.
+
+Progress goes to stderr, so that stdout has only the output of ``--json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from tugline import log
+from tugline.cli.options import INTERRUPTED
+from tugline.errors import UsageError
+from tugline.web import serve
+
+RUNS = Path("runs")
+SUMMARY = "summary.json"
+_QUIET_S = 10.0
+"""Between two lines about the same sessions."""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML or TOML file of the run.")],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run (default: runs/<name>-<time>).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out, or the last one.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print what would happen.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
+    ] = False,
+) -> None:
+    """Train a model on tasks, with evaluations on the way; resumable at any point."""
+    console = Console(stderr=True, highlight=False)
+    with _name_missing_extra():
+        from tugline.trainers.batches import TaskBatches, describe  # noqa: PLC0415 - the extra
+        from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
+        from tugline.trainers.loop import CONFIG, train  # noqa: PLC0415 - the same
+        from tugline.trainers.sinks import make_sinks  # noqa: PLC0415 - the same
+
+        settings = read_config(config, Path(str(files("tugline.demo"))) / "warm_start_model")
+        batches = TaskBatches(settings, config.absolute().parent)
+        batches.check()
+        sinks = make_sinks(settings.metrics, console)
+        folder = _choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
+        if dry_run:
+            typer.echo(describe(settings, batches, folder))
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        log.configure(level="info", path=folder / "log.jsonl")
+        main = train(settings, batches, folder, sinks, _make_report(console))
+        try:
+            summary = serve.run(main)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            console.print(f"stopped; resume with: tugline train {config} --resume --out {folder}")
+            raise typer.Exit(INTERRUPTED) from None
+    result = msgspec.json.encode(summary)
+    (folder / SUMMARY).write_bytes(msgspec.json.format(result) + b"\n")
+    console.print(f"done after {summary.state.elapsed_s:.0f} s: {folder}")
+    if as_json:
+        typer.echo(result)
+
+
+def _choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:
+    """Return the folder of the run. Raises `UsageError` if a run is there, or none to resume."""
+    if resume:
+        runs = sorted(file.parent for file in RUNS.glob(f"{name}-*/{marker}"))
+        folder = out or (runs[-1] if runs else None)
+        if folder is None or not (folder / marker).exists():
+            msg = f"there is no run of {name} to resume in {folder or RUNS}; leave out --resume"
+            raise UsageError(msg)
+        return folder
+    if out is not None and (out / marker).exists():
+        msg = f"{out} holds a run already; add --resume to continue it, or choose another --out"
+        raise UsageError(msg)
+    return out or RUNS / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def _make_report(console: Console) -> Callable[[str], None]:
+    """Return a function that prints lines, but those about sessions only now and then."""
+    printed = -_QUIET_S
+
+    def report(text: str) -> None:
+        nonlocal printed
+        if "session" not in text or time.monotonic() - printed >= _QUIET_S:
+            printed = time.monotonic()
+            console.print(text, markup=False, soft_wrap=True)
+
+    return report
+
+
+@contextlib.contextmanager
+def _name_missing_extra() -> Iterator[None]:
+    """Name the extra to install if one of its packages is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        msg = f"training needs {error.name}: pip install 'tugline[train]'"
+        raise UsageError(msg) from error

@@ -1,0 +1,126 @@
+"""Configuration of ``tugline train``: tasks, engine, trainer and schedule in one strict file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from tugline.config import Config, load
+from tugline.datasets.files import TaskSelection
+from tugline.errors import ConfigError
+from tugline.launch.settings import EngineSettings, GatewaySettings
+from tugline.node.settings import NodeSettings
+from tugline.protocol import PauseMode
+from tugline.schema import NonNegativeInt, PositiveFloat, PositiveInt
+from tugline.trainers.grpo.config import GrpoConfig
+from tugline.types import PluginSpec
+
+
+class TaskSource(Config, frozen=True):
+    """A task set and which of its tasks to take."""
+
+    taskset: PluginSpec
+    """The task set (`name`, `options`), as in a [task-set file](tasksets.md)."""
+    select: TaskSelection | None = None
+    """Which of its tasks to take, as in a task-set file; None: all."""
+
+
+class HeldOut(TaskSource, frozen=True):
+    """Tasks that are never trained on."""
+
+    every: PositiveInt = 10
+    """Training steps between two evaluations; the first and the last weights are always measured.
+    """
+    samples: PositiveInt = 1
+    """Sessions per task; pass@k is estimated for every power of two up to this."""
+
+
+class Schedule(Config, frozen=True):
+    """How much is sampled and trained, and when weights are published and saved."""
+
+    steps: PositiveInt = 100
+    """Training steps in all."""
+    tasks_per_step: PositiveInt = 8
+    """Groups that one step trains on."""
+    samples: Annotated[int, Meta(ge=2)] = 8
+    """Sessions of one group."""
+    staleness: NonNegativeInt = 0
+    """Most versions that a session may be behind when it is trained on; 0: synchronous."""
+    pause: PauseMode = PauseMode.WAIT
+    """What happens to running model calls when new weights are loaded."""
+    publish_s: PositiveFloat = 300.0
+    """Seconds that one replica may take for new weights, and the gateways for a pause."""
+    checkpoint_every: PositiveInt = 1
+    """Steps between two checkpoints; steps after the last one are repeated by a resumed run."""
+    keep: PositiveInt = 3
+    """Checkpoints that are kept."""
+    seed: NonNegativeInt = 0
+    """Seed of the order of tasks, of the sampling and of the updates."""
+    minutes: PositiveFloat | None = None
+    """Stop training early, so that the last evaluation ends within this time; None: never."""
+
+
+class TrainConfig(Config, frozen=True, kw_only=True):
+    """One training run. Relative paths, but for `out`, are relative to the file."""
+
+    model: Path | None = None
+    """Hugging Face folder of the first weights; None: the tiny one of the demo."""
+    tasks: TaskSource
+    """What is trained on."""
+    heldout: HeldOut | None = None
+    """What is measured on the way; None: nothing."""
+    template: dict[str, Any]
+    """What all tasks have in common (harness, runtime, limits ...), as in a task-set file."""
+    engine: EngineSettings = EngineSettings()
+    """The engine; `engine.model` is left out, and `engine.tokenizer` is the model's by default."""
+    device: str | None = None
+    """Device of the trainer and of an engine in this process; None: a GPU if there is one."""
+    window: PositiveInt | None = None
+    """Context window of an engine in this process, in tokens; None: the model's."""
+    node: NodeSettings = NodeSettings()
+    """The node that runs the sessions."""
+    gateway: GatewaySettings = GatewaySettings()
+    """Its gateway."""
+    grpo: GrpoConfig = GrpoConfig()
+    """The update."""
+    schedule: Schedule = Schedule()
+    """Steps, staleness, checkpoints."""
+    metrics: tuple[PluginSpec, ...] = ()
+    """Where figures go besides the console and the folder: `tensorboard`, `wandb`, `trackio`."""
+    out: Path | None = None
+    """Folder of the run, relative to where the command is started; None: `--out` names it."""
+
+    def __post_init__(self) -> None:
+        """Check what two sections say about each other. Raises `ConfigError`."""
+        super().__post_init__()
+        if self.engine.model is not None:
+            msg = f"engine.model is {str(self.engine.model)!r}: leave it out, `model` names it"
+            raise ConfigError(msg, "engine.model")
+        if "samples" in self.template:
+            msg = "template.samples has no effect: set schedule.samples and heldout.samples"
+            raise ConfigError(msg, "template.samples")
+        stale = self.grpo.max_staleness
+        if stale is not None and stale < self.schedule.staleness:
+            msg = (
+                f"grpo.max_staleness is {stale}, must be at least schedule.staleness, which is"
+                f" {self.schedule.staleness}: tokens would be sampled to be thrown away"
+            )
+            raise ConfigError(msg, "grpo.max_staleness")
+
+
+def read_config(path: Path, default_model: Path) -> TrainConfig:
+    """Read the file at `path` with its paths made absolute. Raises `ConfigError`."""
+    config = load(path, TrainConfig)
+    folder = path.absolute().parent
+    model = default_model if config.model is None else folder / config.model.expanduser()
+    engine = config.engine
+    if engine.urls:
+        tokenizer = model if engine.tokenizer is None else folder / engine.tokenizer.expanduser()
+        engine = replace(engine, tokenizer=tokenizer)
+    elif config.engine.tokenizer is not None:
+        msg = f"{path}: engine.tokenizer is for an engine at engine.urls; a model brings its own"
+        raise ConfigError(msg, "engine.tokenizer")
+    return replace(config, model=model, engine=engine)

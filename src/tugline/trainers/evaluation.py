@@ -1,0 +1,214 @@
+"""Measure a policy on tasks: pass@1, pass@k, intervals, failures, and paired comparisons.
+
+An attempt counts once it has a reward; a session that failed for a reason that says nothing about
+the policy is listed by its cause and is in no denominator (I5). Tasks are the unit of every
+interval, because attempts at one task resemble each other. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tugline.errors import UsageError
+from tugline.types import Failure
+
+PASS = 1.0
+"""Least reward of a solved task."""
+_Z = 1.96
+"""Of 95 % intervals."""
+_ROUNDING = 1e-6
+Rates = npt.NDArray[np.float64]
+"""One estimate per task, shape ``(tasks,)``."""
+
+
+class Attempt(NamedTuple):
+    """One session at a task; `reward` is None where it says nothing about the policy."""
+
+    task: str
+    reward: float | None
+    failure: Failure | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether it solved the task."""
+        return self.reward is not None and self.reward >= PASS - _ROUNDING
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over tasks with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    tasks: int
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured on a set of tasks."""
+
+    pass_at: dict[int, Estimate]
+    """By k: the chance that one of k attempts solves a task, averaged over tasks that have k."""
+    reward: float | None
+    """Mean over attempts; None without any."""
+    attempts: int
+    """With a reward."""
+    unrewarded: int
+    """Sessions without one; they are in no estimate."""
+    by_tag: dict[str, Estimate] = {}
+    """pass@1 of the tasks with a tag, by ``name=value``."""
+    failures: dict[str, int] = {}
+    """Sessions by the cause of their failure, those that count for the policy included."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """pass@1 now minus pass@1 earlier, over the tasks that both have."""
+
+    difference: Estimate
+    better: int
+    """Tasks with a higher rate now."""
+    worse: int
+
+
+def pass_at_k(attempts: int, passed: int, k: int) -> float:
+    """Estimate the chance that one of `k` attempts passes, from at least `k` of them.
+
+    ``1 - C(n - c, k) / C(n, k)`` is unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """
+    if not 0 <= passed <= attempts or not 1 <= k <= attempts:
+        msg = f"pass@{k} of {passed} in {attempts} attempts: needs passed <= attempts >= k >= 1"
+        raise UsageError(msg)
+    return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
+
+
+def evaluate(
+    attempts: Iterable[Attempt], *, k: int = 1, tags: Mapping[str, Mapping[str, str]] = {}
+) -> Evaluation:
+    """Sum up attempts, with pass@1 and pass@j for the powers of two `j` up to `k`, and for `k`.
+
+    A task with fewer than `j` rewarded attempts is not in pass@j. `tags` are those of each task.
+    """
+    known = list(attempts)
+    rewards = [one.reward for one in known if one.reward is not None]
+    counts = _count(known)
+    groups: dict[str, list[_Count]] = {}
+    for task, count in counts.items():
+        for name, value in tags.get(task, {}).items():
+            groups.setdefault(f"{name}={value}", []).append(count)
+    rates = {size: _rates(counts.values(), size) for size in _sizes(k)}
+    return Evaluation(
+        pass_at={size: estimate(each) for size, each in rates.items() if len(each)},
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        attempts=len(rewards),
+        unrewarded=len(known) - len(rewards),
+        by_tag={tag: estimate(_rates(groups[tag], 1)) for tag in sorted(groups)},
+        failures=dict(Counter(_cause(one.failure) for one in known if one.failure)),
+    )
+
+
+def _sizes(k: int) -> list[int]:
+    """Powers of two up to `k`, and `k`."""
+    return sorted({k, *(1 << i for i in range(k.bit_length()))})
+
+
+def compare(now: Iterable[Attempt], earlier: Iterable[Attempt]) -> Comparison:
+    """Compare two runs task by task. Raises `UsageError` if they have no task in common.
+
+    The interval is that of Bonett and Price (2012, J. Educ. Behav. Stat. 37, 479) for paired
+    proportions, which adds one pair for and one against, applied to each task's difference of
+    rates; so it is never of width 0, also where all tasks ended as before.
+    """
+    counts, before = _count(now), _count(earlier)
+    shared = [task for task in counts if task in before]
+    if not shared:
+        msg = "the two runs have no rewarded task in common: run the same task set"
+        raise UsageError(msg)
+    first, second = (_rates([found[task] for task in shared], 1) for found in (counts, before))
+    gaps = first - second
+    size = len(gaps) + 2
+    centre = float(gaps.sum()) / size
+    spread = math.sqrt(max(0.0, (float(gaps @ gaps) + 2) / size - centre**2) / size)
+    low, high = max(-1.0, centre - _Z * spread), min(1.0, centre + _Z * spread)
+    return Comparison(
+        Estimate(float(gaps.mean()), low, high, len(gaps)),
+        better=int((gaps > 0).sum()),
+        worse=int((gaps < 0).sum()),
+    )
+
+
+def estimate(rates: Rates) -> Estimate:
+    """Average the rates of at least one task.
+
+    The interval is Wilson's if each rate is 0 or 1. Else it is that of Agresti and Coull (1998,
+    Am. Stat. 52, 119), which adds two solved and two unsolved tasks, with the variance of the rates
+    in place of a coin's; unlike a bootstrap's it has a width also for few tasks.
+    """
+    size, total = len(rates), float(rates.sum())
+    if np.isin(rates, (0.0, 1.0)).all():
+        return Estimate(total / size, *wilson(round(total), size), size)
+    added = _Z * _Z
+    centre = (total + added / 2) / (size + added)
+    variance = (float(rates @ rates) + added / 2) / (size + added) - centre**2
+    half = _Z * math.sqrt(variance / (size + added))
+    return Estimate(total / size, max(0.0, centre - half), min(1.0, centre + half), size)
+
+
+def wilson(passed: int, n: int, z: float = _Z) -> tuple[float, float]:
+    """Wilson's score interval for a pass rate, 95 % by default; (0, 1) without attempts.
+
+    Unlike the normal approximation it stays within 0 and 1 and holds for few attempts
+    (E. B. Wilson 1927, J. Am. Stat. Assoc. 22, 209).
+    """
+    if n == 0:
+        return 0.0, 1.0
+    rate, spread = passed / n, z * z / n
+    centre = rate + spread / 2
+    half = z * math.sqrt(rate * (1 - rate) / n + spread / (4 * n))
+    low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)
+    return (0.0 if passed == 0 else low), (1.0 if passed == n else high)
+
+
+class _Count(NamedTuple):
+    attempts: int
+    passed: int
+
+
+def _count(attempts: Iterable[Attempt]) -> dict[str, _Count]:
+    """Rewarded attempts of each task that has any, in the order of the tasks."""
+    rewarded = [one for one in attempts if one.reward is not None]
+    number, passed = Counter(one.task for one in rewarded), Counter[str]()
+    for one in rewarded:
+        passed[one.task] += one.passed
+    return {task: _Count(count, passed[task]) for task, count in number.items()}
+
+
+def _rates(counts: Iterable[_Count], k: int) -> Rates:
+    usable = [one for one in counts if one.attempts >= k]
+    return np.array([pass_at_k(one.attempts, one.passed, k) for one in usable], np.float64)
+
+
+def _cause(failure: Failure) -> str:
+    return str(failure.cause or failure.boundary)
+
+
+def format_estimate(one: Estimate) -> str:
+    """Return an estimate as text, such as ``32.3% (23.8% to 42.2%, 96 tasks)``."""
+    return f"{one.value:.1%} ({one.low:.1%} to {one.high:.1%}, {one.tasks} tasks)"
+
+
+def summarize(evaluation: Evaluation) -> Sequence[tuple[str, str]]:
+    """Return the rows of a report: what was measured, and its value."""
+    rows = [(f"pass@{k}", format_estimate(one)) for k, one in evaluation.pass_at.items()]
+    if evaluation.reward is not None:
+        rows.append(("mean reward", f"{evaluation.reward:.3f} over {evaluation.attempts} attempts"))
+    if evaluation.unrewarded:
+        rows.append(("without a reward", f"{evaluation.unrewarded} sessions, not counted"))
+    rows += [(tag, format_estimate(one)) for tag, one in evaluation.by_tag.items()]
+    rows += [(f"failed: {cause}", f"{n} sessions") for cause, n in evaluation.failures.items()]
+    return rows

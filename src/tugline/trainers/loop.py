@@ -1,0 +1,443 @@
+"""The training loop: sample groups, update the policy, publish it, evaluate, survive any death.
+
+Step n trains on batch n, whose tasks follow from the configuration alone. Batch n + s is submitted
+once the weights of step n - 1 are published, with s the bound on staleness: at most s + 1 batches
+are started and not yet trained, no token is older than s versions, and no finished group is thrown
+away. Batches are trained in the order in which they started, so long tasks are not left behind.
+With s = 0, sampling and training take turns.
+
+Order of writes (I3). A session counts once its result is in the store, a step once its checkpoint
+has been renamed into place, and the checkpoint comes before the weights are published. A resumed
+run loads the newest checkpoint, whose step is the position in the data, finds finished sessions of
+the next batches in the store and runs the rest: no prompt is skipped and none is trained twice.
+Versions are never used again: if weights had been published after the checkpoint, those of the
+checkpoint get a new number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from transformers import PreTrainedModel
+
+from tugline.config import load as read_settings
+from tugline.errors import EngineError, UsageError
+from tugline.inference.load import load
+from tugline.inference.sampling import score
+from tugline.launch.local import LocalServer, open_local
+from tugline.launch.process import folder_lock
+from tugline.launch.settings import ServerSettings, Settings
+from tugline.recording import file as recordings
+from tugline.server.store import nodes
+from tugline.traces.ledger import sum_ledgers
+from tugline.trainers.batches import TaskBatches
+from tugline.trainers.config import Schedule, TrainConfig
+from tugline.trainers.evaluation import (
+    Attempt,
+    Comparison,
+    Evaluation,
+    compare,
+    evaluate,
+    format_estimate,
+)
+from tugline.trainers.grpo import checkpoint
+from tugline.trainers.grpo.train import Grpo, StepReport
+from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten, measure_rollout
+from tugline.trainers.publish import Probe, Publication, Publisher
+from tugline.trainers.replicas import Replicas, open_replicas, write_model
+from tugline.trainers.sinks import Sinks
+from tugline.types import Call, Ids, Ledger, Logprobs, Task, Trajectory
+from tugline.web.serve import freeze_gc
+
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+WEIGHTS = "weights"
+"""Weights on their way to engines elsewhere."""
+LEASE_S = 120.0
+"""Longer than a server's default: this process trains between two renewals of its node."""
+_PROBE_IDS = 1024
+Report = Callable[[str], None]
+
+
+class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation of one version on the held-out tasks."""
+
+    step: int
+    version: int
+    evaluation: Evaluation
+    mixed: int
+    """Sessions with tokens of another version; none, unless a replica was restarted."""
+    sampled: int
+    """Tokens."""
+    seconds: float
+
+
+class TrainState(msgspec.Struct, frozen=True, kw_only=True):
+    """Position of a run and its totals; part of every checkpoint."""
+
+    step: int = 0
+    """Steps trained, and so the position in the data: batches up to this one are done."""
+    version: int = 0
+    """Of the weights."""
+    ledger: Ledger = Ledger()
+    """Of the training sessions."""
+    sessions: int = 0
+    failed: int = 0
+    """Sessions without a reward."""
+    updates: int = 0
+    tokens_forwarded: int = 0
+    training_s: float = 0.0
+    elapsed_s: float = 0.0
+    """Wall clock up to the checkpoint, over all processes of the run."""
+    entropies: tuple[float, ...] = ()
+    """Of each step that had any."""
+    scores: tuple[VersionScore, ...] = ()
+    """Evaluations, in order."""
+
+
+class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a run."""
+
+    state: TrainState
+    change: Comparison | None
+    """pass@1 on the held-out tasks, last minus first weights."""
+
+
+class _Learned(NamedTuple):
+    """What a step did to the weights."""
+
+    report: StepReport
+    rollout: RolloutFigures
+    probe: Probe | None
+    seconds: float
+
+
+async def train(
+    config: TrainConfig, batches: TaskBatches, folder: Path, sinks: Sinks, report: Report
+) -> TrainSummary:
+    """Run to the end in `folder`, from its newest checkpoint; `report` takes lines for people.
+
+    May be cancelled or killed at any point and called again. Raises `TuglineError`.
+    """
+    with folder_lock(folder, instead="choose another --out"):
+        _store_config(folder, config)
+        report("loading the model")
+        model, tokenizer, eos_ids = load(config.model or folder, dtype=torch.float32)
+        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(torch.device(device))  # type: ignore[arg-type]  # its stub is of a wrapper
+        trainer = Grpo(model, config.grpo, copy.deepcopy(model) if config.grpo.kl else None)
+        state = _load_newest(folder, trainer)
+        sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
+        settings = Settings(
+            server=ServerSettings(lease_s=LEASE_S),
+            # One name wherever the folder is, so that a resumed run takes the node's place.
+            node=replace(config.node, name="train"),
+            gateway=config.gateway,
+        )
+        try:
+            async with (
+                open_replicas(config, model, tokenizer, eos_ids) as replicas,
+                open_local(settings, folder, replicas.connection) as local,
+            ):
+                freeze_gc()
+                loop = TrainingLoop(
+                    config, batches, folder,
+                    model=model, trainer=trainer, replicas=replicas, local=local,
+                    state=state, sinks=sinks, report=report,
+                )  # fmt: skip
+                return await loop.run()
+        finally:
+            sinks.close()
+
+
+def _store_config(folder: Path, config: TrainConfig) -> None:
+    """Store the configuration. Raises `UsageError` if the folder belongs to another run.
+
+    Only where figures go and how long to train may change.
+    """
+    path = folder / CONFIG
+    if path.exists():
+        stored = read_settings(path, TrainConfig)
+        changed = [
+            name
+            for name in TrainConfig.__struct_fields__
+            if name not in {"metrics", "out"}
+            and _comparable(getattr(stored, name)) != _comparable(getattr(config, name))
+        ]
+        if changed:
+            msg = (
+                f"{folder} was started with another {', '.join(changed)} (see {CONFIG});"
+                " choose another --out"
+            )
+            raise UsageError(msg)
+    draft = path.with_suffix(".part")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
+    draft.replace(path)
+
+
+def _comparable(section: object) -> object:
+    """Return a section without what may differ in a resumed run."""
+    return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
+
+
+def _load_newest(folder: Path, trainer: Grpo) -> TrainState:
+    latest = checkpoint.latest(folder / CHECKPOINTS)
+    if latest is None:
+        return TrainState()
+    extra = checkpoint.load(latest, trainer).extra
+    return msgspec.convert(extra, TrainState, str_keys=True, strict=False)
+
+
+class TrainingLoop:
+    """The steps of a run, once everything is up."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run
+        self,
+        config: TrainConfig,
+        batches: TaskBatches,
+        folder: Path,
+        *,
+        model: PreTrainedModel,
+        trainer: Grpo,
+        replicas: Replicas,
+        local: LocalServer,
+        state: TrainState,
+        sinks: Sinks,
+        report: Report,
+    ) -> None:
+        self._config, self._schedule = config, config.schedule
+        self._batches, self._folder = batches, folder
+        self._model, self._trainer, self._local = model, trainer, local
+        self._publisher = Publisher(
+            local.control.weights,
+            replicas.updaters,
+            mode=config.schedule.pause,
+            within_s=config.schedule.publish_s,
+        )
+        self.state, self._sinks, self._report = state, sinks, report
+        self._began, self._earlier_s = time.monotonic(), state.elapsed_s
+        self._submitted = state.step
+        self._evaluation: asyncio.Task[None] | None = None
+        self._step_s = 0.0
+
+    async def run(self) -> TrainSummary:
+        """Run what is missing: first weights, steps, evaluations."""
+        try:
+            await self._publish_first()
+            self._start_evaluation()
+            while self.state.step < self._schedule.steps and not self._is_out_of_time():
+                await self._step()
+                self._start_evaluation()
+            self._start_evaluation(last=True)
+            await self._finish_evaluation()
+        finally:
+            if self._evaluation is not None:
+                self._evaluation.cancel()
+        await asyncio.to_thread(self._save)
+        return TrainSummary(state=self.state, change=await self._compare_scores())
+
+    async def _publish_first(self) -> None:
+        """Bring every replica to the weights of the checkpoint, whatever it has now."""
+        known = (await self._local.control.database.read(nodes.control)).version
+        if known > self.state.version:
+            self.state = replace(self.state, version=known + 1)
+        self._report(f"loading version {self.state.version} into the engine")
+        await self._publish(None)
+
+    # ----------------------------------------------------------------------- a step
+    async def _step(self) -> None:
+        """Train on the next batch; see the module."""
+        began, number, version = time.monotonic(), self.state.step + 1, self.state.version
+        await self._submit(min(number + self._schedule.staleness, self._schedule.steps))
+        results, calls = await self._collect(number)
+        wait_s = time.monotonic() - began
+        self._report(f"step {number}: updating the policy")
+        learned = await asyncio.to_thread(self._learn, results, calls)
+        figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
+        self._sinks.log(number, {"version": float(version)} | figures)
+        await self._finish_evaluation()  # it is pinned to the weights that are served until now
+        self._count(learned, len(results))
+        if number % self._schedule.checkpoint_every == 0:
+            await asyncio.to_thread(self._save)
+        publication = await self._publish(learned.probe)
+        self._step_s = time.monotonic() - began
+        times = {"wait_s": wait_s, "train_s": learned.seconds, "step_s": self._step_s}
+        self._sinks.log(
+            number,
+            flatten(publication, "publish") | {f"time/{name}": s for name, s in times.items()},
+        )
+        alarms = find_alarms(
+            learned.rollout, learned.report.ledger, publication, self.state.entropies
+        )
+        for name, text in alarms.items():
+            self._sinks.note(number, f"alarm {name}", text)
+
+    async def _submit(self, last: int) -> None:
+        """Submit the batches up to `last`; earlier ones are left as they are."""
+        for number in range(self._submitted + 1, last + 1):
+            await self._local.submit(self._batches.batch(number))
+        self._submitted = max(self._submitted, last)
+
+    async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
+        """Wait for the sessions of a batch. Raises `EngineError` if not one got through."""
+        results = await self._run(self._batches.batch(number), f"step {number}")
+        failures = [one.failure for one in results if one.failure is not None]
+        if len(failures) == len(results):
+            text = f"the first failed in the {failures[0].boundary}: {failures[0].message}"
+            msg = (
+                f"no session of step {number} got through; {text}"
+                if failures
+                else (f"step {number} has no session: all its tasks were cancelled")
+            )
+            raise EngineError(msg)
+        ids = [task.id for task in self._batches.batch(number)]
+        paths = await self._local.find_recordings(ids)
+        recorded = await asyncio.to_thread(
+            lambda: [recordings.read(path, bodies=False).calls for path in paths.values()]
+        )
+        return results, [call for calls in recorded for call in calls]
+
+    async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
+        """Wait for the results of submitted tasks."""
+        sessions = await self._local.submit(tasks)
+        ids = [task.id for task in tasks]
+        done = 0
+        async for _ in self._local.follow(sessions, tasks=ids):
+            done += 1
+            self._report(f"{name}: session {done} of {len(sessions)}")
+        return await self._local.load_results(ids)
+
+    def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
+        began, version = time.monotonic(), self.state.version
+        rollout = measure_rollout(results, calls, version=version)
+        traces = [trace for one in results for trace in one.traces if trace.mask.any()]
+        longest = max(traces, key=lambda trace: int(trace.mask.sum()), default=None)
+        ids = None if longest is None else longest.ids[:_PROBE_IDS]
+        before = None if ids is None else self._score(ids)
+        report = self._trainer.step(results, version=version)
+        probe = None
+        if ids is not None and before is not None:
+            probe = Probe(ids, before, self._score(ids))
+        return _Learned(report, rollout, probe, time.monotonic() - began)
+
+    def _score(self, ids: Ids) -> Logprobs:
+        with torch.no_grad():
+            return score(self._model, ids, 1.0)
+
+    def _count(self, learned: _Learned, sessions: int) -> None:
+        """Count a step as trained."""
+        done, report, rollout = self.state, learned.report, learned.rollout
+        known = () if rollout.entropy is None else (rollout.entropy,)
+        self.state = replace(
+            done,
+            step=done.step + 1,
+            version=done.version + 1,
+            ledger=sum_ledgers([done.ledger, report.ledger]),
+            sessions=done.sessions + sessions,
+            failed=done.failed + rollout.failed,
+            updates=done.updates + report.updates,
+            tokens_forwarded=done.tokens_forwarded + report.tokens_forwarded,
+            training_s=done.training_s + report.seconds,
+            entropies=(*done.entropies, *known),
+        )
+
+    def _save(self) -> None:
+        """Save a checkpoint of the step, unless there is one."""
+        folder, state = self._folder / CHECKPOINTS, replace(self.state, elapsed_s=self._elapsed_s())
+        if not checkpoint.path_of(folder, state.step).exists():
+            checkpoint.save(
+                folder,
+                self._trainer,
+                step=state.step,
+                version=state.version,
+                extra=msgspec.to_builtins(state, str_keys=True),
+                keep=self._schedule.keep,
+            )
+
+    async def _publish(self, probe: Probe | None) -> Publication:
+        """Bring the trainer's weights to every replica."""
+        folder = (self._folder / WEIGHTS / f"v{self.state.version}").absolute()
+        if self._config.engine.urls:
+            await asyncio.to_thread(write_model, self._model, folder)
+        publication = await self._publisher.publish(folder, self.state.version, probe)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return publication
+
+    # ----------------------------------------------------------------------- evaluation
+    def _start_evaluation(self, *, last: bool = False) -> None:
+        """Start to evaluate the published weights, if they are due and not evaluated yet."""
+        plan, step = self._config.heldout, self.state.step
+        known = any(score.step == step for score in self.state.scores)
+        due = plan is not None and (last or step % plan.every == 0)
+        if due and not known and self._evaluation is None:
+            self._evaluation = asyncio.create_task(self._evaluate(), name="evaluation")
+
+    async def _finish_evaluation(self) -> None:
+        if self._evaluation is not None:
+            await self._evaluation
+            self._evaluation = None
+
+    async def _evaluate(self) -> None:
+        began, step, version = time.monotonic(), self.state.step, self.state.version
+        results = await self._run(self._batches.evaluation(version), f"held out, step {step}")
+        sampled_by = [
+            {span.version for trace in one.traces for span in trace.spans} for one in results
+        ]
+        score = VersionScore(
+            step=step,
+            version=version,
+            evaluation=evaluate(
+                self._attempts(results), k=self._batches.samples, tags=self._batches.tags
+            ),
+            mixed=sum(not versions <= {version} for versions in sampled_by),
+            sampled=sum(one.ledger.sampled for one in results),
+            seconds=time.monotonic() - began,
+        )
+        self.state = replace(self.state, scores=(*self.state.scores, score))
+        self._sinks.log(step, flatten(score.evaluation, "heldout") | {"heldout/version": version})
+        rates = [f"pass@{k} {format_estimate(e)}" for k, e in score.evaluation.pass_at.items()]
+        self._sinks.note(step, "held out", "  ".join(rates))
+
+    def _attempts(self, results: Sequence[Trajectory]) -> list[Attempt]:
+        return [
+            Attempt(
+                one.task.partition("-")[2], one.reward.value if one.reward else None, one.failure
+            )
+            for one in results
+        ]
+
+    async def _compare_scores(self) -> Comparison | None:
+        """Compare the last evaluation with the first."""
+        scores = self.state.scores
+        if len(scores) < 2:
+            return None
+        first, last = [
+            self._attempts(
+                await self._local.load_results(
+                    [task.id for task in self._batches.evaluation(score.version)]
+                )
+            )
+            for score in (scores[0], scores[-1])
+        ]
+        return compare(last, first)
+
+    # ----------------------------------------------------------------------- time
+    def _elapsed_s(self) -> float:
+        return self._earlier_s + time.monotonic() - self._began
+
+    def _is_out_of_time(self) -> bool:
+        """Whether one more step would leave too little time for the last evaluation."""
+        if self._schedule.minutes is None:
+            return False
+        evaluation_s = self.state.scores[-1].seconds if self.state.scores else 0.0
+        ahead_s = self._step_s + evaluation_s
+        return self._elapsed_s() + ahead_s > 60 * self._schedule.minutes

@@ -1,0 +1,172 @@
+"""Figures of a training step's sessions, and the alarms that they and the update ring."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tugline.trainers.publish import Publication
+from tugline.types import Call, Finish, Ledger, Trajectory
+
+
+class RolloutFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sessions of a step did. Shares are of model calls; None without any."""
+
+    sessions: int
+    failed: int
+    """Sessions without a reward."""
+    groups: int
+    signal: int
+    """Groups whose sessions did not all earn the same."""
+    reward: float | None
+    """Mean over rewarded sessions."""
+    passed: float | None
+    """Share of rewarded sessions that solved their task."""
+    sampled: int
+    """Tokens."""
+    turns: float
+    """Model calls per session."""
+    tool_calls: float | None
+    """Share of calls that offered tools in which the model called one."""
+    malformed: float | None
+    """Share of calls with a tool call that names no offered tool, has arguments that are no JSON
+    object, or was not recognised in the text."""
+    truncated: float | None
+    """Share of calls that ended at their token limit."""
+    entropy: float | None
+    """Mean of minus the captured logprob over trained tokens: an unbiased estimate of the entropy
+    of the sampling distribution, nats."""
+    staleness: float | None
+    """Versions between sampling and training, mean over trained tokens."""
+    staleness_max: int | None
+
+
+def measure_rollout(
+    trajectories: Sequence[Trajectory], calls: Iterable[Call], *, version: int
+) -> RolloutFigures:
+    """Measure the sessions of a step that weights `version` are about to be trained on."""
+    recorded = list(calls)
+    offered = [call for call in recorded if call.tools]
+    rewards = [one.reward.value for one in trajectories if one.reward is not None]
+    groups: dict[str, set[float]] = {}
+    for one in trajectories:
+        groups.setdefault(one.task, set()).update([one.reward.value] if one.reward else [])
+    traces = [trace for one in trajectories for trace in one.traces]
+    logprobs = [trace.logprobs[trace.mask] for trace in traces]
+    ages = [
+        np.full(span.end - span.start, version - span.version)
+        for trace in traces
+        for span in trace.spans
+        if span.masked is None
+    ]
+    age = np.concatenate(ages) if ages else np.empty(0)
+    return RolloutFigures(
+        sessions=len(trajectories),
+        failed=len(trajectories) - len(rewards),
+        groups=len(groups),
+        signal=sum(len(values) > 1 for values in groups.values()),
+        reward=_mean(rewards),
+        passed=_mean([float(reward >= 1) for reward in rewards]),
+        sampled=sum(one.ledger.sampled for one in trajectories),
+        turns=len(recorded) / max(1, len(trajectories)),
+        tool_calls=_mean([float(bool(c.answer and c.answer.tool_calls)) for c in offered]),
+        malformed=_mean([float(_is_malformed(call)) for call in offered]),
+        truncated=_mean([float(call.finish is Finish.LENGTH) for call in recorded]),
+        entropy=_mean(-np.concatenate(logprobs)) if logprobs else None,
+        staleness=_mean(age),
+        staleness_max=int(age.max()) if len(age) else None,
+    )
+
+
+_MARKUP = ("<tool_call", "<function=", "<|tool_call", "<minimax:tool_call", "[TOOL_CALLS]", "DSML")
+"""Beginnings of tool calls in the templates of open models."""
+
+
+def _is_malformed(call: Call) -> bool:
+    if call.answer is None:
+        return False
+    names = {tool.name for tool in call.tools}
+    return any(mark in call.answer.content for mark in _MARKUP) or any(
+        one.name not in names or not _is_object(one.arguments) for one in call.answer.tool_calls
+    )
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        return False
+
+
+def _mean(values: Sequence[float] | np.ndarray[Any, Any]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def flatten(value: msgspec.Struct, prefix: str = "") -> dict[str, float]:
+    """Return every number in a struct, with names such as ``update/ledger/trained``."""
+    return dict(_numbers(prefix, msgspec.to_builtins(value, str_keys=True)))
+
+
+def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(f"{name}/{key}" if name else key, inner)
+    elif isinstance(value, int | float) and math.isfinite(value):
+        yield name, float(value)
+
+
+# --------------------------------------------------------------------------- alarms
+Alarms = dict[str, str]
+"""Name to what is wrong, with its likely cause."""
+_COLLAPSE = 0.1
+"""Share of the first steps' entropy below which it has collapsed."""
+_FIRST = 5
+_MALFORMED, _MISMATCH, _TOOL_CALLS = 0.2, 0.1, 0.01
+
+
+def find_alarms(
+    rollout: RolloutFigures, ledger: Ledger, publish: Publication, entropies: Sequence[float]
+) -> Alarms:
+    """Return the alarms of a step; `entropies` are those of all steps so far, this one included."""
+    alarms: Alarms = {}
+    if ledger.trained == 0:
+        lost = {**ledger.masked, **ledger.dropped}
+        most = max(lost, key=lambda reason: lost[reason], default=None)
+        cause = f"most tokens are lost as {most}" if most else "the agents made no model call"
+        alarms["no_tokens"] = f"no token was trained: {cause}"
+    if rollout.signal == 0:
+        earned = rollout.reward or 0.0
+        alarms["no_signal"] = (
+            f"no group has a signal, the sessions of each earned the same (mean {earned:.2f}):"
+            " the tasks are too hard or too easy, or the evaluator fails"
+        )
+    if rollout.tool_calls is not None and rollout.tool_calls < _TOOL_CALLS:
+        alarms["no_tool_calls"] = (
+            "tools are offered and hardly ever called: does engine.renderer fit the model?"
+        )
+    if rollout.malformed is not None and rollout.malformed > _MALFORMED:
+        alarms["malformed"] = (
+            f"{rollout.malformed:.0%} of answers have a malformed tool call:"
+            " does engine.renderer fit the model, and is max_tokens large enough?"
+        )
+    if publish.max_abs_dlogprob is not None and publish.max_abs_dlogprob > _MISMATCH:
+        alarms["mismatch"] = (
+            f"engine and trainer differ by {publish.max_abs_dlogprob:.2g} nats on a probe:"
+            " another precision, or another model"
+        )
+    if publish.moved == 0.0 and ledger.trained and rollout.signal:
+        alarms["unchanged"] = (
+            "the update changed no logprob: grpo.lr is too small for the precision of the weights"
+        )
+    first = entropies[:_FIRST]
+    if len(entropies) > _FIRST and entropies[-1] < _COLLAPSE * sum(first) / len(first):
+        alarms["entropy"] = (
+            f"entropy fell from {sum(first) / len(first):.3f} to {entropies[-1]:.3f} nats:"
+            " lower grpo.lr, or raise grpo.clip_high"
+        )
+    return alarms

@@ -1,0 +1,305 @@
+"""Load new weights into running engines: pause, load, resume, prove that they arrived, announce.
+
+Running answers are kept, aborted with the tokens they have, or waited for. On vLLM and SGLang a
+kept answer continues under the new weights over a recomputed context, and its tokens carry both
+versions, so a later forward pass finds the same numbers (I1). No engine drops cached context by
+itself, so it is always requested: an answer over another policy's cache is off by nats.
+
+`Publisher` does this for all replicas behind the gateways of a server. Each step has a deadline,
+and an error names the replica (I3). No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from tugline.errors import EngineError
+from tugline.protocol import Barrier, Pause, PauseMode
+from tugline.recording.verify.engine import connect_scorer
+from tugline.server.weights import Weights
+from tugline.types import Ids, Logprobs
+from tugline.web.engine_http import EngineHttp
+
+Running = Literal["keep", "abort", "wait"]
+"""How answers that are being sampled are treated."""
+_TIMEOUT_S = 600.0
+
+
+class WeightUpdater(Protocol):
+    """Changes the weights of one engine."""
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Hold new requests; returns once nothing is sampled any more."""
+        ...
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Serve the model in `folder`, which the engine can read, as `version`."""
+        ...
+
+    async def resume(self) -> None:
+        """Admit requests again."""
+        ...
+
+
+class _RemoteWeightUpdater:
+    """Control routes of an engine behind HTTP; use it in an ``async with``."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._client: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _post(self, path: str, body: object = None) -> dict[str, Any]:
+        """Post to a route and return its reply. Raises `EngineError` unless it reports success."""
+        if self._client is None:
+            msg = "the engine's connection is not open; enter it with `async with`"
+            raise EngineError(msg)
+        data = msgspec.json.encode({} if body is None else body)
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._client.post(self.url + path, data=data, headers=headers) as response:
+                status, text = response.status, await response.read()
+            reply = msgspec.json.decode(text) if text.startswith(b"{") else {}
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            msg = f"the engine at {self.url} did not answer {path}: {error or type(error).__name__}"
+            raise EngineError(msg) from error
+        if status != 200 or reply.get("success") is False:
+            detail = text[:200].decode("utf-8", "replace")
+            msg = f"the engine at {self.url} answered {path} with {status}: {detail}"
+            raise EngineError(msg, status=status)
+        return dict(reply)
+
+
+class VllmWeightUpdater(_RemoteWeightUpdater):
+    """A vLLM server, started with ``VLLM_SERVER_DEV_MODE=1``."""
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Hold new requests; running ones freeze, end or finish."""
+        await self._post(f"/pause?mode={running}")
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Reload, recompute running contexts, and set the version."""
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._post("/collective_rpc", reload)
+        await self._post("/reset_prefix_cache?reset_running_requests=true")
+        await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def resume(self) -> None:
+        """Admit requests again."""
+        await self._post("/resume")
+
+
+class SglangWeightUpdater(_RemoteWeightUpdater):
+    """An SGLang server."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._waits = False
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Hold new requests; running ones go back to the queue, or end.
+
+        With ``wait``, `load` itself waits until nothing runs.
+        """
+        self._waits = running == "wait"
+        if not self._waits:
+            mode = "retract" if running == "keep" else "abort"
+            await self._post("/pause_generation", {"mode": mode})
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Reload, drop every cached context, and set the version."""
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        await self._post("/update_weights_from_disk", body)
+
+    async def resume(self) -> None:
+        """Admit requests again."""
+        if not self._waits:
+            await self._post("/continue_generation")
+
+
+class EmbeddedWeightUpdater:
+    """The embedded engine, which lives in the trainer's own process."""
+
+    def __init__(self, swap: Callable[[Path, int, Running], Awaitable[None]]) -> None:
+        """`swap` reads a folder and hands it to `Engine.swap`, which pauses and resumes itself."""
+        self._swap = swap
+        self._running: Running = "keep"
+
+    async def pause(self, running: Running = "keep") -> None:
+        """Store the mode for `load`; the engine pauses between two steps."""
+        self._running = running
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Swap the weights between two steps; older cached contexts are dropped."""
+        await self._swap(folder, version, self._running)
+
+    async def resume(self) -> None:
+        """Do nothing: `pause` held nothing."""
+
+
+Remote = VllmWeightUpdater | SglangWeightUpdater
+_REMOTE: dict[str, type[Remote]] = {"vllm": VllmWeightUpdater, "sglang": SglangWeightUpdater}
+
+
+async def make_updater(url: str) -> Remote:
+    """Make the updater for the engine at `url`. Raises `EngineError` for another kind of engine."""
+    async with EngineHttp(url) as engine:
+        owner = (await engine.card(None)).owned_by
+    if owner not in _REMOTE:
+        msg = f"the engine at {url} is owned by {owner!r}: only vLLM and SGLang take new weights"
+        raise EngineError(msg)
+    return _REMOTE[owner](url)
+
+
+# --------------------------------------------------------------------------- all replicas
+class Probe(NamedTuple):
+    """Ids whose log probabilities show which weights an engine has."""
+
+    ids: Ids
+    """Shape ``(n,)``."""
+    before: Logprobs
+    """Those of ``ids[1:]`` under the weights published last, by the trainer; shape ``(n - 1,)``."""
+    after: Logprobs
+    """The same under the weights to publish."""
+
+
+class Publication(msgspec.Struct, frozen=True, kw_only=True):
+    """What publishing a version did."""
+
+    version: int
+    seconds: float
+    """From the pause to the resumption of model calls."""
+    max_abs_dlogprob: float | None = None
+    """Largest difference of the probe's log probabilities between trainer and any replica, nats."""
+    moved: float | None = None
+    """Largest change of the probe's log probabilities by the update, as the trainer has it."""
+    arrived: float | None = None
+    """Least share of that change that a replica shows: 1 for new weights, 0 for the old ones; None
+    where the change is smaller than the difference between engine and trainer."""
+
+
+class Publisher:
+    """Brings versions to every replica; `weights` is the server's barrier for all gateways."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        updaters: Mapping[str, WeightUpdater],
+        *,
+        mode: PauseMode,
+        within_s: float,
+    ) -> None:
+        """`updaters` by URL. `within_s` bounds the pause, and each replica's load and proof."""
+        self._weights, self._updaters = weights, updaters
+        self._mode, self._within_s = mode, within_s
+
+    async def publish(self, folder: Path, version: int, probe: Probe | None = None) -> Publication:
+        """Load `folder` into every replica as `version`; model calls are held meanwhile.
+
+        Raises `EngineError` that names the replica, or the nodes that do not pause in time.
+        """
+        began = time.monotonic()
+        try:
+            pause = Pause(self._mode, self._within_s)
+            _raise_if_incomplete(await self._weights.pause(pause), "paused", self._within_s)
+            await asyncio.gather(*(self._load(url, folder, version) for url in self._updaters))
+            proofs = [await self._prove(url, version, probe) for url in self._updaters]
+            _raise_if_incomplete(await self._weights.announce(version), "told the version", 60)
+        finally:
+            await self._weights.resume()
+        shares = [share for _, share in proofs if share is not None]
+        return Publication(
+            version=version,
+            seconds=time.monotonic() - began,
+            max_abs_dlogprob=max((gap for gap, _ in proofs), default=None) if probe else None,
+            moved=float(np.abs(probe.after - probe.before).max()) if probe else None,
+            arrived=min(shares, default=None),
+        )
+
+    async def _load(self, url: str, folder: Path, version: int) -> None:
+        updater = self._updaters[url]
+        try:
+            async with asyncio.timeout(self._within_s):
+                await updater.pause(self._mode.value)
+                try:
+                    await updater.load(folder, version)
+                finally:
+                    await updater.resume()
+        except TimeoutError as error:
+            msg = f"the replica {url} did not load version {version} within {self._within_s:g} s"
+            raise EngineError(msg) from error
+
+    async def _prove(
+        self, url: str, version: int, probe: Probe | None
+    ) -> tuple[float, float | None]:
+        """Return the largest difference, and the share of the update that the replica shows."""
+        try:
+            async with asyncio.timeout(self._within_s), connect_scorer(url) as scorer:
+                if scorer.version not in {None, version}:
+                    msg = f"the replica {url} has version {scorer.version}, not {version}"
+                    raise EngineError(msg)
+                if probe is None:
+                    return 0.0, None
+                scored = await scorer.score(probe.ids, 1)
+        except TimeoutError as error:
+            msg = f"the replica {url} did not score a probe within {self._within_s:g} s"
+            raise EngineError(msg) from error
+        known = np.isfinite(scored)
+        share = measure_arrival(probe.before[known], probe.after[known], scored[known])
+        if share is not None and share < _ARRIVED:
+            msg = (
+                f"the replica {url} took version {version}, but its logprobs show {share:.0%} of"
+                " the update: does it read the folder that the trainer writes?"
+            )
+            raise EngineError(msg)
+        return float(np.abs(scored - probe.after)[known].max(initial=0.0)), share
+
+
+_ARRIVED = 0.5
+"""Least share of an update that counts as the new weights."""
+_NOISE = 0.1
+"""Largest standard error of that share at which it says anything."""
+
+
+def measure_arrival(before: Logprobs, after: Logprobs, scored: Logprobs) -> float | None:
+    """Return the share of the way from `before` to `after` at which `scored` lies.
+
+    The slope of a regression through the origin; None where its standard error exceeds 0.1, so
+    where engine and trainer differ more than the update changed. Arrays of shape ``(n,)``, n > 1.
+    """
+    change = (after - before).astype(np.float64)
+    shown = (scored - before).astype(np.float64)
+    norm = float(change @ change)
+    if len(change) < 2 or norm == 0.0:
+        return None
+    share = float(shown @ change) / norm
+    rest = shown - share * change
+    error = float(rest @ rest) / (len(change) - 1) / norm
+    return share if error < _NOISE**2 else None
+
+
+def _raise_if_incomplete(barrier: Barrier, state: str, within_s: float) -> None:
+    if barrier.missing:
+        msg = f"nodes not {state} within {within_s:g} s: {', '.join(barrier.missing)}"
+        raise EngineError(msg)

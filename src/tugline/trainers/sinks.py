@@ -1,0 +1,208 @@
+"""Places that the figures of a training run go to; plug-ins of the kind ``metrics``.
+
+Figures have names such as ``rollout/reward``. A resumed run continues them after its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from tugline.errors import UsageError
+from tugline.plugins import find, make
+from tugline.types import PluginSpec
+
+METRICS = "metrics.jsonl"
+Figures = Mapping[str, float]
+
+
+class Sink:
+    """A place that figures go to; a subclass overrides what it needs."""
+
+    def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
+        """Begin, or continue a run in `folder` after `step` steps; later figures are replaced."""
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Take figures of a step."""
+
+    def note(self, step: int, name: str, text: str) -> None:
+        """Take a line of text, such as an alarm or an evaluation."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Sinks(Sink):
+    """Several sinks as one."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
+        """Start each of them. Raises `UsageError` for a package that is not installed."""
+        for sink in self._sinks:
+            sink.start(folder, config, step)
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Log to each of them."""
+        for sink in self._sinks:
+            sink.log(step, figures)
+
+    def note(self, step: int, name: str, text: str) -> None:
+        """Send a line to each of them."""
+        for sink in self._sinks:
+            sink.note(step, name, text)
+
+    def close(self) -> None:
+        """Close each of them."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def make_sinks(parts: Sequence[PluginSpec], console: Console) -> Sinks:
+    """Make the console's, the folder's and those of `parts`. Raises `ConfigError`."""
+    named = [make("metrics", one.name, find("metrics", one.name), one.options) for one in parts]
+    return Sinks([ConsoleSink(console), JsonLinesSink(), *named])
+
+
+class ConsoleSink(Sink):
+    """A line per step, once its weights are published, and one per note."""
+
+    _SHOWN = (
+        ("reward", "rollout/reward", ".3f"),
+        ("pass", "rollout/passed", ".0%"),
+        ("tokens", "rollout/sampled", ",.0f"),
+        ("signal", "rollout/signal", ".0f"),
+        ("updates", "update/updates", ".0f"),
+        ("entropy", "rollout/entropy", ".3f"),
+        ("stale", "rollout/staleness", ".2f"),
+        ("|dlogp|", "publish/max_abs_dlogprob", ".0e"),
+        ("s", "time/step_s", ".1f"),
+    )
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._row: dict[str, float] = {}
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Print the most important figures once the last of them is there."""
+        self._row.update(figures)
+        if "time/step_s" in figures:
+            row, self._row = self._row, {}
+            shown = [f"{name} {row[key]:{form}}" for name, key, form in self._SHOWN if key in row]
+            self.note(step, "", "  ".join(shown))
+
+    def note(self, step: int, name: str, text: str) -> None:
+        """Print a line."""
+        head = f"step {step}  {name}: " if name else f"step {step}  "
+        self._console.print(head + text, markup=False, soft_wrap=True)
+
+
+class JsonLinesSink(Sink):
+    """``metrics.jsonl``: objects with the figures and the notes of each step."""
+
+    def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
+        """Keep the lines of the steps that are done; a torn or later line goes."""
+        path = folder / METRICS
+        kept = [row for row in read_lines(path) if row["step"] <= step]
+        draft = path.with_suffix(".part")
+        draft.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in kept))
+        draft.replace(path)
+        self._file = path.open("ab", buffering=0)
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Append an object."""
+        self._write({"step": step, **figures})
+
+    def note(self, step: int, name: str, text: str) -> None:
+        """Append it with its name."""
+        self._write({"step": step, "note": name, "text": text})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(row) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the whole lines of a ``metrics.jsonl``; none if it is not there."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is torn
+    return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
+
+
+class TensorBoardSink(Sink):
+    """Event files in ``tensorboard/``; needs ``tugline[tensorboard]``."""
+
+    def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
+        """Open a writer that hides figures after `step`."""
+        module = _import("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Add a scalar for each figure."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class TrackingSink(Sink):
+    """A run of Weights & Biases or of Trackio, which has the same interface."""
+
+    package = ""
+
+    def __init__(self, **options: Any) -> None:
+        """`options` are those of the package's ``init``, such as ``project`` and ``mode``."""
+        self._options = {"project": "tugline", **options}
+
+    def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
+        """Start a run."""
+        self._module = _import(self.package, self.package)
+        self._module.init(config=dict(config), **self._run_options(folder))
+
+    def _run_options(self, folder: Path) -> dict[str, Any]:
+        """Options of ``init`` that name the run of this folder."""
+        return {"name": folder.name, "resume": "allow"} | self._options
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Log them at this step."""
+        self._module.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._module.finish()
+
+
+class WandbSink(TrackingSink):
+    """Weights & Biases; needs ``tugline[wandb]``. Without an account: ``mode: offline``."""
+
+    package = "wandb"
+
+    def _run_options(self, folder: Path) -> dict[str, Any]:
+        return {"dir": str(folder), "id": folder.name} | super()._run_options(folder)
+
+
+class TrackioSink(TrackingSink):
+    """Trackio, which keeps figures on this machine; needs ``tugline[trackio]``."""
+
+    package = "trackio"
+
+
+def _import(module: str, package: str) -> Any:
+    """Import an optional package. Raises `UsageError` with how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        msg = f"metrics {package!r} needs {error.name}: pip install 'tugline[{package}]'"
+        raise UsageError(msg) from error
