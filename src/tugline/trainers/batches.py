@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tugline.datasets.base import INSTANCE, SPLIT, TASKSET, task_id
+from tugline.datasets.base import INSTANCE, task_id
 from tugline.datasets.files import SelectedTasks, SetFile, TaskSelection
 from tugline.errors import ConfigError
 from tugline.launch.server import check_runnable
@@ -69,15 +69,6 @@ class TaskBatches:
             )
             for task in self.held_out
         ]
-
-    @property
-    def tags(self) -> dict[str, dict[str, str]]:
-        """Tags of each held-out task, but for the name of its instance and of its set."""
-        own = {INSTANCE, TASKSET, SPLIT}
-        return {
-            task.id: {name: value for name, value in task.tags.items() if name not in own}
-            for task in self.held_out
-        }
 
     def _group(self, index: int) -> Task:
         epoch, place = divmod(index, len(self._trained))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tugline.errors import UsageError
+from tugline.protocol import ResultView
+from tugline.recording.trajectories import RESULTS
 from tugline.types import Failure
 
 PASS = 1.0
@@ -85,6 +88,25 @@ def pass_at_k(attempts: int, passed: int, k: int) -> float:
         msg = f"pass@{k} of {passed} in {attempts} attempts: needs passed <= attempts >= k >= 1"
         raise UsageError(msg)
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """Read the sessions of an earlier run from its folder or ``results.jsonl``.
+
+    Raises `UsageError` for another file.
+    """
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        lines = file.read_bytes().splitlines()
+        return [to_attempt(msgspec.json.decode(line, type=ResultView)) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        msg = f"{file} has no results of `tugline eval` or `tugline run`: {error}"
+        raise UsageError(msg) from error
+
+
+def to_attempt(view: ResultView) -> Attempt:
+    """Return the attempt that a result is."""
+    return Attempt(view.task, view.reward, view.failure)
 
 
 def evaluate(

@@ -243,6 +243,7 @@ class TrainingLoop:
             if self._evaluation is not None:
                 self._evaluation.cancel()
         await asyncio.to_thread(self._save)
+        self.state = replace(self.state, elapsed_s=self._elapsed_s())
         return TrainSummary(state=self.state, change=await self._compare_scores())
 
     async def _publish_first(self) -> None:
@@ -395,9 +396,7 @@ class TrainingLoop:
         score = VersionScore(
             step=step,
             version=version,
-            evaluation=evaluate(
-                self._attempts(results), k=self._batches.samples, tags=self._batches.tags
-            ),
+            evaluation=evaluate(_attempts(results), k=self._batches.samples),
             mixed=sum(not versions <= {version} for versions in sampled_by),
             sampled=sum(one.ledger.sampled for one in results),
             seconds=time.monotonic() - began,
@@ -407,21 +406,13 @@ class TrainingLoop:
         rates = [f"pass@{k} {format_estimate(e)}" for k, e in score.evaluation.pass_at.items()]
         self._sinks.note(step, "held out", "  ".join(rates))
 
-    def _attempts(self, results: Sequence[Trajectory]) -> list[Attempt]:
-        return [
-            Attempt(
-                one.task.partition("-")[2], one.reward.value if one.reward else None, one.failure
-            )
-            for one in results
-        ]
-
     async def _compare_scores(self) -> Comparison | None:
         """Compare the last evaluation with the first."""
         scores = self.state.scores
         if len(scores) < 2:
             return None
         first, last = [
-            self._attempts(
+            _attempts(
                 await self._local.load_results(
                     [task.id for task in self._batches.evaluation(score.version)]
                 )
@@ -441,3 +432,11 @@ class TrainingLoop:
         evaluation_s = self.state.scores[-1].seconds if self.state.scores else 0.0
         ahead_s = self._step_s + evaluation_s
         return self._elapsed_s() + ahead_s > 60 * self._schedule.minutes
+
+
+def _attempts(results: Sequence[Trajectory]) -> list[Attempt]:
+    """Return attempts at held-out tasks, whose names are the same for every version."""
+    return [
+        Attempt(one.task.partition("-")[2], one.reward.value if one.reward else None, one.failure)
+        for one in results
+    ]

@@ -1,0 +1,131 @@
+"""``tugline eval``: measure a model on tasks, and what changed since an earlier run.
+
+The same command resumes. Progress goes to stderr, so that stdout has only the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
+
+from tugline.cli.options import Json
+from tugline.cli.run import RunProgress
+from tugline.cli.task import Paths
+from tugline.cli.up import (
+    ConfigFile,
+    Engines,
+    LogFile,
+    Model,
+    Renderer,
+    Slots,
+    Tokenizer,
+    add_default_engine,
+    engine_flags,
+    keep_running,
+)
+from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
+from tugline.datasets.files import load
+from tugline.launch.local import run as run_all
+from tugline.launch.settings import load_settings
+from tugline.trainers.evaluation import (
+    Comparison,
+    Evaluation,
+    compare,
+    evaluate,
+    format_estimate,
+    read_attempts,
+    summarize,
+    to_attempt,
+)
+from tugline.types import Task
+
+REPORT = "evaluation.json"
+
+
+class EvaluationReport(msgspec.Struct, frozen=True):
+    """Output of ``--json``, and ``evaluation.json``."""
+
+    evaluation: Evaluation
+    change: Comparison | None
+    """With ``--compare``: now minus earlier."""
+
+
+def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option(help="Folder of the run; an existing run resumes.")],
+    k: Annotated[int, typer.Option(min=1, help="Sessions per task, for pass@1 to pass@k.")] = 1,
+    earlier: Annotated[
+        Path | None,
+        typer.Option("--compare", help="Folder of an earlier run of the same tasks."),
+    ] = None,
+    config: ConfigFile = None,
+    engine: Engines = None,
+    model: Model = None,
+    tokenizer: Tokenizer = None,
+    renderer: Renderer = None,
+    slots: Slots = None,
+    log_file: LogFile = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a model on tasks: pass@1, pass@k, intervals, and what changed."""
+    settings = load_settings(
+        config,
+        server={},
+        node={"slots": slots},
+        engine=engine_flags(engine, model, tokenizer, renderer),
+    )
+    tasks = [replace(task, samples=k) for task in load(paths)]
+    before = read_attempts(earlier) if earlier else None
+    settings = add_default_engine(settings)
+    console = Console(stderr=True, highlight=False)
+    progress = RunProgress(console)
+
+    async def main() -> None:
+        with progress.bar:
+            await run_all(tasks, settings, out, progress.add)
+
+    try:
+        keep_running(main(), log_file)
+    except typer.Exit:
+        console.print(f"stopped; the same command resumes in {out}")
+        raise
+    attempts = [to_attempt(view) for view in progress.views]
+    report = EvaluationReport(
+        evaluate(attempts, k=k, tags=_read_tags(tasks)),
+        compare(attempts, before) if before is not None else None,
+    )
+    encoded = msgspec.json.encode(report)
+    (out / REPORT).write_bytes(msgspec.json.format(encoded) + b"\n")
+    if as_json:
+        typer.echo(encoded)
+    else:
+        _print(report)
+
+
+def _read_tags(tasks: list[Task]) -> Mapping[str, Mapping[str, str]]:
+    """Return the tags of each task, but for those that name it."""
+    own = {INSTANCE, SPLIT, TASKSET}
+    return {
+        task.id: {name: value for name, value in task.tags.items() if name not in own}
+        for task in tasks
+    }
+
+
+def _print(report: EvaluationReport) -> None:
+    table = Table(box=None, show_header=False)
+    rows = [*summarize(report.evaluation)]
+    if report.change is not None:
+        change = report.change
+        rows.append(("change of pass@1", format_estimate(change.difference)))
+        rows.append(("", f"{change.better} tasks better, {change.worse} worse"))
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
