@@ -31,7 +31,7 @@ from tugline.cli.up import (
     keep_running,
 )
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
-from tugline.datasets.files import load
+from tugline.datasets.files import load_tasks
 from tugline.launch.local import run as run_all
 from tugline.launch.settings import load_settings
 from tugline.trainers.evaluation import (
@@ -82,7 +82,7 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
         node={"slots": slots},
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
-    tasks = [replace(task, samples=k) for task in load(paths)]
+    tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None
     settings = add_default_engine(settings)
     console = Console(stderr=True, highlight=False)

@@ -38,7 +38,7 @@ from tugline.launch.process import folder_lock
 from tugline.launch.settings import ServerSettings, Settings
 from tugline.recording import file as recordings
 from tugline.server.store import nodes
-from tugline.traces.ledger import sum_ledgers
+from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import Schedule, TrainConfig
 from tugline.trainers.evaluation import (
@@ -291,14 +291,10 @@ class TrainingLoop:
     async def _collect(self, number: int) -> tuple[list[Trajectory], list[Call]]:
         """Wait for the sessions of a batch. Raises `EngineError` if not one got through."""
         results = await self._run(self._batches.batch(number), f"step {number}")
-        failures = [one.failure for one in results if one.failure is not None]
-        if len(failures) == len(results):
-            text = f"the first failed in the {failures[0].boundary}: {failures[0].message}"
-            msg = (
-                f"no session of step {number} got through; {text}"
-                if failures
-                else (f"step {number} has no session: all its tasks were cancelled")
-            )
+        if not any(one.reward for one in results):
+            failed = next((one.failure for one in results if one.failure), None)
+            reason = f"{failed.boundary}: {failed.message}" if failed else "all were cancelled"
+            msg = f"no session of step {number} earned a reward; the first failed in the {reason}"
             raise EngineError(msg)
         ids = [task.id for task in self._batches.batch(number)]
         paths = await self._local.find_recordings(ids)

@@ -44,7 +44,7 @@ class Sinks(Sink):
         self._sinks = sinks
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
-        """Start each of them. Raises `UsageError` for a package that is not installed."""
+        """Start each of them."""
         for sink in self._sinks:
             sink.start(folder, config, step)
 
@@ -65,7 +65,10 @@ class Sinks(Sink):
 
 
 def make_sinks(parts: Sequence[PluginSpec], console: Console) -> Sinks:
-    """Make the console's, the folder's and those of `parts`. Raises `ConfigError`."""
+    """Make the console's, the folder's and those of `parts`.
+
+    Raises `ConfigError`, and `UsageError` for a package that is not installed.
+    """
     named = [make("metrics", one.name, find("metrics", one.name), one.options) for one in parts]
     return Sinks([ConsoleSink(console), JsonLinesSink(), *named])
 
@@ -142,10 +145,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 class TensorBoardSink(Sink):
     """Event files in ``tensorboard/``; needs ``tugline[tensorboard]``."""
 
+    def __init__(self) -> None:
+        self._module = _import("torch.utils.tensorboard", "tensorboard")
+
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Open a writer that hides figures after `step`."""
-        module = _import("torch.utils.tensorboard", "tensorboard")
-        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        path = str(folder / "tensorboard")
+        self._writer = self._module.SummaryWriter(path, purge_step=step + 1)
 
     def log(self, step: int, figures: Figures) -> None:
         """Add a scalar for each figure."""
@@ -164,11 +170,11 @@ class TrackingSink(Sink):
 
     def __init__(self, **options: Any) -> None:
         """`options` are those of the package's ``init``, such as ``project`` and ``mode``."""
+        self._module = _import(self.package, self.package)
         self._options = {"project": "tugline", **options}
 
     def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
         """Start a run."""
-        self._module = _import(self.package, self.package)
         self._module.init(config=dict(config), **self._run_options(folder))
 
     def _run_options(self, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""Pass rates, their intervals and paired comparisons, against cases computed by hand."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tugline.errors import UsageError
+from tugline.trainers.evaluation import (
+    Attempt,
+    compare,
+    estimate,
+    evaluate,
+    pass_at_k,
+    read_attempts,
+    summarize,
+    wilson,
+)
+from tugline.types import Boundary, Cause, Failure
+
+
+@pytest.mark.parametrize(
+    ("attempts", "passed", "k", "expected"),
+    [
+        (4, 0, 2, 0.0),
+        (4, 4, 2, 1.0),
+        (4, 1, 1, 1 / 4),
+        (4, 1, 2, 1 / 2),  # 3 of the 6 pairs hold the one that passed
+        (5, 2, 3, 9 / 10),  # 1 of the 10 triples holds neither
+        (4, 3, 2, 1.0),
+        (200, 1, 100, 1 / 2),
+    ],
+)
+def test_pass_at_k_by_hand(attempts: int, passed: int, k: int, expected: float) -> None:
+    """The share of the draws of k attempts that hold one that passed."""
+    assert pass_at_k(attempts, passed, k) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("passed", range(7))
+@pytest.mark.parametrize("k", range(1, 7))
+def test_pass_at_k_is_the_mean_over_all_draws(passed: int, k: int) -> None:
+    """Counted over every subset of six attempts."""
+    attempts = [True] * passed + [False] * (6 - passed)
+    draws = [any(draw) for draw in itertools.combinations(attempts, k)]
+    assert pass_at_k(6, passed, k) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_pass_at_k_needs_k_attempts() -> None:
+    """Two attempts say nothing about three."""
+    with pytest.raises(UsageError, match="pass@3 of 1 in 2"):
+        pass_at_k(2, 1, 3)
+
+
+def test_an_evaluation_averages_over_tasks() -> None:
+    """Tasks weigh alike; what has no reward is in no rate, and its cause is counted."""
+    lost = Failure(Boundary.RUNTIME, "gone", Cause.SANDBOX)
+    slow = Failure(Boundary.AGENT, "slow", Cause.AGENT_TIMEOUT)
+    attempts = [
+        *(Attempt("a", reward) for reward in (1.0, 0.0, 0.0, 0.0)),
+        *(Attempt("b", reward) for reward in (1.0, 1.0)),
+        Attempt("b", None, lost),
+        Attempt("c", 0.5, slow),
+    ]
+    tags = {"a": {"kind": "x"}, "b": {"kind": "y"}, "c": {"kind": "x"}}
+    found = evaluate(attempts, k=4, tags=tags)
+    assert found.pass_at[1].value == pytest.approx((1 / 4 + 1 + 0) / 3)
+    assert found.pass_at[2].value == pytest.approx((1 / 2 + 1) / 2)
+    assert (found.pass_at[4].value, found.pass_at[4].tasks) == (1.0, 1)
+    assert (found.attempts, found.unrewarded) == (7, 1)
+    assert found.reward == pytest.approx(3.5 / 7)
+    assert found.by_tag["kind=x"].value == pytest.approx(1 / 8)
+    assert found.failures == {"sandbox": 1, "agent_timeout": 1}
+    assert dict(summarize(found))["without a reward"] == "1 sessions, not counted"
+    assert evaluate([]).pass_at == {}
+
+
+def test_intervals() -> None:
+    """Wilson's where each task is solved or not; else one that narrows with the spread."""
+    assert wilson(31, 96) == pytest.approx((0.23776, 0.42170), abs=1e-4)
+    solved = estimate(np.array([1.0] * 31 + [0.0] * 65))
+    assert (solved.low, solved.high) == wilson(31, 96)
+    even = estimate(np.full(96, 0.3))
+    assert even.low < 0.3 < even.high
+    assert even.high - even.low < (solved.high - solved.low) / 2
+    few = estimate(np.array([0.5]))
+    assert few.low < 0.2
+    assert few.high > 0.8
+
+
+def test_intervals_cover() -> None:
+    """Of intervals for tasks of mixed difficulty, with four attempts each, about 95 % hold."""
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        chances = random.beta(0.8, 1.2, 40)
+        found = estimate(random.binomial(4, chances) / 4)
+        held += found.low <= 0.4 <= found.high
+    assert 0.92 <= held / 400 <= 0.99
+
+
+def test_a_comparison_is_paired() -> None:
+    """By hand: 3 of 5 tasks better and none worse, and the interval of Bonett and Price."""
+    before = [Attempt(name, 0.0) for name in "abcde"]
+    now = [Attempt(name, float(name in "abc")) for name in "abcdef"]
+    found = compare(now, before)
+    assert (found.better, found.worse, found.difference.tasks) == (3, 0, 5)
+    assert found.difference.value == pytest.approx(0.6)
+    centre, spread = 3 / 7, ((5 / 7 - (3 / 7) ** 2) / 7) ** 0.5
+    assert found.difference.low == pytest.approx(centre - 1.96 * spread)
+    assert found.difference.high == pytest.approx(centre + 1.96 * spread)
+    same = compare(before, before).difference
+    assert (same.value, same.low < 0 < same.high) == (0.0, True)
+    with pytest.raises(UsageError, match="no rewarded task in common"):
+        compare(now, [Attempt("z", 1.0)])
+
+
+def test_an_earlier_run_must_be_one(tmp_path: Path) -> None:
+    """A folder without results is an error that names the file."""
+    with pytest.raises(UsageError, match=r"results\.jsonl has no results"):
+        read_attempts(tmp_path)

@@ -1,0 +1,133 @@
+"""The training loop with a real engine, gateway, node and agent: what it trains, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from training_run import write_config
+from tugline.errors import ConfigError, UsageError
+from tugline.trainers.batches import TaskBatches
+from tugline.trainers.config import read_config
+from tugline.trainers.loop import CHECKPOINTS, TrainSummary, train
+from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
+
+MODEL = Path("none")
+
+
+async def run(config: Path, folder: Path) -> TrainSummary:
+    """Train in this process."""
+    settings = read_config(config, MODEL)
+    sinks = make_sinks(settings.metrics, Console(quiet=True))
+    batches = TaskBatches(settings, config.parent)
+    return await train(settings, batches, folder, sinks, lambda _text: None)
+
+
+def rows(folder: Path, key: str) -> list[dict[str, Any]]:
+    """Lines of the metrics that have a figure."""
+    return [row for row in read_lines(folder / METRICS) if key in row]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("staleness", "pause"), [(0, "wait"), (1, "abort"), (1, "keep"), (2, "wait")]
+)
+async def test_a_run_trains_every_batch_within_its_staleness(
+    tmp_path: Path, staleness: int, pause: str
+) -> None:
+    """All sessions count once, no token is too old, and every publication is proven."""
+    schedule = {"steps": 3, "tasks_per_step": 2, "samples": 2}
+    config = write_config(tmp_path, schedule=schedule | {"staleness": staleness, "pause": pause})
+    state = (await run(config, tmp_path / "run")).state
+    assert (state.step, state.version, state.sessions, state.failed) == (3, 3, 12, 0)
+    assert state.ledger.balanced
+    steps = rows(tmp_path / "run", "rollout/reward")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(row["rollout/sessions"] == 4 for row in steps)
+    oldest = max(row["rollout/staleness_max"] for row in steps)
+    assert oldest <= staleness
+    published = rows(tmp_path / "run", "publish/version")
+    assert [row["publish/version"] for row in published] == [1, 2, 3]
+    assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in published)
+    arrived = [row["publish/arrived"] for row in published if row["publish/moved"]]
+    assert arrived == pytest.approx([1.0] * len(arrived), abs=1e-3)
+    assert [(score.step, score.version, score.mixed) for score in state.scores] == [
+        (0, 0, 0), (2, 2, 0), (3, 3, 0),
+    ]  # fmt: skip
+    assert all(score.evaluation.attempts == 2 for score in state.scores)
+
+
+@pytest.mark.engine
+async def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
+    """Steps may be added; what is done is not repeated, and other settings are refused."""
+    plan = {"steps": 1, "tasks_per_step": 1, "samples": 2}
+    folder = tmp_path / "run"
+    await run(write_config(tmp_path, schedule=plan), folder)
+    summary = await run(write_config(tmp_path, schedule=plan | {"steps": 2}), folder)
+    assert (summary.state.step, summary.state.sessions) == (2, 4)
+    assert [row["step"] for row in rows(folder, "rollout/reward")] == [1, 2]
+    assert [score.step for score in summary.state.scores] == [0, 2]
+    assert sorted(path.name for path in (folder / CHECKPOINTS).iterdir()) == [
+        "step-000001", "step-000002",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="another schedule"):
+        await run(write_config(tmp_path, schedule=plan | {"samples": 3}), folder)
+
+
+def test_batches_follow_from_the_configuration(tmp_path: Path) -> None:
+    """Each epoch has every task once, in an order of its own; ids never repeat."""
+    config = write_config(tmp_path, heldout=None)
+    settings = read_config(config, MODEL)
+    first, again = (TaskBatches(settings, tmp_path) for _ in range(2))
+    tasks = [task for step in range(1, 11) for task in first.batch(step)]
+    assert tasks == [task for step in range(1, 11) for task in again.batch(step)]
+    assert len({task.id for task in tasks}) == len({t.sampling.seed for t in tasks}) == 20
+    names = [task.tags["instance"] for task in tasks]
+    epochs = [names[start : start + 5] for start in range(0, 20, 5)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert all(task.samples == 2 for task in tasks)
+
+
+def test_held_out_tasks_draw_alike_for_every_version(tmp_path: Path) -> None:
+    """Ids differ, seeds do not; a task that is trained on as well is refused."""
+    settings = read_config(write_config(tmp_path), MODEL)
+    batches = TaskBatches(settings, tmp_path)
+    early, late = batches.evaluation(0), batches.evaluation(7)
+    assert not {task.id for task in early} & {task.id for task in late}
+    assert [t.sampling.seed for t in early] == [t.sampling.seed for t in late]
+    same = write_config(tmp_path, heldout={"taskset": _train_set()})
+    with pytest.raises(ConfigError, match="5 instances are trained on as well"):
+        TaskBatches(read_config(same, MODEL), tmp_path)
+
+
+def _train_set() -> dict[str, Any]:
+    options = {"path": "train.jsonl", "id": "id", "instruction": "{question}"}
+    return {"name": "jsonl", "options": options}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"engine": {"model": "x"}}, "engine.model is 'x': leave it out"),
+        ({"engine": {"tokenizer": "x"}}, "engine.tokenizer is for an engine at engine.urls"),
+        ({"template": {"samples": 4}}, "template.samples has no effect"),
+        ({"grpo": {"max_staleness": 0}, "schedule": {"staleness": 1}}, "at least schedule.stal"),
+        ({"schedule": {"stepz": 1}}, "unknown key 'schedule.stepz'"),
+    ],
+)
+def test_a_wrong_section_is_named(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    """The error has the key, its value and what would be right."""
+    with pytest.raises(ConfigError, match=message):
+        read_config(write_config(tmp_path, **sections), MODEL)
+
+
+def test_sinks_must_be_known(tmp_path: Path) -> None:
+    """An unknown place for figures is an error before anything runs."""
+    settings = read_config(write_config(tmp_path, metrics=[{"name": "wandbb"}]), MODEL)
+    with pytest.raises(UsageError, match="did you mean 'wandb'"):
+        make_sinks(settings.metrics, Console(quiet=True))
+    assert isinstance(make_sinks((), Console(quiet=True)), Sinks)

@@ -1,0 +1,114 @@
+"""Where figures go, read back from there; and what rings an alarm."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tugline.errors import UsageError
+from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten
+from tugline.trainers.publish import Publication
+from tugline.trainers.sinks import METRICS, make_sinks, read_lines
+from tugline.types import Ledger, PluginSpec, Reason
+
+GOOD = RolloutFigures(
+    sessions=8, failed=0, groups=2, signal=1, reward=0.5, passed=0.5, sampled=100, turns=2.0,
+    tool_calls=0.5, malformed=0.0, truncated=0.0, entropy=1.0, staleness=0.0, staleness_max=0,
+)  # fmt: skip
+PUBLISHED = Publication(version=1, seconds=0.1, max_abs_dlogprob=1e-5, moved=0.1, arrived=1.0)
+LEDGER = Ledger(100, 100)
+
+
+def log_steps(folder: Path, *parts: PluginSpec, steps: tuple[int, ...], after: int) -> None:
+    """Log a figure for each step in a process of its own, as it were."""
+    folder.mkdir(exist_ok=True)
+    sinks = make_sinks(parts, Console(file=io.StringIO()))
+    sinks.start(folder, {"lr": 1e-6}, after)
+    for step in steps:
+        sinks.log(step, {"rollout/reward": step / 10, "time/step_s": 1.0})
+    sinks.note(steps[-1], "held out", "pass@1 50%")
+    sinks.close()
+
+
+def test_lines_of_lost_steps_are_replaced(tmp_path: Path) -> None:
+    """A run that was killed after step 3 goes on after its checkpoint of step 2."""
+    log_steps(tmp_path, steps=(1, 2, 3), after=0)
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b'{"step":4,"torn')
+    log_steps(tmp_path, steps=(3, 4), after=2)
+    rows = [row for row in read_lines(tmp_path / METRICS) if "rollout/reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Scalars by step; those of lost steps are hidden."""
+    log_steps(tmp_path, PluginSpec("tensorboard"), steps=(1, 2, 3), after=0)
+    log_steps(tmp_path, PluginSpec("tensorboard"), steps=(3, 4), after=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = {event.step: event.value for event in events.Scalars("rollout/reward")}
+    assert scalars == pytest.approx({1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4})
+
+
+def test_weights_and_biases_offline(tmp_path: Path) -> None:
+    """Without an account or a network, a run is written below the folder."""
+    options = {"mode": "offline", "project": "tests"}
+    log_steps(tmp_path / "run", PluginSpec("wandb", options), steps=(1, 2), after=0)
+    (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb"))
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are in its own store on this machine."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    log_steps(tmp_path / "run", PluginSpec("trackio", {"project": "tests"}), steps=(1, 2), after=0)
+    assert list((tmp_path / "trackio").iterdir())
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install."""
+    for module in (name, "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError, match=rf"pip install 'tugline\[{name}\]'"):
+        make_sinks([PluginSpec(name)], Console())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("no_tokens", {"ledger": Ledger(9, 0, {}, {Reason.SESSION_FAILED: 9})}),
+        ("no_signal", {"signal": 0}),
+        ("no_tool_calls", {"tool_calls": 0.0}),
+        ("malformed", {"malformed": 0.5}),
+        ("mismatch", {"publish": replace(PUBLISHED, max_abs_dlogprob=0.5)}),
+        ("unchanged", {"publish": replace(PUBLISHED, moved=0.0)}),
+        ("entropy", {"entropies": [1.0] * 5 + [0.05]}),
+    ],
+)
+def test_alarms(name: str, changes: dict[str, Any]) -> None:
+    """Each rings for its own cause, and only that one."""
+    parts = {"ledger": LEDGER, "publish": PUBLISHED, "entropies": [1.0] * 6} | changes
+    rollout = replace(
+        GOOD, **{key: value for key, value in changes.items() if key in GOOD.__struct_fields__}
+    )
+    found = find_alarms(rollout, parts["ledger"], parts["publish"], parts["entropies"])
+    assert list(found) == [name]
+    assert find_alarms(GOOD, LEDGER, PUBLISHED, [1.0] * 6) == {}
+
+
+def test_figures_are_flat() -> None:
+    """Every number under the name of its place; what is not known is left out."""
+    figures = flatten(replace(PUBLISHED, arrived=None), "publish")
+    assert figures == {
+        "publish/version": 1.0, "publish/seconds": 0.1, "publish/max_abs_dlogprob": 1e-5,
+        "publish/moved": 0.1,
+    }  # fmt: skip
+    ledger = Ledger(9, 5, {Reason.STALE: 4})
+    assert flatten(ledger, "ledger")["ledger/masked/stale"] == 4

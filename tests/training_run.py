@@ -1,0 +1,88 @@
+"""A training run that takes seconds: a random model, an agent with one call, a reward by chance."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tugline.demo.rig import WARM_START
+from tugline.evaluators.base import SessionOutcome
+
+AGENT = """
+import json, os, urllib.request
+body = {"model": "m", "messages": [{"role": "user", "content": os.environ["TUGLINE_INSTRUCTION"]}]}
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(
+    url, json.dumps(body).encode(), headers | {"content-type": "application/json"}
+)
+urllib.request.urlopen(request).read()
+"""
+
+
+def by_chance(outcome: SessionOutcome) -> float:
+    """Earn 1 for an odd sum of the sampled ids."""
+    return float(sum(int(call.sampled_ids.sum()) for call in outcome.calls) % 2)
+
+
+def make_model(folder: Path) -> Path:
+    """Write a random model with the demo's vocabulary, and its tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1400,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shutil.copy(WARM_START / "tokenizer.json", folder)
+    return folder
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    """Write the configuration of a run of three steps of two groups of two sessions."""
+    make_model(folder / "model")
+    for name, count in (("train", 5), ("test", 2)):
+        rows = [{"id": f"{name}{i}", "question": f"Say {i}."} for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "agent.py").write_text(AGENT)
+
+    def source(name: str) -> dict[str, Any]:
+        options = {"path": f"{name}.jsonl", "id": "id", "instruction": "{question}"}
+        return {"taskset": {"name": "jsonl", "options": options}}
+
+    config: dict[str, Any] = {
+        "model": "model",
+        "tasks": source("train"),
+        "heldout": source("test") | {"every": 2},
+        "template": {
+            "harness": {
+                "name": "shell",
+                "options": {"command": ["python3", str(folder / "agent.py")]},
+            },
+            "runtime": {"name": "local"},
+            "evaluator": {"name": "function", "options": {"target": "training_run:by_chance"}},
+            "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 12},
+            "limits": {"agent_s": 30},
+        },
+        "engine": {"renderer": "qwen3"},
+        "node": {"slots": 2},
+        "grpo": {"lr": 1e-3},
+        "schedule": {"steps": 3, "tasks_per_step": 2, "samples": 2},
+    }
+    for name, values in sections.items():
+        own = config.get(name)
+        config[name] = own | values if own and values else values
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
