@@ -12,8 +12,9 @@ from training_run import write_config
 from tugline.errors import ConfigError, UsageError
 from tugline.trainers.batches import TaskBatches
 from tugline.trainers.config import read_config
-from tugline.trainers.loop import CHECKPOINTS, TrainSummary, train
+from tugline.trainers.loop import train
 from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
+from tugline.trainers.state import CHECKPOINTS, TrainSummary
 
 MODEL = Path("none")
 

@@ -50,8 +50,9 @@ def train(
     with _name_missing_extra():
         from tugline.trainers.batches import TaskBatches, describe  # noqa: PLC0415 - the extra
         from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
-        from tugline.trainers.loop import CONFIG, train  # noqa: PLC0415 - the same
+        from tugline.trainers.loop import train as run_training  # noqa: PLC0415 - the same
         from tugline.trainers.sinks import make_sinks  # noqa: PLC0415 - the same
+        from tugline.trainers.state import CONFIG  # noqa: PLC0415 - the same
 
         settings = read_config(config, Path(str(files("tugline.demo"))) / "warm_start_model")
         batches = TaskBatches(settings, config.absolute().parent)
@@ -63,7 +64,7 @@ def train(
             return
         folder.mkdir(parents=True, exist_ok=True)
         log.configure(level="info", path=folder / "log.jsonl")
-        main = train(settings, batches, folder, sinks, _make_report(console))
+        main = run_training(settings, batches, folder, sinks, _make_report(console))
         try:
             summary = serve.run(main)
         except (KeyboardInterrupt, asyncio.CancelledError):

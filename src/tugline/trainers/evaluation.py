@@ -219,9 +219,9 @@ def _cause(failure: Failure) -> str:
     return str(failure.cause or failure.boundary)
 
 
-def format_estimate(one: Estimate) -> str:
+def format_estimate(mean: Estimate) -> str:
     """Return an estimate as text, such as ``32.3% (23.8% to 42.2%, 96 tasks)``."""
-    return f"{one.value:.1%} ({one.low:.1%} to {one.high:.1%}, {one.tasks} tasks)"
+    return f"{mean.value:.1%} ({mean.low:.1%} to {mean.high:.1%}, {mean.tasks} tasks)"
 
 
 def summarize(evaluation: Evaluation) -> Sequence[tuple[str, str]]:

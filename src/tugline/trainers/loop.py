@@ -29,8 +29,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from tugline.config import load as read_settings
-from tugline.errors import EngineError, UsageError
+from tugline.errors import EngineError
 from tugline.inference.load import load
 from tugline.inference.sampling import score
 from tugline.launch.local import LocalServer, open_local
@@ -40,11 +39,10 @@ from tugline.recording import file as recordings
 from tugline.server.store import nodes
 from tugline.traces.base import sum_ledgers
 from tugline.trainers.batches import TaskBatches
-from tugline.trainers.config import Schedule, TrainConfig
+from tugline.trainers.config import TrainConfig
 from tugline.trainers.evaluation import (
     Attempt,
     Comparison,
-    Evaluation,
     compare,
     evaluate,
     format_estimate,
@@ -55,61 +53,23 @@ from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten, measu
 from tugline.trainers.publish import Probe, Publication, Publisher
 from tugline.trainers.replicas import Replicas, open_replicas, write_model
 from tugline.trainers.sinks import Sinks
-from tugline.types import Call, Ids, Ledger, Logprobs, Task, Trajectory
+from tugline.trainers.state import (
+    CHECKPOINTS,
+    TrainState,
+    TrainSummary,
+    VersionScore,
+    load_newest,
+    store_config,
+)
+from tugline.types import Call, Ids, Logprobs, Task, Trajectory
 from tugline.web.serve import freeze_gc
 
-CONFIG = "config.json"
-CHECKPOINTS = "checkpoints"
 WEIGHTS = "weights"
 """Weights on their way to engines elsewhere."""
 LEASE_S = 120.0
 """Longer than a server's default: this process trains between two renewals of its node."""
 _PROBE_IDS = 1024
 Report = Callable[[str], None]
-
-
-class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation of one version on the held-out tasks."""
-
-    step: int
-    version: int
-    evaluation: Evaluation
-    mixed: int
-    """Sessions with tokens of another version; none, unless a replica was restarted."""
-    sampled: int
-    """Tokens."""
-    seconds: float
-
-
-class TrainState(msgspec.Struct, frozen=True, kw_only=True):
-    """Position of a run and its totals; part of every checkpoint."""
-
-    step: int = 0
-    """Steps trained, and so the position in the data: batches up to this one are done."""
-    version: int = 0
-    """Of the weights."""
-    ledger: Ledger = Ledger()
-    """Of the training sessions."""
-    sessions: int = 0
-    failed: int = 0
-    """Sessions without a reward."""
-    updates: int = 0
-    tokens_forwarded: int = 0
-    training_s: float = 0.0
-    elapsed_s: float = 0.0
-    """Wall clock up to the checkpoint, over all processes of the run."""
-    entropies: tuple[float, ...] = ()
-    """Of each step that had any."""
-    scores: tuple[VersionScore, ...] = ()
-    """Evaluations, in order."""
-
-
-class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a run."""
-
-    state: TrainState
-    change: Comparison | None
-    """pass@1 on the held-out tasks, last minus first weights."""
 
 
 class _Learned(NamedTuple):
@@ -129,13 +89,13 @@ async def train(
     May be cancelled or killed at any point and called again. Raises `TuglineError`.
     """
     with folder_lock(folder, instead="choose another --out"):
-        _store_config(folder, config)
+        store_config(folder, config)
         report("loading the model")
         model, tokenizer, eos_ids = load(config.model or folder, dtype=torch.float32)
         device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model.to(torch.device(device))  # type: ignore[arg-type]  # its stub is of a wrapper
         trainer = Grpo(model, config.grpo, copy.deepcopy(model) if config.grpo.kl else None)
-        state = _load_newest(folder, trainer)
+        state = load_newest(folder, trainer)
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         settings = Settings(
             server=ServerSettings(lease_s=LEASE_S),
@@ -157,44 +117,6 @@ async def train(
                 return await loop.run()
         finally:
             sinks.close()
-
-
-def _store_config(folder: Path, config: TrainConfig) -> None:
-    """Store the configuration. Raises `UsageError` if the folder belongs to another run.
-
-    Only where figures go and how long to train may change.
-    """
-    path = folder / CONFIG
-    if path.exists():
-        stored = read_settings(path, TrainConfig)
-        changed = [
-            name
-            for name in TrainConfig.__struct_fields__
-            if name not in {"metrics", "out"}
-            and _comparable(getattr(stored, name)) != _comparable(getattr(config, name))
-        ]
-        if changed:
-            msg = (
-                f"{folder} was started with another {', '.join(changed)} (see {CONFIG});"
-                " choose another --out"
-            )
-            raise UsageError(msg)
-    draft = path.with_suffix(".part")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
-    draft.replace(path)
-
-
-def _comparable(section: object) -> object:
-    """Return a section without what may differ in a resumed run."""
-    return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
-
-
-def _load_newest(folder: Path, trainer: Grpo) -> TrainState:
-    latest = checkpoint.latest(folder / CHECKPOINTS)
-    if latest is None:
-        return TrainState()
-    extra = checkpoint.load(latest, trainer).extra
-    return msgspec.convert(extra, TrainState, str_keys=True, strict=False)
 
 
 class TrainingLoop:

@@ -1,0 +1,102 @@
+"""State of a training run on disk: its configuration, and what is in every checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from tugline.config import load
+from tugline.errors import UsageError
+from tugline.trainers.config import Schedule, TrainConfig
+from tugline.trainers.evaluation import Comparison, Evaluation
+from tugline.trainers.grpo import checkpoint
+from tugline.trainers.grpo.train import Grpo
+from tugline.types import Ledger
+
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+
+
+class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation of one version on the held-out tasks."""
+
+    step: int
+    version: int
+    evaluation: Evaluation
+    mixed: int
+    """Sessions with tokens of another version; none, unless a replica was restarted."""
+    sampled: int
+    """Tokens."""
+    seconds: float
+
+
+class TrainState(msgspec.Struct, frozen=True, kw_only=True):
+    """Position of a run and its totals; part of every checkpoint."""
+
+    step: int = 0
+    """Steps trained, and so the position in the data: batches up to this one are done."""
+    version: int = 0
+    """Of the weights."""
+    ledger: Ledger = Ledger()
+    """Of the training sessions."""
+    sessions: int = 0
+    failed: int = 0
+    """Sessions without a reward."""
+    updates: int = 0
+    tokens_forwarded: int = 0
+    training_s: float = 0.0
+    elapsed_s: float = 0.0
+    """Wall clock up to the checkpoint, over all processes of the run."""
+    entropies: tuple[float, ...] = ()
+    """Of each step that had any."""
+    scores: tuple[VersionScore, ...] = ()
+    """Evaluations, in order."""
+
+
+class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a run."""
+
+    state: TrainState
+    change: Comparison | None
+    """pass@1 on the held-out tasks, last minus first weights."""
+
+
+def store_config(folder: Path, config: TrainConfig) -> None:
+    """Store the configuration. Raises `UsageError` if the folder belongs to another run.
+
+    Only where figures go and how long to train may change.
+    """
+    path = folder / CONFIG
+    if path.exists():
+        stored = load(path, TrainConfig)
+        changed = [
+            name
+            for name in TrainConfig.__struct_fields__
+            if name not in {"metrics", "out"}
+            and _comparable(getattr(stored, name)) != _comparable(getattr(config, name))
+        ]
+        if changed:
+            msg = (
+                f"{folder} was started with another {', '.join(changed)} (see {CONFIG});"
+                " choose another --out"
+            )
+            raise UsageError(msg)
+    draft = path.with_suffix(".part")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(config, enc_hook=str)))
+    draft.replace(path)
+
+
+def _comparable(section: object) -> object:
+    """Return a section without what may differ in a resumed run."""
+    return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
+
+
+def load_newest(folder: Path, trainer: Grpo) -> TrainState:
+    """Load the newest checkpoint, if any, into `trainer`. Raises `CheckpointError`."""
+    latest = checkpoint.latest(folder / CHECKPOINTS)
+    if latest is None:
+        return TrainState()
+    extra = checkpoint.load(latest, trainer).extra
+    return msgspec.convert(extra, TrainState, str_keys=True, strict=False)
