@@ -33,7 +33,7 @@ from tugline.errors import EngineError
 from tugline.inference.load import load
 from tugline.inference.sampling import score
 from tugline.launch.local import LocalServer, open_local
-from tugline.launch.process import folder_lock
+from tugline.launch.server import folder_lock
 from tugline.launch.settings import ServerSettings, Settings
 from tugline.recording import file as recordings
 from tugline.server.store import nodes

@@ -25,7 +25,7 @@ import numpy as np
 from tugline.errors import EngineError
 from tugline.protocol import Barrier, Pause, PauseMode
 from tugline.recording.verify.engine import connect_scorer
-from tugline.server.weights import Weights
+from tugline.server.control import Weights
 from tugline.types import Ids, Logprobs
 from tugline.web.engine_http import EngineHttp
 

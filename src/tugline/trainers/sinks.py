@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from tugline.errors import UsageError
-from tugline.plugins import find, make
+from tugline.plugins import make
 from tugline.types import PluginSpec
 
 METRICS = "metrics.jsonl"
@@ -69,7 +69,7 @@ def make_sinks(parts: Sequence[PluginSpec], console: Console) -> Sinks:
 
     Raises `ConfigError`, and `UsageError` for a package that is not installed.
     """
-    named = [make("metrics", one.name, find("metrics", one.name), one.options) for one in parts]
+    named = [make("metrics", part, Sink) for part in parts]
     return Sinks([ConsoleSink(console), JsonLinesSink(), *named])
 
 
