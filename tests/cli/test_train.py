@@ -1,0 +1,90 @@
+"""``tugline train`` as a process: killed at several points, it resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from training_run import write_config
+from tugline.trainers.sinks import METRICS, read_lines
+from tugline.trainers.state import CHECKPOINTS
+
+TUGLINE = Path(sys.executable).with_name("tugline")
+TESTS = Path(__file__).parents[1]
+
+
+async def start(folder: Path, *words: str) -> asyncio.subprocess.Process:
+    """The command, with the evaluator of the tests on its path."""
+    return await asyncio.create_subprocess_exec(
+        TUGLINE, "train", "config.json", *words,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+async def end(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
+    """Exit code and output, when it has ended."""
+    out, err = await asyncio.wait_for(process.communicate(), 100)
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def kill_when(process: asyncio.subprocess.Process, reached: Callable[[], bool]) -> None:
+    """Kill it, and nothing that it started, at the first moment at which `reached` holds."""
+    while not reached():
+        if process.returncode is not None:
+            _, _, err = await end(process)
+            pytest.fail(f"ended before it was killed: {err}")
+        await asyncio.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    await end(process)
+
+
+def logged(run: Path, key: str) -> Callable[[], bool]:
+    """Whether the metrics have a figure of step 1."""
+    return lambda: (
+        f'"{key}"'
+        in "".join(json.dumps(row) for row in read_lines(run / METRICS) if row["step"] == 1)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_killed_run_resumes(tmp_path: Path) -> None:
+    """Killed while sampling, before, in and after a checkpoint: each prompt is trained once."""
+    schedule = {"steps": 2, "tasks_per_step": 2, "samples": 2, "staleness": 1}
+    write_config(tmp_path, schedule=schedule)
+    run = tmp_path / "run"
+    points: dict[str, Callable[[], bool]] = {
+        "while loading": (run / "config.json").exists,
+        "while sampling": lambda: any((run / "recordings").glob("*")),
+        "before a checkpoint": logged(run, "rollout/reward"),
+        "in a checkpoint": lambda: any((run / CHECKPOINTS).glob("*step-000001*")),
+        "while publishing": logged(run, "publish/version"),
+    }
+    for number, reached in enumerate(points.values()):
+        process = await start(tmp_path, "--out", "run", *(["--resume"] if number else []))
+        await kill_when(process, reached)
+    code, out, err = await end(await start(tmp_path, "--out", "run", "--resume", "--json"))
+    assert code == 0, err
+    state = msgspec.json.decode(out, type=dict[str, Any])["state"]
+    assert (state["step"], state["sessions"], state["failed"]) == (2, 8, 0)
+    ledger = state["ledger"]
+    lost = [*ledger["masked"].values(), *ledger["dropped"].values()]
+    assert ledger["sampled"] == ledger["trained"] + sum(lost)
+    rows = [row for row in read_lines(run / METRICS) if "rollout/reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["rollout/sessions"] for row in rows] == [4, 4]
+    assert sum(row["rollout/sampled"] for row in rows) == ledger["sampled"]
+    assert [score["step"] for score in state["scores"]] == [0, 2]
