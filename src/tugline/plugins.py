@@ -64,6 +64,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "verl": "tugline.exports.tables:Verl",
     },
     "metrics": {
+        "plots": "tugline.trainers.sinks:PlotSink",
         "tensorboard": "tugline.trainers.sinks:TensorBoardSink",
         "trackio": "tugline.trainers.sinks:TrackioSink",
         "wandb": "tugline.trainers.sinks:WandbSink",

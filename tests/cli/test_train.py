@@ -88,3 +88,17 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
     assert [row["rollout/sessions"] for row in rows] == [4, 4]
     assert sum(row["rollout/sampled"] for row in rows) == ledger["sampled"]
     assert [score["step"] for score in state["scores"]] == [0, 2]
+
+
+async def test_a_dry_run_says_what_would_happen(tmp_path: Path) -> None:
+    """Nothing is written, and a folder with a run asks for --resume."""
+    write_config(tmp_path, schedule={"staleness": 1})
+    code, out, err = await end(await start(tmp_path, "--dry-run", "--out", "run"))
+    assert code == 0, err
+    assert "3 of 2 groups, asynchronous, staleness <= 1" in out
+    assert "sessions    12" in out
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    code, _, err = await end(await start(tmp_path, "--out", "run"))
+    assert (code, "add --resume" in err) == (2, True)

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tugline.errors import UsageError
 from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten
 from tugline.trainers.publish import Publication
-from tugline.trainers.sinks import METRICS, make_sinks, read_lines
+from tugline.trainers.sinks import METRICS, PLOT, make_sinks, read_lines
 from tugline.types import Ledger, PluginSpec, Reason
 
 GOOD = RolloutFigures(
@@ -71,10 +71,16 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list((tmp_path / "trackio").iterdir())
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_plots(tmp_path: Path) -> None:
+    """A picture at the end, also of a run without evaluations."""
+    log_steps(tmp_path, PluginSpec("plots"), steps=(1, 2), after=0)
+    assert (tmp_path / PLOT).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["plots", "tensorboard", "wandb", "trackio"])
 def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install."""
-    for module in (name, "torch.utils.tensorboard"):
+    for module in (name, "torch.utils.tensorboard", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match=rf"pip install 'tugline\[{name}\]'"):
         make_sinks([PluginSpec(name)], Console())

@@ -89,7 +89,8 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     schedule: Schedule = Schedule()
     """Steps, staleness, checkpoints."""
     metrics: tuple[PluginSpec, ...] = ()
-    """Where figures go besides the console and the folder: `tensorboard`, `wandb`, `trackio`."""
+    """Where figures go besides the console and `metrics.jsonl`: `plots`, `tensorboard`, `wandb`,
+    `trackio`."""
     out: Path | None = None
     """Folder of the run, relative to where the command is started; None: `--out` names it."""
 

@@ -18,6 +18,7 @@ from tugline.plugins import make
 from tugline.types import PluginSpec
 
 METRICS = "metrics.jsonl"
+PLOT = "training.png"
 Figures = Mapping[str, float]
 
 
@@ -161,6 +162,42 @@ class TensorBoardSink(Sink):
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+class PlotSink(Sink):
+    """``training.png`` at the end of the run; needs ``tugline[plots]``."""
+
+    _PANELS = (
+        ("reward", "rollout/reward"),
+        ("held out, pass@1", "heldout/pass_at/1/value"),
+        ("entropy, nats", "rollout/entropy"),
+        ("engine and trainer, nats", "publish/max_abs_dlogprob"),
+    )
+
+    def __init__(self) -> None:
+        self._module = _import("matplotlib.figure", "plots")
+
+    def start(self, folder: Path, config: Mapping[str, Any], step: int) -> None:
+        """Draw what will be in `folder`."""
+        self._folder = folder
+
+    def close(self) -> None:
+        """Draw every panel from ``metrics.jsonl``; evaluations with their intervals."""
+        rows = read_lines(self._folder / METRICS)
+        figure = self._module.Figure(figsize=(10, 6), dpi=150, layout="constrained")
+        for axes, (title, key) in zip(figure.subplots(2, 2).flat, self._PANELS, strict=True):
+            found = [row for row in rows if key in row]
+            steps = [row["step"] for row in found]
+            axes.plot(steps, [row[key] for row in found], marker="o", markersize=3)
+            if key.startswith("heldout/"):
+                low, high = ([row[f"heldout/pass_at/1/{end}"] for row in found] for end in _ENDS)
+                axes.fill_between(steps, low, high, alpha=0.2)
+            axes.set_title(title, loc="left")
+            axes.set_xlabel("step")
+        figure.savefig(self._folder / PLOT, format="png")
+
+
+_ENDS = ("low", "high")
 
 
 class TrackingSink(Sink):

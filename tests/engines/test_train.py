@@ -1,0 +1,44 @@
+"""`tugline train` with real engines: every version arrives, whatever happens to running calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from engines import servers, tool_model
+from training_run import write_config
+from tugline.trainers.batches import TaskBatches
+from tugline.trainers.config import read_config
+from tugline.trainers.loop import train
+from tugline.trainers.sinks import METRICS, make_sinks, read_lines
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+async def test_weights_arrive_in_every_pause_mode(tmp_path: Path, name: str) -> None:
+    """Trainer and engine agree within 1e-4 after each publication, and sessions keep coming."""
+    folder = tool_model.make().first
+    with servers.running(name, folder, tmp_path) as server:
+        for pause in ("wait", "abort", "keep"):
+            home = tmp_path / pause
+            home.mkdir()
+            config = write_config(home, schedule={"staleness": 1, "pause": pause, "samples": 4})
+            values = json.loads(config.read_text())
+            values |= {"model": str(folder), "engine": {"urls": [server.url], "renderer": "qwen3"}}
+            config.write_text(json.dumps(values))
+            settings = read_config(config, folder)
+            sinks = make_sinks((), Console(quiet=True))
+            batches = TaskBatches(settings, home)
+            state = (await train(settings, batches, home / "run", sinks, print)).state
+            assert (state.step, state.sessions) == (3, 24)
+            rows = read_lines(home / "run" / METRICS)
+            published = [row for row in rows if "publish/version" in row]
+            assert len(published) == 3
+            assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in published)
+            assert any(row.get("publish/arrived", 0) > 0.99 for row in published)
+            sampled = [row["rollout/staleness_max"] for row in rows if "rollout/reward" in row]
+            assert max(sampled) <= 1
