@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ async def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(UsageError, match="another schedule"):
         await run(write_config(tmp_path, schedule=plan | {"samples": 3}), folder)
+
+
+@pytest.mark.engine
+async def test_versions_are_never_used_again(tmp_path: Path) -> None:
+    """Weights that were published after the last checkpoint are lost, and their number with them.
+
+    The step is repeated on the sessions that are stored; none is sampled again.
+    """
+    plan = {"steps": 2, "tasks_per_step": 1, "samples": 2, "keep": 9}
+    config, folder = write_config(tmp_path, schedule=plan, heldout=None), tmp_path / "run"
+    first = (await run(config, folder)).state
+    recorded = sorted((folder / "recordings").rglob("*"))
+    shutil.rmtree(folder / CHECKPOINTS / "step-000002")
+    second = (await run(config, folder)).state
+    assert (first.step, first.version) == (2, 2)
+    assert (second.step, second.version) == (2, 4)
+    assert second.ledger == first.ledger
+    assert sorted((folder / "recordings").rglob("*")) == recorded
+    assert [row["publish/version"] for row in rows(folder, "publish/version")] == [1, 4]
 
 
 def test_batches_follow_from_the_configuration(tmp_path: Path) -> None:
