@@ -6,6 +6,7 @@ The budget of the package counts code lines and is the owner's: what does not fi
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import io
@@ -52,8 +53,13 @@ def _name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{_name(path)}:{node.name}", (node.end_lineno or 0) - node.lineno + 1
 
@@ -69,7 +75,7 @@ def _code_lines(path: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _NOT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_parse(path)):
         body = getattr(node, "body", None)
         for child in body if isinstance(body, list) else []:
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
@@ -78,7 +84,7 @@ def _code_lines(path: Path) -> int:
 
 
 def _docstring_lines(path: Path) -> int:
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    docstring = ast.get_docstring(_parse(path))
     return len((docstring or "").splitlines())
 
 

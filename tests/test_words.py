@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -28,9 +29,15 @@ MOST_SHARED = 15
 """Class names that may have more than one definition."""
 
 
-def list_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+@functools.cache
+def list_nodes(path: Path) -> list[ast.AST]:
+    """Every node of a module, parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def list_names(path: Path) -> Iterator[tuple[str, int]]:
     """Every name that others can see: classes, functions, parameters, attributes, fields."""
-    for node in ast.walk(tree):
+    for node in list_nodes(path):
         match node:
             case (
                 ast.ClassDef(name=name)
@@ -43,6 +50,7 @@ def list_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
+@functools.cache
 def is_retired(name: str) -> bool:
     """Whether a name is, or contains, a retired word."""
     parts = {part.lower() for part in re.findall(r"[a-z]+|[A-Z][a-z]*", name)}
@@ -55,7 +63,7 @@ def test_no_retired_word_is_an_identifier() -> None:
     for path in SOURCES:
         module = path.relative_to(PACKAGE).as_posix()
         names = [(part, 0) for part in module.removesuffix(".py").split("/")]
-        names += list_names(ast.parse(path.read_text(encoding="utf-8")))
+        names += list_names(path)
         offenders += [f"{module}:{line}: {name}" for name, line in names if is_retired(name)]
     assert not offenders, f"{len(offenders)} retired names:\n" + "\n".join(sorted(set(offenders)))
 
@@ -63,10 +71,7 @@ def test_no_retired_word_is_an_identifier() -> None:
 def test_class_names_have_one_definition() -> None:
     """Few classes share a name, so that a reader knows which one is meant."""
     names = Counter(
-        node.name
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in SOURCES for node in list_nodes(path) if isinstance(node, ast.ClassDef)
     )
     shared = sorted(name for name, count in names.items() if count > 1)
     assert len(shared) <= MOST_SHARED, f"{len(shared)} shared class names: {', '.join(shared)}"

@@ -52,17 +52,6 @@ def growing(turns: int) -> list[Call]:
     return calls
 
 
-def test_calls_come_back_exactly(tmp_path: Path) -> None:
-    """What is read is what was written, arrays and raw bodies included."""
-    calls = growing(6)
-    with Writer(tmp_path / "a.rec") as writer:
-        for item in calls:
-            writer.append(item)
-    assert [encode(item) for item in read(tmp_path / "a.rec").calls] == [
-        encode(item) for item in calls
-    ]
-
-
 def test_a_turn_costs_what_is_new(tmp_path: Path) -> None:
     """The last of forty turns takes no more bytes than the second (I7)."""
     with Writer(tmp_path / "a.rec", sync=False) as writer:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -339,11 +338,3 @@ def test_a_call_without_ids_is_untold_and_its_tokens_are_in_the_ledger(tmp_path:
     assert found.turns[0].sampled == 4
     assert found.checks["ledger"].verdict is VerifyVerdict.PASS
     assert "4 no_token_ids" in found.checks["ledger"].detail
-
-
-def test_findings_are_json(tmp_path: Path) -> None:
-    """What a script reads has every verdict by its name."""
-    found = verify_session(*_observed(tmp_path, Mode.OBSERVED), TextVerifier())
-    received = msgspec.json.decode(msgspec.json.encode(found))
-    assert received["turns"][0]["continuation"] == "first"
-    assert received["checks"]["lineage"] == {"verdict": "pass", "detail": ""}
