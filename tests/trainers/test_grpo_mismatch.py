@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,9 +13,18 @@ from msgspec.structs import replace
 from trainers.sessions import VERSION, captured, groups, session, tiny, trace
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.mismatch import Mismatch
-from tugline.trainers.grpo.samples import prepare
+from tugline.trainers.grpo.samples import make_samples, prepare
 from tugline.trainers.grpo.train import Grpo
-from tugline.types import Distribution, LogprobMeaning, Reason, Span, Trace, Trajectory
+from tugline.types import (
+    Distribution,
+    LogprobMeaning,
+    Reason,
+    Span,
+    Trace,
+    Trajectory,
+    decode,
+    encode,
+)
 
 torch.set_num_threads(1)
 
@@ -64,6 +74,19 @@ def test_logprobs_after_truncation_are_not_trained_on(distribution: Distribution
     assert ledger.balanced
     assert ledger.masked[Reason.UNREPRODUCIBLE] == ledger.trained == 20
     assert [int(one.loss_mask.sum()) for one in samples] == [10, 10]
+
+
+def test_results_of_older_versions_can_still_be_trained_on() -> None:
+    """Without a word on sampling, tokens are taken to be the model's own distribution."""
+    (one, _) = sampled_at(tiny(), Distribution())
+    older = msgspec.msgpack.decode(encode(one))
+    del older["harness"]
+    for span in older["traces"][0]["spans"]:
+        del span["distribution"], span["engine"]
+    read = decode(msgspec.msgpack.encode(older), Trajectory)
+    (sample,) = make_samples([read])
+    assert set(sample.temperatures) == {1.0}
+    assert (sample.engine, sample.harness) == ("", "")
 
 
 # --------------------------------------------------------------------------- the distribution
