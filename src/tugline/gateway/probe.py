@@ -315,9 +315,10 @@ class _Probe:
         """Logprobs of tokens that were sampled in one context at temperature 1 and at `_COOL`."""
         contexts: list[dict[str, Any]] = [{}]
         if wire.mode is Mode.EXACT:
-            ids = (await self._sample(wire, 24, stream=False)).ids
-            fronts = [np.concatenate((self._prompt, ids[:n])) for n in range(0, len(ids), 2)]
-            contexts = [{"prompt": TokenSequence(front)} for front in fronts]
+            answer = (await self._sample(wire, 24, stream=False)).ids
+            whole = np.concatenate((self._prompt, answer))
+            places = np.linspace(1, len(whole), 16, dtype=int)
+            contexts = [{"prompt": TokenSequence(whole[:place])} for place in places]
         pairs: list[tuple[float, float]] = []
         for context in contexts:
             warm, cool = [await self._sample_tokens(wire, t, context) for t in (1.0, _COOL)]
