@@ -16,7 +16,7 @@ from inference.tiny_model import EOS, VOCAB, prompt, tiny, truth
 from tugline.errors import ContextOverflow, EngineError, RequestError, UsageError
 from tugline.inference.base import GenerateRequest, SampledChunk, join
 from tugline.inference.engine import Engine
-from tugline.types import Finish, Ids, VersionSpan
+from tugline.types import Finish, Ids
 
 TOLERANCE = 1e-4
 OTHER_WEIGHTS = 0.5
@@ -122,29 +122,44 @@ async def test_a_swap_leaves_no_stale_prefix(model: Qwen3ForCausalLM, mode: str)
     assert (old.versions[0].version, new.versions[0].version) == (0, 1)
 
 
-async def test_keep_continues_and_says_which_version_sampled_what(
+@pytest.mark.parametrize("paused", [False, True])
+async def test_keep_continues_over_a_context_of_the_new_weights(
     model: Qwen3ForCausalLM,
+    paused: bool,  # noqa: FBT001
 ) -> None:
-    """A row that lives through a swap goes on, is labelled, and is never reused as a prefix."""
-    ids = prompt(50)
-    async with make(model) as engine:
-        request = GenerateRequest(prompt_ids=ids, max_tokens=150, ignore_eos=True, seed=3)
-        chunks = []
-        async for chunk in engine.generate(request):
-            chunks.append(chunk)
-            if len(chunks) == 10:
-                await engine.swap(tiny(7).state_dict(), 5, "keep")
-        whole = join(chunks)
-        again = await answer(engine, np.concatenate([ids, whole.ids]), 6, ignore_eos=True)
+    """Tokens before a swap are exactly those of the old weights, tokens after it of the new."""
+    async with make(model, max_running=3) as engine:
+        seen: dict[int, list[SampledChunk]] = {one: [] for one in range(4)}
+
+        async def consume(one: int) -> None:
+            request = GenerateRequest(
+                prompt_ids=prompt(30 + 7 * one, one), max_tokens=120, ignore_eos=True, seed=one
+            )
+            async for chunk in engine.generate(request):
+                seen[one].append(chunk)
+
+        tasks = [asyncio.create_task(consume(one)) for one in seen]
+        await until(lambda: min(len(seen[one]) for one in range(3)) > 10)
+        if paused:
+            await engine.pause("keep")
+        await engine.swap(tiny(7).state_dict(), 5, "keep")
+        if paused:
+            assert engine.stats().waiting == 4
+            await engine.resume()
+        await asyncio.gather(*tasks)
         reused = engine.stats().reused_tokens
-    first, second = whole.versions
-    assert first == VersionSpan(0, 0, second.start)
-    assert second == VersionSpan(5, second.start, 150)
-    assert all(span.start >= 0 and span.end > span.start for c in chunks for span in c.versions)
-    before = SampledChunk(whole.ids[: first.end], whole.logprobs[: first.end], ())
-    assert off(tiny(0), ids, before) < TOLERANCE
-    assert reused == 0, "KV of two versions was offered as a prefix"
-    assert off(tiny(7), np.concatenate([ids, whole.ids]), again) < TOLERANCE
+    for one in range(3):
+        ids, whole = prompt(30 + 7 * one, one), join(seen[one])
+        first, second = whole.versions
+        assert (first.version, second.version, second.end) == (0, 5, 120)
+        old, new = (
+            np.abs(truth(weights, ids, whole.ids) - whole.logprobs) for weights in map(tiny, (0, 7))
+        )
+        assert old[: first.end].max() < TOLERANCE
+        assert new[first.end :].max() < TOLERANCE
+        assert new[: first.end].max() > OTHER_WEIGHTS, "the test can tell the weights apart"
+    assert [span.version for span in join(seen[3]).versions] == [5]
+    assert reused == 0
 
 
 async def test_wait_drains_before_the_swap_and_holds_what_is_new(model: Qwen3ForCausalLM) -> None:

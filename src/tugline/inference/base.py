@@ -21,8 +21,9 @@ from tugline.types import Finish, Ids, Logprobs, VersionSpan
 Mode = Literal["wait", "keep", "abort"]
 """How running requests are treated when weights change or the engine pauses.
 
-``wait``: they finish first. ``keep``: they stop, and continue later with their KV. ``abort``: they
-end with the tokens they have. New requests are held meanwhile in all three.
+``wait``: they finish first. ``keep``: they stop and continue later, over a context computed again
+if the weights changed. ``abort``: they end with the tokens they have. New requests are held
+meanwhile in all three.
 """
 
 MIN_TEMPERATURE = 0.01

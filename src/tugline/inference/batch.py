@@ -24,7 +24,7 @@ from tugline.errors import UsageError
 from tugline.inference.base import EngineStats, GenerateRequest
 from tugline.inference.kv import KVPool, PrefixTable
 from tugline.inference.sampling import sample, uniforms
-from tugline.types import Finish, shared_prefix
+from tugline.types import Finish, Ids, shared_prefix
 
 PREFILL_TOKENS = 4096
 """Most tokens, padding included, of one prefill: bounds how long running rows wait for it."""
@@ -47,7 +47,6 @@ _ROW = np.dtype(
         ("top_p", np.float32),
         ("top_k", np.int32),
         ("seed", np.uint64),
-        ("clean", np.bool_),  # all of its KV is of the weights in use
     ]
 )
 
@@ -68,6 +67,12 @@ class Sequence:
         """First position and version of each span."""
         self.finish: Finish | None = None
         self.stop_id: int | None = None
+        self.seed = int(np.random.default_rng(request.seed).integers(2**63))
+
+    @property
+    def context(self) -> Ids:
+        """The prompt and what was sampled so far; a view."""
+        return self.ids[: self.prompt_len + self.count]
 
     def push(self, token: int, logprob: float, version: int) -> None:
         """Record one sampled token and whether it is the last."""
@@ -139,12 +144,17 @@ class Batch:
         self._retire()
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Replace the weights and forget all KV for matching. Raises `UsageError`, unchanged."""
+        """Replace the weights and forget all KV. Raises `UsageError`, unchanged.
+
+        Running rows go back to the head of the queue: their context is computed again under the
+        new weights before they go on.
+        """
         _check_weights(self._model, weights)
         with torch.no_grad():
             self._model.load_state_dict(weights, strict=False)
         self.version = version
-        self._rows["clean"] = False
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
         self._running_prefixes.forget(slice(None))
         self._parked_prefixes.forget(slice(None))
         self._parked.clear()
@@ -195,7 +205,7 @@ class Batch:
         free = self._max_running - len(self.running)
         for one in list(self.waiting)[: 2 * self._max_running]:
             source, cached = self._find(one)
-            tail = one.prompt_len - cached
+            tail = len(one.context) - cached
             width, total = max(widest, tail), useful + tail
             padded = width * (len(chosen) + 1)
             if chosen and (padded > budget or padded > 2 * total + WORTH_WAITING):
@@ -211,9 +221,9 @@ class Batch:
     def _find(self, sequence: Sequence) -> tuple[int, int]:
         """Where the longest cached prefix is (a row, or ``-1 - slot`` if parked), its length.
 
-        The last token of a prompt is always computed, since its logits are wanted.
+        The last token of a context is always computed, since its logits are wanted.
         """
-        ids = sequence.request.prompt_ids[:-1]
+        ids = sequence.context[:-1]
         row, running = self._running_prefixes.longest(ids)
         slot, parked = self._parked_prefixes.longest(ids)
         return (row, running) if running >= parked else (-1 - slot, parked)
@@ -221,35 +231,34 @@ class Batch:
     def _prefill(self, chosen: list[tuple[Sequence, int, int]]) -> int:
         """Start these rows; returns how many tokens were computed, padding included."""
         first = len(self.running)
-        self._pool.ensure(first + len(chosen), max(one.prompt_len for one, _, _ in chosen) + 1)
+        self._pool.ensure(first + len(chosen), max(len(one.context) for one, _, _ in chosen) + 1)
         for row, (one, source, cached) in enumerate(chosen, first):
             if source >= 0:
                 self._pool.move(source, row, cached)
             else:
                 self._pool.paste(self._parked[-1 - source], row, cached)
             self._start(one, row)
-            self._prompt += one.prompt_len
-            self._reused += cached
+            if not one.count:
+                self._prompt += one.prompt_len
+                self._reused += cached
         self._supersede(chosen)
-        width = max(one.prompt_len - cached for one, _, cached in chosen)
+        width = max(len(one.context) - cached for one, _, cached in chosen)
         ids = np.zeros((len(chosen), width), np.int64)
         positions = np.full((len(chosen), width), -1, np.int64)
         for index, (one, _, cached) in enumerate(chosen):
-            tail = one.prompt_len - cached
-            ids[index, width - tail :] = one.request.prompt_ids[cached:]
-            positions[index, width - tail :] = np.arange(cached, one.prompt_len)
+            tail = len(one.context) - cached
+            ids[index, width - tail :] = one.context[cached:]
+            positions[index, width - tail :] = np.arange(cached, len(one.context))
         self._forward(first, ids, positions)
         return ids.size
 
     def _start(self, sequence: Sequence, row: int) -> None:
         request = sequence.request
-        seed = int(np.random.default_rng(request.seed).integers(2**63))
         self._rows[row] = (
-            *(sequence.prompt_len, 0, 0),
-            *(request.temperature, request.top_p, request.top_k),
-            *(seed, True),
+            *(len(sequence.context), 0, sequence.count),
+            *(request.temperature, request.top_p, request.top_k, sequence.seed),
         )
-        self._running_prefixes.put(row, request.prompt_ids)
+        self._running_prefixes.put(row, sequence.context)
         self.running.append(sequence)
 
     def _supersede(self, chosen: list[tuple[Sequence, int, int]]) -> None:
@@ -266,8 +275,7 @@ class Batch:
     def _decode(self, count: int) -> None:
         rows = self._rows[:count]
         self._pool.ensure(count, int(rows["kv"].max()) + 1)
-        clean = rows["clean"].nonzero()[0]
-        self._running_prefixes.extend(clean, rows["last"][clean])
+        self._running_prefixes.extend(np.arange(count), rows["last"])
         positions = rows["kv"][:, None].astype(np.int64)
         rows["kv"] += 1
         self._forward(0, rows["last"][:, None].astype(np.int64), positions)
@@ -337,7 +345,7 @@ class Batch:
 
     def _park(self, row: int) -> None:
         length = int(self._rows[row]["kv"])
-        if not self._max_parked or not self._rows[row]["clean"] or length < SMALLEST_PARKED:
+        if not self._max_parked or length < SMALLEST_PARKED:
             return
         if len(self._parked) < self._max_parked:
             slot = next(slot for slot in range(self._max_parked) if slot not in self._parked)
@@ -348,7 +356,7 @@ class Batch:
 
 
 def _shares(first: Sequence, other: Sequence) -> int:
-    return shared_prefix(first.request.prompt_ids[:-1], other.request.prompt_ids)
+    return shared_prefix(first.context[:-1], other.context)
 
 
 def _pool_for(model: PreTrainedModel) -> KVPool:

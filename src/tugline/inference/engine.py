@@ -164,9 +164,10 @@ class Engine:
     ) -> None:
         """Replace the weights between two steps; returns when they are in use.
 
-        All cached KV is forgotten. Rows that run on (``keep``) keep their own old KV, as real
-        engines do, and their answer gets a new version span. Raises `UsageError`, with the old
-        weights in place, when names or shapes do not fit, or when ``wait`` would wait for ever.
+        All cached KV is forgotten. Rows that run on (``keep``) have their context computed again
+        under the new weights, and their answer gets a new version span. Raises `UsageError`, with
+        the old weights in place, when names or shapes do not fit, or when ``wait`` would wait for
+        ever.
         """
         if mode == "wait" and self._batch.frozen:
             msg = (
