@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tugline.errors import CaptureError
+from tugline.trainers.grpo.distributed import rank_and_world
 from tugline.trainers.grpo.tree import Index, TreePaths, build_tree, prefix_order
 from tugline.types import Ids, Logprobs, Sample, shared_prefix
 
@@ -66,12 +67,26 @@ class MicroBatch:
         return self.ids.numel()
 
 
+EMPTY = Sample(
+    input_ids=np.zeros(1, np.int32),
+    loss_mask=np.zeros(1, np.bool_),
+    logprobs=np.zeros(1, np.float32),
+    versions=np.full(1, -1, np.int32),
+    advantages=np.zeros(1, np.float32),
+    temperatures=np.ones(1, np.float32),
+    group="",
+    session="",
+)
+"""What a rank without rows computes, so that it takes part in what all ranks do together."""
+
+
 def pack(
     rows: Sequence[Row], *, micro_tokens: int, tree: bool, device: torch.device
 ) -> Iterator[MicroBatch]:
     """Yield forward passes of at most `micro_tokens` positions; a longer trace gets its own.
 
-    Raises `CaptureError` for a trace whose first token is trained, since it has no context.
+    Each rank gets a part of the rows, and as many passes as any other. Raises `CaptureError` for a
+    trace whose first token is trained, since it has no context.
     """
     for row in rows:
         if row.sample.loss_mask[0]:
@@ -80,15 +95,34 @@ def pack(
                 "trace has no context to be predicted from; it must be False"
             )
             raise CaptureError(msg)
-    for chunk in (_tree_chunks if tree else _plain_chunks)(rows, micro_tokens):
+    rank, world = rank_and_world()
+    split = _tree_chunks if tree else _plain_chunks
+    parts = [list(split(part, micro_tokens)) for part in _divide(rows, world)]
+    chunks = parts[rank] + [[Row(EMPTY)]] * (max(map(len, parts)) - len(parts[rank]))
+    for chunk in chunks:
         yield collate(chunk, tree=tree, device=device)
+
+
+def _divide(rows: Sequence[Row], world: int) -> list[list[Row]]:
+    """Divide rows among ranks by tokens; those with a common prefix stay together."""
+    parts: list[list[Row]] = [[] for _ in range(world)]
+    total = sum(row.length for row in rows)
+    before = 0
+    for row in sorted(rows, key=_by_prefix):
+        parts[world * (2 * before + row.length) // (2 * total)].append(row)
+        before += row.length
+    return parts
+
+
+def _by_prefix(row: Row) -> bytes:
+    return prefix_order(row.sample.input_ids)
 
 
 def _tree_chunks(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
     """Split rows, sorted by their ids, where a tree would exceed `micro_tokens` tokens."""
     chunk: list[Row] = []
     size = 0
-    for row in sorted(rows, key=lambda row: prefix_order(row.sample.input_ids)):
+    for row in sorted(rows, key=_by_prefix):
         ids = row.sample.input_ids
         new = row.length - (shared_prefix(ids, chunk[-1].sample.input_ids) if chunk else 0)
         if chunk and size + new > micro_tokens:

@@ -23,6 +23,11 @@ from tugline import log
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.distributed import (
+    add_up,
+    clip_gradient,
+    gather,
+)
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.mismatch import MismatchReport, Recomputed, summarize
@@ -85,6 +90,13 @@ class _Update:
     ratio: float = 0.0
     grad_norm: float = 0.0
 
+    def add_up(self, device: torch.device) -> None:
+        """Add the sums of the other ranks."""
+        names = ("tokens", "forwarded", "padding", "loss", "kl", "clipped", "ratio")
+        values = [getattr(self, name) for name in names]
+        for name, value, total in zip(names, values, add_up(values, device), strict=True):
+            setattr(self, name, type(value)(total))
+
 
 class Grpo:
     """Trains `model` in place; `reference` is what the KL term is measured against."""
@@ -112,10 +124,11 @@ class Grpo:
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
         """Learn from `trajectories`, of which those of one task are one group.
 
-        `version` is the number of the weights as they are before this step.
+        `version` is the number of the weights as they are before this step. Under torchrun every
+        rank calls it, with any part of the trajectories, and gets the same report.
         """
         began = time.perf_counter()
-        samples, ledger = prepare(trajectories, self.config, version=version)
+        samples, ledger = prepare(gather(trajectories), self.config, version=version)
         rows = [Row(sample) for sample in samples]
         recomputed: list[Recomputed] = []
         if self._needs_own_pass(samples):
@@ -128,7 +141,7 @@ class Grpo:
             for chosen in self._shuffle(rows)
         ]
         if updates and not recomputed:
-            recomputed = updates[0].recomputed
+            recomputed = _collect(samples, updates[0].recomputed)
         seconds = time.perf_counter() - began
         return self._report(updates, samples, ledger, summarize(recomputed), seconds)
 
@@ -139,7 +152,8 @@ class Grpo:
         the engine computes what the trainer does, however stale the data of later steps will be.
         None without any token to compare.
         """
-        return summarize(self._recompute([Row(sample) for sample in make_samples(trajectories)]))
+        samples = make_samples(gather(trajectories))
+        return summarize(self._recompute([Row(sample) for sample in samples]))
 
     def _needs_own_pass(self, samples: Sequence[Sample]) -> bool:
         """Whether old log probabilities need a pass of their own.
@@ -155,7 +169,7 @@ class Grpo:
         recomputed: list[Recomputed] = []
         for micro in self._pack(rows):
             recomputed += _split(self.policy.logprobs(micro), micro)
-        return recomputed
+        return _collect([row.sample for row in rows], recomputed)
 
     def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Split sessions at random into updates of even size; weight the tokens of each."""
@@ -191,8 +205,8 @@ class Grpo:
         self.optimizer.zero_grad(set_to_none=True)
         for micro in self._pack(rows):
             self._backward(micro, figures)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        figures.grad_norm = float(norm)
+        figures.add_up(self.policy.device)
+        figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
         return math.isfinite(figures.grad_norm) and math.isfinite(figures.loss)
 
     def _find_culprits(self, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -291,6 +305,13 @@ def _split(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
     return [
         Recomputed(row.sample, part.numpy()) for row, part in zip(micro.rows, parts, strict=True)
     ]
+
+
+def _collect(samples: Sequence[Sample], recomputed: Sequence[Recomputed]) -> list[Recomputed]:
+    """Return the log probabilities that all ranks computed, in the order of `samples`."""
+    number = {id(sample): n for n, sample in enumerate(samples)}
+    own = [(number[id(one.sample)], one.logprobs) for one in recomputed if id(one.sample) in number]
+    return [Recomputed(samples[n], found) for n, found in sorted(gather(own), key=lambda it: it[0])]
 
 
 def _drop(ledger: Ledger, reason: Reason, count: int) -> Ledger:

@@ -1,0 +1,58 @@
+"""Several processes that train one model: DDP, FSDP2, or plain copies of it under torchrun.
+
+Each rank may bring any part of a step's sessions, also none. They are gathered first, so every
+rank prepares the same samples, makes the same updates of them and knows the same ledger; only the
+forward and backward passes of an update are divided. Gradients are summed, not averaged, since the
+weight of every token is already a share of the whole update (I2). The result is that of one
+process, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Number of this process and how many there are; ``(0, 1)`` without a process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def gather(items: Sequence[T]) -> list[T]:
+    """Return the items of all ranks, in the order of ranks."""
+    _, world = rank_and_world()
+    if world == 1:
+        return list(items)
+    parts: list[Sequence[T]] = [()] * world
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def add_up(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the sum of each value over all ranks."""
+    if rank_and_world()[1] == 1:
+        return list(values)
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return [float(value) for value in sums]
+
+
+def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
+    """Make each gradient the sum over all ranks, scale them down, and return their norm."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _, world = rank_and_world()
+    for parameter in trained:
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.mul_(world)  # FSDP2 has averaged it
+        elif parameter.grad is not None and world > 1:
+            dist.all_reduce(parameter.grad)
+    norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
