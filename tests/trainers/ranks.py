@@ -20,7 +20,7 @@ from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.types import Trajectory
 
 STEPS = 5
-CONFIG = GrpoConfig(lr=1e-4, sessions_per_update=3, importance_cap=2.0)
+CONFIG = GrpoConfig(lr=1e-4, sessions_per_update=3, importance="truncate")
 LORA = peft.LoraConfig(
     r=4,
     lora_dropout=0.5,
@@ -82,7 +82,7 @@ def lora() -> torch.nn.Module:
 
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], slice, slice, dict[str, object]]] = {
     "bare": (bare, slice(None, 1), slice(1, None), {}),
-    "ddp": (ddp, slice(None), slice(0), {"tree_packing": False}),
+    "ddp": (ddp, slice(None), slice(0), {"tree_packing": False, "ratio_level": "trace"}),
     "fsdp": (fsdp, slice(None, 1), slice(1, None), {}),
     "fsdp, one rank has all": (fsdp, slice(None), slice(0), {"gradient_checkpointing": True}),
     "fsdp, small passes": (fsdp, slice(None, 4), slice(4, None), {"micro_tokens": 1}),
