@@ -67,6 +67,8 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are in its own store on this machine."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [one for one in sys.modules if one.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads the folder when it is first imported
     log_steps(tmp_path / "run", PluginSpec("trackio", {"project": "tests"}), steps=(1, 2), after=0)
     assert list((tmp_path / "trackio").iterdir())
 
