@@ -17,6 +17,7 @@ import pytest
 from tugline.errors import Missing, StoreError, UsageError
 from tugline.server.store.base import STEPS, Tx
 from tugline.server.store.database import Database, open_database
+from tugline.server.store.sqlite import Sqlite
 
 
 def _add(name: str, *, fail: bool = False) -> Any:
@@ -195,9 +196,31 @@ def test_an_unknown_store_is_refused(url: str) -> None:
 async def test_an_unreachable_postgres_is_said_so() -> None:
     """Without the password that the URL has."""
     with pytest.raises(StoreError, match=r"postgresql://127\.0\.0\.1:1/x") as caught:
-        async with open_database("postgresql://me:secret@127.0.0.1:1/x"):
+        async with open_database("postgresql://me:secret@127.0.0.1:1/x", retry_s=0):
             pass
     assert "secret" not in str(caught.value)
+
+
+class _Starting(Sqlite):
+    """A database that refuses the first two connections, as PostgreSQL does while it starts."""
+
+    refusals = 2
+
+    def prepare(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            msg = "the database system is starting up"
+            raise sqlite3.OperationalError(msg)
+        super().prepare()
+
+    def is_lost(self, error: Exception) -> bool:
+        return "starting up" in str(error)
+
+
+async def test_a_database_that_is_being_started_is_waited_for(tmp_path: Path) -> None:
+    """A machine starts both at once; the server need not be started again for it."""
+    async with Database(_Starting(tmp_path / "tugline.db")) as database:
+        assert await database.write(_add("first")) == "first"
 
 
 async def test_a_lost_connection_is_opened_again(postgres_url: str) -> None:

@@ -143,7 +143,7 @@ class Driver(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Take possession and bring the tables up to date."""
+        """Take possession and bring the tables up to date. Raises one of `errors`."""
 
     def migrate(self, tx: Tx, layout: int) -> None:
         """Bring the tables from `layout` to the current one. Raises `UsageError` for a newer."""

@@ -119,8 +119,9 @@ class _Outcome(NamedTuple):
 class Database:
     """A store and its threads; an async context manager. `hub` is notified after each commit.
 
-    A write that finds the connection lost is retried for `retry_s` before it fails, a read for a
-    third of that. `clock` gives `Tx.now`.
+    A write that finds the connection lost is retried for `retry_s` before it fails, a read and the
+    opening, beside a database that is itself being started, for a third of that. `clock` gives
+    `Tx.now`.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Database:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._driver.prepare)
+        await asyncio.to_thread(self._prepare)
         for _ in range(_READERS):
             self._readers.put(None)
         self._listening = self._driver.listen(self._receive)
@@ -217,6 +218,16 @@ class Database:
         if not self._open:
             msg = "store: the server is being stopped"
             raise StoreError(msg)
+
+    def _prepare(self) -> None:
+        until = time.monotonic() + self._retry_s / 3
+        while True:
+            try:
+                return self._driver.prepare()
+            except self._driver.errors as error:
+                if not self._driver.is_lost(error) or time.monotonic() > until:
+                    raise self._driver.explain(error) from error
+                time.sleep(_PAUSE_S)
 
     # ------------------------------------------------------------------ in the readers' threads
     def _read(self, op: Callable[[Tx], T]) -> T:

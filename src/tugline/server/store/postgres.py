@@ -55,14 +55,11 @@ class Postgres(Driver):
 
     def prepare(self) -> None:
         """Bring the tables up to date; servers that start at the same time take turns."""
+        connection = self.connect()
         try:
-            connection = self.connect()
-            try:
-                self._migrate(connection)
-            finally:
-                connection.close()
-        except self.errors as error:
-            raise self.explain(error) from error
+            self._migrate(connection)
+        finally:
+            connection.close()
 
     def connect(self, *, reading: bool = False) -> PostgresConnection:
         """Open a connection, which notices within seconds that the other end is gone."""

@@ -28,17 +28,14 @@ class Sqlite(Driver):
 
     def prepare(self) -> None:
         """Lock the file for this process and bring its tables up to date."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self._path.with_name(self._path.name + ".lock").open("w")
+        self._acquire_lock()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._path.with_name(self._path.name + ".lock").open("w")
-            self._acquire_lock()
-            try:
-                self._migrate()
-            except BaseException:
-                self.release()
-                raise
-        except self.errors as error:
-            raise self.explain(error) from error
+            self._migrate()
+        except BaseException:
+            self.release()
+            raise
 
     def connect(self, *, reading: bool = False) -> SqliteConnection:
         """Open the file."""
