@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
+import rebuild
 import torch
 from demo_tokenizer import END_OF_TURN, harness_phrases
 from scripted_turns import FIXED, ToolTurn, write_script
@@ -26,6 +30,7 @@ from training_phases import (
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import generate
+from tugline.demo.rig import load_policy
 from tugline.types import Tool, Trace
 
 SYSTEM = (
@@ -175,3 +180,18 @@ def test_a_wrong_script_never_solves_the_problem() -> None:
                     problem.solution.old,
                     problem.solution.new,
                 )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("harness", ["shell", pytest.param("pi", marks=pytest.mark.pi)])
+def test_the_start_policy_can_be_made_again(harness: str, tmp_path: Path) -> None:
+    """The whole command, with the real harness and a few steps a phase, leaves a usable model."""
+    out = tmp_path / "model"
+    amounts = ["--harness", harness, "--sessions", "2", "--steps", "2", "1", "1"]
+    subprocess.run([sys.executable, rebuild.__file__, out, *amounts], check=True)
+    policy = load_policy(out)
+    text = "Fixed the bug in billing.py"
+    assert policy.tokenizer.decode(policy.tokenizer.encode(text)) == text
+    assert policy.eos_ids == {END_OF_TURN}
+    ids = torch.tensor([policy.tokenizer.encode(text)])
+    assert torch.isfinite(policy.model(input_ids=ids).logits).all()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +49,15 @@ HARNESSES = {
     "shell": (DemoSettings(harness="shell", command=f"python3 {AGENT}"), 0.25),
 }
 """Recorded harnesses, and their number of sessions relative to pi's."""
+PHASES = (phases.LANGUAGE, phases.HARNESS_PROMPTS, phases.HABITS)
+
+
+class Plan(NamedTuple):
+    """How much is recorded and trained; tests take less of everything."""
+
+    harnesses: dict[str, tuple[DemoSettings, float]]
+    sessions: int
+    phases: Sequence[phases.Phase]
 
 
 class Opening(NamedTuple):
@@ -62,50 +73,77 @@ def main() -> None:
     """Make the model and save it, by default where the package keeps it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("out", nargs="?", type=Path, default=WARM_START)
-    folder = parser.parse_args().out
+    parser.add_argument(
+        "--harness",
+        choices=HARNESSES,
+        action="append",
+        help="record only this one; may be repeated",
+    )
+    parser.add_argument(
+        "--sessions", type=int, default=phases.RECORDED, help="scripted sessions to record of pi"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=3,
+        default=[phase.steps for phase in PHASES],
+        help="steps of the three phases: language, prompts, habits",
+    )
+    options = parser.parse_args()
+    plan = Plan(
+        {name: HARNESSES[name] for name in options.harness or HARNESSES},
+        options.sessions,
+        [replace(phase, steps=n) for phase, n in zip(PHASES, options.steps, strict=True)],
+    )
     console = Console(stderr=True, highlight=False)
     with (
         tempfile.TemporaryDirectory(prefix="tugline-") as scratch,
         ProgressDisplay(1, console) as live,
     ):
-        make_policy(Path(scratch), folder, live)
+        make_policy(plan, Path(scratch), options.out, live)
 
 
-def make_policy(scratch: Path, folder: Path, live: ProgressDisplay) -> None:
+def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressDisplay) -> None:
     """Make tokenizer and model in `folder`; `scratch` takes the recorded sessions."""
     torch.set_num_threads(THREADS)
     live.phase("recording the prompts of the harnesses")
-    tokenizer, openings = record_openings(scratch / "openings", live)
+    language, harness_prompts, habits = plan.phases
+    tokenizer, openings = record_openings(plan, scratch / "openings", live)
     template = rendering(tokenizer)
     model = phases.tiny_model(tokenizer.size, SEED)
     live.phase("teaching the language of the tasks")
-    teach(model, phases.solved_conversations(template, SEED + 1), phases.LANGUAGE, live)
+    teach(model, phases.solved_conversations(template, SEED + 1), language, live)
     live.phase("teaching the prompts of the harnesses")
     prompts = {
         name: phases.solved_conversations(template, SEED + 2, one.system, one.tools)
         for name, one in openings.items()
     }
-    teach(model, mix_by_share(prompts), phases.HARNESS_PROMPTS, live)
-    traces = {name: record_traces(name, tokenizer, scratch / name, live) for name in HARNESSES}
+    teach(model, mix_by_share(plan, prompts), harness_prompts, live)
+    traces = {
+        name: record_traces(plan, name, tokenizer, scratch / name, live) for name in plan.harnesses
+    }
     live.phase("teaching habits, good and bad")
     sessions = {
         name: phases.relocated_sessions(recorded, tokenizer, SEED)
         for name, recorded in traces.items()
     }
-    teach(model, mix_by_share(sessions), phases.HABITS, live)
+    teach(model, mix_by_share(plan, sessions), habits, live)
     shutil.rmtree(folder, ignore_errors=True)
     model.half().save_pretrained(folder)
     tokenizer.save(folder)
     live.phase(f"saved in {folder}")
 
 
-def record_openings(scratch: Path, live: ProgressDisplay) -> tuple[Tokenizer, dict[str, Opening]]:
+def record_openings(
+    plan: Plan, scratch: Path, live: ProgressDisplay
+) -> tuple[Tokenizer, dict[str, Opening]]:
     """Record what every harness sends first, and make a tokenizer for it."""
     bytes_only = Tokenizer(train_tokenizer([], []), "bytes")
     openings: dict[str, Opening] = {}
     problem = next(generate("train", SEED))
-    for name, (settings, _) in HARNESSES.items():
+    for name, (settings, _) in plan.harnesses.items():
         script: list[tuple[RepairProblem, Sequence[Turn]]] = [(problem, [NOT_FOUND])]
+        (scratch / name).mkdir(parents=True)
         roomy = msgspec.structs.replace(settings, window=BYTES_WINDOW)
         _, calls = asyncio.run(record(script, bytes_only, scratch / name, roomy, live))
         (call,) = next(iter(calls.values()))
@@ -118,13 +156,14 @@ def record_openings(scratch: Path, live: ProgressDisplay) -> tuple[Tokenizer, di
 
 
 def record_traces(
-    name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressDisplay
+    plan: Plan, name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressDisplay
 ) -> list[Trace]:
     """Record scripted sessions of one harness, and build their traces."""
-    settings, share = HARNESSES[name]
+    settings, share = plan.harnesses[name]
     live.phase(f"recording scripted sessions of {name}")
+    scratch.mkdir(parents=True)
     rng = random.Random(f"{SEED}/{name}")
-    problems = islice(generate("train", SEED + 3), int(share * phases.RECORDED))
+    problems = islice(generate("train", SEED + 3), math.ceil(share * plan.sessions))
     scripts = [(problem, write_script(problem, rng, phases.P_RIGHT)) for problem in problems]
     trajectories, _ = asyncio.run(record(scripts, tokenizer, scratch, settings, live))
     return [trace for one in trajectories for trace in one.traces]
@@ -166,10 +205,12 @@ async def record(
         return trajectories, await up.recorded([task.id for task in tasks])
 
 
-def mix_by_share(examples: dict[str, Iterator[phases.Example]]) -> Iterator[phases.Example]:
+def mix_by_share(
+    plan: Plan, examples: dict[str, Iterator[phases.Example]]
+) -> Iterator[phases.Example]:
     """Examples of every harness, in proportion to its share."""
     rng = random.Random(SEED)
-    weights = [HARNESSES[name][1] for name in examples]
+    weights = [plan.harnesses[name][1] for name in examples]
     while True:
         (name,) = rng.choices(list(examples), weights)
         yield next(examples[name])
