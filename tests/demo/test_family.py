@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tugline.demo.family import FAMILIES, Edit, RepairProblem, Split, generate, split_of
+from tugline.demo.family import VOCABULARY, Edit, RepairProblem, Split, generate, split_of
 
 
 def problems(split: Split, count: int, seed: int = 3) -> list[RepairProblem]:
@@ -98,5 +98,5 @@ def test_held_out_problems_share_no_combination_and_no_function_name_with_traini
 
 def test_all_families_occur_and_problems_differ() -> None:
     """A few hundred problems cover every family and hardly repeat."""
-    assert {problem.family for problem in SAMPLE} == {family.name for family in FAMILIES}
+    assert {problem.family for problem in SAMPLE} == {family.name for family in VOCABULARY.families}
     assert len({problem.instruction for problem in SAMPLE}) > 0.99 * len(SAMPLE)

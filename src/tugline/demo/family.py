@@ -14,9 +14,12 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+
+from tugline.schema import decode, read_values
 
 Split = Literal["train", "heldout"]
 
@@ -52,14 +55,14 @@ class RepairProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --------------------------------------------------------------------------- the families
-class CodeChoice(NamedTuple):
+class CodeChoice(msgspec.Struct, frozen=True):
     """A piece of code and the ways an issue asks for it."""
 
     code: str
     phrases: tuple[str, ...]
 
 
-class Family(NamedTuple):
+class Family(msgspec.Struct, frozen=True):
     """One kind of bug: an expression with a gap, and what may stand in the gap."""
 
     name: str
@@ -72,131 +75,20 @@ class Family(NamedTuple):
     operands: Literal["two numbers", "numbers", "flags", "text"]
 
 
-FAMILIES = (
-    Family(
-        "arithmetic",
-        "{a} {code} {b}",
-        " {code} ",
-        "{word} {a} and {b}",
-        (
-            CodeChoice("+", ("the sum of", "the total of")),
-            CodeChoice("-", ("the difference of", "the gap between")),
-            CodeChoice("*", ("the product of", "the multiple of")),
-            CodeChoice("//", ("the quotient of", "the whole ratio of")),
-            CodeChoice("%", ("the remainder of", "the rest of")),
-        ),
-        "two numbers",
-    ),
-    Family(
-        "comparison",
-        "{a} {code} {b}",
-        " {code} ",
-        "whether {a} is {word} {b}",
-        (
-            CodeChoice(">", ("above", "more than")),
-            CodeChoice(">=", ("at least", "not below")),
-            CodeChoice("<", ("below", "less than")),
-            CodeChoice("<=", ("at most", "not above")),
-            CodeChoice("==", ("equal to", "exactly")),
-        ),
-        "two numbers",
-    ),
-    Family(
-        "builtin",
-        "{code}({many})",
-        "{code}(",
-        "{word} {many}",
-        (
-            CodeChoice("min", ("the smallest of the", "the lowest of the")),
-            CodeChoice("max", ("the largest of the", "the highest of the")),
-            CodeChoice("sum", ("all together of the", "the added up")),
-            CodeChoice("len", ("how many there are of the", "the count of the")),
-        ),
-        "numbers",
-    ),
-    Family(
-        "quantifier",
-        "{code}({many})",
-        " {code}(",
-        "whether {word} {many} are set",
-        (
-            CodeChoice("all", ("all of the", "every one of the")),
-            CodeChoice("any", ("any of the", "one or more of the")),
-            CodeChoice("not all", ("not all of the", "only a part of the")),
-            CodeChoice("not any", ("none of the", "not one of the")),
-        ),
-        "flags",
-    ),
-    Family(
-        "method",
-        "{a}.{code}()",
-        ".{code}(",
-        "{a} {word}",
-        (
-            CodeChoice("upper", ("in capital letters", "in upper case")),
-            CodeChoice("lower", ("in small letters", "in lower case")),
-            CodeChoice("title", ("with every word capitalised", "in title case")),
-            CodeChoice("strip", ("without spaces around it", "trimmed")),
-            CodeChoice("split", ("cut into words", "as a list of words")),
-        ),
-        "text",
-    ),
-    Family(
-        "position",
-        "{many}[{code}]",
-        "[{code}]",
-        "{word} of the {many}",
-        (
-            CodeChoice("0", ("the first", "the opening one")),
-            CodeChoice("1", ("the second", "the one after the first")),
-            CodeChoice("-1", ("the last", "the final one")),
-            CodeChoice("-2", ("the last but one", "the one before the last")),
-        ),
-        "numbers",
-    ),
-)
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The contents of ``problems.yaml``, from which problems are drawn."""
 
-WORDINGS = (
-    "{function} in {module} is wrong: it should return {need}.",
-    "Bug in {module}: {function} must return {need}.",
-    "Please fix {module}. We want {need} from {function}, and do not get it.",
-    "The test of {function} fails. Expected: {need}. The code is in {module}.",
-    "Since the last release {function} ({module}) does not return {need} any more.",
-    "{module}: {function} has to give {need}.",
-    "A customer reports that {function} is broken. It should give {need}. See {module}.",
-    "Could you repair {function}? It ought to return {need}. Look into {module}.",
-    "I expected {need} from {function} and got something else. It is in {module}.",
-    "{function} should compute {need}; at the moment it does not. File: {module}.",
-    "In {module}, make {function} return {need}.",
-    "The documentation promises {need} for {function} in {module}, the code does otherwise.",
-)
+    families: tuple[Family, ...]
+    wordings: tuple[str, ...]
+    modules: tuple[str, ...]
+    verbs: tuple[str, ...]
+    things: tuple[str, ...]
+    single: tuple[str, ...]
+    plural: tuple[str, ...]
+    words: tuple[str, ...]
 
-MODULES = (
-    "billing", "orders", "stock", "report", "ledger", "market", "garden", "weather", "travel",
-    "kitchen", "music", "library", "school", "sports", "traffic", "energy", "water", "forest",
-    "museum", "bakery", "harbor", "airport", "clinic", "studio", "factory", "survey", "payroll",
-    "budget", "catalog", "shipping", "pricing", "tickets", "rooms", "teams", "games", "photos",
-    "letters", "colors", "metrics", "planner",
-)  # fmt: skip
-VERBS = (
-    "get", "find", "compute", "make", "show", "check", "take", "read_out", "build", "derive",
-    "pick", "work_out", "fetch", "tell", "settle", "render",
-)  # fmt: skip
-THINGS = (
-    "value", "result", "figure", "answer", "entry", "outcome", "status", "score", "label", "item",
-    "state", "record", "signal", "mark", "level", "share", "note", "size", "bonus", "rank",
-)  # fmt: skip
-SINGLE = (
-    "price", "count", "weight", "height", "width", "speed", "load", "rate", "age", "distance",
-    "stop", "limit", "cost", "amount", "volume", "depth", "power", "length", "points", "days",
-    "hours", "name", "phrase", "heading", "caption", "comment",
-)  # fmt: skip
-PLURAL = (
-    "prices", "rows", "votes", "flags", "tags", "parts", "names", "cells", "scores", "sizes",
-    "steps", "marks", "lines", "items", "cards", "goals", "keys", "nodes", "times", "units",
-    "doors", "lamps", "pages", "terms",
-)  # fmt: skip
-WORDS = ("red", "oak", "sun", "ink", "fox", "bay", "owl", "map", "tea", "ivy", "jam", "sky")
+
+VOCABULARY = decode(read_values(Path(__file__).with_name("problems.yaml")), Vocabulary)
 
 
 # --------------------------------------------------------------------------- generation
@@ -283,7 +175,9 @@ def _problem(rng: random.Random, split: Split, name: str) -> RepairProblem:
         },
         module=path,
         tests=(f"tests/test_{module}.py", "conftest.py"),
-        instruction=WORDINGS[wording].format(function=target.name, module=path, need=need),
+        instruction=VOCABULARY.wordings[wording].format(
+            function=target.name, module=path, need=need
+        ),
         solution=Edit(old, target.gap(right)),
         wrong=tuple(Edit(old, target.gap(choice)) for choice in rest),
         blind=tuple(gap for gap in map(target.gap, rest) if gap not in source),
@@ -294,7 +188,9 @@ def _problem(rng: random.Random, split: Split, name: str) -> RepairProblem:
 def _correct_function(rng: random.Random, split: Split, target: _Function, old: str) -> _Function:
     """A correct function of another family, in which the text to replace does not occur."""
     while True:
-        family = rng.choice([other for other in FAMILIES if other.name != target.family.name])
+        family = rng.choice(
+            [other for other in VOCABULARY.families if other.name != target.family.name]
+        )
         other = _function(rng, split, family, taken=(target.name, *target.names.values()))
         if old not in other.source(other.choices[0]):
             return other
@@ -302,8 +198,8 @@ def _correct_function(rng: random.Random, split: Split, target: _Function, old: 
 
 def _combination(rng: random.Random, split: Split) -> tuple[Family, str, int]:
     while True:
-        family, module = rng.choice(FAMILIES), rng.choice(MODULES)
-        wording = rng.randrange(len(WORDINGS))
+        family, module = rng.choice(VOCABULARY.families), rng.choice(VOCABULARY.modules)
+        wording = rng.randrange(len(VOCABULARY.wordings))
         if split_of(family.name, module, str(wording)) == split:
             return family, module, wording
 
@@ -312,9 +208,9 @@ def _function(
     rng: random.Random, split: Split, family: Family, taken: tuple[str, ...]
 ) -> _Function:
     while True:
-        name = f"{rng.choice(VERBS)}_{rng.choice(THINGS)}"
-        a, b = rng.sample([noun for noun in SINGLE if noun not in taken], 2)
-        many = rng.choice([noun for noun in PLURAL if noun not in taken])
+        name = f"{rng.choice(VOCABULARY.verbs)}_{rng.choice(VOCABULARY.things)}"
+        a, b = rng.sample([noun for noun in VOCABULARY.single if noun not in taken], 2)
+        many = rng.choice([noun for noun in VOCABULARY.plural if noun not in taken])
         choices = tuple(rng.sample(family.choices, min(5, len(family.choices))))
         rows = tuple(_row(rng, family) for _ in range(3))
         names = {"a": a, "b": b, "many": many}
@@ -345,4 +241,4 @@ def _row(rng: random.Random, family: Family) -> tuple[object, ...]:
         return (rng.sample(range(1, 60), rng.randint(3, 6)),)
     if family.operands == "flags":
         return ([rng.random() < rng.choice((0.0, 0.5, 1.0)) for _ in range(3)],)
-    return (f" {' '.join(rng.sample(WORDS, 2))} ".replace("o", "O"),)
+    return (f" {' '.join(rng.sample(VOCABULARY.words, 2))} ".replace("o", "O"),)
