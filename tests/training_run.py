@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tugline.demo.rig import WARM_START
+from tugline.demo.run import WARM_START
 from tugline.evaluators.base import SessionOutcome
 
 AGENT = """

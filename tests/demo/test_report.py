@@ -1,64 +1,55 @@
 from __future__ import annotations
 
 import io
-import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rich.console import Console
 
-from tugline.demo import live as live_module
-from tugline.demo.live import ProgressDisplay
-from tugline.demo.metrics import RunSummary, Score, Step, smoothed, wilson
-from tugline.demo.report import closing, picture
-from tugline.types import Ledger, Reason
+from tugline.demo.report import closing, picture, smoothed
+from tugline.demo.summary import DemoSummary
+from tugline.trainers.evaluation import wilson
 
-SUMMARY = RunSummary(
-    before=Score(31, 96),
-    after=Score(77, 96),
-    seed=0,
-    steps=30,
-    updates=30,
-    sessions=2112,
-    failed_sessions=2,
-    ledger=Ledger(
-        73_920, 70_000, {Reason.CLIENT_GONE: 3_900}, {Reason.HELD_OUT: 18, Reason.OVER_LENGTH: 2}
-    ),
-    tokens_forwarded=900_000,
-    training_s=60.0,
-    max_abs_dlogprob=2e-6,
-    seconds=455.0,
+SUMMARY = DemoSummary(
     harness="pi",
     harness_version="0.87.1",
     model="Qwen3 architecture, 1.1 M parameters",
+    seed=0,
+    pass_before=31 / 96,
+    pass_after=77 / 96,
+    ci_before=wilson(31, 96),
+    ci_after=wilson(77, 96),
+    held_out=96,
+    sessions=2112,
+    failed_sessions=2,
+    steps=30,
+    updates=30,
+    seconds=455.0,
+    training_seconds=60.0,
+    ledger={
+        "sampled": 73_920,
+        "trained": 70_000,
+        "masked": 3_900,
+        "dropped": 20,
+        "masked_by_reason": {"client_gone": 3_900},
+        "dropped_by_reason": {"held_out": 18, "over_length": 2},
+    },
+    tokens_trained=70_000,
+    tokens_forwarded=900_000,
+    replay_max_abs_dlogprob=2e-6,
     builder="prefix_merging",
+    builders=(),
 )
 
 
-def _step(number: int, reward: float = 0.5) -> Step:
-    return Step(
-        step=number,
-        reward=reward,
-        pass_rate=0.25,
-        tokens=2240,
-        ledger=Ledger(2240, 2200, {Reason.CLIENT_GONE: 40}),
-        sessions_per_s=4.2,
-        engine_busy=0.71,
-        updates=1,
-        max_abs_dlogprob=2e-6,
-        seconds=90.0,
-    )
-
-
-def _screen(*, terminal: bool) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
-
-
-def _text(console: Console) -> str:
+def _text(summary: DemoSummary, files: Sequence[Path] = ()) -> str:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100, highlight=False)
+    console.print(closing(summary, files))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -78,9 +69,8 @@ def test_wilson_gives_the_published_intervals(passed: int, n: int, low: float, h
 
 
 def test_wilson_knows_nothing_from_nothing() -> None:
-    """No attempts, no knowledge: the whole range, and a rate that is not a number."""
+    """No attempts, no knowledge: the whole range."""
     assert wilson(0, 0) == (0.0, 1.0)
-    assert math.isnan(Score(0, 0).rate)
 
 
 @given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -103,24 +93,23 @@ def test_smoothed_is_the_mean_of_neighbours() -> None:
 def test_picture_is_a_png_of_any_run(tmp_path: Path, rewards: list[float]) -> None:
     """Runs of no step, one step, many steps and unbounded rewards all make a picture."""
     path = tmp_path / "new" / "learning.png"
-    picture([_step(k + 1, reward) for k, reward in enumerate(rewards)], SUMMARY, path)
+    picture(dict(enumerate(rewards, 1)), SUMMARY, path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">II", data[16:24]) == (1500, 690)
 
 
 def test_picture_of_an_evaluation_that_did_not_happen(tmp_path: Path) -> None:
-    """Without held-out attempts the bars say 0 of 0 and claim nothing."""
-    summary = msgspec.structs.replace(SUMMARY, before=Score(0, 0), after=Score(0, 0))
-    picture([_step(1)], summary, tmp_path / "a.png")
+    """Without held-out attempts the bars say of 0 and claim nothing."""
+    none = (0.0, 1.0)
+    summary = replace(SUMMARY, pass_before=0.0, pass_after=0.0, ci_before=none, ci_after=none)
+    picture({1: 0.5}, replace(summary, held_out=0), tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
     """Pass rates carry counts and intervals; ledger, logprob distance and files are shown."""
-    console = _screen(terminal=False)
-    console.print(closing(SUMMARY, [Path("runs/demo/learning.png")]))
-    text = _text(console)
+    text = _text(SUMMARY, [Path("runs/demo/learning.png")])
     for part in (
         "32% (31 of 96; interval 24% to 42%)",
         "80% (77 of 96; interval 71% to 87%)",
@@ -136,56 +125,4 @@ def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
 
 def test_what_was_not_measured_is_not_claimed() -> None:
     """A distance of None is shown as not compared, never as zero."""
-    console = _screen(terminal=False)
-    console.print(closing(msgspec.structs.replace(SUMMARY, max_abs_dlogprob=None), []))
-    with ProgressDisplay(3, console) as live:
-        live.row(msgspec.structs.replace(_step(1), max_abs_dlogprob=None))
-    assert "were not compared" in _text(console)
-    assert "|dlogp| -" in _text(console)
-
-
-def test_live_writes_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log gets a line per phase, per finished step and now and then per session, no codes."""
-    console = _screen(terminal=False)
-    with ProgressDisplay(30, console) as live:
-        live.phase("installing pi")
-        live.sessions(1, 64)
-        monkeypatch.setattr(live_module, "QUIET_S", 0.0)
-        live.sessions(17, 64)
-        live.row(_step(1))
-    row = "reward 0.500  pass 25%  tokens 2,240  sess/s 4.2  engine 71%  updates 1  |dlogp| 2e-06"
-    assert _text(console).splitlines() == [
-        "installing pi ...",
-        "  installing pi: session 17 of 64",
-        f"step 1/30  {row}",
-    ]
-
-
-def test_live_keeps_a_table_on_a_terminal() -> None:
-    """A terminal shows the last steps, the phase with its sessions, and the time left."""
-    console = _screen(terminal=True)
-    with ProgressDisplay(30, console) as live:
-        for number in range(1, 21):
-            live.row(_step(number))
-        live.phase("step 21")
-        live.sessions(17, 64)
-        assert live.left_s == pytest.approx(900)
-        shown = _screen(terminal=False)
-        shown.print(live._render())
-    text = _text(shown)
-    assert "20/30" in text
-    assert " 8/30" not in text, "only the last steps are shown"
-    assert "17/64 sessions" in text
-    assert "about 15 min left" in text
-    assert "\x1b[" in _text(console), "a terminal is drawn upon"
-
-
-def test_live_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything goes to stderr, so that --json on stdout stays clean."""
-    with ProgressDisplay(3) as live:
-        live.phase("warming up")
-        live.row(_step(1))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "warming up" in err
-    assert "1/3" in err
+    assert "were not compared" in _text(replace(SUMMARY, replay_max_abs_dlogprob=None))

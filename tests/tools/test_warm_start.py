@@ -30,7 +30,7 @@ from training_phases import (
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import generate
-from tugline.demo.rig import load_policy
+from tugline.inference.load import load
 from tugline.types import Tool, Trace
 
 SYSTEM = (
@@ -189,9 +189,9 @@ def test_the_start_policy_can_be_made_again(harness: str, tmp_path: Path) -> Non
     out = tmp_path / "model"
     amounts = ["--harness", harness, "--sessions", "2", "--steps", "2", "1", "1"]
     subprocess.run([sys.executable, rebuild.__file__, out, *amounts], check=True)
-    policy = load_policy(out)
+    model, tokenizer, eos_ids = load(out, dtype=torch.float32)
     text = "Fixed the bug in billing.py"
-    assert policy.tokenizer.decode(policy.tokenizer.encode(text)) == text
-    assert policy.eos_ids == {END_OF_TURN}
-    ids = torch.tensor([policy.tokenizer.encode(text)])
-    assert torch.isfinite(policy.model(input_ids=ids).logits).all()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert eos_ids == {END_OF_TURN}
+    ids = torch.tensor([tokenizer.encode(text)])
+    assert torch.isfinite(model(input_ids=ids).logits).all()

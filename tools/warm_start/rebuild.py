@@ -24,14 +24,13 @@ import msgspec
 import torch
 import training_phases as phases
 from demo_tokenizer import END_OF_TURN, harness_phrases, train_tokenizer
-from rich.console import Console
 from scripted_turns import NOT_FOUND, Turn, write_script
+from session_rig import ProgressLines, rendering, rig
 from transformers import Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import RepairProblem, generate
-from tugline.demo.live import ProgressDisplay
-from tugline.demo.rig import WARM_START, rendering, rig
+from tugline.demo.run import WARM_START
 from tugline.demo.settings import DemoSettings
 from tugline.demo.tasks import make_task
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
@@ -95,15 +94,11 @@ def main() -> None:
         options.sessions,
         [replace(phase, steps=n) for phase, n in zip(PHASES, options.steps, strict=True)],
     )
-    console = Console(stderr=True, highlight=False)
-    with (
-        tempfile.TemporaryDirectory(prefix="tugline-") as scratch,
-        ProgressDisplay(1, console) as live,
-    ):
-        make_policy(plan, Path(scratch), options.out, live)
+    with tempfile.TemporaryDirectory(prefix="tugline-") as scratch:
+        make_policy(plan, Path(scratch), options.out, ProgressLines())
 
 
-def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressDisplay) -> None:
+def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressLines) -> None:
     """Make tokenizer and model in `folder`; `scratch` takes the recorded sessions."""
     torch.set_num_threads(THREADS)
     live.phase("recording the prompts of the harnesses")
@@ -135,7 +130,7 @@ def make_policy(plan: Plan, scratch: Path, folder: Path, live: ProgressDisplay) 
 
 
 def record_openings(
-    plan: Plan, scratch: Path, live: ProgressDisplay
+    plan: Plan, scratch: Path, live: ProgressLines
 ) -> tuple[Tokenizer, dict[str, Opening]]:
     """Record what every harness sends first, and make a tokenizer for it."""
     bytes_only = Tokenizer(train_tokenizer([], []), "bytes")
@@ -156,7 +151,7 @@ def record_openings(
 
 
 def record_traces(
-    plan: Plan, name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressDisplay
+    plan: Plan, name: str, tokenizer: Tokenizer, scratch: Path, live: ProgressLines
 ) -> list[Trace]:
     """Record scripted sessions of one harness, and build their traces."""
     settings, share = plan.harnesses[name]
@@ -174,7 +169,7 @@ async def record(
     tokenizer: Tokenizer,
     folder: Path,
     settings: DemoSettings,
-    live: ProgressDisplay,
+    live: ProgressLines,
 ) -> tuple[list[Trajectory], dict[str, tuple[Call, ...]]]:
     """Play each script in a session of its own; returns trajectories and recorded calls.
 
@@ -220,7 +215,7 @@ def teach(
     model: Qwen3ForCausalLM,
     examples: Iterator[phases.Example],
     phase: phases.Phase,
-    live: ProgressDisplay,
+    live: ProgressLines,
 ) -> None:
     """Train one phase, with a line about the loss now and then."""
     for step, loss in enumerate(phases.learn(model, examples, phase), start=1):

@@ -66,7 +66,7 @@ def demo(  # noqa: PLR0913 - each is a flag
     if summary is None:
         raise typer.Exit(INTERRUPTED)
     if as_json:
-        typer.echo(msgspec.json.encode({**summary.to_dict(), "folder": str(folder)}))
+        typer.echo(msgspec.json.encode({**msgspec.to_builtins(summary), "folder": str(folder)}))
 
 
 @contextlib.contextmanager

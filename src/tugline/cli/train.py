@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -25,8 +24,6 @@ from tugline.web import serve
 
 RUNS = Path("runs")
 SUMMARY = "summary.json"
-_QUIET_S = 10.0
-"""Between two lines about the same sessions."""
 
 
 def train(
@@ -51,7 +48,7 @@ def train(
         from tugline.trainers.batches import TaskBatches, describe  # noqa: PLC0415 - the extra
         from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
         from tugline.trainers.loop import train as run_training  # noqa: PLC0415 - the same
-        from tugline.trainers.sinks import make_sinks  # noqa: PLC0415 - the same
+        from tugline.trainers.sinks import make_report, make_sinks  # noqa: PLC0415 - the same
         from tugline.trainers.state import CONFIG  # noqa: PLC0415 - the same
 
         settings = read_config(config, Path(str(files("tugline.demo"))) / "warm_start_model")
@@ -64,7 +61,7 @@ def train(
             return
         folder.mkdir(parents=True, exist_ok=True)
         log.configure(level="info", path=folder / "log.jsonl")
-        main = run_training(settings, batches, folder, sinks, _make_report(console))
+        main = run_training(settings, batches, folder, sinks, make_report(console))
         try:
             summary = serve.run(main)
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -90,19 +87,6 @@ def _choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) ->
         msg = f"{out} holds a run already; add --resume to continue it, or choose another --out"
         raise UsageError(msg)
     return out or RUNS / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-
-
-def _make_report(console: Console) -> Callable[[str], None]:
-    """Return a function that prints lines, but those about sessions only now and then."""
-    printed = -_QUIET_S
-
-    def report(text: str) -> None:
-        nonlocal printed
-        if "session" not in text or time.monotonic() - printed >= _QUIET_S:
-            printed = time.monotonic()
-            console.print(text, markup=False, soft_wrap=True)
-
-    return report
 
 
 @contextlib.contextmanager

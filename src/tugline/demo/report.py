@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tugline.demo.metrics import RunSummary, Score, Step, smoothed, wilson
+from tugline.demo.summary import DemoSummary
 from tugline.types import Reason
 
 _INK = "#1f2933"
@@ -30,12 +30,12 @@ _LINE = "#0072b2"
 """Two blues of the Okabe-Ito palette, which colour-blind readers can tell from grey."""
 
 
-def picture(steps: Sequence[Step], summary: RunSummary, path: Path) -> None:
+def picture(rewards: Mapping[int, float], summary: DemoSummary, path: Path) -> None:
     """Draw the reward per step beside held-out pass@1 before and after, as a PNG at `path`."""
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12, wspace=0.03)
     figure = Figure(figsize=(10, 4.6), dpi=150, layout=layout, facecolor="white")
     curve, bars = figure.subplots(1, 2, width_ratios=(2.3, 1))
-    _draw_curve(curve, steps)
+    _draw_curve(curve, rewards)
     _draw_bars(bars, summary)
     title = f"{summary.model}, trained by GRPO through {_harness(summary)}"
     figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=_INK)
@@ -43,7 +43,7 @@ def picture(steps: Sequence[Step], summary: RunSummary, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def closing(summary: RunSummary, files: Sequence[Path]) -> RenderableType:
+def closing(summary: DemoSummary, files: Sequence[Path]) -> RenderableType:
     """The summary for a terminal: results, what was trained on, and where the files are."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -56,29 +56,29 @@ def closing(summary: RunSummary, files: Sequence[Path]) -> RenderableType:
 
 
 # --------------------------------------------------------------------------- summary
-def _headline(summary: RunSummary) -> Text:
-    before, after = summary.before, summary.after
-    style = "bold green" if after.rate > before.rate else "bold red"
+def _headline(summary: DemoSummary) -> Text:
+    style = "bold green" if summary.pass_after > summary.pass_before else "bold red"
     return Text.assemble(
         "held-out pass@1, before  ",
-        (f"{_share(before)}\n", "bold"),
+        (f"{_share(summary.pass_before, summary.ci_before, summary.held_out)}\n", "bold"),
         "held-out pass@1, after   ",
-        (_share(after), style),
+        (_share(summary.pass_after, summary.ci_after, summary.held_out), style),
     )
 
 
-def _share(score: Score) -> str:
-    low, high = wilson(score.passed, score.n)
-    return f"{score.rate:.0%} ({score.passed} of {score.n}; interval {low:.0%} to {high:.0%})"
+def _share(rate: float, interval: tuple[float, float], n: int) -> str:
+    low, high = interval
+    return f"{rate:.0%} ({round(rate * n)} of {n}; interval {low:.0%} to {high:.0%})"
 
 
-def _facts(summary: RunSummary) -> list[tuple[str, str]]:
+def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
     per_s = summary.sessions / summary.seconds if summary.seconds else 0.0
     ledger = summary.ledger
     tokens = (
-        f"{ledger.sampled:,} sampled = {ledger.trained:,} trained"
-        f" + {sum(ledger.masked.values()):,} masked + {sum(ledger.dropped.values()):,} dropped"
+        f"{ledger['sampled']:,} sampled = {ledger['trained']:,} trained"
+        f" + {ledger['masked']:,} masked + {ledger['dropped']:,} dropped"
     )
+    masked, dropped = _reasons(ledger["masked_by_reason"]), _reasons(ledger["dropped_by_reason"])
     facts = [
         ("model", summary.model),
         ("harness", f"{_harness(summary)}, unmodified"),
@@ -87,7 +87,7 @@ def _facts(summary: RunSummary) -> list[tuple[str, str]]:
             (
                 f"{summary.steps} steps, {summary.updates} updates;"
                 f" {_format_duration(summary.seconds)} in all,"
-                f" {_format_duration(summary.training_s)} of them in the trainer"
+                f" {_format_duration(summary.training_seconds)} of them in the trainer"
             ),
         ),
         (
@@ -95,18 +95,18 @@ def _facts(summary: RunSummary) -> list[tuple[str, str]]:
             f"{summary.sessions:,} ({per_s:.1f}/s), {summary.failed_sessions:,} failed",
         ),
         ("tokens", tokens),
-        ("", f"masked: {_reasons(ledger.masked)}; dropped: {_reasons(ledger.dropped)}"),
+        ("", f"masked: {masked}; dropped: {dropped}"),
         ("logprobs", _logprob_difference(summary)),
     ]
     return facts + [
         (
-            one.builder,
+            cost.builder,
             (
-                f"last step's {one.sessions} sessions: {one.traces} traces, {one.updates} updates,"
-                f" {one.tokens_forwarded:,} tokens forwarded, {one.seconds:.1f} s"
+                f"last step's {cost.sessions} sessions: {cost.traces} traces,"
+                f" {cost.tokens_forwarded:,} tokens to compute"
             ),
         )
-        for one in summary.builders
+        for cost in summary.builders
     ]
 
 
@@ -114,13 +114,13 @@ def _reasons(counts: Mapping[Reason, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items()) or "none"
 
 
-def _logprob_difference(summary: RunSummary) -> str:
-    if summary.max_abs_dlogprob is None:
+def _logprob_difference(summary: DemoSummary) -> str:
+    if summary.replay_max_abs_dlogprob is None:
         return "captured and recomputed were not compared"
-    return f"captured and recomputed differ by {summary.max_abs_dlogprob:.1e} nats at most"
+    return f"captured and recomputed differ by {summary.replay_max_abs_dlogprob:.1e} nats at most"
 
 
-def _harness(summary: RunSummary) -> str:
+def _harness(summary: DemoSummary) -> str:
     return f"{summary.harness} {summary.harness_version}".rstrip()
 
 
@@ -130,8 +130,8 @@ def _format_duration(seconds: float) -> str:
 
 
 # --------------------------------------------------------------------------- plot
-def _draw_curve(axes: Axes, steps: Sequence[Step]) -> None:
-    numbers, rewards = [one.step for one in steps], [one.reward for one in steps]
+def _draw_curve(axes: Axes, by_step: Mapping[int, float]) -> None:
+    numbers, rewards = list(by_step), list(by_step.values())
     axes.plot(numbers, rewards, color=_LINE, alpha=0.35, linewidth=1, marker="o", markersize=3)
     axes.plot(numbers, smoothed(rewards), color=_LINE, linewidth=2.6)
     _title(axes, "Training reward (dots: each step; line: mean of 5)")
@@ -143,15 +143,23 @@ def _draw_curve(axes: Axes, steps: Sequence[Step]) -> None:
     _tidy(axes)
 
 
-def _draw_bars(axes: Axes, summary: RunSummary) -> None:
-    for x, (score, colour) in enumerate([(summary.before, _BEFORE), (summary.after, _AFTER)]):
-        low, high = wilson(score.passed, score.n)
-        rate = score.rate if score.n else 0.0
+def smoothed(values: list[float], window: int = 5) -> list[float]:
+    """The mean of each value and its neighbours, `window` in all, fewer at the ends."""
+    reach = window // 2
+    around = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [sum(few) / len(few) for few in around]
+
+
+def _draw_bars(axes: Axes, summary: DemoSummary) -> None:
+    bars = (
+        (summary.pass_before, summary.ci_before, _BEFORE),
+        (summary.pass_after, summary.ci_after, _AFTER),
+    )
+    for x, (rate, (low, high), colour) in enumerate(bars):
         axes.bar(x, rate, width=0.62, color=colour)
         axes.vlines(x, low, high, color=_INK, linewidth=1.6)
         axes.text(x, high + 0.025, f"{rate:.0%}", ha="center", color=_INK, fontweight="bold")
-    names = (("before", summary.before), ("after", summary.after))
-    axes.set_xticks([0, 1], [f"{name}\n{score.passed} of {score.n}" for name, score in names])
+    axes.set_xticks([0, 1], [f"{name}\nof {summary.held_out}" for name in ("before", "after")])
     axes.set_xlim(-0.6, 1.6)
     axes.set_ylim(0, 1.12)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from rich.console import Console
 
 from tugline import log
 from tugline.config import from_mapping, load
-from tugline.demo.live import ProgressDisplay
-from tugline.demo.metrics import RunSummary
 from tugline.demo.report import closing
-from tugline.demo.run import METRICS, PICTURE, SETTINGS, SUMMARY, Demo
+from tugline.demo.run import PICTURE, SUMMARY, make_config, run_demo
 from tugline.demo.settings import DemoSettings
+from tugline.demo.summary import DemoSummary
 from tugline.errors import UsageError
+from tugline.trainers.sinks import METRICS
 from tugline.web import serve
 
 RUNS = Path("runs")
+SETTINGS = "settings.yaml"
 
 
 def choose_run(
@@ -56,18 +58,19 @@ def _find_unfinished() -> Path | None:
     return next((run for run in runs if not (run / SUMMARY).exists()), None)
 
 
-def start(folder: Path, settings: DemoSettings) -> RunSummary | None:
+def start(folder: Path, settings: DemoSettings) -> DemoSummary | None:
     """Run to the end with progress on stderr; None if stopped by Ctrl-C or SIGTERM."""
+    config = make_config(settings)
     folder.mkdir(parents=True, exist_ok=True)
+    _store(folder / SETTINGS, settings)
     log.configure(level="info", path=folder / "log.jsonl")
     console = Console(stderr=True, highlight=False)
 
-    async def run() -> RunSummary:
+    async def run() -> DemoSummary:
         task = asyncio.current_task()
         if task is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with ProgressDisplay(settings.steps, console) as live:
-            return await Demo(settings, folder, live).run()
+        return await run_demo(folder, settings, config, console)
 
     try:
         summary = serve.run(run())
@@ -77,3 +80,10 @@ def start(folder: Path, settings: DemoSettings) -> RunSummary | None:
     names = (PICTURE, SUMMARY, METRICS, "checkpoints", "recordings", "log.jsonl")
     console.print(closing(summary, [folder / name for name in names]))
     return summary
+
+
+def _store(path: Path, settings: DemoSettings) -> None:
+    if not path.exists():
+        draft = path.with_suffix(".part")
+        draft.write_text(yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False))
+        draft.replace(path)

@@ -186,7 +186,9 @@ class TrainingLoop:
         self._report(f"step {number}: updating the policy")
         learned = await asyncio.to_thread(self._learn, results, calls)
         figures = flatten(learned.rollout, "rollout") | flatten(learned.report, "update")
-        self._sinks.log(number, {"version": float(version)} | figures)
+        # A name for each version would be new figures at each step, without end.
+        lasting = {name: value for name, value in figures.items() if "/by_version/" not in name}
+        self._sinks.log(number, {"version": float(version)} | lasting)
         await self._finish_evaluation()  # it is pinned to the weights that are served until now
         self._count(learned, len(results))
         if number % self._schedule.checkpoint_every == 0:

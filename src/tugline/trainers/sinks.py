@@ -5,7 +5,8 @@ Figures have names such as ``rollout/reward``. A resumed run continues them afte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tugline.types import PluginSpec
 
 METRICS = "metrics.jsonl"
 PLOT = "training.png"
+_QUIET_S = 10.0
+"""Between two lines about sessions."""
 Figures = Mapping[str, float]
 
 
@@ -105,6 +108,19 @@ class ConsoleSink(Sink):
         """Print a line."""
         head = f"step {step}  {name}: " if name else f"step {step}  "
         self._console.print(head + text, markup=False, soft_wrap=True)
+
+
+def make_report(console: Console) -> Callable[[str], None]:
+    """Return a function that prints lines, but those about sessions only now and then."""
+    printed = -_QUIET_S
+
+    def report(text: str) -> None:
+        nonlocal printed
+        if "session" not in text or time.monotonic() - printed >= _QUIET_S:
+            printed = time.monotonic()
+            console.print(text, markup=False, soft_wrap=True)
+
+    return report
 
 
 class JsonLinesSink(Sink):

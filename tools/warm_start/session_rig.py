@@ -1,4 +1,4 @@
-"""Engine, gateway, server and node of the demo, in one process.
+"""Engine, gateway, server and node of recorded sessions, in one process.
 
 The parts use the same interfaces as on many machines; `rig` starts and stops them in order.
 """
@@ -6,56 +6,27 @@ The parts use the same interfaces as on many machines; `rig` starts and stops th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
+from rich.console import Console
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
-from tugline.inference.load import load
 from tugline.launch.engine import serve_engine
 from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings
-from tugline.types import Call, Status, Task, Trajectory
+from tugline.types import Call, Task, Trajectory
 from tugline.web.serve import freeze_gc
 
-WARM_START = Path(__file__).parent / "warm_start_model"
-"""The shipped start policy, a Hugging Face folder made by ``tools/warm_start/rebuild.py``.
-
-Weights are stored in half precision; training and sampling happen in float32.
-"""
 MODEL = "tugline-demo"
 LEASE_S = 120.0
 """Long, because this process trains between sessions and renews no lease meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPolicy:
-    """A model in float32, its tokenizer and its end-of-answer ids."""
-
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    eos_ids: frozenset[int]
-
-
-def load_policy(folder: Path = WARM_START) -> LoadedPolicy:
-    """Load the policy in `folder`. Raises `UsageError` if it is no model folder."""
-    return LoadedPolicy(*load(folder, dtype=torch.float32))
-
-
-def describe(model: torch.nn.Module) -> str:
-    """Return architecture and size as text."""
-    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    return (
-        f"{type(model).__name__.removesuffix('ForCausalLM')} architecture, {size:.1f} M parameters"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +53,22 @@ class Rig:
         return {one: recordings.read(path).calls for one, path in paths.items()}
 
 
+class ProgressLines:
+    """Prints what is being done, and every tenth session."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+
+    def phase(self, text: str) -> None:
+        """Print the current activity."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def sessions(self, done: int, total: int) -> None:
+        """Print progress within it."""
+        if done % 10 == 0:
+            self.phase(f"  session {done} of {total}")
+
+
 def rendering(tokenizer: Tokenizer) -> Rendering:
     """The demo model's template: Qwen3's, with reasoning kept in context."""
     return Rendering(tokenizer, "qwen3", thinking_retention="all")
@@ -103,13 +90,3 @@ async def rig(
     ):
         freeze_gc()
         yield Rig(cluster)
-
-
-def sampled(trajectories: Sequence[Trajectory]) -> int:
-    """Number of tokens that these sessions sampled."""
-    return sum(one.ledger.sampled for one in trajectories)
-
-
-def failed(trajectories: Sequence[Trajectory]) -> int:
-    """Number of sessions that failed for a reason other than the policy."""
-    return sum(one.status is Status.FAILED for one in trajectories)
