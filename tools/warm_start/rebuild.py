@@ -25,14 +25,13 @@ import torch
 import training_phases as phases
 from demo_tokenizer import END_OF_TURN, harness_phrases, train_tokenizer
 from scripted_turns import NOT_FOUND, Turn, write_script
-from session_rig import ProgressLines, rendering, rig
+from session_rig import ProgressLines, make_task, rendering, rig
 from transformers import Qwen3ForCausalLM
 
 from tugline.chat.tokenizer import Tokenizer
 from tugline.demo.family import RepairProblem, generate
 from tugline.demo.run import WARM_START
 from tugline.demo.settings import DemoSettings
-from tugline.demo.tasks import make_task
 from tugline.testing.scripted_engine import Reply, ScriptedEngine
 from tugline.types import Call, Ids, Role, Tool, Trace, Trajectory
 

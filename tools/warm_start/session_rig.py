@@ -6,6 +6,7 @@ The parts use the same interfaces as on many machines; `rig` starts and stops th
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from rich.console import Console
 
 from tugline.chat.templates.rendering import Rendering
 from tugline.chat.tokenizer import Tokenizer
+from tugline.demo.family import RepairProblem
+from tugline.demo.settings import DemoSettings
+from tugline.demo.tasks import harness_spec
 from tugline.errors import EngineError
 from tugline.inference.base import GenerationEngine
 from tugline.launch.engine import serve_engine
@@ -21,7 +25,7 @@ from tugline.launch.local import LocalServer, OnDone, open_local
 from tugline.launch.settings import GatewaySettings, ServerSettings, Settings
 from tugline.node.settings import NodeSettings
 from tugline.recording import file as recordings
-from tugline.types import Call, Task, Trajectory
+from tugline.types import Call, Group, Limits, PluginSpec, Sampling, Task, Trajectory
 from tugline.web.serve import freeze_gc
 
 MODEL = "tugline-demo"
@@ -90,3 +94,28 @@ async def rig(
     ):
         freeze_gc()
         yield Rig(cluster)
+
+
+def make_task(settings: DemoSettings, name: str, problem: RepairProblem, *, samples: int) -> Task:
+    """Make a task; the seed of a single sample ignores the part of `name` before the dash."""
+    seed_name = name.partition("-")[2] if samples == 1 else name
+    return Task(
+        id=name,
+        instruction=problem.instruction,
+        harness=harness_spec(settings),
+        evaluator=PluginSpec("tests", {"cache": True}),
+        # The start policy was trained on the paths that this runtime shows.
+        runtime=PluginSpec("local"),
+        builder=PluginSpec(settings.builder),
+        files=problem.files,
+        samples=samples,
+        limits=Limits(agent_s=settings.agent_s, max_turns=settings.max_turns),
+        group=Group(attempts=20),
+        sampling=Sampling(
+            temperature=1.0,
+            top_p=1.0,
+            max_tokens=settings.max_answer,
+            seed=zlib.crc32(f"{settings.seed}/{seed_name}".encode()),
+        ),
+        tags=problem.tags,
+    )

@@ -6,16 +6,13 @@ resumed run keeps its settings.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tugline.cli.options import INTERRUPTED
-from tugline.errors import UsageError
+from tugline.cli.options import INTERRUPTED, name_missing_extra
 
 _SETTINGS = (
     "harness", "command", "builder", "seed", "steps", "heldout", "minutes", "slots", "window",
@@ -58,7 +55,7 @@ def demo(  # noqa: PLR0913 - each is a flag
     """Train a tiny model on a real, unmodified agent in about ten minutes."""
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
-    with _name_missing_extra():
+    with name_missing_extra("demo"):
         from tugline.demo.start import choose_run, start  # noqa: PLC0415 - needs the extra
 
         folder, settings = choose_run(given, config=config, out=out, resume=resume)
@@ -67,13 +64,3 @@ def demo(  # noqa: PLR0913 - each is a flag
         raise typer.Exit(INTERRUPTED)
     if as_json:
         typer.echo(msgspec.json.encode({**msgspec.to_builtins(summary), "folder": str(folder)}))
-
-
-@contextlib.contextmanager
-def _name_missing_extra() -> Iterator[None]:
-    """Name the extra to install if one of its packages is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        msg = f"the demo needs {error.name}: pip install 'tugline[demo]'"
-        raise UsageError(msg) from error

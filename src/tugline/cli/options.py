@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tugline.client.api import Client
+from tugline.errors import UsageError
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted."""
@@ -28,3 +31,13 @@ _DEADLINE_S = 10.0
 def connect(server: str | None, token: str | None, folder: Path | None) -> Client:
     """Create the client of a command, to be used as an async context manager."""
     return Client(server, token, folder=folder, deadline_s=_DEADLINE_S)
+
+
+@contextlib.contextmanager
+def name_missing_extra(extra: str) -> Iterator[None]:
+    """Raise `UsageError` with the extra to install if one of its packages is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        msg = f"this command needs {error.name}: pip install 'tugline[{extra}]'"
+        raise UsageError(msg) from error

@@ -6,8 +6,6 @@ Progress goes to stderr, so that stdout has only the output of ``--json``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +16,7 @@ import typer
 from rich.console import Console
 
 from tugline import log
-from tugline.cli.options import INTERRUPTED
+from tugline.cli.options import INTERRUPTED, name_missing_extra
 from tugline.errors import UsageError
 from tugline.web import serve
 
@@ -44,7 +42,7 @@ def train(
 ) -> None:
     """Train a model on tasks, with evaluations on the way; resumable at any point."""
     console = Console(stderr=True, highlight=False)
-    with _name_missing_extra():
+    with name_missing_extra("train"):
         from tugline.trainers.batches import TaskBatches, describe  # noqa: PLC0415 - the extra
         from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
         from tugline.trainers.loop import train as run_training  # noqa: PLC0415 - the same
@@ -87,13 +85,3 @@ def _choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) ->
         msg = f"{out} holds a run already; add --resume to continue it, or choose another --out"
         raise UsageError(msg)
     return out or RUNS / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-
-
-@contextlib.contextmanager
-def _name_missing_extra() -> Iterator[None]:
-    """Name the extra to install if one of its packages is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        msg = f"training needs {error.name}: pip install 'tugline[train]'"
-        raise UsageError(msg) from error

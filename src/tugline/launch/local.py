@@ -57,7 +57,7 @@ class LocalServer:
         submitted = await self.submit(tasks)
         done = 0
         on_done(done, len(submitted))
-        async for _ in self.follow(submitted):
+        async for _ in self.follow(submitted, tasks=[task.id for task in tasks]):
             done += 1
             on_done(done, len(submitted))
         return await self.load_results([task.id for task in tasks])

@@ -228,14 +228,10 @@ class TrainingLoop:
         return results, [call for calls in recorded for call in calls]
 
     async def _run(self, tasks: Sequence[Task], name: str) -> list[Trajectory]:
-        """Wait for the results of submitted tasks."""
-        sessions = await self._local.submit(tasks)
-        ids = [task.id for task in tasks]
-        done = 0
-        async for _ in self._local.follow(sessions, tasks=ids):
-            done += 1
-            self._report(f"{name}: session {done} of {len(sessions)}")
-        return await self._local.load_results(ids)
+        """Run what is missing of these tasks; return all of their results."""
+        return await self._local.run(
+            tasks, lambda done, total: self._report(f"{name}: session {done} of {total}")
+        )
 
     def _learn(self, results: Sequence[Trajectory], calls: Sequence[Call]) -> _Learned:
         began, version = time.monotonic(), self.state.version
