@@ -6,19 +6,20 @@ while it is sampled, and the text that opens a tool call, so that one can be for
 JSON objects, or DeepSeek V4's DSML.
 """
 
-# ruff: noqa: RUF001  # DeepSeek writes its special tokens with these characters
 # ruff: noqa: RUF001  # the marks as the model writes them
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 from renderers import configs
 
 from tugline.chat.tokenizer import Tokenizer
+from tugline.schema import decode, read_values
 
 
 def _load_configs() -> dict[str, Any]:
@@ -161,129 +162,24 @@ class Template:
         )
 
 
-_QWEN3 = Template(
-    json_calls=True,
-    force=Force('<tool_call>\n{"name": "', '", "arguments": ', skipping="<think>\n\n</think>\n\n"),
-)
-_QWEN35 = Template(
-    late_system=False, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n\n")
-)
-_NEMOTRON = replace(_QWEN35, force=Force("<tool_call>\n<function=", ">\n", closing="\n</think>\n"))
-_GLM45 = Template(
-    reopens_reasoning=True, force=Force("<tool_call>", "\n", closing="\n<think></think>\n")
-)
-_GLM5 = Template(reopens_reasoning=True, force=Force("<tool_call>", closing="</think>"))
-_LAGUNA = Template(call_ends_reasoning=False, gap="\n", force=Force("<tool_call>", "\n"))
-_LAGUNA2 = Template(call_ends_reasoning=False, force=Force("<tool_call>", closing="</think>"))
-_DEEPSEEK = Template(
-    call="<｜tool▁call▁begin｜>",
-    call_end="<｜tool▁call▁end｜>",
-    section="<｜tool▁calls▁begin｜>",
-    section_end="<｜tool▁calls▁end｜>",
-    call_ends_reasoning=False,
-    hold_prefix="<think>",
-    late_system=False,
-    force=Force(
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "\n```json\n",
-        closing="\n</think>\n\n",
-    ),
-)
-_KIMI = Template(
-    call="<|tool_call_begin|>",
-    call_end="<|tool_call_end|>",
-    section="<|tool_calls_section_begin|>",
-    section_end="<|tool_calls_section_end|>",
-    hold_prefix="<think>",
-    numbered_calls=True,
-    force=Force("<|tool_calls_section_begin|><|tool_call_begin|>functions.", closing="</think>"),
-)
-_PLAIN = Template(think="", think_end="", call="", call_end="")
+class _Listed(msgspec.Struct):
+    names: list[str]
+    template: Template
 
-_TEMPLATES: dict[str, Template] = {
-    "qwen3": _QWEN3,
-    "qwen3-vl": Template(
-        late_system=False, force=Force('<tool_call>\n{"name": "', '", "arguments": ')
-    ),
-    "prime-qwen3": Template(force=Force("<tool_call>\n<function=", ">\n")),
-    "qwen3.5": _QWEN35,
-    "qwen3.6": _QWEN35,
-    "qwen3.8": _QWEN35,
-    "nemotron-3": _NEMOTRON,
-    "nemotron-3-ultra": _NEMOTRON,
-    "nemotron-3.5": _NEMOTRON,
-    "glm-4.5": _GLM45,
-    "glm-5": _GLM5,
-    "glm-5.1": _GLM5,
-    "glm-5.3": _GLM5,
-    "minimax-m2": Template(
-        call="<minimax:tool_call>",
-        call_end="</minimax:tool_call>",
-        late_system=False,
-        force=Force('<minimax:tool_call>\n<invoke name="', '">\n', closing="\n</think>\n\n"),
-    ),
-    "laguna-xs.2": _LAGUNA,
-    "laguna-m.1": _LAGUNA,
-    "laguna-xs-2.1": _LAGUNA2,
-    "laguna-s-2.1": _LAGUNA2,
-    "deepseek-v3": _DEEPSEEK,
-    "deepseek-r1": _DEEPSEEK,
-    "deepseek-v4": Template(
-        call="",
-        call_end="",
-        reopens_reasoning=True,
-        guard_text="<",
-        guard_mark="｜DSML｜",
-        result_separator="</tool_result>\n\n<tool_result>",
-        force=Force('\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="', '">\n', closing="</think>"),
-    ),
-    "kimi-k2": _KIMI,
-    "kimi-k2.5": _KIMI,
-    "hy3": Template(
-        think="<think:opensource>",
-        think_end="</think:opensource>",
-        call="<tool_call:opensource>",
-        call_end="</tool_call:opensource>",
-        section="<tool_calls:opensource>",
-        section_end="</tool_calls:opensource>",
-        call_ends_reasoning=False,
-        strict_section=False,
-        late_system=False,
-        force=Force(
-            "<tool_calls:opensource>\n<tool_call:opensource>",
-            "<tool_sep:opensource>\n",
-            closing="</think:opensource>",
-        ),
-    ),
-    "llama-3": replace(_PLAIN, hold_prefix="{", force=Force('{"name": "', '", "parameters": ')),
-    "gemma4": Template(
-        think="<|channel>",
-        think_end="<channel|>",
-        call="<|tool_call>",
-        call_end="<tool_call|>",
-        preface="thought\n",
-        named_results=True,
-        force=Force("<|tool_call>call:", "{"),
-    ),
-    "gpt-oss": replace(
-        _PLAIN,
-        call_end="<|call|>",
-        channels=True,
-        named_results=True,
-        force=Force(
-            "<|end|><|start|>assistant<|channel|>commentary to=functions.",
-            " <|constrain|>json<|message|>",
-        ),
-    ),
-    "inkling": replace(
-        _PLAIN, call="<|content_invoke_tool_json|>", incremental=False, named_results=True
-    ),
+
+_TEMPLATES = {
+    name: listed.template
+    for listed in decode(
+        read_values(Path(__file__).with_name("templates.yaml")), list[_Listed], name="templates"
+    )
+    for name in listed.names
 }
+_UNLISTED = Template(think="", think_end="", call="", call_end="", incremental=False)
 
 
 def template(name: str) -> Template:
     """The marks of the template `name`; an unlisted one is parsed when the answer is over."""
-    return _TEMPLATES.get(name, replace(_PLAIN, incremental=False))
+    return _TEMPLATES.get(name, _UNLISTED)
 
 
 # --------------------------------------------------------------------------- tool calls
