@@ -4,8 +4,6 @@ Here is what programs need to submit tasks and to learn from what comes back. A 
 it is first used, so `import tugline` takes no time.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

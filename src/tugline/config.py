@@ -5,8 +5,6 @@ a night of training. Every field carries a sentence, its docstring, from which `
 reference table of the documentation.
 """
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Mapping

@@ -25,8 +25,6 @@ TuglineError
  +- StoreError            the database is unavailable: full, locked, restarting (503)
 """
 
-from __future__ import annotations
-
 
 class TuglineError(Exception):
     """Base class; the text is one line that says what to do."""

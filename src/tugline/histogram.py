@@ -4,8 +4,6 @@ Parts count in plain objects of their own, which costs them a fraction of a micr
 them to no registry; a page is made of these when somebody asks for it.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence

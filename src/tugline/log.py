@@ -4,8 +4,6 @@ Code that starts the work of a node or a session binds its ids once, with `about
 there on, in any module, task or thread, has them. Log records of other libraries are converted.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ known ones, never a failure in the middle of a run. The same holds for its optio
 them against the type hints of the class.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

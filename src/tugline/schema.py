@@ -7,8 +7,6 @@ one line with the field's path, its value and what would be right. Bounds are de
 types, as ``Annotated[int, Meta(ge=1)]``.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import difflib

@@ -5,8 +5,6 @@ neither the body nor the id can be changed, and an old callback can be replayed 
 most. Any library for Standard Webhooks verifies it.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import secrets

@@ -6,8 +6,6 @@ both paths are relative to the task file. Every error names the file, the task, 
 value and what would be right.
 """
 
-from __future__ import annotations
-
 import glob
 import reprlib
 from collections.abc import Iterator

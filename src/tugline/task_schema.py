@@ -4,10 +4,9 @@ Both are generated from `types.Task`, its fields and their docstrings, so they m
 accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from enum import EnumType
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,35 +29,8 @@ _FILE = {
         },
     ],
 }
-_EXAMPLE = """\
-# One problem for an agent. Check it with `tugline task check`, run it with `tugline submit`.
-# A file may also hold a list of tasks. Lines that are commented out show the default.
-
-# {id}
-id: fix-add
-# {instruction}
-# (instruction_file: PATH takes it from a file beside this one.)
-instruction: |
-  calc.py adds wrongly, and test_calc.py shows it. Fix calc.py.
-# {harness}
-harness:
-  name: pi
-# {evaluator}
-evaluator:
-  name: tests
-# {files}
-# (NAME: {{file: PATH}} takes the text from a file beside this one.)
-files:
-  calc.py: |
-    def add(a, b):
-        return a - b
-  test_calc.py: |
-    from calc import add
-
-
-    def test_add():
-        assert add(2, 3) == 5
-"""
+_EXAMPLE = (Path(__file__).parent / "task_template.yaml").read_text(encoding="utf-8")
+"""A task file whose comments name the fields that describe them."""
 
 
 def make_template() -> str:

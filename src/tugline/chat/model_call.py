@@ -4,8 +4,6 @@
 chat templates and exported datasets read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any

@@ -6,8 +6,6 @@ The file of a command is imported when the command is called, so that ``--help``
 server that was killed is back before its clients notice.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

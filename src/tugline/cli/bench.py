@@ -4,8 +4,6 @@ Benchmarks are separate programs beside the package, with stub engines and load 
 installation needs.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tugline cancel``: cancel queued and running tasks or sessions."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Options are the most used fields of `DemoSettings`; they override the configurat
 resumed run keeps its settings.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

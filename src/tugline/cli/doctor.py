@@ -5,8 +5,6 @@ With ``--engine`` it finds the modes that the engine supports and the flags to c
 nodes and their engines. Exit code 0 if all is healthy (with ``--engine``: the wanted mode), else 1.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Annotated, Any

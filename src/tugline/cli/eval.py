@@ -3,8 +3,6 @@
 The same command resumes. Progress goes to stderr, so that stdout has only the report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``tugline export``: recorded sessions as Parquet, conversations, or files for other trainers."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar

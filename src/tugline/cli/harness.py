@@ -1,7 +1,5 @@
 """``tugline harness list | install | upgrade | check``: agent programs on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ only the model is scripted. The conformance suite of the repository (`make test-
 more: streaming, faults of the engine, budgets, and hosts that a program tries to reach.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import tempfile

@@ -1,7 +1,5 @@
 """``tugline logs``: output of a session's agent."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from typing import Annotated

@@ -4,8 +4,6 @@ It needs the join token of the server (``tokens.json`` in the server's folder), 
 nothing but joining as a node.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """Options that several commands share, and the client that they configure."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

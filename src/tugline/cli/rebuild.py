@@ -3,8 +3,6 @@
 Exit code 0 if every recording gave a trajectory, 1 if one could not be read or built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any

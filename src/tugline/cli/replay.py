@@ -3,8 +3,6 @@
 Exit code 0 if every request was as recorded, 1 if one was not or a fork could not be run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from pathlib import Path

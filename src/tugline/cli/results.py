@@ -4,8 +4,6 @@ With ``--consumer`` the server stores the position, and results are acknowledged
 on disk (I3); with ``--out`` alone the folder has it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 from pathlib import Path

@@ -4,8 +4,6 @@ Progress goes to stderr, so that stdout has only the output of ``--json``. Exit 
 failed because of this machine's infrastructure, or if all of them failed.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

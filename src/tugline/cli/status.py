@@ -1,7 +1,5 @@
 """``tugline status``: the state of a server, a task or a session; ``--watch`` keeps it current."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -3,8 +3,6 @@
 Submitting is idempotent, so after an interruption the same command resumes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """``tugline task init | check | schema``: task files, without a server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ A task is fine if its reference solution earns 1 and doing nothing earns less. A
 teach a model nothing, or the wrong thing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

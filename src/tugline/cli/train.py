@@ -3,8 +3,6 @@
 Progress goes to stderr, so that stdout has only the output of ``--json``.
 """
 
-from __future__ import annotations
-
 import asyncio
 from datetime import UTC, datetime
 from importlib.resources import files

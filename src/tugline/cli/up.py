@@ -3,8 +3,6 @@
 Flags override the configuration file, which can set everything else.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from importlib.resources import files

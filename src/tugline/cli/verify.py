@@ -3,8 +3,6 @@
 Exit code 0 if every check that could be made passed, 1 if one failed or a recording cannot be read.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tugline view``: show one session on the terminal, as JSON or as one HTML file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

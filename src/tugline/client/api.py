@@ -5,8 +5,6 @@ stream resumes after a restart of the server. Submitting is idempotent, since th
 ids of tasks. A result is delivered until its consumer has acknowledged it (I3).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence

@@ -4,8 +4,6 @@ The join token only permits `register`, which returns the node's own token. The 
 was declared dead is revoked: its requests are answered 401, which is raised as a lost lease.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

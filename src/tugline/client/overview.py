@@ -4,8 +4,6 @@ Everything comes through the API, so a read token is enough. Rates are those of 
 events. Only the oldest open tasks are examined, since those hold up a trainer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

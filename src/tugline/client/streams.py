@@ -4,8 +4,6 @@ Each stream asks again from its last position when a connection breaks or the se
 within one iteration nothing is lost and nothing comes twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import cached_property

@@ -6,8 +6,6 @@ call of the API is idempotent: tasks and sessions have ids chosen by the caller,
 digest, and reads name a position (I3).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -6,8 +6,6 @@ stays where it is when others come or go. Difficulty is known from results of ea
 `tugline run --out` and `tugline results --out` keep them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -9,8 +9,6 @@ services, Windows, a verifier image of its own). Unknown keys and ignored settin
 each.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Rows come one by one from a JSON, JSON lines, CSV or Parquet file or from the Hu
 each with its place for error messages.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

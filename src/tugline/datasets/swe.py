@@ -8,8 +8,6 @@ None of it is in the task's workspace or instruction; runtimes keep no history b
 that a workspace begins with.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ not in `TEST_COMMANDS`, is an error too. A row without an evaluation script gets
 (`make_eval_script`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

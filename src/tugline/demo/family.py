@@ -9,8 +9,6 @@ family, wording and module, and a function name, belong to one split only (by a 
 chance); the tests fail before the change, pass after the right one and fail after each wrong one.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ difference between captured and recomputed logprobs (I1), because a reward curve
 whether the right tokens were trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The loop is that of ``tugline train`` (`tugline.trainers.loop`), and so are its files.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of the demo; the defaults are the run that README describes."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -1,7 +1,5 @@
 """Start or resume a run: its folder, its settings, and stopping it."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Mapping

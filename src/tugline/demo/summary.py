@@ -1,7 +1,5 @@
 """The figures that the demo ends with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Tasks of the demo, made from its problems."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 

@@ -7,8 +7,6 @@ did, an endless loop or a deleted file included, results in a `Verdict`. An eval
 (I5).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager

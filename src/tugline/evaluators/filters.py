@@ -11,8 +11,6 @@ change the evaluation instead of the work, and gives the reason for the report:
 Refused paths stay as the task has them; the rest of the patch is evaluated as it is.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ A reader is pure: bytes in, `TestReport` out, in time linear in the bytes; garba
 an exception. What can be forged is in docs/evaluators.md.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

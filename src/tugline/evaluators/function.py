@@ -5,8 +5,6 @@ sandbox for that). A function that is not ``async`` runs in a thread, and is aba
 of the evaluation is over.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -14,8 +14,6 @@ Not covered: the agent's code that the script runs is the same user, and can wri
 itself. A script that must rule that out runs it as another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

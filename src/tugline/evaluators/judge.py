@@ -7,8 +7,6 @@ whole numbers by criterion, and is asked again if it does not (`judge_client`). 
 the same: use it beside tests (`weighted`), or for style, where less is at stake.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

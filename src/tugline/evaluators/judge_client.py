@@ -4,8 +4,6 @@ Answers are validated; an invalid one is requested again, a bounded number of ti
 scores or an `EvaluatorError`, never a silent 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

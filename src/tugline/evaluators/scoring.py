@@ -5,8 +5,6 @@ allows: of two results of one test the worse counts, nothing counts of a run tha
 results that the test program's own count contradicts are an `inconsistency`.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

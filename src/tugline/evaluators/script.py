@@ -5,8 +5,6 @@ evaluator's own files come last, after anything that runs the agent's code. Scri
 deadline, without network unless `allow_network` was called, and leave logs outside of the sandbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import difflib

@@ -3,8 +3,6 @@
 For smoke tests of a set-up, and as a part beside other evaluators (`weighted`).
 """
 
-from __future__ import annotations
-
 from tugline.evaluators.base import Evaluator, SessionOutcome, Verdict
 from tugline.types import Reward
 

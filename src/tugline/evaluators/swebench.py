@@ -12,8 +12,6 @@ print other ones can, and one that looks for the script finds the names of the t
 marks between which results are read have a random part, so no test prints them by accident.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The two ways to run tests: our own pytest, or a command of the task's."""
 
-from __future__ import annotations
-
 import ast
 import math
 import secrets

@@ -13,8 +13,6 @@ Not covered: its code shares a process with the tests, so a program written to f
 the inside can. Evaluate by a program of your own where that must be ruled out.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence

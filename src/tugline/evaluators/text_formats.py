@@ -1,7 +1,5 @@
 """Test programs that write nothing but text: unittest, cargo and whatever speaks TAP."""
 
-from __future__ import annotations
-
 import re
 
 from tugline.evaluators.scoring import TestOutcome, TestReport, read_lines

@@ -5,8 +5,6 @@ after another. A part without a verdict leaves the whole without one, unless it 
 then the others count, and the report has the reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -5,8 +5,6 @@ A format with a row per trace that writes JSON lines implements `Exporter.row`; 
 not become a row, so that nothing is left out silently (I2).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Conversations are followed by their recorded parents, so sessions of text mode, 
 can be exported too. Of each thread the longest conversation that was never edited is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 

@@ -4,8 +4,6 @@ Files are written under a partial name and renamed when all are complete. Memory
 and a summary of each other one.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ megabytes; everything else here is a pure function of those. The order does not 
 system or on chance: random choices are hashes of names and a seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter, defaultdict

@@ -5,8 +5,6 @@ a date or a path, so equal rows make equal bytes. A map is a list of ``{key, val
 Hugging Face `datasets` knows no Arrow map. `docs/export.md` explains the columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

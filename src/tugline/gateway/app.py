@@ -4,8 +4,6 @@ One call runs through `Gateway._handle`: authenticate, parse, `LiveSession.prepa
 `Prompt`, `LiveSession.complete` starts the `Completion`, and the dialect encodes its pieces.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

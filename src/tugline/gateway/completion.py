@@ -6,8 +6,6 @@ and when the last one hangs up, the engine's work ends a moment later, unless th
 again within that moment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

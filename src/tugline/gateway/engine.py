@@ -4,8 +4,6 @@
 probing an engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

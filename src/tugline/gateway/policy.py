@@ -1,7 +1,5 @@
 """Limits of a gateway, and the sampling of each call: what its task asks for and what works."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

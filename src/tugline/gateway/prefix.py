@@ -9,8 +9,6 @@ The cost is proportional to what is new (I7): messages that are the same objects
 request of the session are not digested again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ drops it. A node runs the same probe when it starts, so an engine that loses tok
 before the first session (I1, I2).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

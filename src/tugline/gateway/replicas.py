@@ -6,8 +6,6 @@ because the tokens are already part of an answer. A replica that fails repeatedl
 it answers a probe. Closing the iterator closes the connection, which aborts the request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

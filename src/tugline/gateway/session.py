@@ -5,8 +5,6 @@ calls of one session and nothing else, and is dead when the session closes. Budg
 before anything is sampled, so a refused call costs nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

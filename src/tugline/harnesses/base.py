@@ -4,8 +4,6 @@ A harness knows how its program is installed on this machine and which command, 
 settings make it work on one task through one base URL. It sees neither tokens nor rewards.
 """
 
-from __future__ import annotations
-
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

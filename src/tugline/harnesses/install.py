@@ -13,8 +13,6 @@ must be as new as the programs need: glibc 2.28 for Node. All other libraries ar
 program and found by an rpath; no variable is set that an agent's own commands would inherit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

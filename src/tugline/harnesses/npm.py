@@ -7,8 +7,6 @@ every package; for another version npm checks against the registry. The only ins
 runs is the one that puts a native program in place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

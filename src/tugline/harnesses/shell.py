@@ -4,8 +4,6 @@ Every official SDK reads its base URL and key from the environment, so a script 
 hosted model runs unchanged.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

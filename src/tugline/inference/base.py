@@ -7,8 +7,6 @@ Invariants: I1 (tokens go in and come out as ids; every sampled id carries its l
 the policy version it was sampled under), and nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol
 

@@ -9,8 +9,6 @@ Invariants: I1 (every token is recorded with its log probability and the version
 under; KV of older weights is never matched), I7 (a turn computes its own tail only).
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping

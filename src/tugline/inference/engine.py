@@ -7,8 +7,6 @@ Invariants: I1 (see `tugline.inference.batch`), I3 in the small: when the thread
 request fails with its reason; no wait is unbounded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

@@ -9,8 +9,6 @@ Invariant I1: only KV of the weights in use is ever matched. `PrefixTable` entri
 when the weights change, since a stale prefix is off by nats, silently.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ sampled from: after temperature, top-k and top-p. Rows with temperature 0 take t
 and report its log probability at temperature 1.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -7,8 +7,6 @@ Invariants: I1 (ids are never rendered again or re-tokenised on the way), I4 (an
 first byte is a plain 4xx or 5xx; a client that disconnects aborts its request). No torch here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable

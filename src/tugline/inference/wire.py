@@ -4,8 +4,6 @@ A field that this engine would have to ignore is refused with a 400 that names i
 parameter that silently does nothing makes wrong training data (I1).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, TypeVar
 

@@ -4,8 +4,6 @@ Engines take minutes to load and are restarted under running nodes, so one that 
 waited for; one that lacks what we need is refused at once, with the flag to add (I1).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

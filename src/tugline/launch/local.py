@@ -6,8 +6,6 @@ taken back when the node registers again, so a killed run continues with exactly
 have no result yet.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence

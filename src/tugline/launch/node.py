@@ -3,8 +3,6 @@
 Metrics are always collected; traces are sent where ``OTEL_EXPORTER_OTLP_ENDPOINT`` says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -5,8 +5,6 @@ created once and kept, so that clients and nodes go on over every restart (I6). 
 or an engine is imported here, so a killed server is back in a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

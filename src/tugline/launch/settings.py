@@ -4,8 +4,6 @@ Each command reads the tables that concern it. Defaults work on a laptop; a flag
 overrides the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Sessions that a node holds, and the transfer of their agents' logs to the server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

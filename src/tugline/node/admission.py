@@ -9,8 +9,6 @@ The load is read from the engines' Prometheus pages. The embedded engine counts 
 itself; for the others the time since the last poll counts if requests ran.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

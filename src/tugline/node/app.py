@@ -8,8 +8,6 @@ The server may be away for any time: sessions go on and their results wait in th
 Whether a lease was lost meanwhile is the server's decision; epochs fence late results.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ session that runs or is not committed is never touched. At the start, a folder w
 committed session is an orphan: its programs are ended and it is removed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@ Every metric is in docs/observability.md. The parts count by themselves; their n
 a page is requested.
 """
 
-from __future__ import annotations
-
 from prometheus_client.core import Metric
 from starlette.applications import Starlette
 from starlette.requests import Request

@@ -5,8 +5,6 @@ result of that session and does not affect the others (I5). A result is in the j
 offered to the server (I3).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

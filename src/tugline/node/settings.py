@@ -1,7 +1,5 @@
 """Settings of a node. Sizes that are None follow from the others."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta, field

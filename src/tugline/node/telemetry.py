@@ -5,8 +5,6 @@ session waits for it or fails because of it. ``OTEL_EXPORTER_OTLP_ENDPOINT`` swi
 the exporter is an extra, imported only then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -9,8 +9,6 @@ spans that do not fit, and no session waits for it. Headers, sampling and timeou
 standard variables of OpenTelemetry.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import threading

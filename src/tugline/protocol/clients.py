@@ -1,7 +1,5 @@
 """What clients send and read: tasks, sessions, results, events, webhooks, problems."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Nodes, their leases, and the weights state that all of them share."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Protocol
 

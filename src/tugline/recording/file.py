@@ -12,8 +12,6 @@ is dropped when the file is opened, and everything before it is intact. Any othe
 `CaptureError` that names file and offset.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib

@@ -4,8 +4,6 @@ A run keeps its recordings in one folder as ``<session>.<epoch>.rec``. The token
 is written there once, as ``tokenizer-<first 16 hex digits of its SHA-256>.json``.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

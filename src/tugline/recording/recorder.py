@@ -5,8 +5,6 @@ logprobs and policy versions must cover the same tokens; a gap is an error at on
 token without its logprob cannot be trained (I2).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field

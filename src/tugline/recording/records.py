@@ -4,8 +4,6 @@ They hold everything that a trainer, the viewer or a replay needs: the task and 
 prompts were made, every call, and the outcome. The server that wrote them is not needed.
 """
 
-from __future__ import annotations
-
 import hashlib
 from enum import StrEnum
 from typing import Any

@@ -7,8 +7,6 @@ result, never from a clock, so the same recordings and the same builder give the
 session is in memory at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ runs of a program may differ in, such as dates, durations and folders, is masked
 before they are compared; masked values that did differ are reported.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ started in a mount namespace (Linux) in which the new session's folder is mounte
 Where that is not possible, the run has a folder of its own, and paths are masked and adapted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

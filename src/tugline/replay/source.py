@@ -7,8 +7,6 @@ is an engine and the fork is reached. Replayed calls are marked (`Call.replayed`
 trained twice (I2), and live tokens are sampled in the context that this run really has (I1).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Sharing lets a harness install once and an evaluator cache its verdicts.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, TypeVar
 

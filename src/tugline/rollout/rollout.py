@@ -9,8 +9,6 @@ towards `total_s` only. An agent that times out is still built and evaluated, an
 still built, because a partial trajectory is data (I2).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

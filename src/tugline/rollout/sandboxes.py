@@ -5,8 +5,6 @@ when the evaluator asks for it. Runtimes that do not isolate sessions would let 
 it meanwhile, so a prewarmed sandbox that has changed is not used.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@
 (retry, reward, quarantine) is the table `types.HANDLING` (I5).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

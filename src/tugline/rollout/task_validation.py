@@ -4,8 +4,6 @@ The solution runs where an agent would, and its outcome is evaluated like an age
 are extracted, the sandbox is closed, the evaluator opens new ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

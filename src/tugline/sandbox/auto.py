@@ -4,8 +4,6 @@ The choice is logged once, on first use. A task that must not run without isolat
 `bubblewrap` or `container` itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

@@ -6,8 +6,6 @@ know the time; no ``/home``, ``/root``, ``/var``, ``/run``, ``/tmp``, ``/mnt`` a
 harmless devices. This Python is there, with its packages, at its own path and first on PATH.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -11,8 +11,6 @@ Under ``<folder>``: ``<key>/`` the entry, ``<key>.json`` its description and siz
 being removed, itself locked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

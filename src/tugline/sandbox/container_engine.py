@@ -8,8 +8,6 @@ without a daemon needs no set-up either.
 A client belongs to one event loop and one piece of work; creating one takes under a millisecond.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

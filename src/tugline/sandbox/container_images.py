@@ -6,8 +6,6 @@ the next one finds it further on or done. Only what was pulled or built here is 
 least recently used first, and nothing that a container is made of.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

@@ -6,8 +6,6 @@ virtual machine whose folders are not ours. So a container without an image (thi
 what became of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

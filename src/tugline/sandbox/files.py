@@ -8,8 +8,6 @@ an old file is replaced, never written through, so a hard link or a pipe cannot 
 The root itself is trusted: a path whose last part is no link, or an open folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

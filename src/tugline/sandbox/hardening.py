@@ -11,8 +11,6 @@ bubblewrap takes a BPF program (`bpf_filter`), Docker and Podman a narrowed prof
 (`ProcessHardening`), Apptainer a small profile (`ApptainerHardening`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -4,8 +4,6 @@ A driver says how its sandboxes are started and killed. Everything else is here:
 diffs, port forwards, limits, the order of shutting down, and the cache of workspaces.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

@@ -7,8 +7,6 @@ beside the sandbox from before it is created until after it is removed, so that 
 clean up. For the disk see `monitor`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -7,8 +7,6 @@ process enters the user namespace that owns the network first, and passes the so
 file is its program, so it imports nothing but the standard library.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

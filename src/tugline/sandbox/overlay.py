@@ -11,8 +11,6 @@ base is copied. Without a base it is a plain folder, compared with its initial f
 The upper folder is as hostile as a workdir: see `patch`. Initial files are part of the old state.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

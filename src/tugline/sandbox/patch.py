@@ -6,8 +6,6 @@ everything is limited, and what was left out is reported in `Patch.notes`. Readi
 of an overlay is in `workspace.overlay`.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import tarfile

@@ -7,8 +7,6 @@ group is only trusted while its leader is the process that was started. A proces
 environment *and* leaves its session escapes; see docs/runtimes.md.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -13,8 +13,6 @@ here, and no link is followed.
 No code of a repository is run here, git never prompts, and every command has a timeout.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -8,8 +8,6 @@ very many files with longer pauses. What was there before the first program does
 not count.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -5,8 +5,6 @@ result can be read (I3). A crash in between leaves a blob without a row: retenti
 blob is whole or absent, even when the disk is full.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

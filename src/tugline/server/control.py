@@ -5,8 +5,6 @@ it was (I3); nothing kept in memory could not be lost. Whoever waits (for work, 
 log) sleeps until it is notified and has a deadline. A node in the same process uses `dispatcher`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -7,8 +7,6 @@ a node was told once does not answer its next request at once again, so a slow n
 renewals repeat everything.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import OrderedDict

@@ -8,8 +8,6 @@ and do not change when a piece is dropped.
 Logs may be lost in a power cut: only a length is acknowledged, and a node continues from there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

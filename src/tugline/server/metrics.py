@@ -6,8 +6,6 @@ lie between two scrapes, the older ones are left out. Durations of requests and 
 as they happen. docs/observability.md lists every metric.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, defaultdict

@@ -5,8 +5,6 @@ submission that names the field, its value and what would be right, never a sess
 hour later.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ faults; no torch is needed.
     app = create_app(ScriptedEngine(reply, vocab_size=2000), model_name="scripted")
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence

@@ -11,8 +11,6 @@ request without tools, or for none of the scripts, counts as a side call (a titl
         gateway = Gateway(served.upstream, served.rendering, folder)
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ spans of traces, so a ledger cannot disagree with its traces. The ledger of a se
 its calls', that of a step the sum of its sessions'.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,8 +6,6 @@ views of one buffer, as `tugline.recording.file.read` returns them, are not comp
 work is linear in the unique ids (I7).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import pairwise

@@ -3,8 +3,6 @@
 So a position in the data is one number, and a resumed run submits the very same tasks.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Configuration of ``tugline train``: tasks, engine, trainer and schedule in one strict file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -5,8 +5,6 @@ the policy is listed by its cause and is in no denominator (I5). Tasks are the u
 interval, because attempts at one task resemble each other. No torch here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -14,8 +14,6 @@ Versions are never used again: if weights had been published after the checkpoin
 checkpoint get a new number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import shutil

@@ -1,7 +1,5 @@
 """Figures of a training step's sessions, and the alarms that they and the update ring."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

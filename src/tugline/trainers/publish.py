@@ -9,8 +9,6 @@ itself, so it is always requested: an answer over another policy's cache is off 
 and an error names the replica (I3). No torch here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,7 +1,5 @@
 """The engine of a run: in this process with a copy of the model, or running vLLM or SGLang."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import AsyncIterator, Mapping

@@ -3,8 +3,6 @@
 Figures have names such as ``rollout/reward``. A resumed run continues them after its checkpoint.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module

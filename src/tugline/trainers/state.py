@@ -1,7 +1,5 @@
 """State of a training run on disk: its configuration, and what is in every checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -4,8 +4,6 @@ They import nothing of ours and are what processes exchange: each is a `msgspec.
 definition serves memory, msgpack on disk and JSON on the wire (`encode` and `decode`).
 """
 
-from __future__ import annotations
-
 from tugline.types.arrays import Ids, Logprobs, Mask, decode, encode, shared_prefix
 from tugline.types.call import (
     Branch,

@@ -3,8 +3,6 @@
 Arrays are contiguous numpy buffers (``int32`` ids, ``float32`` logprobs), never Python lists.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar, get_args
 
 import msgspec

@@ -1,7 +1,5 @@
 """One model call as it was recorded, and the messages and tools of it, neutral of any dialect."""
 
-from __future__ import annotations
-
 import hashlib
 from enum import StrEnum
 from typing import Any

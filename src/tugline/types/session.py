@@ -1,7 +1,5 @@
 """Sessions, their status, and how they end: with a result, or with a failure (I5)."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Any
 

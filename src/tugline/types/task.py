@@ -1,7 +1,5 @@
 """Tasks: problems to be attempted, as they are submitted."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Traces to train on, the ledger of their tokens (I1, I2), and flat arrays for a trainer."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import msgspec

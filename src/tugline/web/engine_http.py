@@ -1,7 +1,5 @@
 """Plain HTTP to one inference engine: which models it serves, and what it reports of itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any, Self

@@ -5,8 +5,6 @@ after decompression, and in time (I6). The response classes of a framework cost 
 of a model call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Server-sent events: encode one, and read the payloads of a stream."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterable
 
 DONE = b"[DONE]"

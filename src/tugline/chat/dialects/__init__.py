@@ -1,7 +1,5 @@
 """The wire formats that the gateway speaks."""
 
-from __future__ import annotations
-
 from tugline.chat.dialects.anthropic import Anthropic
 from tugline.chat.dialects.base import Dialect, HttpRequest
 from tugline.chat.dialects.google import Google

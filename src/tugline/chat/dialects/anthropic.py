@@ -10,8 +10,6 @@ Fields that would change the response and cannot be honoured are refused by name
 run on the API's own servers, documents, edits of the context, responses begun by the client.
 """
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Clients send back what they were sent: `build_blocks` followed by `fold_message`
 message again (but for white space in a tool's input).
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Callable, Iterator, Sequence

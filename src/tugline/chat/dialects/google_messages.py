@@ -8,8 +8,6 @@ Google's ``Schema`` is JSON schema with its own spelling (types in capitals, ``n
 text); templates and grammars want the common one, so it is rewritten when it is parsed.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

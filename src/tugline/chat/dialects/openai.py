@@ -5,8 +5,6 @@ encoded as a custom call only if it kept to that, else as a function call with t
 written, so that nothing of a response is lost on its way out and back (I1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 

@@ -9,8 +9,6 @@ that run at OpenAI are refused too, saying what to switch off. `responses_input`
 message of the user later on. ``/responses/input_tokens`` counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 

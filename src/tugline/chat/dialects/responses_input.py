@@ -7,8 +7,6 @@ of the response. Reasoning, and summaries of what went before, may travel sealed
 ``encrypted_content`` for clients that keep nothing else.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

@@ -6,8 +6,6 @@ model wrote (up to JSON spacing); otherwise as a plain function call, which the 
 an error that the model gets to read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

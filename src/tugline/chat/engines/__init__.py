@@ -1,7 +1,5 @@
 """Formats for requests to inference engines, and their replies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ reports its ids; text mode: it reports none). In exact mode the gateway decodes 
 itself; in the other two it passes on the engine's own text, reasoning and tool calls.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

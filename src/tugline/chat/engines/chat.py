@@ -5,8 +5,6 @@ again (I1). A reply without ids is an error that names the option to add (I2). T
 but not trained on: the ledger counts its tokens as `no_token_ids`.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ fields of its body, and where its reply has the ids, the log probability of each
 versions. The route ``/inference/v1/generate``, which the embedded engine and vLLM share, is here.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

@@ -7,8 +7,6 @@ route reports its ids once, at the end; until then tokens are only counted, and 
 off earlier has counts only (I2).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

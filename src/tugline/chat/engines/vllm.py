@@ -6,8 +6,6 @@ chat route renders by itself. Log probabilities are the model's own, before temp
 server was started with ``--logprobs-mode processed_logprobs``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

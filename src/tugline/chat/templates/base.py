@@ -7,8 +7,6 @@ JSON objects, or DeepSeek V4's DSML.
 """
 
 # ruff: noqa: RUF001  # the marks as the model writes them
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import astuple, dataclass

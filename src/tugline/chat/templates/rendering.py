@@ -5,8 +5,6 @@ are already there, from the end of the prompt and the sampled ids; it returns No
 cannot continue them without changing them (I1). Only `render` costs more than what is new (I7).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import OrderedDict

@@ -5,8 +5,6 @@ One request per exact chain of calls scores all its answers, so a session of T t
 both have the same meaning.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

@@ -10,8 +10,6 @@
 `VerifyVerdict.UNCHECKED` marks a check that could not be made, with a reason; it never passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path

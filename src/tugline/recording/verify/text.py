@@ -7,8 +7,6 @@ begun itself (a forced tool call) or resumed after a break; each beginning that 
 tried. In observed mode the engine made the text; its words must be among the decoded ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ trace only the tokens that its parent does not have are stored, so the file grow
 tokens, not with turns times tokens (I7).
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html

@@ -5,8 +5,6 @@ the documented form of the JSON (`docs/view.md`). Continuations are measured on 
 sampled token is in its turn's ledger, and the turns' ledgers add up to the session's (I2).
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import math

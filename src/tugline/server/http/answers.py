@@ -9,8 +9,6 @@ A long poll costs nothing while nothing happens. When the server shuts down, a l
 waits for a client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import traceback

@@ -4,8 +4,6 @@
 connections. Every error is answered as a problem.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

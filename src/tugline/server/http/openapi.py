@@ -4,8 +4,6 @@ Bounds come from the types, field descriptions from the docstrings under the fie
 promises what the server accepts.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ msgpack (`Results`), followed by one such length and that many bytes of trajecto
 items, where a length of 0 says that the session never ran.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Annotated

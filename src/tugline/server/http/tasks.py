@@ -5,8 +5,6 @@ request about a session that another node holds is answered like any lost lease 
 epoch it names.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any

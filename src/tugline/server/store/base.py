@@ -4,8 +4,6 @@ The SQL is written once, for SQLite and PostgreSQL: parameters are ``:name``, ro
 both have ``RETURNING`` and ``ON CONFLICT``. Where the two differ, the driver fills in the word.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

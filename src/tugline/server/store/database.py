@@ -9,8 +9,6 @@ Operations may run again after a lost connection, so each looks at the present s
 changes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

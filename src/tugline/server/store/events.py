@@ -9,8 +9,6 @@ claimed separately: one that does not answer delays no other. Each step costs O(
 however long the list is.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

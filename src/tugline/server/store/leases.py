@@ -5,8 +5,6 @@ does not list was in an answer that got lost: it is sent again. A session that i
 longer holds belongs to another node: it is told to drop it.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The lease is the node's, not the session's: a node that does not renew in time i
 sessions are given to others (see `leases.expire_node`).
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import msgspec

@@ -9,8 +9,6 @@ a result is that of its event, so one cursor serves both. What a consumer has ac
 moves back (I3).
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ their weights at any load. A tenant that gets work again starts level with the o
 work earns nothing.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

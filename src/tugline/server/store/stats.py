@@ -4,8 +4,6 @@ Lists that only grow are not counted: of webhook deliveries those that are pendi
 unread results at most `MAX_SCAN`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 A body is packed once and never changes. What is queried for many tasks at once stands in columns.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

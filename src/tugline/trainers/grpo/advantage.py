@@ -8,8 +8,6 @@ with many traces more weight in its own baseline. Sessions without a reward must
 the caller.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Self

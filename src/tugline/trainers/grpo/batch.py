@@ -6,8 +6,6 @@ padded on the right; with causal attention no token can attend to the padding, s
 sequence gives exactly what it gives alone and needs no attention mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

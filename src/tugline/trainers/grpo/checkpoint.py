@@ -7,8 +7,6 @@ file. It is written under a hidden name, flushed to disk and then renamed, so a 
 moment leaves the checkpoints before it as they were (I3).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

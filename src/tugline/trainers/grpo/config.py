@@ -4,8 +4,6 @@ Strict and frozen: an unknown key is an error, and the digest of a config stands
 checkpoint, so a resumed run can tell whether it was changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Annotated, Literal
 

@@ -7,8 +7,6 @@ weight of every token is already a share of the whole update (I2). The result is
 process, up to rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar
 

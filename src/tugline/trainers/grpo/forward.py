@@ -5,8 +5,6 @@ a vocabulary of logits for every token would cost more than all layers below it.
 wrapped (PEFT, DDP) or sharded in place (FSDP2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ forward passes, so the loss of an update is a plain sum and its gradient does no
 the update was cut.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

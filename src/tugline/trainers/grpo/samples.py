@@ -4,8 +4,6 @@
 trained + masked + dropped (I2). Trajectories built again from recordings give the same samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

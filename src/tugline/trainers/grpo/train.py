@@ -9,8 +9,6 @@ An update that has no gradient, or one that is not finite, is not applied: it mo
 even by momentum or weight decay.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence
