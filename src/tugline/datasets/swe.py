@@ -30,18 +30,7 @@ IMAGES = {
     "swe-gym": "docker.io/xingyaoww/sweb.eval.x86_64.{instance_s}:latest",
 }
 """Names of published images, by publisher."""
-PROMPT = """\
-In {path} there is a checkout of {repo}. This issue was reported for it:
-
-<issue>
-{problem_statement}
-</issue>
-
-Resolve the issue by changing the code in {path}. Tests that you cannot see will judge your \
-change, so do what the issue asks for and keep what works as it is. Leave the existing tests \
-alone; nothing needs to be committed. What the code needs is installed, in the conda environment \
-`testbed` if there is conda. There is no network.
-"""
+PROMPT = Path(__file__).with_name("swe_prompt.txt").read_text(encoding="utf-8")
 _IMAGE_WORDS = ("instance_id", "instance_1776", "instance_s", "repo")
 _REPO_WORDS = ("instance_id", "repo")
 _PROMPT_WORDS = ("problem_statement", "hints_text", "repo", "path", "instance_id")

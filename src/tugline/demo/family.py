@@ -83,7 +83,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     things: tuple[str, ...]
     single: tuple[str, ...]
     plural: tuple[str, ...]
-    words: tuple[str, ...]
+    short_nouns: tuple[str, ...]
 
 
 VOCABULARY = decode(read_values(Path(__file__).with_name("problems.yaml")), Vocabulary)
@@ -239,4 +239,4 @@ def _row(rng: random.Random, family: Family) -> tuple[object, ...]:
         return (rng.sample(range(1, 60), rng.randint(3, 6)),)
     if family.operands == "flags":
         return ([rng.random() < rng.choice((0.0, 0.5, 1.0)) for _ in range(3)],)
-    return (f" {' '.join(rng.sample(VOCABULARY.words, 2))} ".replace("o", "O"),)
+    return (f" {' '.join(rng.sample(VOCABULARY.short_nouns, 2))} ".replace("o", "O"),)

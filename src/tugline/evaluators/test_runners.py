@@ -4,7 +4,7 @@ import ast
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Annotated, NamedTuple, TypeGuard
 
 import msgspec
@@ -21,16 +21,7 @@ MAX_OUTPUT, MAX_REPORT = 100 << 20, 16 << 20
 """Bytes that are read."""
 _REPORT = "{report}"
 _CANNOT_RUN = (126, 127)
-_COLLECT = """\
-mkfifo "$0.pipe" || exit 126
-cat "$0.pipe" > "$0" &
-exec 3> "$0.pipe"
-"$@" 3>&-
-code=$?
-exec 3>&-
-wait
-exit $code
-"""
+_COLLECT = Path(__file__).with_name("collect_reports.sh").read_text(encoding="utf-8")
 """Runs a command whose programs write reports to a pipe, and appends all of them to one file.
 
 A path would only have the report of the last program.
