@@ -175,6 +175,7 @@ async def test_a_session_is_one_trace(tmp_path: Path) -> None:
 async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
     """Telling returns at once, closing within its bound, whoever does not listen."""
     rollout = await rolled(tmp_path)
+    before = set(threading.enumerate())  # of other tracers in this process
     tracer = tracer_to("http://127.0.0.1:9")
     async with asyncio.timeout(10):
         for epoch in range(200):
@@ -182,7 +183,7 @@ async def test_a_dead_collector_holds_nothing_up(tmp_path: Path) -> None:
             await asyncio.to_thread(tracer.export, structs.replace(rollout, session=session))
         await asyncio.to_thread(tracer.close)
     # Nothing goes on trying.
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("Otel"):
             await asyncio.to_thread(thread.join, 5.0)
             assert not thread.is_alive()
