@@ -16,7 +16,7 @@ from tugline.errors import ServerError, TuglineError, UsageError
 COMMANDS = {
     "bench": "Measure what a part costs, next to the least that it could.",
     "cancel": "Cancel tasks or sessions; results so far are kept.",
-    "demo": "Train a tiny model on a real, unmodified agent in about ten minutes.",
+    "demo": "Train a tiny model on a real, unmodified agent in minutes.",
     "doctor": "Check an engine's modes and flags, this machine's runtimes, or a server.",
     "eval": "Measure a model on tasks: pass@1, pass@k, intervals, and what changed.",
     "export": "Write recorded sessions to a file that other tools and trainers read.",

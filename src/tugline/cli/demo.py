@@ -50,7 +50,7 @@ def demo(  # noqa: PLR0913 - each is a flag
         bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
     ] = False,
 ) -> None:
-    """Train a tiny model on a real, unmodified agent in about ten minutes."""
+    """Train a tiny model on a real, unmodified agent in minutes."""
     flags = locals()
     given = {name: flags[name] for name in _SETTINGS if flags[name] is not None}
     with name_missing_extra("demo"):

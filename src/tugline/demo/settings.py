@@ -20,7 +20,7 @@ class DemoSettings(Config, frozen=True):
     """How recorded calls become traces: `prefix_merging`, `per_request` or `tree`."""
     seed: NonNegativeInt = 0
     """Seed of the training tasks, the order of updates and the sampling."""
-    steps: PositiveInt = 16
+    steps: PositiveInt = 8
     """GRPO steps."""
     tasks_per_step: PositiveInt = 6
     """Groups in one step."""
