@@ -81,12 +81,13 @@ def body(name: str, draw: random.Random, callback: str) -> dict[str, Any]:
 
 
 class Storm:
-    """`kills` strikes over at least `sessions` sessions."""
+    """`kills` strikes over at least `sessions` sessions; work is there until the last strike."""
 
     def __init__(self, fleet: Fleet, *, sessions: int, kills: int, seed: int) -> None:
         self.fleet, self.sessions, self.kills = fleet, sessions, kills
         self.story = Story()
         self._draw = random.Random(seed)
+        self._all_struck = threading.Event()
         self._all_asked = threading.Event()
         self._ended = 0
         self._failed: list[BaseException] = []
@@ -103,6 +104,7 @@ class Storm:
                 time.time() >= due and self._ended >= share * self.sessions * 0.9
             ), 120.0, f"the sessions to get on (strike {number})")  # fmt: skip
             strike()
+        self._all_struck.set()
         with contextlib.suppress(TimeoutError):  # the audit tells what is missing
             self._wait(self._over, SETTLE_S, "the last sessions to end")
             self.story.ended_s = time.time() - began
@@ -155,11 +157,12 @@ class Storm:
             time.sleep(0.2)
 
     def _batches(self, draw: random.Random) -> Iterator[list[dict[str, Any]]]:
-        left = -(-self.sessions // GROUP)
-        while left:
-            size = min(left, draw.randint(1, 4))
-            yield [body(f"t{left - n:04}", draw, self.fleet.callback) for n in range(size)]
-            left -= size
+        """Yield batches of tasks: enough for `sessions`, and more while strikes are due."""
+        number = 0
+        while number * GROUP < self.sessions or not self._all_struck.is_set():
+            size = draw.randint(1, 4)
+            yield [body(f"t{number + n:04}", draw, self.fleet.callback) for n in range(size)]
+            number += size
 
     def _count_ended(self, api: Any) -> int:
         counts = api.get("/v1/status")["sessions"]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tugline.cli.options import Json
-from tugline.cli.run import RunProgress
+from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
 from tugline.cli.up import (
     ConfigFile,
@@ -26,11 +26,9 @@ from tugline.cli.up import (
     Tokenizer,
     add_default_engine,
     engine_flags,
-    keep_running,
 )
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
 from tugline.datasets.files import load_tasks
-from tugline.launch.local import run as run_all
 from tugline.launch.settings import load_settings
 from tugline.trainers.evaluation import (
     Comparison,
@@ -82,19 +80,8 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
     )
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None
-    settings = add_default_engine(settings)
     console = Console(stderr=True, highlight=False)
-    progress = RunProgress(console)
-
-    async def main() -> None:
-        with progress.bar:
-            await run_all(tasks, settings, out, progress.add)
-
-    try:
-        keep_running(main(), log_file)
-    except typer.Exit:
-        console.print(f"stopped; the same command resumes in {out}")
-        raise
+    progress = run_with_progress(tasks, add_default_engine(settings), out, log_file, console)
     attempts = [to_attempt(view) for view in progress.views]
     report = EvaluationReport(
         evaluate(attempts, k=k, tags=_read_tags(tasks)),

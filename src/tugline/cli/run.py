@@ -30,9 +30,9 @@ from tugline.cli.up import (
 )
 from tugline.datasets.files import load_tasks
 from tugline.launch.local import run as run_all
-from tugline.launch.settings import load_settings
+from tugline.launch.settings import Settings, load_settings
 from tugline.protocol import ResultView
-from tugline.types import Boundary
+from tugline.types import Boundary, Task
 
 _REPORT_EVERY_S = 10.0
 """Between two lines, without a terminal."""
@@ -94,6 +94,24 @@ class RunProgress:
         }
 
 
+def run_with_progress(
+    tasks: Sequence[Task], settings: Settings, out: Path, log_file: Path | None, console: Console
+) -> RunProgress:
+    """Run what is missing in `out` and report it on the console; `typer.Exit` if stopped."""
+    progress = RunProgress(console)
+
+    async def main() -> None:
+        with progress.bar:
+            await run_all(tasks, settings, out, progress.add)
+
+    try:
+        keep_running(main(), log_file)
+    except typer.Exit:
+        console.print(f"stopped; the same command resumes in {out}")
+        raise
+    return progress
+
+
 def run(  # noqa: PLR0913 - each is a flag
     paths: Paths,
     *,
@@ -117,19 +135,8 @@ def run(  # noqa: PLR0913 - each is a flag
         engine=engine_flags(engine, model, tokenizer, renderer),
     )
     tasks = load_tasks(paths)
-    settings = add_default_engine(settings)
     console = Console(stderr=True, highlight=False)
-    progress = RunProgress(console)
-
-    async def main() -> None:
-        with progress.bar:
-            await run_all(tasks, settings, out, progress.add)
-
-    try:
-        keep_running(main(), log_file)
-    except typer.Exit:
-        console.print(f"stopped; the same command resumes in {out}")
-        raise
+    progress = run_with_progress(tasks, add_default_engine(settings), out, log_file, console)
     console.print(f"{len(progress.views)} sessions, {progress.summarize()}: {out}/results.jsonl")
     _print_failures(console, progress.views)
     if as_json:

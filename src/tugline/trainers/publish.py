@@ -222,7 +222,9 @@ class Publisher:
             pause = Pause(self._mode, self._within_s)
             _raise_if_incomplete(await self._weights.pause(pause), "paused", self._within_s)
             await asyncio.gather(*(self._load(url, folder, version) for url in self._updaters))
-            proofs = [await self._prove(url, version, probe) for url in self._updaters]
+            proofs = await asyncio.gather(
+                *(self._prove(url, version, probe) for url in self._updaters)
+            )
             _raise_if_incomplete(await self._weights.announce(version), "told the version", 60)
         finally:
             await self._weights.resume()

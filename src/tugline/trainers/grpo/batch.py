@@ -102,25 +102,21 @@ def pack(
 
 
 def _divide(rows: Sequence[Row], world: int) -> list[list[Row]]:
-    """Divide rows among ranks by tokens; those with a common prefix stay together."""
+    """Divide rows among ranks by tokens, in `prefix_order`: a common prefix stays together."""
     parts: list[list[Row]] = [[] for _ in range(world)]
     total = sum(row.length for row in rows)
     before = 0
-    for row in sorted(rows, key=_by_prefix):
+    for row in sorted(rows, key=lambda row: prefix_order(row.sample.input_ids)):
         parts[world * (2 * before + row.length) // (2 * total)].append(row)
         before += row.length
     return parts
 
 
-def _by_prefix(row: Row) -> bytes:
-    return prefix_order(row.sample.input_ids)
-
-
 def _tree_chunks(rows: Sequence[Row], micro_tokens: int) -> Iterator[list[Row]]:
-    """Split rows, sorted by their ids, where a tree would exceed `micro_tokens` tokens."""
+    """Split rows, in `prefix_order`, where a tree would exceed `micro_tokens` tokens."""
     chunk: list[Row] = []
     size = 0
-    for row in sorted(rows, key=_by_prefix):
+    for row in rows:
         ids = row.sample.input_ids
         new = row.length - (shared_prefix(ids, chunk[-1].sample.input_ids) if chunk else 0)
         if chunk and size + new > micro_tokens:

@@ -21,11 +21,7 @@ from tugline import log
 from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row, pack
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.distributed import (
-    add_up,
-    clip_gradient,
-    gather,
-)
+from tugline.trainers.grpo.distributed import add_up, clip_gradient, gather
 from tugline.trainers.grpo.forward import PolicyModel
 from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.mismatch import MismatchReport, Recomputed, summarize
@@ -90,7 +86,7 @@ class _Update:
 
     def add_up(self, device: torch.device) -> None:
         """Add the sums of the other ranks."""
-        names = ("tokens", "forwarded", "padding", "loss", "kl", "clipped", "ratio")
+        names = ("tokens", "forwarded", "padding", "loss", "kl", "clipped", "bounded", "ratio")
         values = [getattr(self, name) for name in names]
         for name, value, total in zip(names, values, add_up(values, device), strict=True):
             setattr(self, name, type(value)(total))
