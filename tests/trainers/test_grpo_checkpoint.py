@@ -16,7 +16,9 @@ from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.train import Grpo
 
 torch.set_num_threads(1)
-CONFIG = GrpoConfig(lr=1e-3, sessions_per_update=3, warmup_updates=8, weight_decay=0.1)
+CONFIG = GrpoConfig(
+    lr=1e-3, sessions_per_update=3, warmup_updates=2, decay_updates=7, weight_decay=0.1
+)
 
 
 def trainer(seed: int = 0) -> Grpo:

@@ -316,6 +316,10 @@ def test_unknown_keys_are_refused() -> None:
         ({"turn_discount": 0.9}, "turn_discount has no effect with reward 'outcome'"),
         ({"importance_low": 1.5}, "importance_low is 1.5, but 1, the weight of"),
         ({"importance_high": 0.5}, "importance_high is 0.5, but 1, the weight of"),
+        (
+            {"warmup_updates": 5, "decay_updates": 5},
+            "decay_updates is 5, must be more than warmup_updates, which is 5",
+        ),
         ({"reward": "discounted", "turn_discount": 0}, "turn_discount is 0, must be a number > 0"),
         (
             {"reward": "discounted", "turn_discount": 1.5},

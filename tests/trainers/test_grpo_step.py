@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -175,12 +177,23 @@ def test_kl_without_a_reference_is_refused() -> None:
         Grpo(tiny(), GrpoConfig(kl=0.1))
 
 
-def test_learning_rate_warms_up() -> None:
-    """It rises linearly over the first updates and then stays."""
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ({}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ({"decay_updates": 6}, [0.25, 0.5, 0.75, 1, 1, 0.5, 0, 0]),
+        ({"decay_updates": 6, "final_lr": 0.2}, [0.25, 0.5, 0.75, 1, 1, 0.6, 0.2, 0.2]),
+        ({"decay_updates": 7, "decay": "cosine"}, [0.25, 0.5, 0.75, 1, 1, 0.75, 0.25, 0]),
+    ],
+)
+def test_learning_rate_follows_its_schedule(
+    schedule: dict[str, Any], shares: Sequence[float]
+) -> None:
+    """It rises linearly, falls to its last share, and stays there; what is left moves nothing."""
     model = tiny()
-    trainer = Grpo(model, GrpoConfig(lr=1.0e-3, warmup_updates=4))
-    rates = [trainer.step(groups(model), version=VERSION).learning_rate for _ in range(5)]
-    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+    trainer = Grpo(model, GrpoConfig(lr=1.0e-3, warmup_updates=4, **schedule))
+    rates = [trainer.step(groups(model), version=VERSION).learning_rate for _ in shares]
+    assert rates == pytest.approx([1e-3 * share for share in shares], abs=1e-12)
 
 
 # --------------------------------------------------------------------------- the books

@@ -82,9 +82,16 @@ class GrpoConfig(Config, frozen=True):
     """Type that forward passes compute in; weights stay float32. None computes in theirs."""
 
     lr: PositiveFloat = 1e-6
-    """Learning rate of AdamW after the warm-up."""
+    """Highest learning rate of AdamW, which it has after the warm-up."""
     warmup_updates: NonNegativeInt = 0
     """Updates over which the learning rate rises linearly to `lr`."""
+    decay: Literal["linear", "cosine"] = "linear"
+    """How the learning rate falls after the warm-up (with `decay_updates` only)."""
+    decay_updates: PositiveInt | None = None
+    """Updates, those of the warm-up included, after which the learning rate has fallen to
+    `final_lr`; None: it stays at `lr`."""
+    final_lr: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of `lr` that is left at the end of the decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     weight_decay: NonNegativeFloat = 0.0
@@ -105,6 +112,10 @@ class GrpoConfig(Config, frozen=True):
                 msg = f"{field} is {getattr(self, field)}, but 1, the weight of a token that engine"
                 msg += " and trainer agree on, must be within importance_low and importance_high"
                 raise ConfigError(msg, field)
+        if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
+            msg = f"decay_updates is {self.decay_updates}, must be more than warmup_updates, which"
+            msg += f" is {self.warmup_updates}: the decay begins after the warm-up"
+            raise ConfigError(msg, "decay_updates")
         if self.reward == "discounted" and self.turn_discount is None:
             msg = "turn_discount is missing: reward 'discounted' needs a number above 0, at most 1"
             raise ConfigError(msg, "turn_discount")

@@ -232,9 +232,16 @@ class Grpo:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next update."""
-        ramp = (self.updates + 1) / max(1, self.config.warmup_updates)
-        return self.config.lr * min(1.0, ramp)
+        """Learning rate of the next update; a function of the config and of `updates` alone."""
+        config, warmup = self.config, self.config.warmup_updates
+        if self.updates < warmup:
+            return config.lr * (self.updates + 1) / warmup
+        if config.decay_updates is None:
+            return config.lr
+        left = max(0.0, 1 - (self.updates - warmup) / (config.decay_updates - warmup))
+        if config.decay == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        return config.lr * (config.final_lr + (1 - config.final_lr) * left)
 
     def _pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
         return pack(
