@@ -172,6 +172,26 @@ async def test_structured_output(tmp_path: Path, api: Api) -> None:
             assert caught.value.param == "text.format"
 
 
+_SCHEMA: Any = {"type": "object", "properties": {}, "additionalProperties": False}
+STRICT: dict[str, Any] = {
+    "chat": openai.pydantic_function_tool(Verdict, name="read"),
+    "responses": {"type": "function", "name": "read", "parameters": _SCHEMA, "strict": True},
+    "anthropic": {**READ, "input_schema": _SCHEMA, "strict": True},
+}
+"""A strict tool, which agent frameworks declare without being told to."""
+
+
+@pytest.mark.parametrize("api", [CHAT, RESPONSES, ANTHROPIC], ids=lambda api: api.name)
+async def test_strict_tools_are_accepted(tmp_path: Path, api: Api) -> None:
+    """No grammar holds the model to them, since its answer could then not be trained."""
+    async with client(tmp_path, api, says(CALLS)) as (it, sdk):
+        reply = await api.ask(sdk, api.start("Mend it."), tools=[STRICT[api.name]])
+        (call,) = it.calls
+    assert reply.finish == "tools"
+    assert [tool.strict for tool in call.tools] == [True]
+    assert not call.constrained
+
+
 # --------------------------------------------------------------------------- around answers
 @each_api
 async def test_counting_and_models(tmp_path: Path, api: Api) -> None:

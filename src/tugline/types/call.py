@@ -73,6 +73,9 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, Any]
     kind: ToolKind = ToolKind.FUNCTION
     namespace: str | None = None
+    strict: bool = False
+    """Whether the client wants arguments that fit the schema in any case; a call whose answer was
+    not `Call.constrained` was not held to it."""
 
 
 # --------------------------------------------------------------------------- calls

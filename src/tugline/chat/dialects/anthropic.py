@@ -278,11 +278,9 @@ def _parse_tool(item: Any, where: str) -> Tool:
             "declare a custom tool with an input_schema"
         )
         raise RequestError(msg, param=f"{where}.type")
-    if item.get("strict"):
-        msg = f"{where} ({name}): strict=true cannot be guaranteed here; leave it out"
-        raise RequestError(msg, param=f"{where}.strict")
     schema = require(item, "input_schema", dict, where)
-    return Tool(name, optional_text(item, "description") or "", schema)
+    strict = item.get("strict") is True
+    return Tool(name, optional_text(item, "description") or "", schema, strict=strict)
 
 
 def _find_thread(headers: Mapping[str, str]) -> ThreadInfo:

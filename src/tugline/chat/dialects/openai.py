@@ -29,7 +29,7 @@ from tugline.chat.model_call import (
     ThreadInfo,
     ToolChoice,
 )
-from tugline.errors import EngineError, RequestError, TuglineError, Unsupported
+from tugline.errors import EngineError, RequestError, TuglineError
 from tugline.types import Sampling, Tool, ToolCall, ToolKind, TraceKind
 
 CUSTOM_INPUT: dict[str, Any] = {
@@ -171,11 +171,13 @@ def _parse_image(part: dict[str, Any], where: str) -> tuple[str, str | None]:
 
 def parse_function(item: Any, where: str) -> Tool:
     """A function as both APIs describe it; `item` holds its name."""
-    if item.get("strict"):
-        msg = f"{where}.strict=true cannot be honoured here; make it false or leave it out"
-        raise Unsupported(msg, param=f"{where}.strict")
     parameters = require(item, "parameters", dict, where) if item.get("parameters") else {}
-    return Tool(_parse_name(item, where), _parse_description(item, where), parameters)
+    return Tool(
+        _parse_name(item, where),
+        _parse_description(item, where),
+        parameters,
+        strict=item.get("strict") is True,
+    )
 
 
 def parse_custom(item: Any, where: str) -> Tool:
