@@ -113,7 +113,7 @@ class Idler:
 
     async def start_asking(self, **settings: Any) -> asyncio.Task[LeaseResponse]:
         """Request a lease; returns once the request waits at the server."""
-        asking = asyncio.create_task(self.ask(**{"wait_s": 20.0, **settings}))
+        asking = asyncio.create_task(self.ask(**{"wait_s": 60.0, **settings}))
         await until_waiting(self.control, f"node:{self.node}")
         await self.control.database.write(lambda _tx: None)  # its renewal is committed
         await asyncio.sleep(0.01)

@@ -168,7 +168,7 @@ async def test_draining_finishes_what_runs_and_returns_the_rest(tmp_path: Path) 
             bench.node.drain()
             await until(lambda: bench.node.stats.released)
             bench.script.release("run")
-            await asyncio.wait_for(asyncio.shield(running), 5)
+            await asyncio.wait_for(asyncio.shield(running), 20)
         assert await bench.statuses() == {"t-0": Status.COMPLETED}
         assert await bench.count_by_status() == {"completed": 1, "queued": 2}
         assert (await bench.read_session("t-1")).attempt == 0
@@ -208,7 +208,7 @@ async def test_a_drain_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -
             bench.link.away = True
             bench.script.release("run")
             bench.node.drain()
-            await asyncio.wait_for(asyncio.shield(running), 5)
+            await asyncio.wait_for(asyncio.shield(running), 20)
         assert bench.journal == ["t-0.1.result"]
         assert await bench.statuses() == {}
 
@@ -221,7 +221,7 @@ async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> No
         async with bench.working() as running:
             await until(lambda: bench.link.requests)
             bench.node.drain()
-            await asyncio.wait_for(asyncio.shield(running), 5)
+            await asyncio.wait_for(asyncio.shield(running), 20)
 
 
 async def test_a_pause_stops_every_agents_timeout(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ async def test_a_server_that_refuses_the_node_ends_it(tmp_path: Path) -> None:
         bench = Bench(tmp_path, control)
         bench.link.register = register  # type: ignore[attr-defined]
         with pytest.raises(ServerError, match="join token"):
-            await asyncio.wait_for(bench.node.run(), 5)
+            await asyncio.wait_for(bench.node.run(), 20)
 
 
 async def test_a_rollout_that_raises_is_a_result(tmp_path: Path) -> None:

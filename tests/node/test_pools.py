@@ -52,7 +52,7 @@ async def test_a_place_given_to_somebody_who_leaves_goes_to_the_next() -> None:
         second = asyncio.create_task(one())
         await asyncio.sleep(0)
     first.cancel()
-    await asyncio.wait_for(got.wait(), 1)
+    await asyncio.wait_for(got.wait(), 20)
     await second
     assert pool.busy == 0
 

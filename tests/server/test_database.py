@@ -88,7 +88,7 @@ async def test_reads_do_not_wait_for_a_write(database: Database) -> None:
     gate = threading.Event()
 
     writing = await _block(database, gate, _add("late"))
-    assert await asyncio.wait_for(database.read(_names), 1) == []
+    assert await asyncio.wait_for(database.read(_names), 20) == []
     gate.set()
     await writing
     assert await database.read(_names) == ["late"]

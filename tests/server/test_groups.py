@@ -64,7 +64,7 @@ async def test_a_deadline_releases_what_is_there(open_control: Open) -> None:
         group = Group(deadline_s=0.4)
         await control.submit([a_task("t", 3, group=group)])
         await node.ask()
-        found = await asyncio.wait_for(control.results(groups=True, wait_s=5), 2)
+        found = await asyncio.wait_for(control.results(groups=True, wait_s=20), 20)
         [view] = found.groups
         assert (view.reason, view.usable, view.missing) == ("deadline", 0, (0, 1, 2))
         assert {item.status for item in found.items} == {Status.CANCELLED}
@@ -150,4 +150,4 @@ async def test_whoever_waits_for_a_group_gets_it_at_once(control: ControlPlane) 
     await node.commit("t-0")
     assert not waiting.done()
     await node.commit("t-1")
-    assert [group.id for group in (await asyncio.wait_for(waiting, 2)).groups] == ["t"]
+    assert [group.id for group in (await asyncio.wait_for(waiting, 20)).groups] == ["t"]

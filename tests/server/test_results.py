@@ -129,7 +129,7 @@ async def test_waiting_for_some_tasks(control: ControlPlane) -> None:
         await control.database.read(events.latest)
         assert not any(task.done() for task in waiting)
         await control.database.write(_finish, "a-0", 1.0)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             found, whole, told = await asyncio.gather(*waiting)
     assert _ids(found) == _ids(whole) == ["a-0"]
     assert [event.kind for event in told] == [EventKind.RESULT, EventKind.RELEASED]

@@ -219,7 +219,7 @@ async def test_retry_after_is_honoured(database: Database, receiver: Receiver) -
     receiver.answer = lambda _count: web.Response(status=429, headers={"Retry-After": "120"})
     async with _sender(database):
         await _tell(database, "t", receiver.url)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not all(one.tries for one in await _all(database)):  # noqa: ASYNC110 - the same
                 await asyncio.sleep(0.01)
     for one in await _all(database):

@@ -13,20 +13,10 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from tugline.cli import up
 from tugline.cli.options import Json
 from tugline.cli.run import run_with_progress
 from tugline.cli.task import Paths
-from tugline.cli.up import (
-    ConfigFile,
-    Engines,
-    LogFile,
-    Model,
-    Renderer,
-    Slots,
-    Tokenizer,
-    add_default_engine,
-    engine_flags,
-)
 from tugline.datasets.base import INSTANCE, SPLIT, TASKSET
 from tugline.datasets.files import load_tasks
 from tugline.launch.settings import load_settings
@@ -62,13 +52,13 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
         Path | None,
         typer.Option("--compare", help="Folder of an earlier run of the same tasks."),
     ] = None,
-    config: ConfigFile = None,
-    engine: Engines = None,
-    model: Model = None,
-    tokenizer: Tokenizer = None,
-    renderer: Renderer = None,
-    slots: Slots = None,
-    log_file: LogFile = None,
+    config: up.ConfigFile = None,
+    engine: up.Engines = None,
+    model: up.Model = None,
+    tokenizer: up.Tokenizer = None,
+    renderer: up.Renderer = None,
+    slots: up.Slots = None,
+    log_file: up.LogFile = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model on tasks: pass@1, pass@k, intervals, and what changed."""
@@ -76,12 +66,12 @@ def eval(  # noqa: A001, PLR0913 - the command's name; each is a flag
         config,
         server={},
         node={"slots": slots},
-        engine=engine_flags(engine, model, tokenizer, renderer),
+        engine=up.engine_flags(engine, model, tokenizer, renderer),
     )
     tasks = [replace(task, samples=k) for task in load_tasks(paths)]
     before = read_attempts(earlier) if earlier else None
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, add_default_engine(settings), out, log_file, console)
+    progress = run_with_progress(tasks, up.add_default_engine(settings), out, log_file, console)
     attempts = [to_attempt(view) for view in progress.views]
     report = EvaluationReport(
         evaluate(attempts, k=k, tags=_read_tags(tasks)),

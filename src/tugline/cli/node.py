@@ -8,22 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tugline.cli.up import (
-    DATA,
-    ConfigFile,
-    Engines,
-    Folder,
-    LogFile,
-    Model,
-    Name,
-    Renderer,
-    Slots,
-    Tokenizer,
-    add_default_engine,
-    echo,
-    engine_flags,
-    keep_running,
-)
+from tugline.cli import up
 from tugline.launch.node import run_node
 from tugline.launch.settings import load_settings
 
@@ -36,21 +21,23 @@ def node(  # noqa: PLR0913 - each is a flag
     token: Annotated[
         str, typer.Option(envvar="TUGLINE_JOIN_TOKEN", help="The server's join token.")
     ],
-    config: ConfigFile = None,
-    folder: Folder = DATA,
-    engine: Engines = None,
-    model: Model = None,
-    tokenizer: Tokenizer = None,
-    renderer: Renderer = None,
-    slots: Slots = None,
-    name: Name = None,
-    log_file: LogFile = None,
+    config: up.ConfigFile = None,
+    folder: up.Folder = up.DATA,
+    engine: up.Engines = None,
+    model: up.Model = None,
+    tokenizer: up.Tokenizer = None,
+    renderer: up.Renderer = None,
+    slots: up.Slots = None,
+    name: up.Name = None,
+    log_file: up.LogFile = None,
 ) -> None:
     """Run sessions for a server, as many as there are slots, until it is stopped."""
     settings = load_settings(
         config,
         server={},
         node={"slots": slots, "name": name},
-        engine=engine_flags(engine, model, tokenizer, renderer),
+        engine=up.engine_flags(engine, model, tokenizer, renderer),
     )
-    keep_running(run_node(add_default_engine(settings), folder, server, token, echo), log_file)
+    up.keep_running(
+        run_node(up.add_default_engine(settings), folder, server, token, up.echo), log_file
+    )

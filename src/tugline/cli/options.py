@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from tugline.client.api import Client
 from tugline.errors import UsageError
@@ -29,6 +31,19 @@ _DEADLINE_S = 10.0
 def connect(server: str | None, token: str | None, folder: Path | None) -> Client:
     """Create the client of a command, to be used as an async context manager."""
     return Client(server, token, folder=folder, deadline_s=_DEADLINE_S)
+
+
+def make_bar(console: Console, *columns: ProgressColumn, transient: bool = True) -> Progress:
+    """Make a bar with its count and `columns`; only a terminal shows it."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *columns,
+        console=console,
+        transient=transient,
+        disable=not console.is_terminal,
+    )
 
 
 @contextlib.contextmanager

@@ -13,21 +13,11 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 
+from tugline.cli import up
+from tugline.cli.options import make_bar
 from tugline.cli.task import Paths
-from tugline.cli.up import (
-    ConfigFile,
-    Engines,
-    LogFile,
-    Model,
-    Renderer,
-    Slots,
-    Tokenizer,
-    add_default_engine,
-    engine_flags,
-    keep_running,
-)
 from tugline.datasets.files import load_tasks
 from tugline.launch.local import run as run_all
 from tugline.launch.settings import Settings, load_settings
@@ -45,15 +35,8 @@ class RunProgress:
     def __init__(self, console: Console) -> None:
         self.views: list[ResultView] = []
         self._console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[summary]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        summary = TextColumn("{task.fields[summary]}")
+        self.bar = make_bar(console, TimeRemainingColumn(), summary, transient=False)
         self._reported = 0.0
 
     def add(self, view: ResultView, total: int) -> None:
@@ -105,7 +88,7 @@ def run_with_progress(
             await run_all(tasks, settings, out, progress.add)
 
     try:
-        keep_running(main(), log_file)
+        up.keep_running(main(), log_file)
     except typer.Exit:
         console.print(f"stopped; the same command resumes in {out}")
         raise
@@ -116,13 +99,13 @@ def run(  # noqa: PLR0913 - each is a flag
     paths: Paths,
     *,
     out: Annotated[Path, typer.Option(help="Folder of the run; an existing run resumes.")],
-    config: ConfigFile = None,
-    engine: Engines = None,
-    model: Model = None,
-    tokenizer: Tokenizer = None,
-    renderer: Renderer = None,
-    slots: Slots = None,
-    log_file: LogFile = None,
+    config: up.ConfigFile = None,
+    engine: up.Engines = None,
+    model: up.Model = None,
+    tokenizer: up.Tokenizer = None,
+    renderer: up.Renderer = None,
+    slots: up.Slots = None,
+    log_file: up.LogFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")
     ] = False,
@@ -132,11 +115,11 @@ def run(  # noqa: PLR0913 - each is a flag
         config,
         server={},
         node={"slots": slots},
-        engine=engine_flags(engine, model, tokenizer, renderer),
+        engine=up.engine_flags(engine, model, tokenizer, renderer),
     )
     tasks = load_tasks(paths)
     console = Console(stderr=True, highlight=False)
-    progress = run_with_progress(tasks, add_default_engine(settings), out, log_file, console)
+    progress = run_with_progress(tasks, up.add_default_engine(settings), out, log_file, console)
     console.print(f"{len(progress.views)} sessions, {progress.summarize()}: {out}/results.jsonl")
     _print_failures(console, progress.views)
     if as_json:

@@ -11,15 +11,9 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from tugline.cli.options import Folder, Json, Server, Token, connect
+from tugline.cli.options import Folder, Json, Server, Token, connect, make_bar
 from tugline.cli.status import make_tasks_table
 from tugline.cli.task import Paths, read_checked
 from tugline.client.api import BATCH, Client
@@ -114,7 +108,8 @@ async def _follow(
             if (await client.task(each.task)).state is TaskState.RELEASED:
                 open_tasks.discard(each.task)
     total = sum(len(each.sessions) for each in accepted)
-    with _make_bar(console) as bar:
+    running_column = TextColumn("{task.fields[running]} running")
+    with make_bar(console, running_column, TimeElapsedColumn()) as bar:
         line = bar.add_task("sessions", total=total, completed=len(final), running=0)
         async with aclosing(client.events(after=before)) as events:
             while open_tasks:
@@ -137,19 +132,6 @@ def _count(event: Event, open_tasks: set[str], final: set[str], running: set[str
             final.add(name)
         case EventKind.RELEASED:
             open_tasks.discard(event.task or "")
-
-
-def _make_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[running]} running"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _print_released(released: Sequence[TaskView]) -> None:

@@ -16,11 +16,11 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tugline.cli.options import Json
+from tugline.cli.options import Json, make_bar
 from tugline.datasets.base import INSTANCE
 from tugline.datasets.files import SelectedTasks, gather
 from tugline.errors import ConfigError, UsageError
@@ -184,7 +184,10 @@ async def _check_all(
     console: Console,
 ) -> list[TaskCheck]:
     places = asyncio.Semaphore(jobs)
-    with tempfile.TemporaryDirectory(prefix="tugline-") as folder, _bar(console) as bar:
+    with (
+        tempfile.TemporaryDirectory(prefix="tugline-") as folder,
+        make_bar(console, TimeElapsedColumn()) as bar,
+    ):
         line = bar.add_task("tasks", total=len(entries))
 
         async def check_one(
@@ -273,18 +276,6 @@ def _read_results(out: Path) -> dict[tuple[str, str], TaskCheck]:
 def _append_result(out: Path, check: TaskCheck) -> None:
     with out.open("ab") as file:
         file.write(msgspec.json.encode(check) + b"\n")
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _show(done: Sequence[TaskCheck]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from tugline import protocol
 from tugline.client.streams import (
     GroupResults,
     Result,
@@ -25,28 +26,6 @@ from tugline.client.streams import (
 )
 from tugline.client.transport import Transport, find_server, quote_id
 from tugline.errors import ServerError, UsageError
-from tugline.protocol import (
-    Accepted,
-    Ack,
-    Barrier,
-    Cancelled,
-    Consumer,
-    Control,
-    Counts,
-    Delivery,
-    DeliveryState,
-    Event,
-    EventKind,
-    NodeView,
-    Page,
-    Pause,
-    PauseMode,
-    ResultView,
-    SessionView,
-    TaskState,
-    TaskView,
-    Version,
-)
 from tugline.types import Status, Task, Trajectory
 
 DEADLINE_S = 60.0
@@ -89,43 +68,51 @@ class Client:
         return self._http.url
 
     # ---------------------------------------------------------------------- tasks and sessions
-    async def submit(self, tasks: Task | Iterable[Task]) -> list[Accepted]:
+    async def submit(self, tasks: Task | Iterable[Task]) -> list[protocol.Accepted]:
         """Submit tasks durably, in batches that are each accepted wholly or not at all.
 
         Raises `Invalid` or `Conflict`, whose `field` starts with the index of the task.
         """
-        accepted: list[Accepted] = []
+        accepted: list[protocol.Accepted] = []
         for batch in _split_batches([tasks] if isinstance(tasks, Task) else tasks):
             try:
-                accepted += await self._http.ask("POST", "/v1/tasks", list[Accepted], body=batch)
+                accepted += await self._http.ask(
+                    "POST", "/v1/tasks", list[protocol.Accepted], body=batch
+                )
             except ServerError as error:
                 raise _shift_index(error, len(accepted)) from error
         return accepted
 
-    async def task(self, task: str) -> TaskView:
+    async def task(self, task: str) -> protocol.TaskView:
         """Read the state of a task. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/tasks/{quote_id(task)}", TaskView)
+        return await self._http.ask("GET", f"/v1/tasks/{quote_id(task)}", protocol.TaskView)
 
     async def task_body(self, task: str) -> Task:
         """Read a task as submitted. Raises `Missing`."""
         return await self._http.ask("GET", f"/v1/tasks/{quote_id(task)}/body", Task)
 
     async def tasks(
-        self, *, state: TaskState | None = None, tenant: str | None = None, tag: str | None = None
-    ) -> AsyncIterator[TaskView]:
+        self,
+        *,
+        state: protocol.TaskState | None = None,
+        tenant: str | None = None,
+        tag: str | None = None,
+    ) -> AsyncIterator[protocol.TaskView]:
         """List tasks in order of submission; `tag` is ``key=value``."""
         query = {"state": state, "tenant": tenant, "tag": tag}
         async for page in self._list_pages("/v1/tasks", query):
             for view in page.tasks:
                 yield view
 
-    async def session(self, session: str) -> SessionView:
+    async def session(self, session: str) -> protocol.SessionView:
         """Read the state of a session. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/sessions/{quote_id(session)}", SessionView)
+        return await self._http.ask(
+            "GET", f"/v1/sessions/{quote_id(session)}", protocol.SessionView
+        )
 
     async def sessions(
         self, *, task: str | None = None, status: Status | None = None, node: str | None = None
-    ) -> AsyncIterator[SessionView]:
+    ) -> AsyncIterator[protocol.SessionView]:
         """List sessions in order of submission."""
         query = {"task": task, "status": status, "node": node}
         async for page in self._list_pages("/v1/sessions", query):
@@ -134,7 +121,7 @@ class Client:
 
     async def cancel(
         self, *, task: str | None = None, session: str | None = None, by: str = "a client"
-    ) -> Cancelled:
+    ) -> protocol.Cancelled:
         """Cancel a task or a session: at once if queued, else when its node receives the request.
 
         Raises `Missing`.
@@ -144,14 +131,14 @@ class Client:
             raise UsageError(msg)
         kind, name = ("tasks", task) if task is not None else ("sessions", session or "")
         path = f"/v1/{kind}/{quote_id(name)}/cancel"
-        return await self._http.ask("POST", path, Cancelled, query={"by": by})
+        return await self._http.ask("POST", path, protocol.Cancelled, query={"by": by})
 
-    async def released(self, tasks: Iterable[str]) -> AsyncGenerator[TaskView, None]:
+    async def released(self, tasks: Iterable[str]) -> AsyncGenerator[protocol.TaskView, None]:
         """Yield each of these tasks when all its sessions are final, in that order."""
         names = dict.fromkeys(tasks)
         after = (await self.status()).position
         for name in list(names):
-            if (view := await self.task(name)).state is TaskState.RELEASED:
+            if (view := await self.task(name)).state is protocol.TaskState.RELEASED:
                 del names[name]
                 yield view
         if not names:
@@ -159,13 +146,13 @@ class Client:
         alone = next(iter(names)) if len(names) == 1 else None
         async with aclosing(self.events(after=after, task=alone)) as events:
             async for event in events:
-                if event.kind is EventKind.RELEASED and event.task in names:
+                if event.kind is protocol.EventKind.RELEASED and event.task in names:
                     del names[event.task]
                     yield await self.task(event.task)
                 if not names:
                     return
 
-    async def wait(self, tasks: str | Iterable[str]) -> list[TaskView]:
+    async def wait(self, tasks: str | Iterable[str]) -> list[protocol.TaskView]:
         """Wait until all of these tasks are released; use ``asyncio.timeout`` for a bound."""
         names = [tasks] if isinstance(tasks, str) else list(tasks)
         views = {view.id: view async for view in self.released(names)}
@@ -202,20 +189,22 @@ class Client:
         query = ResultFilter(consumer, after, tuple(tasks), groups=True, follow=follow)
         return self._read(query, GroupResults, auto_ack=auto_ack)
 
-    async def ack(self, consumer: str, cursor: int) -> Consumer:
+    async def ack(self, consumer: str, cursor: int) -> protocol.Consumer:
         """Acknowledge everything up to `cursor`: it is not delivered to this consumer again."""
         query = {"consumer": consumer}
         return await self._http.ask(
-            "POST", "/v1/results/ack", Consumer, query=query, body=Ack(cursor)
+            "POST", "/v1/results/ack", protocol.Consumer, query=query, body=protocol.Ack(cursor)
         )
 
-    async def consumers(self) -> list[Consumer]:
+    async def consumers(self) -> list[protocol.Consumer]:
         """List consumers with their positions."""
-        return await self._http.ask("GET", "/v1/consumers", list[Consumer])
+        return await self._http.ask("GET", "/v1/consumers", list[protocol.Consumer])
 
-    async def result(self, session: str) -> ResultView:
+    async def result(self, session: str) -> protocol.ResultView:
         """Read the result of a session, without tokens. Raises `Missing`."""
-        return await self._http.ask("GET", f"/v1/sessions/{quote_id(session)}/result", ResultView)
+        return await self._http.ask(
+            "GET", f"/v1/sessions/{quote_id(session)}/result", protocol.ResultView
+        )
 
     async def trajectory(self, session: str) -> Trajectory:
         """Read the trajectory of a session. Raises `Missing` for one that never ran."""
@@ -226,7 +215,7 @@ class Client:
     # ---------------------------------------------------------------------- observation
     def events(
         self, *, after: int | None = None, task: str | None = None
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[protocol.Event, None]:
         """Follow events from a position, or from now on."""
         return stream_events(self._http, after, task)
 
@@ -236,59 +225,61 @@ class Client:
         """Read the output of a session's agent, or its last `tail` bytes."""
         return stream_log(self._http, session, tail=tail, follow=follow)
 
-    async def status(self) -> Counts:
+    async def status(self) -> protocol.Counts:
         """Read the counts of sessions, tasks and nodes."""
-        return await self._http.ask("GET", "/v1/status", Counts)
+        return await self._http.ask("GET", "/v1/status", protocol.Counts)
 
-    async def list_events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
+    async def list_events(self, *, after: int = 0, limit: int = 1000) -> list[protocol.Event]:
         """List up to `limit` past events after a position."""
         query = {"after": after, "limit": limit}
-        return await self._http.ask("GET", "/v1/events", list[Event], query=query)
+        return await self._http.ask("GET", "/v1/events", list[protocol.Event], query=query)
 
     async def metrics(self) -> str:
         """Read the server's metrics in Prometheus format."""
         return (await self._http.ask("GET", "/metrics", bytes)).decode()
 
-    async def nodes(self) -> list[NodeView]:
+    async def nodes(self) -> list[protocol.NodeView]:
         """List the nodes."""
-        return await self._http.ask("GET", "/v1/nodes", list[NodeView])
+        return await self._http.ask("GET", "/v1/nodes", list[protocol.NodeView])
 
     async def drain(self, node: str) -> None:
         """Drain a node: it finishes its sessions and leaves."""
         await self._http.ask("POST", f"/v1/nodes/{quote_id(node)}/drain", type(None))
 
     async def deliveries(
-        self, state: DeliveryState | None = None, *, after: int = 0, limit: int = 100
-    ) -> list[Delivery]:
+        self, state: protocol.DeliveryState | None = None, *, after: int = 0, limit: int = 100
+    ) -> list[protocol.Delivery]:
         """List webhook deliveries: pending, delivered or dead."""
         query = {"state": state, "after": after, "limit": limit}
-        return await self._http.ask("GET", "/v1/deliveries", list[Delivery], query=query)
+        return await self._http.ask("GET", "/v1/deliveries", list[protocol.Delivery], query=query)
 
-    async def redeliver(self, delivery: int) -> Delivery:
+    async def redeliver(self, delivery: int) -> protocol.Delivery:
         """Retry a webhook delivery. Raises `Missing`."""
-        return await self._http.ask("POST", f"/v1/deliveries/{delivery}/retry", Delivery)
+        return await self._http.ask("POST", f"/v1/deliveries/{delivery}/retry", protocol.Delivery)
 
     # ---------------------------------------------------------------------- weights
-    async def weights(self) -> Control:
+    async def weights(self) -> protocol.Control:
         """Read the newest weight version, and whether model calls are paused."""
-        return await self._http.ask("GET", "/v1/weights", Control)
+        return await self._http.ask("GET", "/v1/weights", protocol.Control)
 
-    async def announce(self, version: int) -> Barrier:
+    async def announce(self, version: int) -> protocol.Barrier:
         """Announce new weights. `Barrier.missing` names nodes that have not confirmed."""
-        return await self._barrier("", Version(version))
+        return await self._barrier("", protocol.Version(version))
 
-    async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 60.0) -> Barrier:
+    async def pause(
+        self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = 60.0
+    ) -> protocol.Barrier:
         """Pause model calls on all nodes; returns when they are paused, or after `within_s`."""
-        return await self._barrier("/pause", Pause(mode, within_s), wait_s=within_s)
+        return await self._barrier("/pause", protocol.Pause(mode, within_s), wait_s=within_s)
 
-    async def resume(self) -> Barrier:
+    async def resume(self) -> protocol.Barrier:
         """Resume model calls."""
         return await self._barrier("/resume")
 
     @contextlib.asynccontextmanager
     async def paused(
-        self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 60.0
-    ) -> AsyncIterator[Barrier]:
+        self, mode: protocol.PauseMode = protocol.PauseMode.WAIT, *, within_s: float = 60.0
+    ) -> AsyncIterator[protocol.Barrier]:
         """Pause model calls during the block.
 
         Raises `ServerError`, after resuming, naming the nodes that did not confirm in time.
@@ -303,19 +294,21 @@ class Client:
             await self.resume()
 
     # ---------------------------------------------------------------------- internals
-    async def _list_pages(self, path: str, query: dict[str, Any]) -> AsyncGenerator[Page, None]:
+    async def _list_pages(
+        self, path: str, query: dict[str, Any]
+    ) -> AsyncGenerator[protocol.Page, None]:
         after: str | None = None
         while True:
-            page = await self._http.ask("GET", path, Page, query={**query, "after": after})
+            page = await self._http.ask("GET", path, protocol.Page, query={**query, "after": after})
             yield page
             if (after := page.next) is None:
                 return
 
     async def _barrier(
         self, path: str, body: msgspec.Struct | None = None, *, wait_s: float = 60.0
-    ) -> Barrier:
+    ) -> protocol.Barrier:
         url = f"/v1/weights{path}"
-        return await self._http.ask("POST", url, Barrier, body=body, wait_s=wait_s)
+        return await self._http.ask("POST", url, protocol.Barrier, body=body, wait_s=wait_s)
 
     async def _read(
         self, query: ResultFilter, kind: type[R], *, auto_ack: bool

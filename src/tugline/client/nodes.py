@@ -5,28 +5,21 @@ was declared dead is revoked: its requests are answered 401, which is raised as 
 """
 
 import asyncio
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
-from tugline.client.transport import Transport
+from tugline import protocol
+from tugline.client.transport import Query, Transport
 from tugline.errors import FencedError, ServerError
-from tugline.protocol import (
-    Commit,
-    LeaseRequest,
-    LeaseResponse,
-    NodeRegistered,
-    NodeRegistration,
-    Release,
-    Renewal,
-)
 
 DEADLINE_S = 10.0
 """Shorter than a lease; the node itself repeats failed calls with its newest state."""
+
+
+T = TypeVar("T")
 
 
 class _LogLength(msgspec.Struct):
@@ -61,80 +54,59 @@ class NodeClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.__aexit__(*exc)
 
-    async def register(self, hello: NodeRegistration) -> NodeRegistered:
+    async def register(self, hello: protocol.NodeRegistration) -> protocol.NodeRegistered:
         """Join. Sessions leased to a previous node of this name are requeued."""
-        welcome = await self._http.ask("POST", "/v1/nodes", NodeRegistered, body=hello)
+        welcome = await self._http.ask("POST", "/v1/nodes", protocol.NodeRegistered, body=hello)
         self._token = welcome.token
         if self._token_file is not None:
             await asyncio.to_thread(_write_token, self._token_file, welcome.token)
         return welcome
 
-    async def lease(self, node: str, ask: LeaseRequest) -> LeaseResponse:
+    async def lease(self, node: str, ask: protocol.LeaseRequest) -> protocol.LeaseResponse:
         """Wait up to `ask.wait_s` for leases or orders. Raises `FencedError` for a lost node."""
-        with _fencing():
-            return await self._http.ask(
-                "POST",
-                f"/v1/nodes/{node}/lease",
-                LeaseResponse,
-                body=ask,
-                wait_s=ask.wait_s,
-                token=self._token,
-            )
+        path = f"/v1/nodes/{node}/lease"
+        return await self._post(path, protocol.LeaseResponse, ask, wait_s=ask.wait_s)
 
-    async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
+    async def renew(self, node: str, renewal: protocol.Renewal) -> protocol.LeaseResponse:
         """Renew all leases. Raises `FencedError` for a lost node, which must register again."""
-        path = f"/v1/nodes/{node}/renew"
-        with _fencing():
-            return await self._http.ask(
-                "POST", path, LeaseResponse, body=renewal, token=self._token
-            )
+        return await self._post(f"/v1/nodes/{node}/renew", protocol.LeaseResponse, renewal)
 
-    async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
+    async def commit(self, session: str, epoch: int, trajectory: bytes) -> protocol.Commit:
         """Commit a result. Raises `FencedError` for a lost lease."""
-        with _fencing():
-            return await self._http.ask(
-                "POST",
-                f"/v1/sessions/{session}/result",
-                Commit,
-                query={"epoch": epoch},
-                body=trajectory,
-                token=self._token,
-            )
+        path = f"/v1/sessions/{session}/result"
+        return await self._post(path, protocol.Commit, trajectory, query={"epoch": epoch})
 
-    async def release(self, session: str, back: Release) -> None:
+    async def release(self, session: str, back: protocol.Release) -> None:
         """Return a session to the queue. Raises `FencedError` for a lost lease."""
-        path = f"/v1/sessions/{session}/release"
-        with _fencing():
-            await self._http.ask("POST", path, type(None), body=back, token=self._token)
+        await self._post(f"/v1/sessions/{session}/release", type(None), back)
 
     async def drain(self, node: str) -> None:
         """Stop leasing sessions to this node."""
-        with _fencing():
-            await self._http.ask("POST", f"/v1/nodes/{node}/drain", type(None), token=self._token)
+        await self._post(f"/v1/nodes/{node}/drain", type(None))
 
     async def log(self, session: str, epoch: int, offset: int, chunk: bytes) -> int:
         """Append to the log of a session; returns its length, the next offset."""
-        with _fencing():
-            log = await self._http.ask(
-                "POST",
-                f"/v1/sessions/{session}/log",
-                _LogLength,
-                query={"epoch": epoch, "offset": offset},
-                body=chunk,
-                token=self._token,
+        path, query = f"/v1/sessions/{session}/log", {"epoch": epoch, "offset": offset}
+        return (await self._post(path, _LogLength, chunk, query=query)).length
+
+    async def _post(
+        self,
+        path: str,
+        kind: type[T],
+        body: msgspec.Struct | bytes | None = None,
+        *,
+        query: Query | None = None,
+        wait_s: float = 0.0,
+    ) -> T:
+        """Send a request with the node's own token; 401, it is revoked, is a lost lease."""
+        try:
+            return await self._http.ask(
+                "POST", path, kind, query=query, body=body, wait_s=wait_s, token=self._token
             )
-        return log.length
-
-
-@contextlib.contextmanager
-def _fencing() -> Iterator[None]:
-    """Raise 401, the answer to a revoked token, as a lost lease."""
-    try:
-        yield
-    except ServerError as error:
-        if error.status != 401:
-            raise
-        raise FencedError(str(error)) from error
+        except ServerError as error:
+            if error.status != 401:
+                raise
+            raise FencedError(str(error)) from error
 
 
 def _write_token(path: Path, token: str) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -73,14 +72,15 @@ class Engine:
         self._failure: Exception | None = None
 
     # ----------------------------------------------------------------- start and stop
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start the thread; requests are answered on the loop that called this."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="tugline-engine", daemon=True)
         self._thread.start()
+        return self
 
-    async def close(self) -> None:
-        """End every request with finish ``abort`` and stop the thread; may be called twice."""
+    async def __aexit__(self, *_exc: object) -> None:
+        """End every request with finish ``abort`` and stop the thread."""
         if self._thread is None:
             return
         if not self.down:
@@ -88,18 +88,6 @@ class Engine:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
         self._thread = None
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     # ----------------------------------------------------------------- for callers
     @property
@@ -210,7 +198,7 @@ class Engine:
             msg = f"the engine is down: {type(self._failure).__name__}: {self._failure}"
             raise EngineError(msg, status=500) from self._failure
         if self._thread is None:
-            msg = "the engine is not running: call start() or use 'async with'"
+            msg = "the engine is not running: use 'async with'"
             raise EngineError(msg, status=503)
 
     def _submit(self, command: Callable[[], None]) -> None:

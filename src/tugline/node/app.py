@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tugline import log
+from tugline import log, protocol
 from tugline.errors import EngineError, FencedError, ServerError
 from tugline.gateway.app import Gateway
 from tugline.node.active_sessions import StopReason
@@ -23,17 +23,6 @@ from tugline.node.pools import Pools
 from tugline.node.session_runner import RetryingDispatcher, SessionRunner
 from tugline.node.settings import NodeSettings
 from tugline.node.telemetry import Stats, Telemetry
-from tugline.protocol import (
-    LEASE_WAIT_S,
-    Control,
-    Dispatcher,
-    LeaseRequest,
-    LeaseResponse,
-    NodeRegistered,
-    NodeRegistration,
-    PauseMode,
-    Renewal,
-)
 from tugline.rollout.parts import Parts
 
 _CONTROL_POLL_S = 0.25
@@ -52,7 +41,7 @@ class Controls:
 
     def __init__(self, gateway: Gateway, pause_timeouts: Callable[..., None]) -> None:
         self._gateway, self._pause_timeouts = gateway, pause_timeouts
-        self._wanted, self._current = Control(), Control()
+        self._wanted, self._current = protocol.Control(), protocol.Control()
         self._applying: asyncio.Task[None] | None = None
 
     @property
@@ -65,7 +54,7 @@ class Controls:
         """Whether no control is being applied."""
         return self._applying is None or self._applying.done()
 
-    def apply(self, control: Control) -> None:
+    def apply(self, control: protocol.Control) -> None:
         """Start to apply `control` unless it is the newest already."""
         if control == self._wanted:
             return
@@ -83,7 +72,7 @@ class Controls:
         if self._applying is not None:
             self._applying.cancel()
 
-    async def _apply(self, control: Control) -> None:
+    async def _apply(self, control: protocol.Control) -> None:
         if control.version != self._current.version:
             self._gateway.set_weights_version(control.version)
         if control.paused is None:
@@ -95,7 +84,7 @@ class Controls:
                 pass
         self._current = control
 
-    async def _try_to_pause(self, mode: PauseMode) -> bool:
+    async def _try_to_pause(self, mode: protocol.PauseMode) -> bool:
         try:
             await self._gateway.pause(mode, within_s=_PAUSE_LOG_S)
         except EngineError as error:
@@ -109,7 +98,7 @@ class Node:
 
     def __init__(  # noqa: PLR0913 - the server, what sessions need, and what is measured
         self,
-        server: Dispatcher,
+        server: protocol.Dispatcher,
         gateway: Gateway,
         parts: Parts,
         folder: Path,
@@ -229,9 +218,9 @@ class Node:
             return False
         return True
 
-    def _make_registration(self) -> NodeRegistration:
+    def _make_registration(self) -> protocol.NodeRegistration:
         settings = self.settings
-        return NodeRegistration(
+        return protocol.NodeRegistration(
             name=settings.name,
             slots=settings.slots,
             capacity=settings.capacity,
@@ -264,16 +253,16 @@ class Node:
             if not self._controls.is_settled:
                 await self._controls.wait(_CONTROL_POLL_S)
 
-    async def _request_lease(self, node: str) -> LeaseResponse | None:
+    async def _request_lease(self, node: str) -> protocol.LeaseResponse | None:
         """The server's answer; None if the request was outdated before it came."""
         self._changed.clear()
         room = self._count_room()
         # While a control is being applied the server would answer at once, again and again.
-        wait_s = LEASE_WAIT_S if self._controls.is_settled else 0.0
+        wait_s = protocol.LEASE_WAIT_S if self._controls.is_settled else 0.0
 
-        def make_request() -> LeaseRequest:
+        def make_request() -> protocol.LeaseRequest:
             held, applied = self.runner.list_held(), self._controls.applied
-            return LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
+            return protocol.LeaseRequest(capacity=room, held=held, applied=applied, wait_s=wait_s)
 
         request = asyncio.create_task(
             self._dispatcher.call(lambda: self._server.lease(node, make_request()))
@@ -286,7 +275,7 @@ class Node:
             request.cancel()
             await asyncio.wait({request})
 
-    async def _wait_for_change(self, request: asyncio.Task[LeaseResponse]) -> None:
+    async def _wait_for_change(self, request: asyncio.Task[protocol.LeaseResponse]) -> None:
         changed = asyncio.create_task(self._changed.wait())
         both: set[asyncio.Task[Any]] = {request, changed}
         try:
@@ -305,18 +294,18 @@ class Node:
         closed = self.draining or self.stats.disk_low or not self._controls.is_settled
         return 0 if closed else self.pools.count_room()
 
-    async def _renew(self, registered: NodeRegistered) -> None:
+    async def _renew(self, registered: protocol.NodeRegistered) -> None:
         node = registered.node
 
-        def make_renewal() -> Renewal:
-            return Renewal(held=self.runner.list_held(), applied=self._controls.applied)
+        def make_renewal() -> protocol.Renewal:
+            return protocol.Renewal(held=self.runner.list_held(), applied=self._controls.applied)
 
         while True:
             await asyncio.sleep(registered.lease_s / 3)
             response = await self._dispatcher.call(lambda: self._server.renew(node, make_renewal()))
             self._follow_orders(response)
 
-    def _follow_orders(self, response: LeaseResponse) -> None:
+    def _follow_orders(self, response: protocol.LeaseResponse) -> None:
         for stop in response.stop:
             self.runner.stop(stop)
         for work in response.work:

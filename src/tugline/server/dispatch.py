@@ -14,21 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tugline import log
+from tugline import log, protocol
 from tugline.errors import FencedError, Missing, StoreError
-from tugline.protocol import (
-    Commit,
-    CommitOutcome,
-    HeldSession,
-    LeaseRequest,
-    LeaseResponse,
-    NodeRegistered,
-    NodeRegistration,
-    Release,
-    Renewal,
-    Stop,
-    Work,
-)
 from tugline.server.blobs import Blobs
 from tugline.server.logs import Logs
 from tugline.server.store import leases, nodes, sessions, tasks
@@ -57,7 +44,7 @@ class _Waiter:
 class _Known(NamedTuple):
     """What a node knows from its last answer."""
 
-    stop: frozenset[Stop] = frozenset()
+    stop: frozenset[protocol.Stop] = frozenset()
     generation: int = 0
     draining: bool = False
     follow: frozenset[str] = frozenset()
@@ -88,12 +75,12 @@ class ServerDispatcher:
         self._stack.close()
 
     # ------------------------------------------------------------------ the dispatcher
-    async def register(self, registration: NodeRegistration) -> NodeRegistered:
+    async def register(self, registration: protocol.NodeRegistration) -> protocol.NodeRegistered:
         """Add a node; one of the same name loses its sessions. Raises `Invalid`."""
         check_registration(registration)
         return await self._database.write(leases.register, registration, self._lease_s)
 
-    async def lease(self, node: str, request: LeaseRequest) -> LeaseResponse:
+    async def lease(self, node: str, request: protocol.LeaseRequest) -> protocol.LeaseResponse:
         """Return work or orders as soon as there are some, nothing when `wait_s` is over."""
         until = asyncio.get_running_loop().time() + min(request.wait_s, MAX_WAIT_S)
         with self._database.hub.subscribe(f"node:{node}", "control") as subscription:
@@ -108,11 +95,11 @@ class ServerDispatcher:
                     orders = await self._database.read(leases.reconcile, node, request.held)
         return await self._respond(node, orders, request.held, (*orders.again, *waiter.granted))
 
-    async def renew(self, node: str, renewal: Renewal) -> LeaseResponse:
+    async def renew(self, node: str, renewal: protocol.Renewal) -> protocol.LeaseResponse:
         """Extend the lease; returns all orders, but no work."""
         return await self._respond(node, await self._renew(node, renewal), renewal.held, ())
 
-    async def commit(self, session: str, epoch: int, trajectory: bytes) -> Commit:
+    async def commit(self, session: str, epoch: int, trajectory: bytes) -> protocol.Commit:
         """Store a result. Raises `FencedError` for a lost lease, `Invalid` for a bad result."""
         end = await read_end(session, epoch, trajectory)
         await self._blobs.put(end.blob, trajectory)
@@ -121,12 +108,12 @@ class ServerDispatcher:
         except (FencedError, Missing):
             await self._delete_blob(end.blob)
             raise
-        if outcome is CommitOutcome.REQUEUED:
+        if outcome is protocol.CommitOutcome.REQUEUED:
             await self._delete_blob(end.blob)
         self._logs.notify(session)
-        return Commit(outcome)
+        return protocol.Commit(outcome)
 
-    async def release(self, session: str, release: Release) -> None:
+    async def release(self, session: str, release: protocol.Release) -> None:
         """Return a session to the queue. Raises `FencedError` for a lost lease."""
         await self._database.write(leases.release, session, release)
 
@@ -154,7 +141,9 @@ class ServerDispatcher:
         return self._tokens[token]
 
     # ------------------------------------------------------------------ one request
-    async def _renew(self, node: str, request: LeaseRequest | Renewal) -> LeaseOrders:
+    async def _renew(
+        self, node: str, request: protocol.LeaseRequest | protocol.Renewal
+    ) -> LeaseOrders:
         return await self._database.write_relaxed(
             leases.renew, node, request.held, request.applied, lease_s=self._lease_s
         )
@@ -171,7 +160,7 @@ class ServerDispatcher:
             if self._waiting.get(waiter.node) is waiter:
                 del self._waiting[waiter.node]
 
-    def _has_news(self, node: str, orders: LeaseOrders, request: LeaseRequest) -> bool:
+    def _has_news(self, node: str, orders: LeaseOrders, request: protocol.LeaseRequest) -> bool:
         if self._nodes_changed.poll():  # repeat orders once rather than keep all nodes for ever
             self._known.clear()
         known, new = self._known.get(node, _Known()), self._summarize(orders, request.held)
@@ -182,7 +171,7 @@ class ServerDispatcher:
             or new.follow - known.follow
         )
 
-    def _summarize(self, orders: LeaseOrders, held: Sequence[HeldSession]) -> _Known:
+    def _summarize(self, orders: LeaseOrders, held: Sequence[protocol.HeldSession]) -> _Known:
         follow = {each.session for each in held}.intersection(self._logs.followed())
         return _Known(
             frozenset(orders.stop), orders.control.generation, orders.draining, frozenset(follow)
@@ -192,14 +181,14 @@ class ServerDispatcher:
         self,
         node: str,
         orders: LeaseOrders,
-        held: Sequence[HeldSession],
+        held: Sequence[protocol.HeldSession],
         granted: Sequence[Session],
-    ) -> LeaseResponse:
+    ) -> protocol.LeaseResponse:
         bodies = await self._read_tasks({session.task for session in granted})
         known = self._known[node] = self._summarize(orders, held)
         unique = {session.id: session for session in granted}
-        return LeaseResponse(
-            work=tuple(Work(session, bodies[session.task]) for session in unique.values()),
+        return protocol.LeaseResponse(
+            work=tuple(protocol.Work(session, bodies[session.task]) for session in unique.values()),
             stop=orders.stop,
             control=orders.control,
             draining=orders.draining,

@@ -15,28 +15,8 @@ import zstandard
 from msgspec import Meta
 from starlette.responses import Response
 
+from tugline import protocol
 from tugline.errors import FencedError, Invalid
-from tugline.protocol import (
-    Accepted,
-    Barrier,
-    Cancelled,
-    Commit,
-    Control,
-    LeaseRequest,
-    LeaseResponse,
-    NodeRegistered,
-    NodeRegistration,
-    NodeView,
-    Page,
-    Pause,
-    Release,
-    Renewal,
-    ResultView,
-    SessionView,
-    TaskState,
-    TaskView,
-    Version,
-)
 from tugline.protocol.nodes import Epoch
 from tugline.server.http.answers import EventStream, Refusal
 from tugline.server.http.route import (
@@ -76,7 +56,7 @@ _FENCED = ("fenced",)
 class TaskQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which tasks to list."""
 
-    state: TaskState | None = None
+    state: protocol.TaskState | None = None
     """Only open ones, or only released ones."""
     tenant: Annotated[str, Meta(max_length=64)] | None = None
     """Only those of this tenant."""
@@ -101,7 +81,7 @@ class CancelQuery(msgspec.Struct, frozen=True):
     problems=("conflict",),
     max_body=MAX_BATCH_BYTES,
 )
-async def submit(call: ApiCall[Nothing, list[Task]]) -> list[Accepted] | Response:
+async def submit(call: ApiCall[Nothing, list[Task]]) -> list[protocol.Accepted] | Response:
     """Submit one task or up to 1,000; all are stored or none."""
     if not 1 <= len(call.body) <= MAX_BATCH:
         msg = f"the body holds {len(call.body)} tasks, must be 1 to {MAX_BATCH}"
@@ -112,13 +92,13 @@ async def submit(call: ApiCall[Nothing, list[Task]]) -> list[Accepted] | Respons
 
 
 @ROUTES.add("GET", "/v1/tasks", READERS)
-async def list_tasks(call: ApiCall[TaskQuery, Nothing]) -> Page:
+async def list_tasks(call: ApiCall[TaskQuery, Nothing]) -> protocol.Page:
     """List tasks, in the order of submission."""
     return await call.db.read(tasks.page, **msgspec.structs.asdict(call.query))
 
 
 @ROUTES.add("GET", "/v1/tasks/{id}", READERS)
-async def get_task(call: ApiCall[Nothing, Nothing]) -> TaskView:
+async def get_task(call: ApiCall[Nothing, Nothing]) -> protocol.TaskView:
     """Get the current state of a task."""
     return await call.db.read(tasks.view, call.id)
 
@@ -130,7 +110,7 @@ async def get_body(call: ApiCall[Nothing, Nothing]) -> Task:
 
 
 @ROUTES.add("POST", "/v1/tasks/{id}/cancel", CLIENTS)
-async def cancel_task(call: ApiCall[CancelQuery, Nothing]) -> Cancelled:
+async def cancel_task(call: ApiCall[CancelQuery, Nothing]) -> protocol.Cancelled:
     """Cancel the unfinished sessions of a task."""
     return await call.db.write(results.cancel_task, call.id, call.query.by)
 
@@ -181,19 +161,19 @@ class Length(msgspec.Struct, frozen=True):
 
 # --------------------------------------------------------------------------- sessions
 @ROUTES.add("GET", "/v1/sessions", READERS)
-async def list_sessions(call: ApiCall[SessionQuery, Nothing]) -> Page:
+async def list_sessions(call: ApiCall[SessionQuery, Nothing]) -> protocol.Page:
     """List sessions, in the order of submission."""
     return await call.db.read(sessions.page, **msgspec.structs.asdict(call.query))
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}", READERS)
-async def get_session(call: ApiCall[Nothing, Nothing]) -> SessionView:
+async def get_session(call: ApiCall[Nothing, Nothing]) -> protocol.SessionView:
     """Get the current state of a session."""
     return await call.db.read(sessions.get_view, call.id)
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/cancel", CLIENTS)
-async def cancel_session(call: ApiCall[CancelQuery, Nothing]) -> Cancelled:
+async def cancel_session(call: ApiCall[CancelQuery, Nothing]) -> protocol.Cancelled:
     """Cancel a session."""
     return await call.db.write(results.cancel_session, call.id, call.query.by)
 
@@ -218,7 +198,7 @@ async def read_log(call: ApiCall[LogQuery, Nothing]) -> Response:
 
 
 @ROUTES.add("GET", "/v1/sessions/{id}/result", READERS)
-async def get_result(call: ApiCall[Nothing, Nothing]) -> ResultView:
+async def get_result(call: ApiCall[Nothing, Nothing]) -> protocol.ResultView:
     """Get a result without its tokens."""
     return await call.db.read(results.get, call.id)
 
@@ -250,14 +230,14 @@ def _encode_array(value: Any) -> Any:
 
 # --------------------------------------------------------------------------- for nodes
 @ROUTES.add("POST", "/v1/sessions/{id}/result", NODES, problems=_FENCED, max_body=MAX_RESULT)
-async def commit(call: ApiCall[Lease, bytes]) -> Commit:
+async def commit(call: ApiCall[Lease, bytes]) -> protocol.Commit:
     """Commit a result, once: a trajectory as zstd-compressed msgpack."""
     await _check_holder(call)
     return await call.control.dispatcher.commit(call.id, call.query.epoch, call.body)
 
 
 @ROUTES.add("POST", "/v1/sessions/{id}/release", NODES, statuses=(204,), problems=_FENCED)
-async def release(call: ApiCall[Nothing, Release]) -> None:
+async def release(call: ApiCall[Nothing, protocol.Release]) -> None:
     """Return a session to the queue."""
     await _check_holder(call)
     await call.control.dispatcher.release(call.id, call.body)
@@ -280,26 +260,26 @@ async def _check_holder(call: ApiCall[Any, Any]) -> None:
 
 # --------------------------------------------------------------------------- nodes
 @ROUTES.add("POST", "/v1/nodes", frozenset({ApiRole.JOIN}), statuses=(201,))
-async def register(call: ApiCall[Nothing, NodeRegistration]) -> NodeRegistered:
+async def register(call: ApiCall[Nothing, protocol.NodeRegistration]) -> protocol.NodeRegistered:
     """Join as a node."""
     return await call.control.dispatcher.register(call.body)
 
 
 @ROUTES.add("GET", "/v1/nodes", READERS)
-async def list_nodes(call: ApiCall[Nothing, Nothing]) -> list[NodeView]:
+async def list_nodes(call: ApiCall[Nothing, Nothing]) -> list[protocol.NodeView]:
     """List the nodes."""
     return await call.db.read(nodes.list_views)
 
 
 @ROUTES.add("POST", "/v1/nodes/{id}/lease", NODES, problems=_FENCED, max_body=MAX_HELD)
-async def lease(call: ApiCall[Nothing, LeaseRequest]) -> LeaseResponse:
+async def lease(call: ApiCall[Nothing, protocol.LeaseRequest]) -> protocol.LeaseResponse:
     """Wait for work, for orders or for `LeaseRequest.wait_s`."""
     _check_own(call)
     return await call.attend(call.control.dispatcher.lease(call.id, call.body))
 
 
 @ROUTES.add("POST", "/v1/nodes/{id}/renew", NODES, problems=_FENCED, max_body=MAX_HELD)
-async def renew(call: ApiCall[Nothing, Renewal]) -> LeaseResponse:
+async def renew(call: ApiCall[Nothing, protocol.Renewal]) -> protocol.LeaseResponse:
     """Keep a node's lease."""
     _check_own(call)
     return await call.control.dispatcher.renew(call.id, call.body)
@@ -321,24 +301,24 @@ def _check_own(call: ApiCall[Any, Any]) -> None:
 
 # --------------------------------------------------------------------------- weights
 @ROUTES.add("GET", "/v1/weights", READERS)
-async def get_weights(call: ApiCall[Nothing, Nothing]) -> Control:
+async def get_weights(call: ApiCall[Nothing, Nothing]) -> protocol.Control:
     """Get the version of the weights, and whether model calls are held."""
     return await call.db.read(nodes.control)
 
 
 @ROUTES.add("POST", "/v1/weights", CLIENTS)
-async def announce(call: ApiCall[Nothing, Version]) -> Barrier:
+async def announce(call: ApiCall[Nothing, protocol.Version]) -> protocol.Barrier:
     """Announce new weights; answers when the nodes know."""
     return await call.attend(call.control.weights.announce(call.body.version))
 
 
 @ROUTES.add("POST", "/v1/weights/pause", CLIENTS)
-async def pause(call: ApiCall[Nothing, Pause]) -> Barrier:
+async def pause(call: ApiCall[Nothing, protocol.Pause]) -> protocol.Barrier:
     """Hold model calls on all nodes; answers when they are held."""
     return await call.attend(call.control.weights.pause(call.body))
 
 
 @ROUTES.add("POST", "/v1/weights/resume", CLIENTS)
-async def resume(call: ApiCall[Nothing, Nothing]) -> Barrier:
+async def resume(call: ApiCall[Nothing, Nothing]) -> protocol.Barrier:
     """Let model calls continue."""
     return await call.attend(call.control.weights.resume())

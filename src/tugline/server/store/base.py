@@ -72,6 +72,12 @@ class Tx(ABC):
         changed: int = self.execute(sql, values).rowcount
         return changed
 
+    def insert(self, table: str, *rows: Mapping[str, object]) -> None:
+        """Insert rows with the same columns."""
+        for columns in rows[:1]:
+            names, values = ", ".join(columns), ", ".join(f":{name}" for name in columns)
+            self.many(f"INSERT INTO {table} ({names}) VALUES ({values})", rows)  # noqa: S608 - constants
+
     def notify(self, *topics: str) -> None:
         """Wake subscribers of these topics, on every server, once this transaction is committed."""
         self.topics.update(topics)

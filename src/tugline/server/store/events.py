@@ -56,22 +56,13 @@ def add_all(tx: Tx, kind: EventKind, notes: Sequence[Note]) -> int:
     [(last,)] = tx.all(
         "UPDATE positions SET at = at + :n WHERE name = 'events' RETURNING at", n=len(notes)
     )
-    tx.many(
-        "INSERT INTO events (position, kind, task, session, node, detail, created)"
-        " VALUES (:position, :kind, :task, :session, :node, :detail, :created)",
-        [
-            {
-                "position": position,
-                "kind": kind.value,
-                "task": note.task,
-                "session": note.session,
-                "node": note.node,
-                "detail": json.dumps(dict(note.detail)),
-                "created": tx.now,
-            }
-            for position, note in enumerate(notes, last - len(notes) + 1)
-        ],
+    rows = (
+        note._asdict()
+        | {"position": position, "kind": kind.value, "created": tx.now}
+        | {"detail": json.dumps(dict(note.detail))}
+        for position, note in enumerate(notes, last - len(notes) + 1)
     )
+    tx.insert("events", *rows)
     tx.notify("events", *(f"task:{note.task}" for note in notes if note.task is not None))
     return int(last)
 
@@ -113,16 +104,8 @@ def host_of(url: str) -> str:
 
 def add_delivery(tx: Tx, position: int, task: str, kind: EventKind, url: str) -> None:
     """Queue a delivery of the event at `position`. Notifies ``outbox``."""
-    tx.run(
-        "INSERT INTO outbox (id, task, kind, url, host, state, next_try)"
-        " VALUES (:id, :task, :kind, :url, :host, 'pending', :now)",
-        id=position,
-        task=task,
-        kind=kind.value,
-        url=url,
-        host=host_of(url),
-        now=tx.now,
-    )
+    row = {"id": position, "task": task, "kind": kind.value, "url": url, "host": host_of(url)}
+    tx.insert("outbox", {**row, "state": DeliveryState.PENDING.value, "next_try": tx.now})
     tx.notify("outbox")
 
 

@@ -9,18 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tugline.protocol import (
-    CommitOutcome,
-    Control,
-    EventKind,
-    HeldSession,
-    NodeRegistered,
-    NodeRegistration,
-    NodeState,
-    Release,
-    Stop,
-    StopKind,
-)
+from tugline import protocol
 from tugline.server.store import events, nodes, results, sessions
 from tugline.server.store.base import Tx
 from tugline.server.store.results import CANCELLED, End, finish
@@ -34,23 +23,27 @@ class LeaseOrders(NamedTuple):
 
     again: tuple[Session, ...]
     """Leased to it before, in an answer that it did not receive."""
-    stop: tuple[Stop, ...]
-    control: Control
+    stop: tuple[protocol.Stop, ...]
+    control: protocol.Control
     draining: bool
 
 
 # --------------------------------------------------------------------------- to a node
-def register(tx: Tx, registration: NodeRegistration, lease_s: float) -> NodeRegistered:
+def register(
+    tx: Tx, registration: protocol.NodeRegistration, lease_s: float
+) -> protocol.NodeRegistered:
     """Add a node. A node of the same name expires, with its leases."""
     node, token = f"{registration.name}.{secrets.token_hex(4)}", secrets.token_urlsafe(24)
     for before in nodes.list_named(tx, registration.name):
         expire_node(tx, before, "replaced by a node of the same name")
     nodes.add(tx, node, registration, token, lease_s=lease_s)
-    return NodeRegistered(node=node, token=token, lease_s=lease_s, control=nodes.control(tx))
+    return protocol.NodeRegistered(
+        node=node, token=token, lease_s=lease_s, control=nodes.control(tx)
+    )
 
 
 def renew(
-    tx: Tx, node: str, held: Sequence[HeldSession], applied: int, *, lease_s: float
+    tx: Tx, node: str, held: Sequence[protocol.HeldSession], applied: int, *, lease_s: float
 ) -> LeaseOrders:
     """Extend a node's lease, record the stages it reports, and reconcile.
 
@@ -61,25 +54,25 @@ def renew(
 
 
 def reconcile(
-    tx: Tx, node: str, held: Sequence[HeldSession], *, advance: bool = False
+    tx: Tx, node: str, held: Sequence[protocol.HeldSession], *, advance: bool = False
 ) -> LeaseOrders:
     """Compare what a node holds with the table. Raises `FencedError` for a lost node.
 
     With `advance`, the reported stages are recorded; without, nothing is written.
     """
-    draining = nodes.state(tx, node) is NodeState.DRAINING
+    draining = nodes.state(tx, node) is protocol.NodeState.DRAINING
     entries = {entry.id: entry for entry in sessions.select(tx, "node = :node", node=node)}
     stop = []
     for reported in held:
         session, epoch = reported.session, reported.epoch
         entry = entries.pop(session, None)
         if entry is None or entry.epoch != epoch:
-            stop.append(Stop(session, epoch, StopKind.FENCED))
+            stop.append(protocol.Stop(session, epoch, protocol.StopKind.FENCED))
             continue
         if advance:
             sessions.advance(tx, entry, reported)
         if entry.stop is not None:
-            stop.append(Stop(session, epoch, StopKind(entry.stop), entry.stop_by))
+            stop.append(protocol.Stop(session, epoch, protocol.StopKind(entry.stop), entry.stop_by))
     again = tuple(entry.session() for entry in entries.values())
     return LeaseOrders(again, tuple(stop), nodes.control(tx), draining)
 
@@ -122,7 +115,7 @@ def grant(tx: Tx, capacities: Mapping[str, int]) -> dict[str, list[Session]]:
         notes.append(events.Note(task, session, node, detail))
     if leased:
         _lease(tx, leased, homes)
-        events.add_all(tx, EventKind.LEASED, notes)
+        events.add_all(tx, protocol.EventKind.LEASED, notes)
     return {node: mine for node, mine in granted.items() if mine}
 
 
@@ -145,26 +138,26 @@ def _lease(tx: Tx, leased: list[dict[str, object]], homes: Mapping[str, str]) ->
 
 
 # --------------------------------------------------------------------------- and back to the queue
-def commit(tx: Tx, session: str, epoch: int, end: End) -> CommitOutcome:
+def commit(tx: Tx, session: str, epoch: int, end: End) -> protocol.CommitOutcome:
     """Store a result, once; the same result again is fine, whatever its epoch.
 
     Raises `FencedError` for a lost lease.
     """
     if results.digest_of(tx, session) == end.digest:
-        return CommitOutcome.ALREADY
+        return protocol.CommitOutcome.ALREADY
     entry = sessions.get_leased(tx, session, epoch)
     if end.failure is not None and retry(tx, entry, end.failure):
-        return CommitOutcome.REQUEUED
+        return protocol.CommitOutcome.REQUEUED
     finish(tx, entry, end)
-    return CommitOutcome.COMMITTED
+    return protocol.CommitOutcome.COMMITTED
 
 
-def release(tx: Tx, session: str, release: Release) -> None:
+def release(tx: Tx, session: str, release: protocol.Release) -> None:
     """Return a session to the queue. Raises `FencedError` for a lost lease."""
     entry = sessions.get_leased(tx, session, release.epoch)
-    if entry.stop == StopKind.CANCELLED:
+    if entry.stop == protocol.StopKind.CANCELLED:
         finish(tx, entry, CANCELLED)
-    elif entry.stop == StopKind.STALE:
+    elif entry.stop == protocol.StopKind.STALE:
         sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
     elif release.boundary is None:
         sessions.requeue(tx, entry, release.reason, tries=0)
@@ -174,7 +167,7 @@ def release(tx: Tx, session: str, release: Release) -> None:
 
 def give_up(tx: Tx, entry: SessionRow, failure: Failure) -> None:
     """Retry a leased session that failed without a result, or end it."""
-    if entry.stop == StopKind.CANCELLED:
+    if entry.stop == protocol.StopKind.CANCELLED:
         finish(tx, entry, CANCELLED)
     elif not retry(tx, entry, failure):
         message = f"{failure.message} (attempt {entry.attempt + 1}, the last)"
@@ -184,7 +177,7 @@ def give_up(tx: Tx, entry: SessionRow, failure: Failure) -> None:
 
 def retry(tx: Tx, entry: SessionRow, failure: Failure) -> bool:
     """Requeue after a failure that is retried; False if it is not (`HANDLING`)."""
-    if entry.stop == StopKind.CANCELLED:
+    if entry.stop == protocol.StopKind.CANCELLED:
         return False
     handling = HANDLING[failure.cause] if failure.cause else None
     allowed = handling.retries if handling else RETRIES[failure.boundary]
@@ -218,7 +211,7 @@ def expire_node(tx: Tx, node: str, reason: str) -> None:
 def end_unstopped(tx: Tx, before: float) -> None:
     """End sessions that were asked to stop before that time and did not."""
     for entry in sessions.select(tx, "stop IS NOT NULL AND stop_at < :before", before=before):
-        if entry.stop == StopKind.CANCELLED:
+        if entry.stop == protocol.StopKind.CANCELLED:
             finish(tx, entry, CANCELLED)
         else:
             sessions.requeue(tx, entry, f"stale: {entry.stop_by}")
@@ -233,4 +226,4 @@ def abort_stale(tx: Tx, version: int) -> None:
         version=version,
     )
     stale = [entry for entry in behind if has_attempts_left(tx, entry)]
-    sessions.stop(tx, stale, StopKind.STALE, f"weights {version}")
+    sessions.stop(tx, stale, protocol.StopKind.STALE, f"weights {version}")

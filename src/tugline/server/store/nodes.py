@@ -24,15 +24,17 @@ def digest(token: str) -> str:
 
 def add(tx: Tx, node: str, registration: NodeRegistration, token: str, *, lease_s: float) -> None:
     """Add a node."""
-    tx.run(
-        "INSERT INTO nodes (id, name, token, registration, state, registered, deadline)"
-        " VALUES (:node, :name, :token, :registration, 'live', :now, :deadline)",
-        node=node,
-        name=registration.name,
-        token=digest(token),
-        registration=msgspec.msgpack.encode(registration),
-        now=tx.now,
-        deadline=tx.now + lease_s,
+    tx.insert(
+        "nodes",
+        {
+            "id": node,
+            "name": registration.name,
+            "token": digest(token),
+            "registration": msgspec.msgpack.encode(registration),
+            "state": NodeState.LIVE.value,
+            "registered": tx.now,
+            "deadline": tx.now + lease_s,
+        },
     )
     detail: dict[str, str | int | float] = {"name": registration.name, "slots": registration.slots}
     events.add(tx, EventKind.JOINED, node=node, detail=detail)

@@ -103,16 +103,8 @@ def _insert(tx: Tx, entry: SessionRow, end: End) -> int:
         seconds=dict(end.seconds),
         created=tx.now,
     )
-    tx.run(
-        "INSERT INTO results (position, session, task, digest, blob, view)"
-        " VALUES (:position, :session, :task, :digest, :blob, :view)",
-        position=position,
-        session=entry.id,
-        task=entry.task,
-        digest=end.digest,
-        blob=end.blob,
-        view=msgspec.msgpack.encode(listed),
-    )
+    row = {"position": position, "session": entry.id, "task": entry.task, "digest": end.digest}
+    tx.insert("results", {**row, "blob": end.blob, "view": msgspec.msgpack.encode(listed)})
     return position
 
 

@@ -14,7 +14,7 @@ from tugline.errors import Conflict, Invalid, Missing
 from tugline.protocol import Accepted, EventKind, Page, TaskState, TaskView
 from tugline.server.store import events, sessions
 from tugline.server.store.base import Row, Tx, bind_names, parse_cursor, to_struct
-from tugline.types import Task, decode, encode
+from tugline.types import Status, Task, decode, encode
 
 _AHEAD_S = 60.0
 """What one step of priority is worth: a place that much further ahead in the queue."""
@@ -105,30 +105,23 @@ def _insert(tx: Tx, batch: Sequence[Packed]) -> None:
         n=len(batch) + samples,
     )
     places = iter(range(last - len(batch) - samples + 1, last + 1))
-    tx.many(
-        "INSERT INTO tasks (id, place, tenant, priority, body, digest, samples, min_usable,"
-        " deadline, attempts, max_staleness, on_stale, callback, tags, created)"
-        " VALUES (:id, :place, :tenant, :priority, :body, :digest, :samples, :min_usable,"
-        " :deadline, :attempts, :max_staleness, :on_stale, :callback, :tags, :now)",
-        [_row(packed, next(places), tx.now) for packed in batch],
+    tx.insert("tasks", *(_row(packed, next(places), tx.now) for packed in batch))
+    rows = (
+        {
+            "id": session,
+            "place": next(places),
+            "task": task.id,
+            "tenant": task.tenant,
+            "sample": n,
+            "status": Status.QUEUED.value,
+            "turn": tx.now + _AHEAD_S * (n // _BURST - task.priority),
+            "created": tx.now,
+            "updated": tx.now,
+        }
+        for task, _, _ in batch
+        for n, session in enumerate(session_ids(task))
     )
-    tx.many(
-        "INSERT INTO sessions (id, place, task, tenant, sample, status, turn, created, updated)"
-        " VALUES (:id, :place, :task, :tenant, :sample, 'queued', :turn, :now, :now)",
-        [
-            {
-                "id": session,
-                "place": next(places),
-                "task": task.id,
-                "tenant": task.tenant,
-                "sample": n,
-                "turn": tx.now + _AHEAD_S * (n // _BURST - task.priority),
-                "now": tx.now,
-            }
-            for task, _, _ in batch
-            for n, session in enumerate(session_ids(task))
-        ],
-    )
+    tx.insert("sessions", *rows)
     accepted = [events.Note(task.id, detail={"samples": task.samples}) for task, _, _ in batch]
     events.add_all(tx, EventKind.ACCEPTED, accepted)
     tx.notify("work", "timers")
@@ -152,7 +145,7 @@ def _row(packed: Packed, place: int, now: float) -> dict[str, object]:
         "on_stale": group.on_stale.value,
         "callback": task.callback.url if task.callback else None,
         "tags": _encode_tags(task.tags),
-        "now": now,
+        "created": now,
     }
 
 
