@@ -20,7 +20,8 @@ setup: $(STAMP) ## make .venv ready (the other targets do this themselves)
 demo: $(STAMP) ## train a tiny model on a real agent harness; options with ARGS="..."
 	@$(BIN)/tugline demo $(ARGS)
 
-test: checks ## every check, then every test that is not marked slow, harness, engines, browser or podman
+test: $(STAMP) ## every check, then every test that is not marked slow, harness, engines, browser or podman
+	@$(MAKE) --no-print-directory -j2 lint types layers dependencies
 	@$(BIN)/python tools/bubblewrap.py
 	@$(BIN)/pytest $(SPREAD) -m "not slow and not harness and not engines and not browser and not podman" $(ARGS)
 

@@ -25,16 +25,16 @@ _END_S = 15.0
 _TESTS = Path(__file__).parents[1]
 
 
-async def check(case: Case, *, slow: bool = False) -> CheckResult:
+async def check(case: Case, *, slow: bool = False, only: str = "") -> CheckResult:
     """Install the harness, run its sessions and check them; a failure is a result."""
     harness: Harness = find("harness", case.harness)(**case.options)
     no_network = await asyncio.to_thread(network.unavailable)
     try:
         await harness.install()
         with tempfile.TemporaryDirectory(prefix="tugline-check-") as folder:
-            return await _work(Job(case, folder, no_network, slow))
+            return await _work(Job(case, folder, no_network, slow, only))
     except (HarnessError, UsageError) as error:
-        failed = dict.fromkeys(checks_of(case, slow=slow), f"fail: {error}")
+        failed = dict.fromkeys(checks_of(case, slow=slow, only=only), f"fail: {error}")
         return CheckResult(case.harness, harness.version, case.dialect, 0, 0, failed)
 
 

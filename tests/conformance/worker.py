@@ -39,6 +39,8 @@ class Job(msgspec.Struct, frozen=True):
     """Why this process has the machine's own network; None if it has one of its own."""
     slow: bool = False
     """Whether to run the session that takes minutes."""
+    only: str = ""
+    """The one session to run; all if empty."""
 
 
 class Part(NamedTuple):
@@ -77,19 +79,21 @@ _PARTS: dict[str, Part] = {
 }
 
 
-def parts_of(case: Case, *, slow: bool) -> dict[str, Part]:
+def parts_of(case: Case, *, slow: bool, only: str = "") -> dict[str, Part]:
     """Return the sessions of a case by name; with `slow` also the one that takes minutes."""
     return {
         name: part
         for name, part in _PARTS.items()
-        if (slow or not part.slow) and (not part.harnesses or case.harness in part.harnesses)
+        if (slow or not part.slow)
+        and (not part.harnesses or case.harness in part.harnesses)
+        and only in {"", name}
     }
 
 
-def checks_of(case: Case, *, slow: bool) -> list[str]:
+def checks_of(case: Case, *, slow: bool, only: str = "") -> list[str]:
     """Return the names of the checks of a case."""
-    names = [name for part in parts_of(case, slow=slow).values() for name in part.checks]
-    return [*names, "no_foreign_host"]
+    parts = parts_of(case, slow=slow, only=only).values()
+    return [*(name for part in parts for name in part.checks), "no_foreign_host"]
 
 
 def label(case: Case, check: str, failure: str | None) -> str:
@@ -108,7 +112,7 @@ async def check(job: Job) -> CheckResult:
     failures: dict[str, str | None] = {}
     turns: list[Call] = []
     async with _network(job) as names:
-        for name, part in parts_of(case, slow=job.slow).items():
+        for name, part in parts_of(case, slow=job.slow, only=job.only).items():
             run = await _run(job, part.scenario(case), folder / name)
             for check_name, examine in part.checks.items():
                 failures[check_name] = run if isinstance(run, str) else examine(case, run)

@@ -97,6 +97,7 @@ def test_the_real_pi_is_trained_and_every_number_is_reported(tmp_path: Path) -> 
     assert [call.branch for call in turns if call.branch is not None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_script_of_ones_own_is_trained_the_same_way(tmp_path: Path) -> None:
     """The example agent, started as the user would, goes through the same path."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from commands import run_command
 from rig import RENDERING, says
 from tugline.errors import EngineError, UsageError
 from tugline.gateway.app import Gateway
@@ -293,12 +293,8 @@ async def test_no_engine_is_an_error_at_once() -> None:
 # --------------------------------------------------------------------------- the command
 async def run(*arguments: str) -> tuple[int, str]:
     """``tugline doctor``: exit code and output."""
-    process = await asyncio.create_subprocess_exec(
-        Path(sys.executable).with_name("tugline"), "doctor", *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
-    return process.returncode or 0, output.decode()
+    done = await asyncio.to_thread(run_command, "doctor", *arguments)
+    return done.returncode, done.stdout + done.stderr
 
 
 async def test_the_command_tells_people_and_programs() -> None:

@@ -217,6 +217,7 @@ async def test_a_node_that_never_registered_can_be_stopped(tmp_path: Path) -> No
     """At once, as there is nothing to finish."""
     async with open_plane(tmp_path) as control:
         bench = Bench(tmp_path, control)
+        bench.node = bench.make_node(leave_s=60.0)
         bench.link.away = True
         async with bench.working() as running:
             await until(lambda: bench.link.requests)

@@ -183,7 +183,9 @@ def test_a_wrong_script_never_solves_the_problem() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("harness", ["shell", pytest.param("pi", marks=pytest.mark.pi)])
+@pytest.mark.parametrize(
+    "harness", ["shell", pytest.param("pi", marks=(pytest.mark.pi, pytest.mark.slow))]
+)
 def test_the_start_policy_can_be_made_again(harness: str, tmp_path: Path) -> None:
     """The whole command, with the real harness and a few steps a phase, leaves a usable model."""
     out = tmp_path / "model"
