@@ -7,11 +7,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from training_run import write_config
@@ -22,10 +23,15 @@ TUGLINE = Path(sys.executable).with_name("tugline")
 TESTS = Path(__file__).parents[1]
 
 
-async def start(folder: Path, *words: str) -> asyncio.subprocess.Process:
+TORCHRUN = [str(TUGLINE.with_name("torchrun")), "--standalone", "--nproc-per-node=2", "--no-python"]
+
+
+async def start(
+    folder: Path, *words: str, before: Sequence[str] = ()
+) -> asyncio.subprocess.Process:
     """The command, with the evaluator of the tests on its path."""
     return await asyncio.create_subprocess_exec(
-        TUGLINE, "train", "config.json", *words,
+        *before, str(TUGLINE), "train", "config.json", *words,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
         stdout=asyncio.subprocess.PIPE,
@@ -88,6 +94,38 @@ async def test_a_killed_run_resumes(tmp_path: Path) -> None:
     assert [row["rollout/sessions"] for row in rows] == [4, 4]
     assert sum(row["rollout/sampled"] for row in rows) == ledger["sampled"]
     assert [score["step"] for score in state["scores"]] == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_run_on_two_devices_survives_the_death_of_one(tmp_path: Path) -> None:
+    """All ranks end with it; the checkpoint of a sharded adapter goes on in one process."""
+    write_config(
+        tmp_path,
+        schedule={"steps": 3, "tasks_per_step": 2, "samples": 2, "staleness": 1},
+        fsdp=True,
+        lora={"rank": 4},
+        heldout=None,
+    )
+    run = tmp_path / "run"
+    process = await start(tmp_path, "--out", "run", before=TORCHRUN)
+    while not logged(run, "publish/version")():
+        assert process.returncode is None, (await end(process))[2]
+        await asyncio.sleep(0.05)
+    ranks = psutil.Process(process.pid).children()
+    (follower,) = [one for one in ranks if one.environ()["RANK"] == "1"]
+    follower.kill()
+    code, _, err = await end(process)
+    assert code != 0
+    assert "exitcode: -9" in err
+    process = await start(tmp_path, "--out", "run", "--resume", "--json")
+    code, out, err = await end(process)
+    assert code == 0, err
+    state = msgspec.json.decode(out, type=dict[str, Any])["state"]
+    assert (state["step"], state["sessions"], state["failed"]) == (3, 12, 0)
+    rows = [row for row in read_lines(run / METRICS) if "publish/version" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["publish/max_abs_dlogprob"] < 1e-4 for row in rows)
 
 
 async def test_a_dry_run_says_what_would_happen(tmp_path: Path) -> None:

@@ -10,17 +10,19 @@ import numpy as np
 import peft
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from msgspec.structs import replace
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.sessions import VERSION, groups, session, tiny, trace
+from tugline.trainers.grpo import checkpoint
 from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.distributed import shard
 from tugline.trainers.grpo.train import Grpo, StepReport
 from tugline.types import Trajectory
 
-STEPS = 5
-CONFIG = GrpoConfig(lr=1e-4, sessions_per_update=3, importance="truncate")
+STEPS, SAVED = 5, 2
+CONFIG = GrpoConfig(lr=1e-4, sessions_per_update=3, importance="truncate", warmup_updates=6)
 LORA = peft.LoraConfig(
     r=4,
     lora_dropout=0.5,
@@ -30,18 +32,38 @@ LORA = peft.LoraConfig(
 )
 
 
+def shift(one: Trajectory, by: float) -> Trajectory:
+    """A session with other captured log probabilities; NaN spoils its update."""
+    traces = [replace(made, logprobs=np.where(made.mask, made.logprobs + by, 0).astype(np.float32))
+              for made in one.traces]  # fmt: skip
+    return replace(one, traces=tuple(traces))
+
+
 def batches() -> list[list[Trajectory]]:
-    """Sessions of five steps; the last has a single row of most of the tokens."""
+    """Sessions of five steps.
+
+    A session of the second is not finite. The last has a single row of most of the tokens, and a
+    session that the engine took for less likely by far.
+    """
     model = tiny()
     rng = np.random.default_rng(3)
     lone = [session([trace(model, rng)], task="lone", sample=n, reward=float(n)) for n in range(2)]
-    return [*(groups(model, tasks=2, samples=3) for _ in range(STEPS - 1)), lone]
+    made = [groups(model, tasks=2, samples=3) for _ in range(STEPS - 1)]
+    made[1][2] = shift(made[1][2], float("nan"))
+    return [*made, [lone[0], shift(lone[1], -1.0)]]
 
 
 def train(model: torch.nn.Module, config: GrpoConfig, share: slice) -> list[StepReport]:
     """Five steps on a part of each step's sessions."""
     trainer = Grpo(model, config)
     return [trainer.step(batch[share], version=VERSION) for batch in batches()]
+
+
+def go_on(trainer: Grpo, share: slice) -> torch.Tensor:
+    """Train the steps after `SAVED`; the weights at the end."""
+    for batch in batches()[SAVED:]:
+        trainer.step(batch[share], version=VERSION)
+    return weights(trainer.model)
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
@@ -60,35 +82,57 @@ def ddp() -> torch.nn.Module:
     return DistributedDataParallel(tiny())
 
 
-def fsdp() -> torch.nn.Module:
+def fsdp(seed: int = 0) -> torch.nn.Module:
     """Sharded by layer, and the rest at the root."""
-    model = tiny()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+    model = tiny(seed)
+    shard(model)
+    return model
 
 
-def lora_fsdp() -> torch.nn.Module:
+def lora_fsdp(seed: int = 0) -> torch.nn.Module:
     """Adapters, sharded."""
-    model = peft.get_peft_model(tiny(), LORA)
-    return fully_shard(model)
+    model = lora(seed)
+    shard(model)
+    return model
 
 
-def lora() -> torch.nn.Module:
+def lora(seed: int = 0) -> torch.nn.Module:
     """Adapters of one process."""
-    torch.manual_seed(0)
-    return peft.get_peft_model(tiny(), LORA)
+    model = tiny()
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, LORA)
 
 
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], slice, slice, dict[str, object]]] = {
     "bare": (bare, slice(None, 1), slice(1, None), {}),
-    "ddp": (ddp, slice(None), slice(0), {"tree_packing": False, "ratio_level": "trace"}),
+    "ddp": (
+        ddp,
+        slice(None),
+        slice(0),
+        {"tree_packing": False, "ratio_level": "trace", "importance": None},
+    ),
     "fsdp": (fsdp, slice(None, 1), slice(1, None), {}),
     "fsdp, one rank has all": (fsdp, slice(None), slice(0), {"gradient_checkpointing": True}),
     "fsdp, small passes": (fsdp, slice(None, 4), slice(4, None), {"micro_tokens": 1}),
     "lora": (lora_fsdp, slice(None, 1), slice(1, None), {}),
 }
 """The model, what each of two ranks brings of a step's sessions, and changes of the config."""
+
+
+RESUMED: dict[str, Callable[[int], torch.nn.Module]] = {"fsdp": fsdp, "lora": lora_fsdp}
+"""Models that are saved after `SAVED` steps and loaded into others."""
+
+
+def resume(name: str, share: slice, folder: Path) -> torch.Tensor:
+    """Train, save, load into a model with other weights, and train on."""
+    trainer = Grpo(RESUMED[name](0), CONFIG)
+    for batch in batches()[:SAVED]:
+        trainer.step(batch[share], version=VERSION)
+    checkpoint.save(folder, trainer, step=SAVED, version=VERSION)
+    dist.barrier()
+    other = Grpo(RESUMED[name](7), CONFIG)
+    checkpoint.load(folder / f"step-{SAVED:06d}", other)
+    return go_on(other, share)
 
 
 def work(rank: int, folder: Path) -> None:
@@ -98,7 +142,10 @@ def work(rank: int, folder: Path) -> None:
     results = {}
     for name, (make, *shares, changes) in CASES.items():
         model = make()
-        reports = train(model, msgspec.structs.replace(CONFIG, **changes), shares[rank])
+        reports = train(model, replace(CONFIG, **changes), shares[rank])
         results[name] = (weights(model), [msgspec.json.encode(one) for one in reports])
+    for name in RESUMED:
+        share = slice(1) if rank == 0 else slice(1, None)
+        results[f"resumed {name}"] = (resume(name, share, folder / name), [])
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()

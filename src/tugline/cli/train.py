@@ -4,6 +4,8 @@ Progress goes to stderr, so that stdout has only the output of ``--json``.
 """
 
 import asyncio
+import os
+import signal
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -44,10 +46,15 @@ def train(
         from tugline.trainers.batches import TaskBatches, describe  # noqa: PLC0415 - the extra
         from tugline.trainers.config import read_config  # noqa: PLC0415 - the same
         from tugline.trainers.loop import train as run_training  # noqa: PLC0415 - the same
+        from tugline.trainers.models import follow  # noqa: PLC0415 - the same
         from tugline.trainers.sinks import make_report, make_sinks  # noqa: PLC0415 - the same
         from tugline.trainers.state import CONFIG  # noqa: PLC0415 - the same
 
         settings = read_config(config, Path(str(files("tugline.demo"))) / "warm_start_model")
+        if int(os.environ.get("RANK", "0")) > 0:  # torchrun's; rank 0 does all but the training
+            if not dry_run:
+                follow(settings)
+            return
         batches = TaskBatches(settings, config.absolute().parent)
         batches.check()
         sinks = make_sinks(settings.metrics, console)
@@ -58,6 +65,7 @@ def train(
         folder.mkdir(parents=True, exist_ok=True)
         log.configure(level="info", path=folder / "log.jsonl")
         main = run_training(settings, batches, folder, sinks, make_report(console))
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             summary = serve.run(main)
         except (KeyboardInterrupt, asyncio.CancelledError):

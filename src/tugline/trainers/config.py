@@ -61,6 +61,17 @@ class Schedule(Config, frozen=True):
     """Stop training early, so that the last evaluation ends within this time; None: never."""
 
 
+class Lora(Config, frozen=True):
+    """A low-rank adapter (LoRA, arXiv 2106.09685): only it is trained."""
+
+    rank: PositiveInt = 16
+    """Rank of the update of each matrix."""
+    alpha: PositiveInt = 32
+    """The update is scaled by this, divided by `rank`."""
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers that get one, such as `q_proj`; none: all but the output layer."""
+
+
 class TrainConfig(Config, frozen=True, kw_only=True):
     """One training run. Relative paths, but for `out`, are relative to the file."""
 
@@ -76,6 +87,10 @@ class TrainConfig(Config, frozen=True, kw_only=True):
     """The engine; `engine.model` is left out, and `engine.tokenizer` is the model's by default."""
     device: str | None = None
     """Device of the trainer and of an engine in this process; None: a GPU if there is one."""
+    fsdp: bool = False
+    """Under torchrun, shard the model over all processes (FSDP2) instead of copying it to each."""
+    lora: Lora | None = None
+    """Train an adapter with PEFT; None: all weights."""
     window: PositiveInt | None = None
     """Context window of an engine in this process, in tokens; None: the model's."""
     node: NodeSettings = NodeSettings()

@@ -15,7 +15,7 @@ checkpoint get a new number.
 """
 
 import asyncio
-import copy
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 from msgspec.structs import replace
-from transformers import PreTrainedModel
 
 from tugline.errors import EngineError
-from tugline.inference.load import load
-from tugline.inference.sampling import score
 from tugline.launch.local import LocalServer, open_local
 from tugline.launch.server import folder_lock
 from tugline.launch.settings import ServerSettings, Settings
@@ -46,10 +42,10 @@ from tugline.trainers.evaluation import (
     format_estimate,
 )
 from tugline.trainers.grpo import checkpoint
-from tugline.trainers.grpo.train import Grpo, StepReport
+from tugline.trainers.grpo.train import StepReport
 from tugline.trainers.metrics import RolloutFigures, find_alarms, flatten, measure_rollout
+from tugline.trainers.models import Models, Replicas, open_models, open_replicas, write_model
 from tugline.trainers.publish import Probe, Publication, Publisher
-from tugline.trainers.replicas import Replicas, open_replicas, write_model
 from tugline.trainers.sinks import Sinks
 from tugline.trainers.state import (
     CHECKPOINTS,
@@ -59,7 +55,7 @@ from tugline.trainers.state import (
     load_newest,
     store_config,
 )
-from tugline.types import Call, Ids, Logprobs, Task, Trajectory
+from tugline.types import Call, Task, Trajectory
 from tugline.web.serve import freeze_gc
 
 WEIGHTS = "weights"
@@ -86,14 +82,12 @@ async def train(
 
     May be cancelled or killed at any point and called again. Raises `TuglineError`.
     """
-    with folder_lock(folder, instead="choose another --out"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder_lock(folder, instead="choose another --out"))
         store_config(folder, config)
         report("loading the model")
-        model, tokenizer, eos_ids = load(config.model or folder, dtype=torch.float32)
-        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model.to(torch.device(device))  # type: ignore[arg-type]  # its stub is of a wrapper
-        trainer = Grpo(model, config.grpo, copy.deepcopy(model) if config.grpo.kl else None)
-        state = load_newest(folder, trainer)
+        models = stack.enter_context(open_models(config))
+        state = load_newest(folder, models.trainer)
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         settings = Settings(
             server=ServerSettings(lease_s=LEASE_S),
@@ -103,13 +97,13 @@ async def train(
         )
         try:
             async with (
-                open_replicas(config, model, tokenizer, eos_ids) as replicas,
+                open_replicas(config, models) as replicas,
                 open_local(settings, folder, replicas.connection) as local,
             ):
                 freeze_gc()
                 loop = TrainingLoop(
                     config, batches, folder,
-                    model=model, trainer=trainer, replicas=replicas, local=local,
+                    models=models, replicas=replicas, local=local,
                     state=state, sinks=sinks, report=report,
                 )  # fmt: skip
                 return await loop.run()
@@ -126,8 +120,7 @@ class TrainingLoop:
         batches: TaskBatches,
         folder: Path,
         *,
-        model: PreTrainedModel,
-        trainer: Grpo,
+        models: Models,
         replicas: Replicas,
         local: LocalServer,
         state: TrainState,
@@ -136,7 +129,7 @@ class TrainingLoop:
     ) -> None:
         self._config, self._schedule = config, config.schedule
         self._batches, self._folder = batches, folder
-        self._model, self._trainer, self._local = model, trainer, local
+        self._models, self._trainer, self._local = models, models.trainer, local
         self._publisher = Publisher(
             local.control.weights,
             replicas.updaters,
@@ -237,16 +230,12 @@ class TrainingLoop:
         traces = [trace for one in results for trace in one.traces if trace.mask.any()]
         longest = max(traces, key=lambda trace: int(trace.mask.sum()), default=None)
         ids = None if longest is None else longest.ids[:_PROBE_IDS]
-        before = None if ids is None else self._score(ids)
-        report = self._trainer.step(results, version=version)
+        before = None if ids is None else self._trainer.score(ids)
+        report = self._trainer.step(results, version)
         probe = None
         if ids is not None and before is not None:
-            probe = Probe(ids, before, self._score(ids))
+            probe = Probe(ids, before, self._trainer.score(ids))
         return _Learned(report, rollout, probe, time.monotonic() - began)
-
-    def _score(self, ids: Ids) -> Logprobs:
-        with torch.no_grad():
-            return score(self._model, ids, 1.0)
 
     def _count(self, learned: _Learned, sessions: int) -> None:
         """Count a step as trained."""
@@ -269,20 +258,14 @@ class TrainingLoop:
         """Save a checkpoint of the step, unless there is one."""
         folder, state = self._folder / CHECKPOINTS, replace(self.state, elapsed_s=self._elapsed_s())
         if not checkpoint.path_of(folder, state.step).exists():
-            checkpoint.save(
-                folder,
-                self._trainer,
-                step=state.step,
-                version=state.version,
-                extra=msgspec.to_builtins(state, str_keys=True),
-                keep=self._schedule.keep,
-            )
+            extra = msgspec.to_builtins(state, str_keys=True)
+            self._trainer.save(folder, state.step, state.version, extra, self._schedule.keep)
 
     async def _publish(self, probe: Probe | None) -> Publication:
         """Bring the trainer's weights to every replica."""
         folder = (self._folder / WEIGHTS / f"v{self.state.version}").absolute()
         if self._config.engine.urls:
-            await asyncio.to_thread(write_model, self._model, folder)
+            await asyncio.to_thread(write_model, self._models, folder)
         publication = await self._publisher.publish(folder, self.state.version, probe)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return publication

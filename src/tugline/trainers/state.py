@@ -10,7 +10,7 @@ from tugline.errors import UsageError
 from tugline.trainers.config import Schedule, TrainConfig
 from tugline.trainers.evaluation import Comparison, Evaluation
 from tugline.trainers.grpo import checkpoint
-from tugline.trainers.grpo.train import Grpo
+from tugline.trainers.models import TrainerGroup
 from tugline.types import Ledger
 
 CONFIG = "config.json"
@@ -64,7 +64,7 @@ class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
 def store_config(folder: Path, config: TrainConfig) -> None:
     """Store the configuration. Raises `UsageError` if the folder belongs to another run.
 
-    Only where figures go and how long to train may change.
+    Only where figures go, how long to train, and the devices may change.
     """
     path = folder / CONFIG
     if path.exists():
@@ -72,7 +72,7 @@ def store_config(folder: Path, config: TrainConfig) -> None:
         changed = [
             name
             for name in TrainConfig.__struct_fields__
-            if name not in {"metrics", "out"}
+            if name not in {"metrics", "out", "device", "fsdp"}
             and _comparable(getattr(stored, name)) != _comparable(getattr(config, name))
         ]
         if changed:
@@ -91,10 +91,10 @@ def _comparable(section: object) -> object:
     return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
 
 
-def load_newest(folder: Path, trainer: Grpo) -> TrainState:
+def load_newest(folder: Path, trainer: TrainerGroup) -> TrainState:
     """Load the newest checkpoint, if any, into `trainer`. Raises `CheckpointError`."""
     latest = checkpoint.latest(folder / CHECKPOINTS)
     if latest is None:
         return TrainState()
-    extra = checkpoint.load(latest, trainer).extra
+    extra = trainer.load(latest).extra
     return msgspec.convert(extra, TrainState, str_keys=True, strict=False)

@@ -1,10 +1,15 @@
 """Atomic checkpoints; training continues from one bit for bit.
 
 A checkpoint is the directory ``step-000012``: the model as Hugging Face reads it
-(``model.safetensors``, ``config.json``), the optimizer and the state of the trainer's random
-numbers (``optimizer.pt``), and ``state.json``, which names the step and the digest of every other
-file. It is written under a hidden name, flushed to disk and then renamed, so a crash at any
-moment leaves the checkpoints before it as they were (I3).
+(``model.safetensors``, ``config.json``), or an adapter as PEFT does
+(``adapter_model.safetensors``, ``adapter_config.json``); the optimizer and the state of the
+trainer's random numbers (``optimizer.pt``); and ``state.json``, which names the step and the digest
+of every other file. It is written under a hidden name, flushed to disk and then renamed, so a crash
+at any moment leaves the checkpoints before it as they were (I3).
+
+Under torchrun every rank saves and loads. Rank 0 writes whole tensors, so that a run may go on with
+another number of ranks, and other tools need not know how many there were; one rank must have
+memory for the model and its optimizer.
 """
 
 import hashlib
@@ -19,10 +24,12 @@ import safetensors.torch
 import torch
 
 from tugline.errors import CheckpointError
+from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world, shard_like
 from tugline.trainers.grpo.train import Grpo
 
 STATE = "state.json"
 WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.pt"
 
 
@@ -61,6 +68,10 @@ def save(
     of the new checkpoint stays behind.
     """
     path = path_of(directory, step)
+    weights = gather_tensors(unique_weights(trainer.model))
+    optimizer = gather_tensors(trainer.optimizer.state_dict())
+    if rank_and_world()[0] > 0:
+        return path
     if path.exists():
         msg = f"checkpoint {path} exists; remove it or save to another directory"
         raise CheckpointError(msg)
@@ -68,7 +79,10 @@ def save(
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        _write(draft, trainer, step=step, version=version, extra=extra or {})
+        _write_model(draft, trainer.model, weights)
+        rest = {"optimizer": optimizer, "order": trainer.order.get_state()}
+        torch.save(rest, draft / OPTIMIZER)
+        _write_state(draft, trainer, step=step, version=version, extra=extra or {})
         draft.rename(path)
         _fsync(directory)
         for old in _steps(directory)[: -max(1, keep)]:
@@ -80,12 +94,33 @@ def save(
     return path
 
 
-def _write(draft: Path, trainer: Grpo, *, step: int, version: int, extra: dict[str, Any]) -> None:
-    safetensors.torch.save_model(trainer.model, str(draft / WEIGHTS), metadata={"format": "pt"})
-    config: Any = trainer.model.config  # Hugging Face's own
-    config.save_pretrained(draft)
-    rest = {"optimizer": trainer.optimizer.state_dict(), "order": trainer.order.get_state()}
-    torch.save(rest, draft / OPTIMIZER)
+def unique_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights by name, tied ones once; of a model that PEFT wraps, the adapter's."""
+    if hasattr(model, "peft_config"):
+        from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
+
+        return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
+    named = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: named[name].detach() for name in reversed(first.values())}
+
+
+def _write_model(folder: Path, model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Write weights and their configuration as Hugging Face, or PEFT, reads them."""
+    adapters = getattr(model, "peft_config", None)
+    write_weights(folder / (ADAPTER if adapters else WEIGHTS), weights)
+    (adapters["default"] if adapters else model.config).save_pretrained(folder)
+
+
+def write_weights(file: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write whole weights as safetensors."""
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    safetensors.torch.save_file(whole, file, metadata={"format": "pt"})
+
+
+def _write_state(
+    draft: Path, trainer: Grpo, *, step: int, version: int, extra: dict[str, Any]
+) -> None:
     state = CheckpointState(
         step=step,
         version=version,
@@ -113,15 +148,35 @@ def load(path: Path, trainer: Grpo) -> CheckpointState:
             msg = f"checkpoint {path}: {name} is {what}; use an earlier one"
             raise CheckpointError(msg)
     try:
-        safetensors.torch.load_model(trainer.model, str(path / WEIGHTS))
         rest = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-        trainer.optimizer.load_state_dict(rest["optimizer"])
-    except (RuntimeError, ValueError) as error:
+        _load_weights(path, trainer.model)
+        _load_optimizer(rest["optimizer"], trainer.optimizer)
+    except (OSError, RuntimeError, ValueError) as error:
         msg = f"checkpoint {path} does not fit this model: {error}"
         raise CheckpointError(msg) from error
     trainer.order.set_state(rest["order"])
     trainer.updates = state.updates
     return state
+
+
+def _load_weights(path: Path, model: torch.nn.Module) -> None:
+    file = ADAPTER if hasattr(model, "peft_config") else WEIGHTS
+    own, stored = unique_weights(model), safetensors.torch.load_file(path / file)
+    different = sorted(own.keys() ^ stored.keys())
+    if different:
+        msg = f"{file} and the model differ in {len(different)} weights, such as {different[0]}"
+        raise ValueError(msg)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(shard_like(stored[name], tensor))
+
+
+def _load_optimizer(stored: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, moments in stored["state"].items():
+        for name, tensor in moments.items():
+            moments[name] = shard_like(tensor, parameters[number])
+    optimizer.load_state_dict(stored)
 
 
 def read(path: Path) -> CheckpointState:

@@ -7,14 +7,35 @@ weight of every token is already a share of the whole update (I2). The result is
 process, up to rounding.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def join_ranks(device: torch.device) -> Iterator[None]:
+    """Join the process group of torchrun, if it started this process, and leave it at the end.
+
+    On GPUs each rank takes the one of its local number.
+    """
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -54,3 +75,31 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
             dist.all_reduce(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+# --------------------------------------------------------------------------- sharded models
+def shard(model: torch.nn.Module) -> None:
+    """Shard a Hugging Face model, or one that PEFT wraps, over all ranks: layers, then the rest."""
+    wrapped: Any = model
+    base = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+    kinds = getattr(base, "_no_split_modules", None) or ()
+    for layer in [each for each in base.modules() if type(each).__name__ in kinds]:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def gather_tensors(value: Any) -> Any:
+    """Return tensors, or dicts of them, with sharded ones whole and in memory of the CPU.
+
+    Every rank calls it and gets all of them.
+    """
+    if isinstance(value, dict):
+        return {key: gather_tensors(one) for key, one in value.items()}
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def shard_like(whole: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that `other` has of its own; every rank calls it."""
+    if not isinstance(other, DTensor) or whole.shape != other.shape:
+        return whole
+    return distribute_tensor(whole, other.device_mesh, other.placements)

@@ -18,7 +18,7 @@ from tugline.errors import ConfigError
 from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.tree import TREE_ATTENTION, TreePaths
-from tugline.types import Sample
+from tugline.types import Ids, Sample
 
 FORWARD = "tugline_logprobs"
 """Name of the method of an FSDP2 module that gathers its parameters as ``forward`` does."""
@@ -114,7 +114,7 @@ class PolicyModel:
     @torch.no_grad()
     def _probe(self, *, tree: bool) -> torch.Tensor:
         """Log probabilities of the ids of two short rows with a common beginning."""
-        rows = [Row(_probe_sample(ids)) for ids in _PROBE]
+        rows = [Row(make_probe(ids)) for ids in _PROBE]
         return self.logprobs(collate(rows, tree=tree, device=self.device))
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ def _checkpoint_layers(inner: Any) -> None:
         raise ConfigError(msg, "gradient_checkpointing") from error
 
 
-def _probe_sample(ids: Sequence[int]) -> Sample:
+def make_probe(ids: Sequence[int] | Ids) -> Sample:
     """A sample of which every id but the first is trained."""
     zeros = np.zeros(len(ids), np.float32)
     return Sample(

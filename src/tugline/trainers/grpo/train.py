@@ -19,14 +19,14 @@ import torch
 
 from tugline import log
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, pack
+from tugline.trainers.grpo.batch import MicroBatch, Row, collate, pack
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.distributed import add_up, clip_gradient, gather
-from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.forward import PolicyModel, make_probe
 from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.mismatch import MismatchReport, Recomputed, summarize
 from tugline.trainers.grpo.samples import make_samples, prepare
-from tugline.types import Ledger, Reason, Sample, Trajectory
+from tugline.types import Ids, Ledger, Logprobs, Reason, Sample, Trajectory
 
 _log = log.get("trainer")
 
@@ -138,6 +138,14 @@ class Grpo:
             recomputed = _collect(samples, updates[0].recomputed)
         seconds = time.perf_counter() - began
         return self._report(updates, samples, ledger, summarize(recomputed), seconds)
+
+    @torch.no_grad()
+    def score(self, ids: Ids) -> Logprobs:
+        """Return the log probability of each id but the first, shape ``(n - 1,)``."""
+        rows = [Row(make_probe(ids))]
+        tree = self.config.tree_packing
+        micro = collate(rows, tree=tree, device=self.policy.device)
+        return self.policy.logprobs(micro).cpu().numpy()
 
     def measure_mismatch(self, trajectories: Sequence[Trajectory]) -> MismatchReport | None:
         """Compare captured log probabilities with those of the weights as they are.

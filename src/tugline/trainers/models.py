@@ -1,0 +1,212 @@
+"""The models of a run: the one that is trained, over the ranks of torchrun, and the engine's.
+
+Rank 0 runs the whole loop. The other ranks only train: what rank 0 calls on its `TrainerGroup`,
+they call, too. The engine is in the process of rank 0 with a copy of the model, or running vLLM or
+SGLang; it always gets whole weights, with an adapter added to what it adapts.
+"""
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from tugline.chat.tokenizer import Tokenizer
+from tugline.inference.engine import Engine
+from tugline.inference.load import load
+from tugline.launch.engine import EngineConnection, make_rendering, open_engine, serve_engine
+from tugline.trainers.config import Lora, TrainConfig
+from tugline.trainers.grpo import checkpoint
+from tugline.trainers.grpo.distributed import gather_tensors, join_ranks, rank_and_world, shard
+from tugline.trainers.grpo.train import Grpo, StepReport
+from tugline.trainers.publish import (
+    EmbeddedWeightUpdater,
+    Running,
+    WeightUpdater,
+    make_updater,
+)
+from tugline.types import Ids, Logprobs, Trajectory
+
+_BETWEEN_CALLS = timedelta(days=365)
+"""Rank 0 samples for as long as it takes; if it dies, torchrun ends the others."""
+
+
+class TrainerGroup:
+    """The trainer on all ranks: each method is announced by rank 0, and all ranks run it."""
+
+    def __init__(self, trainer: Grpo) -> None:
+        self._trainer = trainer
+        self._rank, world = rank_and_world()
+        self._calls = None if world == 1 else dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
+
+    def step(self, trajectories: Sequence[Trajectory], version: int) -> StepReport:
+        """See `Grpo.step`, which gathers what the ranks bring: the others bring nothing."""
+        self._announce("step", (), version)
+        return self._trainer.step(trajectories, version=version)
+
+    def score(self, ids: Ids) -> Logprobs:
+        """See `Grpo.score`."""
+        self._announce("score", ids)
+        return self._trainer.score(ids)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights to serve, whole, by the names of the model without an adapter."""
+        self._announce("weights")
+        return _merge_adapter(self._trainer.model)
+
+    def save(self, folder: Path, step: int, version: int, extra: dict[str, Any], keep: int) -> None:
+        """See `checkpoint.save`."""
+        self._announce("save", folder, step, version, extra, keep)
+        checkpoint.save(
+            folder, self._trainer, step=step, version=version, extra=extra, keep=keep
+        )  # fmt: skip
+
+    def load(self, path: Path) -> checkpoint.CheckpointState:
+        """See `checkpoint.load`; all ranks must be able to read `path`."""
+        self._announce("load", path)
+        return checkpoint.load(path, self._trainer)
+
+    def _announce(self, *call: object) -> None:
+        if self._calls is not None and self._rank == 0:
+            dist.broadcast_object_list([call], src=0, group=self._calls)
+
+    def follow(self) -> None:
+        """Run what rank 0 announces until it closes the group; for the other ranks."""
+        while True:
+            announced: list[Any] = [None]
+            dist.broadcast_object_list(announced, src=0, group=self._calls)
+            if not announced[0]:
+                return
+            name, *arguments = announced[0]
+            getattr(self, name)(*arguments)
+
+    def close(self) -> None:
+        """Let the other ranks end, as far as they are still there."""
+        with contextlib.suppress(RuntimeError):
+            self._announce()
+
+
+@torch.no_grad()
+def _merge_adapter(model: Any) -> dict[str, torch.Tensor]:
+    """Return whole weights with those of an adapter added; `model` stays as it is."""
+    if not hasattr(model, "peft_config"):
+        return dict(gather_tensors(model.state_dict()))
+    base = model.get_base_model()
+    adapted = {name: part for name, part in base.named_modules() if hasattr(part, "base_layer")}
+    merged = {}
+    for name, tensor in base.state_dict().items():
+        layer, inner, weight = name.partition(".base_layer.")
+        if inner and weight == "weight":
+            merged[f"{layer}.weight"] = tensor + adapted[layer].get_delta_weight("default")
+        elif ".lora_" not in name:
+            merged[f"{layer}.{weight}" if inner else name] = tensor
+    return dict(gather_tensors(merged))
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What a run has in memory."""
+
+    trainer: TrainerGroup
+    served: PreTrainedModel
+    """The model as it was loaded: a copy for an engine in this process, or the trained one."""
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+
+
+@contextlib.contextmanager
+def open_models(config: TrainConfig) -> Iterator[Models]:
+    """Load the model on this rank and make its trainer; the other ranks end with rank 0."""
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with join_ranks(device):
+        model, tokenizer, eos_ids = load(config.model or Path(), dtype=torch.float32)
+        model.to(device)  # type: ignore[arg-type]  # its stub is of a wrapper
+        embeds = not config.engine.urls and rank_and_world()[0] == 0
+        served = copy.deepcopy(model) if embeds else model
+        reference = copy.deepcopy(model) if config.grpo.kl else None
+        policy = model if config.lora is None else _adapt(model, config.lora, config.schedule.seed)
+        if config.fsdp and dist.is_initialized():
+            for each in filter(None, (policy, reference)):
+                shard(each)
+        trainer = TrainerGroup(Grpo(policy, config.grpo, reference))
+        try:
+            yield Models(trainer, served, tokenizer, eos_ids)
+        finally:
+            trainer.close()
+
+
+def follow(config: TrainConfig) -> None:
+    """Train with rank 0 until it ends the run."""
+    with open_models(config) as models:
+        models.trainer.follow()
+
+
+def _adapt(model: PreTrainedModel, lora: Lora, seed: int) -> torch.nn.Module:
+    """Wrap a model with a fresh adapter, the same on every rank."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - an extra
+
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    return get_peft_model(model, settings)
+
+
+# --------------------------------------------------------------------------- the engine
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The engine, and how each of its replicas gets new weights, by URL."""
+
+    connection: EngineConnection
+    updaters: Mapping[str, WeightUpdater]
+
+
+@contextlib.asynccontextmanager
+async def open_replicas(config: TrainConfig, models: Models) -> AsyncIterator[Replicas]:
+    """Connect to the engines at ``engine.urls``, or serve a copy of the model in this process."""
+    if config.engine.urls:
+        async with (
+            open_engine(config.engine, slots=config.node.slots) as connection,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            updaters: dict[str, WeightUpdater] = {
+                url: await stack.enter_async_context(await make_updater(url))
+                for url in connection.urls
+            }
+            yield Replicas(connection, updaters)
+        return
+    text = models.served.config.get_text_config()
+    engine = Engine(
+        models.served,
+        eos_ids=models.eos_ids,
+        max_model_len=config.window or int(text.max_position_embeddings),
+        max_running=2 * config.node.slots,
+        threads=1,
+    )
+
+    async def swap(_folder: Path, version: int, running: Running) -> None:
+        await engine.swap(await asyncio.to_thread(models.trainer.weights), version, running)
+
+    rendering = make_rendering(config.engine, models.tokenizer, str(text.model_type))
+    async with engine, serve_engine(engine, rendering) as connection:
+        yield Replicas(connection, {connection.urls[0]: EmbeddedWeightUpdater(swap)})
+
+
+def write_model(models: Models, folder: Path) -> None:
+    """Write the weights to serve and their configuration, as Hugging Face and the engines do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = models.trainer.weights()
+    first = {tensor.data_ptr(): name for name, tensor in reversed(weights.items())}
+    unique = {name: weights[name] for name in first.values()}
+    checkpoint.write_weights(folder / checkpoint.WEIGHTS, unique)
+    models.served.config.save_pretrained(folder)
