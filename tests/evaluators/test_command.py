@@ -104,7 +104,7 @@ async def test_without_a_list_all_must_pass(judge: Judge) -> None:
     assert (verdict.reward.value, verdict.report["total"]) == (0.0, 2)
     lies = TestsEvaluator(command="printf 'ok 1 - a\\n1..1\\n'; exit 3", format="tap")
     verdict = await judge(lies)
-    assert verdict.report["reason"] == "all passed, but exit code 3"
+    assert verdict.report["reason"] == "no test is reported to have failed, but exit code 3"
 
 
 async def test_files_are_laid_over_last(judge: Judge) -> None:
@@ -162,6 +162,53 @@ async def test_the_report_is_where_nobody_could_put_one_before(judge: Judge) -> 
         command=f"echo '{xml}' > \"$REPORT\"", env={"REPORT": "{report}"}, **options
     )
     assert (await judge(hidden)).reward.value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("kill -9 $$", "ended by signal 9"),
+        ("exit 1", "no test is reported to have failed, but exit code 1"),
+        ("exit 0", "passed"),
+    ],
+)
+async def test_a_report_must_agree_with_its_runners_end(
+    judge: Judge, end: str, reason: str
+) -> None:
+    """Programs that rewrite a report cannot change how the runner ends, except by killing it."""
+    xml = '<testsuites><testcase classname="a" name="b"/></testsuites>'
+    for partial in (False, True):
+        tests = TestsEvaluator(
+            command=f"echo '{xml}' > {{report}}; {end}",
+            format="junit",
+            expected=["a::b"],
+            partial=partial,
+        )
+        verdict = await judge(tests)
+        assert verdict.report["reason"] == reason
+        assert verdict.reward.value == float(reason == "passed")
+
+
+async def test_what_is_built_is_built_from_sources(judge: Judge) -> None:
+    """Outputs that the agent adds are older than every source, and its changes are newer."""
+    judge.base["Makefile"] = "out/t: t.sh\n\tmkdir -p out\n\tcp t.sh out/t\n"
+    judge.base["t.sh"] = "echo 'not ok 1 - a'; echo 1..1\n"
+    forged = {"out/t": "echo 'ok 1 - a'; echo 1..1\n"}
+    tests = TestsEvaluator(command="make -s && sh out/t", format="tap", expected=["a"])
+    assert (await judge(tests, forged)).reward.value == 0.0
+    work = {**forged, "t.sh": forged["out/t"]}
+    assert (await judge(tests, work)).reward.value == 1.0
+
+
+async def test_settings_that_tools_read_by_themselves_are_refused(judge: Judge) -> None:
+    """Hidden files above all: a runner of any language looks for some."""
+    files = {
+        **dict.fromkeys((".proverc", ".nycrc", ".yarnrc.yml", ".pnp.cjs", ".config/x.toml"), ""),
+        **dict.fromkeys(("GNUmakefile", "bunfig.toml", "tsconfig.json", "build/t"), ""),
+        "work.json": "",
+    }
+    refused = (await judge(TestsEvaluator(command=SAYS, format="tap"), files)).report["refused"]
+    assert files.keys() - refused.keys() == {"work.json"}
 
 
 async def test_a_task_may_allow_what_is_protected(judge: Judge) -> None:

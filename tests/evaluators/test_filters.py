@@ -7,6 +7,7 @@ import pytest
 from tugline.evaluators.filters import (
     PYTHON,
     TESTS,
+    FreshTree,
     Rules,
     apply_patch,
     filter_patch,
@@ -18,7 +19,9 @@ from tugline.sandbox.patch import FileChange, Patch
 RULES = Rules(
     trusted=["tests/test_bill.py"],
     protected=(*PYTHON, "data/*.lock"),
-    known=["types", "tests"],
+    fresh=FreshTree(
+        frozenset({"types/__init__.py", "tests/x.py", "src/calc.py"}), frozenset({"numpy"})
+    ),
     workdir=PurePosixPath("/workspace"),
     mounts=[Mount("/workspace/verifier", "/srv/verifier"), Mount("/tests")],
 )
@@ -44,11 +47,19 @@ REFUSED: dict[str, str] = {
     "_pytest/__init__.py": "in place of _pytest",
     "json/__init__.py": "in place of json",
     "random.so": "in place of random",
+    "numpy.py": "in place of numpy",
+    "src/numpy/__init__.py": "in place of numpy",
+    "src/json.py": "in place of json",
+    "tests/test_bill/__init__.py": "in place of tests/test_bill",
+    "tests/test_bill.abi3.so": "in place of tests/test_bill",
+    "tests.py": "in place of tests",
+    "src/tests/__init__.py": "in place of tests",
+    "tests/__init__.py": "in place of a folder of tests",
     "tests/inspect.py": "in place of inspect",
     "verifier/reward.txt": "evaluator puts its own",
 }
 KEPT = (
-    *("bill.py", "types/new.py", "src/json.py", "tests/data.txt", "gitignore", "a.lock"),
+    *("bill.py", "types/new.py", "types/json.py", "tests/data.txt", "gitignore", "a.lock"),
     # No module: other languages and data may have any name.
     *("queue.js", "html/index.html", "token.txt", "json/data.json", "http/server.go", "model.pth"),
 )

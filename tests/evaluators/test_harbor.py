@@ -83,11 +83,32 @@ def test_the_work_is_judged_by_the_script(judge: Judge) -> None:
 
 
 def test_several_rewards_are_one_number(judge: Judge) -> None:
-    """`reward` counts, or the one that is named, or else their mean; json goes before text."""
+    """`reward` counts, or the one that is named, or else their mean; of two files the smaller."""
     script = "echo 9 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/reward.json"
     assert judge("true", script.format('{"reward": 0.5, "a": 1}')).reward == 0.5
     assert judge("true", script.format('{"a": 1, "b": 0}')).reward == 0.5
     assert judge("true", script.format('{"a": 1, "b": 0}'), reward="a").reward == 1.0
+    zero = script.replace("9", "0")
+    assert judge("true", zero.format('{"reward": 1}')).reward == 0.0
+    assert judge("true", zero.format('{"a": 1}'), reward="a").reward == 0.0
+
+
+def test_a_reward_beyond_its_range_is_none(judge: Judge) -> None:
+    """One session's number must not outweigh all others; a task may say that it has larger ones."""
+    script = "if test -e done; then echo {}; else echo 0; fi > /logs/verifier/reward.txt"
+    assert judge("touch done", script.format("5")).reward == 0.0
+    assert judge("touch done", script.format("nan")).reward == 0.0
+    assert judge("touch done", script.format("5"), reward_range=[-1, 10]).reward == 5.0
+    broken = judge("true", "echo 1e300 > /logs/verifier/reward.txt")
+    assert broken.failure is not None
+    assert "must be from 0 to 1 (reward_range)" in broken.reason
+
+
+def test_a_script_that_was_killed_has_no_reward(judge: Judge) -> None:
+    """Whoever wrote a reward, the script did not come to its end."""
+    script = "echo 1 > /logs/verifier/reward.txt; if test -e done; then kill -9 $$; fi"
+    assert judge("touch done", script).reward == 0.0
+    assert judge("true", script).reward == 1.0
 
 
 def test_a_script_without_a_readable_reward_is_no_verdict(judge: Judge) -> None:
@@ -198,7 +219,8 @@ def test_work_that_stands_in_for_libraries_is_left_out(judge: Judge) -> None:
     assert left_out.reward == 0.0
     assert left_out.reason.endswith("(not applied: json.py, sitecustomize.py)")
     assert judge("touch json.py", script, editable=["json.py"]).reward == 1.0
-    there = judge("echo >> calendar.py", "cat calendar.py | wc -l > /logs/verifier/reward.txt")
+    lines = "cat calendar.py | wc -l > /logs/verifier/reward.txt"
+    there = judge("echo >> calendar.py", lines, reward_range=[0, 2])
     assert there.reward == 2.0, there.reason
 
 

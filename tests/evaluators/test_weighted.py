@@ -33,10 +33,11 @@ class Says(Evaluator):
         mount: tuple[str, str | None] | None = None,
         in_place: bool = False,
         hides: tuple[str, ...] = (),
+        model: bool = False,
     ) -> None:
         self.value, self.per_trace, self.fails, self.takes_s = value, per_trace, fails, takes_s
         self.mount, self.in_place, self.hides = mount, in_place, hides
-        self.opens_sandbox = False
+        self.opens_sandbox, self.graded_by_model = False, model
 
     def mounts(self, _task: Task) -> tuple[Mount, ...]:
         """At most one."""
@@ -107,6 +108,22 @@ async def test_a_part_without_a_verdict_leaves_none(judge: Judge, fault: str) ->
         await asyncio.wait_for(judge(weighted), 20)
     assert isinstance(error.value, EvaluatorError) == (fault == "evaluator")
     assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.parametrize("mode", ["mean", "product", "min"])
+async def test_a_model_adds_nothing_to_failed_work(judge: Judge, mode: str) -> None:
+    """Neither by its praise nor by giving no verdict; of other work its failure leaves none."""
+    for talked in (says(model=True), says(model=True, fails="evaluator")):
+        verdict = await judge(
+            WeightedEvaluator(parts={"tests": says(value=0.0), "style": talked}, mode=mode)
+        )
+        assert (verdict.reward.value, verdict.reward.parts["style"]) == (0.0, 0.0)
+        assert "discounted" in verdict.report["style"]
+    parts = {"tests": says(), "style": says(value=0.5, model=True)}
+    assert (await judge(WeightedEvaluator(parts=parts))).reward.value == 0.75
+    parts["style"] = says(model=True, fails="evaluator")
+    with pytest.raises(EvaluatorError, match="part 'style': broken"):
+        await judge(WeightedEvaluator(parts=parts))
 
 
 async def test_a_part_that_is_not_required_may_fail(judge: Judge) -> None:

@@ -61,6 +61,9 @@ class Evaluator(ABC):
     opens_sandbox: bool = True
     """Whether a sandbox should be prewarmed while the agent runs."""
 
+    graded_by_model: bool = False
+    """Whether a model decides, whom the agent's text might persuade."""
+
     @abstractmethod
     async def evaluate(self, outcome: SessionOutcome) -> Verdict:
         """Score one session. Raises `EvaluatorError` if no verdict can be reached."""

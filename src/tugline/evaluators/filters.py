@@ -5,7 +5,8 @@ change the evaluation instead of the work, and gives the reason for the report:
 
 - the evaluator's own files, anything that stands in their way or lies under its mounts;
 - files by pattern: tests, settings of test runners, code that interpreters load by themselves;
-- modules that would be imported in place of the standard library's or the test runner's own;
+- modules that the tests' interpreter would import although the fresh copy does not have them: in
+  place of the standard library's, an installed one or a test, or as a package around the tests;
 - contents of ``.git``, compiled Python, and links that lead out of the workdir.
 
 Refused paths stay as the task has them; the rest of the patch is evaluated as it is.
@@ -55,34 +56,49 @@ FOLDERS = ("tests/", "test/")
 _SCRIPTS = ("test", "spec", "*-test", "*_test", "test-*")
 """Names that ``node --test`` and Jest take for tests."""
 
+_HIDDEN = (".*",)
+"""Settings of tools, by the convention of most of them."""
+
 TESTS: dict[str, tuple[str, ...]] = {
     "python": (*PYTHON, *FOLDERS, "test*.py", "*_test.py"),
     "go": ("*_test.go", "testdata/", "vendor/", "go.mod", "go.sum", "go.work*"),
-    "rust": (*FOLDERS, "Cargo.toml", ".cargo/", "build.rs", "rust-toolchain*"),
+    "rust": (*FOLDERS, "target/", "Cargo.toml", ".cargo/", "build.rs", "rust-toolchain*", *_HIDDEN),
     "java": (
         *("src/test/*", "*/src/test/*", "pom.xml", ".mvn/", "mvnw*"),
         *("*.gradle", "*.gradle.kts", "gradle/", "gradlew*", "gradle.properties", "buildSrc/"),
+        *("target/", "build/", "*.class", "junit-platform.properties", *_HIDDEN),
     ),
     "node": (
         *FOLDERS,
         *("*.test.*", "*.spec.*", "__tests__/", "__mocks__/"),
         *(f"{name}.{end}" for name in _SCRIPTS for end in ("?s", "?s?", "??s")),
-        *("node_modules/", "package.json", ".npmrc", "jest.config.*", "jest.setup.*"),
+        *("node_modules/", "package.json", "jest.config.*", "jest.setup.*"),
         *("vitest.config.*", "vitest.workspace.*", "vite.config.*"),
-        *(".mocharc*", "babel.config.*", ".babelrc*"),
+        *("babel.config.*", "[jt]sconfig*.json", "bunfig.toml", "deno.json*", *_HIDDEN),
     ),
-    "tap": ("*.bats", "*.t", "/t/"),
+    "tap": ("*.bats", "*.t", "/t/", "build/", "*.o", "*.a", "GNUmakefile", "makefile", *_HIDDEN),
 }
 """Test files and settings of test runners, by language."""
 
-SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
-"""Names of modules that a patch may not add."""
+_SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging"}
+"""Names of modules that a patch may not add, whatever is installed."""
 
 _IMPORTABLE = (".py", ".pyc", ".pyd", ".so")
 
 
 Patterns = Sequence[Annotated[str, msgspec.Meta(pattern="[^/]")]]
 """Patterns of paths, as an option of an evaluator; see `Rules`."""
+
+
+class FreshTree(NamedTuple):
+    """What a fresh copy of the task has before a patch is applied; paths are relative."""
+
+    files: frozenset[str] = frozenset()
+    """All Python files, and those paths of the patch that exist."""
+    modules: frozenset[str] = frozenset()
+    """Names of the modules that are installed for any interpreter, outside of the workdir."""
+    import_roots: frozenset[str] = frozenset()
+    """Folders of the workdir that an interpreter imports from."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +115,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """Patterns of paths."""
     editable: Sequence[str] = ()
     """Patterns of paths that may be changed although they are `protected`."""
-    known: Collection[str] = ()
-    """Existing names at the top of the workdir, or whole paths: they shadow no module."""
+    fresh: FreshTree = FreshTree()
+    """What the patch will be applied to."""
     workdir: PurePath | None = None
     """Where the patch will be applied, for links and mounts; None: no link may be absolute."""
     mounts: Sequence[Mount] = ()
@@ -117,8 +133,9 @@ class FilteredPatch(NamedTuple):
 def filter_patch(patch: Patch, rules: Rules) -> FilteredPatch:
     """Remove what `rules` forbid from a patch. Pure."""
     refused: dict[str, str] = {}
+    layout = _find_layout(rules)
     for path, change in patch.files.items():
-        reason = next(_find_reasons(PurePosixPath(path), change, rules), None)
+        reason = next(_find_reasons(PurePosixPath(path), change, rules, layout), None)
         if reason is not None:
             refused[path] = reason
     # A file or link in the place of a folder would take away what must stay in there.
@@ -128,15 +145,6 @@ def filter_patch(patch: Patch, rules: Rules) -> FilteredPatch:
     )
     kept = {path: change for path, change in patch.files.items() if path not in refused}
     return FilteredPatch(Patch(kept, patch.notes), refused)
-
-
-def find_shadowing(patch: Patch) -> list[str]:
-    """Return paths of a patch that would be refused for their names if they were new."""
-    paths = [PurePosixPath(path) for path in patch.files]
-    named = (
-        (path, {path.parts[0].partition(".")[0], path.name.partition(".")[0]}) for path in paths
-    )
-    return [str(path) for path, names in named if names & SHADOWED]
 
 
 def find_match(path: PurePosixPath, patterns: Iterable[str]) -> str | None:
@@ -176,7 +184,38 @@ def apply_patch(
     return result
 
 
-def _find_reasons(path: PurePosixPath, change: FileChange | None, rules: Rules) -> Iterator[str]:
+class _Layout(NamedTuple):
+    """Where a fresh copy has modules, those of the tests above all."""
+
+    folders: frozenset[PurePosixPath]
+    """All folders with Python files."""
+    test_modules: frozenset[PurePosixPath]
+    """Paths of the tests, without suffix."""
+    test_folders: frozenset[PurePosixPath]
+    """The folders around the tests, but for the workdir."""
+    test_packages: frozenset[PurePosixPath]
+    """Folders that become packages of the tests if they get an ``__init__``."""
+
+
+def _find_layout(rules: Rules) -> _Layout:
+    paths = (PurePosixPath(path) for path in {*rules.trusted, *rules.fresh.files})
+    python = {path for path in paths if path.suffix == ".py"}
+    tests = [p for p in python if str(p) in rules.trusted or find_match(p, rules.protected)]
+    packages = {test.parent for test in tests}
+    for inner in sorted(python, key=lambda path: -len(path.parts)):
+        if inner.name == "__init__.py" and inner.parent in packages:
+            packages.add(inner.parent.parent)
+    return _Layout(
+        frozenset(up for path in python for up in path.parents),
+        frozenset(test.with_suffix("") for test in tests),
+        frozenset(up for test in tests for up in test.parents if up.parts),
+        frozenset(packages),
+    )
+
+
+def _find_reasons(
+    path: PurePosixPath, change: FileChange | None, rules: Rules, layout: _Layout
+) -> Iterator[str]:
     """Yield the reasons to refuse a change."""
     if str(path) in rules.trusted:
         yield "belongs to the tests"
@@ -190,7 +229,7 @@ def _find_reasons(path: PurePosixPath, change: FileChange | None, rules: Rules) 
     pattern = find_match(path, rules.protected)
     if pattern and not find_match(path, rules.editable):
         yield f"is protected ({pattern})"
-    if shadowed := _find_shadowed(path, change, rules):
+    if shadowed := _find_shadowed(path, change, rules, layout):
         yield f"would be imported in place of {shadowed}"
     if any(path.is_relative_to(place) for place in _mounts_inside(rules)):
         yield "lies where the evaluator puts its own files"
@@ -202,19 +241,36 @@ def _folders(paths: Iterable[str]) -> set[str]:
     return {str(up) for path in paths for up in PurePosixPath(path).parents} - {"."}
 
 
-def _find_shadowed(path: PurePosixPath, change: FileChange | None, rules: Rules) -> str | None:
-    """Return the module that a new file at the top, or beside the tests, would hide."""
-    if str(path) in rules.known:
-        return None
-    # A folder without __init__ hides nothing: a module anywhere else on the path comes before it.
-    place = path.parent if path.name.partition(".")[0] == "__init__" else path
-    name = place.name.partition(".")[0]
+def _find_shadowed(
+    path: PurePosixPath, change: FileChange | None, rules: Rules, layout: _Layout
+) -> str | None:
+    """Return the module that a new importable file would hide."""
     importable = path.suffix in _IMPORTABLE or (change is not None and change.link)
-    if name not in SHADOWED or not importable:
+    if not importable or str(path) in rules.fresh.files or find_match(path, rules.editable):
         return None
-    if len(place.parts) == 1:
-        return None if place.name in rules.known else name
-    return name if place.parent in {PurePosixPath(own).parent for own in rules.trusted} else None
+    stem = path.name.partition(".")[0]
+    # A folder without __init__ hides nothing: a module anywhere else on the path comes before it.
+    package = stem == "__init__"
+    module = path.parent if package else path.with_name(stem)
+    if module in layout.test_modules or (module in layout.test_folders and not package):
+        return str(module)
+    if package and module in layout.test_packages:
+        return "a folder of tests"
+    if not _is_import_root(module.parent, rules.fresh, layout):
+        return None
+    hidden = module.name in _SHADOWED or module.name in rules.fresh.modules
+    # A package anywhere on the path comes before a folder of tests without __init__.
+    beside = module not in layout.test_folders and PurePosixPath(module.name) in layout.test_folders
+    return module.name if hidden or beside else None
+
+
+def _is_import_root(folder: PurePosixPath, fresh: FreshTree, layout: _Layout) -> bool:
+    """Return whether modules may be imported from a folder by their bare names."""
+    if not folder.parts or str(folder) in fresh.import_roots:
+        return True
+    if folder in layout.folders:
+        return f"{folder}/__init__.py" not in fresh.files
+    return folder.name == "src"
 
 
 def _mounts_inside(rules: Rules) -> Iterable[PurePosixPath]:

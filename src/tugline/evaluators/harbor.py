@@ -26,7 +26,7 @@ import msgspec
 
 from tugline.errors import ConfigError, EvaluatorError
 from tugline.evaluators.base import Evaluator, Seconds, SessionOutcome, Verdict
-from tugline.evaluators.filters import Patterns, Rules, find_match
+from tugline.evaluators.filters import Patterns, Rules
 from tugline.evaluators.script import ScriptRunner, allow_network, open_runner, start_deadline
 from tugline.sandbox.base import Exit, Mount, Sandbox, check_variables, expand_variables
 from tugline.sandbox.patch import FileChange
@@ -61,9 +61,10 @@ class HarborEvaluator(Evaluator):
 
     `env` is the script's environment, where ``${NAME}`` stands for a variable of the node that
     `pass_env` lists. With `network` it reaches the hosts that the runtime allows. `reward` names
-    the one of several rewards that counts (default: ``reward``, else their mean). `protected` are
-    patterns of paths that no patch may change, `editable` those it may although they look like
-    Python's or a test runner's own.
+    the one of several rewards that counts (default: ``reward``, else their mean), which must be
+    within `reward_range`, its least and its greatest value. `protected` are patterns of paths that
+    no patch may change, `editable` those it may although they look like Python's or a test
+    runner's own.
     """
 
     def __init__(  # noqa: PLR0913 - each is an option
@@ -76,6 +77,7 @@ class HarborEvaluator(Evaluator):
         in_place: bool = False,
         network: bool = False,
         reward: str | None = None,
+        reward_range: tuple[float, float] = (0.0, 1.0),
         protected: Patterns = (),
         editable: Patterns = (),
     ) -> None:
@@ -83,6 +85,7 @@ class HarborEvaluator(Evaluator):
             msg = f"evaluator 'harbor': tests is {tests!r}, must be an absolute path"
             raise ConfigError(msg)
         self._tests, self._timeout_s, self._reward = Path(tests), timeout_s, reward
+        self._least, self._greatest = reward_range
         self._env, self._pass = dict(env or {}), frozenset(pass_env)
         check_variables(self._env, self._pass, "evaluator 'harbor': env")
         self._protected, self._editable = tuple(protected), tuple(editable)
@@ -112,18 +115,17 @@ class HarborEvaluator(Evaluator):
             runner = ScriptRunner(outcome.sandbox, deadline)
             run = await self._run(runner)
         else:
-            async with open_runner(outcome, self._rules(outcome), deadline) as runner:
+            env = expand_variables(self._env, self._pass)
+            async with open_runner(outcome, self._rules(outcome), deadline, env=env) as runner:
                 run = await self._run(runner)
         if run.rewards is None and not run.exit.timed_out:
             await self._check_without_work(outcome, run, deadline)
         return self._score(run, outcome, runner.refused)
 
     def _rules(self, outcome: SessionOutcome) -> Rules:
-        tops = {PurePosixPath(path).parts[0] for path in outcome.patch.files}
         return Rules(
             protected=self._protected,
             editable=self._editable,
-            known={top for top in tops if find_match(PurePosixPath(top), self._editable)},
             mounts=self.mounts(outcome.task),
         )
 
@@ -146,8 +148,10 @@ class HarborEvaluator(Evaluator):
         log = await runner.read_tail("tests")
         if end.timed_out:
             return _HarborRun(end, None, f"not done within {timeout_s:g} s", log)
+        if end.code < 0:
+            return _HarborRun(end, None, f"ended by signal {-end.code}", log)
         try:
-            rewards = await _read_rewards(sandbox)
+            rewards = await self._read_rewards(sandbox)
         except ValueError as error:
             return _HarborRun(end, None, str(error), log)
         if rewards is None:
@@ -206,6 +210,26 @@ class HarborEvaluator(Evaluator):
         }
         return Verdict(Reward(self._select_reward(parts) if parts else 0.0, parts), report)
 
+    async def _read_rewards(self, sandbox: Sandbox) -> Mapping[str, float] | None:
+        """Return what the script wrote. Raises `ValueError` if it is no reward.
+
+        Of two files the smaller reward counts: the script and the agent's code may each write one.
+        """
+        files = [
+            parse_rewards(name, data)
+            for name in _REWARDS
+            if (data := await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES)) is not None
+        ]
+        if not files:
+            return None
+        rewards = files[0]
+        value = min([self._select_reward(rewards), *files[-1].values()][: len(files)])
+        if not self._least <= value <= self._greatest:
+            right = f"must be from {self._least:g} to {self._greatest:g} (reward_range)"
+            msg = f"the reward is {value:g}, {right}"
+            raise ValueError(msg)
+        return {**rewards, self._reward or "reward": value} if len(files) > 1 else rewards
+
     def _select_reward(self, parts: Mapping[str, float]) -> float:
         name = self._reward or "reward"
         if name in parts:
@@ -214,15 +238,6 @@ class HarborEvaluator(Evaluator):
             msg = f"evaluator 'harbor': reward is {name!r}, the script wrote {', '.join(parts)}"
             raise EvaluatorError(msg)
         return sum(parts.values()) / len(parts)
-
-
-async def _read_rewards(sandbox: Sandbox) -> Mapping[str, float] | None:
-    """Return what the script wrote, reward.json first. Raises `ValueError` if it is no reward."""
-    for name in _REWARDS:
-        data = await sandbox.get(LOGS / name, max_bytes=_MAX_REWARD_BYTES)
-        if data is not None:
-            return parse_rewards(name, data)
-    return None
 
 
 def parse_rewards(name: str, data: bytes) -> dict[str, float]:

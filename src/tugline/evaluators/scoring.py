@@ -186,8 +186,12 @@ def _find_trouble(report: TestReport, end: Exit) -> str:
         return f"out of time after {end.seconds:.1f} s"
     if end.cause is not None:
         return f"ended by {end.cause.value}"
+    if end.code < 0:
+        return f"ended by signal {-end.code}"
     if not report.outcomes:
         return f"no test was reported (exit {end.code})"
     if not report.complete:
         return f"the run did not come to its end (exit {end.code})"
+    if end.code and TestOutcome.FAIL not in report.outcomes.values():
+        return f"no test is reported to have failed, but exit code {end.code}"
     return report.inconsistency and f"not believed: {report.inconsistency}"

@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import difflib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import msgspec
 
 from tugline.evaluators.base import SessionOutcome
-from tugline.evaluators.filters import Rules, apply_patch, filter_patch, find_shadowing
+from tugline.evaluators.filters import FreshTree, Rules, apply_patch, filter_patch
 from tugline.sandbox.base import Content, Exit, Sandbox
 from tugline.sandbox.patch import Patch, PatchLimits
 from tugline.types import Workspace
@@ -23,6 +22,9 @@ from tugline.types import Workspace
 TAIL = 2000
 """Bytes of a log that reports show."""
 _LEAST_S = 1.0
+_PATHS = ".paths"
+_MAX_TREE = 32 << 20
+"""Bytes of the paths of a fresh copy."""
 _MAX_CHARACTERS = 1 << 20
 """Of a diff."""
 _MAX_FILES = 100
@@ -33,18 +35,12 @@ _MAX_FILE_BYTES = 256 << 10
 class ScriptRunner:
     """Runs scripts in `sandbox` until the deadline of an evaluation."""
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        deadline: float,
-        refused: Mapping[str, str] | None = None,
-        diff: str = "",
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, deadline: float) -> None:
         """`deadline` is a time of `time.monotonic`."""
         self.sandbox, self.deadline = sandbox, deadline
-        self.refused = dict(refused or {})
+        self.refused: dict[str, str] = {}
         """Paths of the patch that were not applied, each with the reason."""
-        self.diff = diff
+        self.diff = ""
         """The whole patch, if it was requested."""
 
     async def run(
@@ -89,26 +85,87 @@ async def open_runner(
     deadline: float,
     *,
     trusted: Mapping[str, Content] | None = None,
+    env: Mapping[str, str] | None = None,
     with_diff: bool = False,
 ) -> AsyncIterator[ScriptRunner]:
     """Open a fresh sandbox with the agent's work in it.
 
-    The caller puts `trusted`, the evaluator's own files, when all else is done.
+    The caller puts `trusted`, the evaluator's own files, when all else is done. `env` is what the
+    evaluator's programs will run with: it may say where they import from.
     """
     trusted = trusted or {}
     async with outcome.open_sandbox({}) as sandbox:
         workdir = sandbox.workdir
-        known = {*rules.known, *(PurePosixPath(path).parts[0] for path in outcome.task.files)}
-        for path in find_shadowing(outcome.patch):
-            if await sandbox.get(workdir / path) is not None:
-                known.add(path)
-        rules = msgspec.structs.replace(rules, trusted=tuple(trusted) or rules.trusted)
-        rules = msgspec.structs.replace(rules, known=known, workdir=workdir)
-        diff = await diff_work(outcome, sandbox) if with_diff else ""
-        patch, refused = filter_patch(outcome.patch, rules)
+        runner = ScriptRunner(sandbox, deadline)
+        fresh = await _inspect_tree(runner, outcome, env or {})
+        rules = msgspec.structs.replace(
+            rules, trusted=tuple(trusted) or rules.trusted, fresh=fresh, workdir=workdir
+        )
+        if with_diff:
+            runner.diff = await diff_work(outcome, sandbox)
+        patch, runner.refused = await asyncio.to_thread(filter_patch, outcome.patch, rules)
         work = apply_patch(outcome.task.files, patch, trusted)
         await sandbox.put(workdir, {p: text for p, text in work.items() if p not in trusted})
-        yield ScriptRunner(sandbox, deadline, refused, diff)
+        # What is built is made anew: nothing that the agent added is newer than its source.
+        new = [p for p, content in patch.files.items() if content and p not in fresh.files]
+        if new:
+            await _run_on_paths(runner, _MAKE_OLD, new, {})
+        yield runner
+
+
+# Workdirs and images have interpreters of their own; all tell what they could import.
+_INSPECT = r"""
+exec 2>/dev/null
+xargs -0 sh -c 'for f; do if [ -e "$f" ] || [ -h "$f" ]
+then printf "%s\0" "$f"; fi; done' sh < "$0"
+find . -name .git -prune -o -name "*.py" -exec printf "%s\0" {} +
+IFS=:
+for d in $PATH /opt/*/bin /opt/*/envs/*/bin ./*/bin ./.*/bin
+do if [ -x "$d/python3" ]; then "$d/python3" -B -c "$1"
+elif [ -x "$d/python" ]; then "$d/python" -B -c "$1"; fi
+done
+"""
+_LIST_MODULES = r"""
+import os, sys
+top = os.path.realpath('.') + os.sep
+for folder in filter(None, sys.path):
+    inside = (os.path.realpath(folder) + os.sep).startswith(top)
+    if inside and 'site-packages' not in folder:
+        sys.stdout.write('root:%s\0' % os.path.relpath(folder))
+    elif os.path.isdir(folder):
+        for name in os.listdir(folder):
+            sys.stdout.write('module:%s\0' % name.partition('.')[0])
+"""
+_MAKE_OLD = 'xargs -0 touch -h -t 199001010000 < "$0"'
+_LOOK_S = 60.0
+
+
+async def _run_on_paths(
+    runner: ScriptRunner, script: str, paths: Iterable[str], env: Mapping[str, str], *args: str
+) -> None:
+    """Run a script in the workdir; ``$0`` is a file of `paths`, each with a NUL at its end."""
+    home = runner.sandbox.home
+    await runner.sandbox.put(home, {_PATHS: "".join(f"{path}\0" for path in paths)})
+    argv = ("sh", "-c", script, str(home / _PATHS), *args)
+    env = {**env, "HOME": str(home)}
+    await runner.run(argv, env=env, timeout_s=_LOOK_S, log_name="paths")
+    await runner.sandbox.put(home, {_PATHS: None})
+
+
+async def _inspect_tree(
+    runner: ScriptRunner, outcome: SessionOutcome, env: Mapping[str, str]
+) -> FreshTree:
+    """Look at a fresh copy before the agent's work is put there."""
+    if not outcome.patch.files:
+        return FreshTree()
+    await _run_on_paths(runner, _INSPECT, outcome.patch.files, env, _LIST_MODULES)
+    output = (await runner.read_log("paths", head=_MAX_TREE, tail=0)).decode(errors="replace")
+    names: dict[str, set[str]] = {"root": set(), "module": set(), "": set(outcome.task.files)}
+    for entry in output.split("\0"):
+        kind, _, name = entry.partition(":")
+        path = name if kind in names else entry.removeprefix("./")
+        names[kind if kind in names else ""].add(path)
+    return FreshTree(*(frozenset(names[kind]) for kind in ("", "module", "root")))
 
 
 async def allow_network(sandbox: Sandbox) -> None:

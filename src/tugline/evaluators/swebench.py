@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
@@ -150,7 +150,6 @@ class SweBenchEvaluator(Evaluator):
             trusted=self._protected_files,
             protected=self._protected,
             editable=self._editable,
-            known={PurePosixPath(path).parts[0] for path in self._editable},
         )
         async with open_runner(outcome, rules, deadline) as runner:
             home = runner.sandbox.home

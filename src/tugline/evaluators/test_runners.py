@@ -61,11 +61,11 @@ class CommandRunner:
         timeout_s: float | None = None,
     ) -> None:
         self._expected, self._format = expected, output
-        self._env = _add_env(env, output.env)
+        self.env = _add_env(env, output.env)
         self._argv = _parse_command("command", command)
         self._setup = _parse_command("setup", setup) if setup is not None else None
         self._report = check_path(report) if report is not None else None
-        self._random = any(_REPORT in word for word in (*self._argv, *self._env.values()))
+        self._random = any(_REPORT in word for word in (*self._argv, *self.env.values()))
         self._timeout_s = timeout_s or math.inf
         if output.reports and not self._random and report is None:
             msg = (
@@ -123,7 +123,7 @@ class CommandRunner:
         return _Selection(self._expected, (0,) if self._expected.tests is None else ())
 
     def _variables(self, sandbox: Sandbox) -> Mapping[str, str]:
-        return self._env
+        return self.env
 
     async def _check_program(
         self, outcome: SessionOutcome, runner: ScriptRunner, report: TestReport, end: Exit
@@ -251,7 +251,7 @@ class PytestRunner(CommandRunner):
         return _Selection(expected, () if expected.partial else codes, paths)
 
     def _variables(self, sandbox: Sandbox) -> Mapping[str, str]:
-        return {**self._env, "HOME": str(sandbox.home)}
+        return {**self.env, "HOME": str(sandbox.home)}
 
     async def _check_program(
         self, outcome: SessionOutcome, runner: ScriptRunner, report: TestReport, end: Exit

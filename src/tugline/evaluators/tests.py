@@ -116,8 +116,9 @@ class TestsEvaluator(Evaluator):
 
     async def _run_tests(self, outcome: SessionOutcome, trusted: Mapping[str, Content]) -> Verdict:
         rules = Rules(protected=self._protected, editable=self._editable)
+        env = self._runner.env
         async with open_runner(
-            outcome, rules, start_deadline(outcome), trusted=trusted, with_diff=True
+            outcome, rules, start_deadline(outcome), trusted=trusted, env=env, with_diff=True
         ) as runner:
             verdict = await self._runner.prepare(outcome, runner)
             if verdict is None:

@@ -98,12 +98,13 @@ class WeightedEvaluator(Evaluator):
                 }
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return self._combine({name: task.result() for name, task in tasks.items()})
+        verdicts = {name: task.result() for name, task in tasks.items()}
+        return self._combine(self._discount_models(verdicts))
 
     async def _evaluate_part(
         self, name: str, part: _WeightedPart, outcome: SessionOutcome, alone: asyncio.Lock
-    ) -> Verdict | str:
-        """Return its verdict, or the reason if there is none and it is not required."""
+    ) -> Verdict | EvaluatorError:
+        """Return its verdict, or why there is none if that need not end the evaluation."""
         in_place = part.evaluator.in_place
         try:
             async with asyncio.timeout(outcome.timeout_s), alone if in_place else _NO_LOCK:
@@ -112,19 +113,49 @@ class WeightedEvaluator(Evaluator):
         except (EvaluatorError, SandboxError, TimeoutError) as error:
             reason = str(error) or f"out of time after {outcome.timeout_s:g} s"
             if not part.required:
-                return reason
+                return EvaluatorError(reason)
+            missing = EvaluatorError(f"part {name!r}: {reason}")
+            if part.evaluator.graded_by_model:
+                return missing
             if not isinstance(error, EvaluatorError):
                 raise
-            msg = f"part {name!r}: {reason}"
-            raise EvaluatorError(msg) from error
+            raise missing from error
 
-    def _combine(self, verdicts: Mapping[str, Verdict | str]) -> Verdict:
+    def _discount_models(
+        self, verdicts: Mapping[str, Verdict | EvaluatorError]
+    ) -> dict[str, Verdict | EvaluatorError]:
+        """Count what a model says as 0 where another required part is 0.
+
+        Then it cannot be talked into a reward, nor out of a verdict. Raises the `EvaluatorError` of
+        a required part otherwise.
+        """
+        models = {name for name, part in self._parts.items() if part.evaluator.graded_by_model}
+        required = {name for name, part in self._parts.items() if part.required}
+        sure = [verdicts[name] for name in required - models]
+        failed = any(isinstance(each, Verdict) and each.reward.value == 0.0 for each in sure)
+        result = dict(verdicts)
+        for name in models:
+            verdict = verdicts[name]
+            if isinstance(verdict, Verdict):
+                traces = (0.0,) * len(verdict.reward.per_trace)
+                report = {"discounted": "another required part is 0", **verdict.report}
+            elif name in required:
+                if not failed:
+                    raise verdict
+                traces, report = (), {"discounted": str(verdict)}
+            else:
+                continue
+            if failed:
+                result[name] = Verdict(Reward(0.0, {}, traces), report)
+        return result
+
+    def _combine(self, verdicts: Mapping[str, Verdict | EvaluatorError]) -> Verdict:
         report: dict[str, Any] = {}
         parts: dict[str, float] = {}
         counted: dict[str, Reward] = {}
         for name, verdict in verdicts.items():
-            if isinstance(verdict, str):
-                report[name] = {"no_verdict": verdict}
+            if isinstance(verdict, EvaluatorError):
+                report[name] = {"no_verdict": str(verdict)}
                 continue
             counted[name], report[name] = verdict.reward, verdict.report
             parts[name] = verdict.reward.value

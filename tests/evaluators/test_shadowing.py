@@ -1,0 +1,146 @@
+"""What an agent adds beside the tests changes nothing that happens before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import judging
+from tugline.evaluators.tests import TestsEvaluator
+from tugline.sandbox.patch import FileChange
+from tugline.types import Workspace
+
+CALC = {"src/calc.py": "def total(a, b):\n    return a - b\n", "src/random.py": "SEED = 1\n"}
+RIGHT = {"src/calc.py": "def total(a, b):\n    return a + b\n"}
+TEST = (
+    "import sys\nsys.path.insert(0, 'src')\nimport statistics, unittest\nfrom calc import total\n"
+    "class Calc(unittest.TestCase):\n    def test_total(self):\n"
+    "        self.assertEqual(total(1, 2), statistics.mean([3]))\n"
+)
+PYTEST = ["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}"]
+WAYS: dict[str, dict[str, Any]] = {
+    "own": {"files": {"hidden/test_calc.py": TEST}},
+    "command": {
+        "files": {"hidden/test_calc.py": TEST},
+        "command": PYTEST,
+        "format": "junit",
+        "expected": ["hidden/test_calc.py::Calc::test_total"],
+    },
+    "unittest": {
+        "files": {"hidden/test_calc.py": TEST},
+        "command": ["python3", "-m", "unittest", "-v", "hidden.test_calc"],
+        "format": "unittest",
+        "expected": ["hidden.test_calc.Calc.test_total"],
+    },
+}
+FORGED = (
+    "import unittest\nclass Calc(unittest.TestCase):\n    def test_total(self): pass\n"
+    "__file__ = 'hidden/test_calc.py'\n"
+)
+MEND = "import sys\nsys.path.insert(0, 'src')\nimport calc\ncalc.total = lambda a, b: a + b\n"
+BESIDE: dict[str, str | None] = {
+    "hidden/test_calc/__init__.py": FORGED,
+    "hidden/test_calc.abi3.so": "no library",
+    "hidden/test_calc.pyc": "none",
+    "hidden/__init__.py": MEND,
+    "hidden.py": MEND,
+    "src/hidden/__init__.py": MEND,
+    "src/statistics.py": f"{MEND}def mean(_): return -1\n",
+    "pygments.py": MEND,
+    "src/pytest/__init__.py": MEND,
+    "pytest/__init__.py": MEND,
+}
+
+
+def judge(folder: Path) -> judging.Judge:
+    """A task on a repository, whose tests the agent never saw."""
+    return judging.Judge(folder, judging.task(workspace=Workspace(folder="/srv/shop")), CALC)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_what_stands_beside_the_tests_earns_nothing(tmp_path: Path, way: str) -> None:
+    """Nor does it harm honest work: the tests are run as if it were not there."""
+    judged = judge(tmp_path)
+    tests = TestsEvaluator(**WAYS[way])
+    assert (await judged(tests, BESIDE)).reward.value == 0.0
+    verdict = await judged(tests, {**BESIDE, **RIGHT})
+    assert verdict.reward.value == 1.0, verdict.report
+    assert verdict.report["refused"].keys() == BESIDE.keys()
+
+
+async def test_honest_modules_are_kept(tmp_path: Path) -> None:
+    """New packages may have modules of any name, and known ones may be changed."""
+    work = {
+        "shop/__init__.py": "",
+        "shop/queue.py": "Q = 1\n",
+        "helpers.py": "H = 2\n",
+        "src/random.py": "SEED = 3\n",
+        "src/calc.py": (
+            "import sys\nsys.path.append('.')\nfrom shop.queue import Q\nfrom helpers import H\n"
+            "def total(a, b):\n    return Q + H\n"
+        ),
+    }
+    verdict = await judge(tmp_path)(TestsEvaluator(**WAYS["command"]), work)
+    assert (verdict.reward.value, verdict.report["refused"]) == (1.0, {})
+
+
+PLACES = ("", "src/", "hidden/", "tests/", "src/hidden/", "src/new/", "new/")
+NAMES = (
+    *("test_calc", "hidden", "statistics", "json", "pygments", "pytest", "_pytest", "conftest"),
+    *("sitecustomize", "random", "__init__", "test_new", "typing_extensions", "attr", "fine"),
+)
+ENDS = (".py", ".pyc", ".so", ".cpython-311-x86_64-linux-gnu.so", "/__init__.py", "/__main__.py")
+SETTINGS = ("pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "pytest.toml")
+PATHS = st.one_of(
+    st.builds("{}{}{}".format, *map(st.sampled_from, (PLACES, NAMES, ENDS))),
+    st.builds("{}{}".format, *map(st.sampled_from, (PLACES, SETTINGS))),
+)
+LEAVES = "import sys\nsys.stderr.write('IMPORTED ' + __name__)\nraise SystemExit(0)\n"
+
+
+def without_conflicts(paths: list[str]) -> Mapping[str, str]:
+    """Files that can be beside each other."""
+    above = {path.rpartition("/")[0] for path in paths}
+    return {path: LEAVES for path in paths if path not in above and path not in CALC}
+
+
+async def same_as_fresh(folder: Path, added: Mapping[str, str | FileChange | None]) -> None:
+    """Whatever is added, the same tests run with the same outcomes, and nothing of it before."""
+    tests = TestsEvaluator(**WAYS["command"])
+    verdict = await judge(folder)(tests, {**added, **RIGHT})
+    assert "IMPORTED" not in verdict.report["output"], verdict.report
+    assert verdict.reward.value == 1.0, verdict.report
+    assert "1 passed" in verdict.report["output"]
+
+
+EXAMPLES = settings(
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+LOTS = st.lists(PATHS, min_size=20, max_size=60).map(without_conflicts)
+
+
+@settings(EXAMPLES, max_examples=1)
+@given(added=LOTS)
+async def test_any_addition_leaves_the_tests_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory, added: Mapping[str, str]
+) -> None:
+    """Modules, packages, extensions and settings of any name, anywhere, many at once."""
+    await same_as_fresh(tmp_path_factory.mktemp("judged"), added)
+
+
+@pytest.mark.slow
+@settings(EXAMPLES, max_examples=60)
+@given(added=LOTS)
+async def test_many_additions_leave_the_tests_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory, added: Mapping[str, str]
+) -> None:
+    """The same, at length."""
+    await same_as_fresh(tmp_path_factory.mktemp("judged"), added)
