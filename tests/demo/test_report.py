@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rich.console import Console
 
-from tugline.demo.report import closing, picture, smoothed
+from tugline.demo.report import closing, picture
 from tugline.demo.summary import DemoSummary
 from tugline.trainers.evaluation import wilson
+from tugline.types import Ledger, Reason
 
 SUMMARY = DemoSummary(
     harness="pi",
@@ -31,18 +32,15 @@ SUMMARY = DemoSummary(
     updates=30,
     seconds=455.0,
     training_seconds=60.0,
-    ledger={
-        "sampled": 73_920,
-        "trained": 70_000,
-        "masked": 3_900,
-        "dropped": 20,
-        "masked_by_reason": {"client_gone": 3_900},
-        "dropped_by_reason": {"held_out": 18, "over_length": 2},
-    },
-    tokens_trained=70_000,
-    tokens_forwarded=900_000,
+    cpu_seconds=160.2,
+    cpu_seconds_sessions=640.9,
+    ledger=Ledger(
+        sampled=73_920,
+        trained=70_000,
+        masked={Reason.CLIENT_GONE: 3_900},
+        dropped={Reason.HELD_OUT: 18, Reason.OVER_LENGTH: 2},
+    ),
     replay_max_abs_dlogprob=2e-6,
-    builder="prefix_merging",
     builders=(),
 )
 
@@ -82,13 +80,6 @@ def test_wilson_encloses_the_rate_and_mirrors(counts: tuple[int, int]) -> None:
     assert wilson(n - passed, n) == pytest.approx((1 - high, 1 - low), abs=1e-12)
 
 
-def test_smoothed_is_the_mean_of_neighbours() -> None:
-    """Ends use fewer neighbours, so the line neither lags nor is cut."""
-    means = [5 / 3, 1.25, 1, 3, 3.75, 10 / 3]
-    assert smoothed([0, 0, 5, 0, 0, 10], window=5) == pytest.approx(means)
-    assert smoothed([]) == []
-
-
 @pytest.mark.parametrize("rewards", [[], [0.4], [0.1 * k for k in range(10)], [-3.0, 7.0]])
 def test_picture_is_a_png_of_any_run(tmp_path: Path, rewards: list[float]) -> None:
     """Runs of no step, one step, many steps and unbounded rewards all make a picture."""
@@ -117,6 +108,7 @@ def test_closing_says_how_sure_it_is_and_where_the_files_are() -> None:
         "masked: 3,900 client_gone; dropped: 18 held_out, 2 over_length",
         "differ by 2.0e-06 nats at most",
         "2,112 (4.6/s), 2 failed",
+        "641 s in agents and tests, 160 s in server",
         "30 steps, 30 updates; 7 min 35 s in all",
         "runs/demo/learning.png",
     ):

@@ -72,11 +72,9 @@ def _share(rate: float, interval: tuple[float, float], n: int) -> str:
 def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
     per_s = summary.sessions / summary.seconds if summary.seconds else 0.0
     ledger = summary.ledger
-    tokens = (
-        f"{ledger['sampled']:,} sampled = {ledger['trained']:,} trained"
-        f" + {ledger['masked']:,} masked + {ledger['dropped']:,} dropped"
-    )
-    masked, dropped = _reasons(ledger["masked_by_reason"]), _reasons(ledger["dropped_by_reason"])
+    masked, dropped = sum(ledger.masked.values()), sum(ledger.dropped.values())
+    tokens = f"{ledger.sampled:,} sampled = {ledger.trained:,} trained"
+    cpu = f"{summary.cpu_seconds_sessions:.0f} s in agents and tests, {summary.cpu_seconds:.0f} s"
     facts = [
         ("model", summary.model),
         ("harness", f"{_harness(summary)}, unmodified"),
@@ -88,12 +86,13 @@ def _facts(summary: DemoSummary) -> list[tuple[str, str]]:
                 f" {_format_duration(summary.training_seconds)} of them in the trainer"
             ),
         ),
+        ("CPU", f"{cpu} in server, gateway, engine and trainer"),
         (
             "sessions",
             f"{summary.sessions:,} ({per_s:.1f}/s), {summary.failed_sessions:,} failed",
         ),
-        ("tokens", tokens),
-        ("", f"masked: {masked}; dropped: {dropped}"),
+        ("tokens", f"{tokens} + {masked:,} masked + {dropped:,} dropped"),
+        ("", f"masked: {_reasons(ledger.masked)}; dropped: {_reasons(ledger.dropped)}"),
         ("logprobs", _logprob_difference(summary)),
     ]
     return facts + [
@@ -130,22 +129,14 @@ def _format_duration(seconds: float) -> str:
 # --------------------------------------------------------------------------- plot
 def _draw_curve(axes: Axes, by_step: Mapping[int, float]) -> None:
     numbers, rewards = list(by_step), list(by_step.values())
-    axes.plot(numbers, rewards, color=_LINE, alpha=0.35, linewidth=1, marker="o", markersize=3)
-    axes.plot(numbers, smoothed(rewards), color=_LINE, linewidth=2.6)
-    _title(axes, "Training reward (dots: each step; line: mean of 5)")
+    axes.plot(numbers, rewards, color=_LINE, linewidth=2.6, marker="o")
+    _title(axes, "Training reward, mean of each step")
     axes.set_xlabel("step", color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlim(0.5, max([1, *numbers]) + 0.5)
     low, high = min([0.0, *rewards]), max([1.0, *rewards])
     axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
     _tidy(axes)
-
-
-def smoothed(values: list[float], window: int = 5) -> list[float]:
-    """The mean of each value and its neighbours, `window` in all, fewer at the ends."""
-    reach = window // 2
-    around = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
-    return [sum(few) / len(few) for few in around]
 
 
 def _draw_bars(axes: Axes, summary: DemoSummary) -> None:

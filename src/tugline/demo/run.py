@@ -4,6 +4,7 @@ The loop is that of ``tugline train`` (`tugline.trainers.loop`), and so are its 
 """
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tugline.launch.settings import EngineSettings, GatewaySettings
 from tugline.node.settings import NodeSettings
 from tugline.plugins import make
 from tugline.recording import file as recordings
-from tugline.recording.folder import list_recordings
+from tugline.recording.folder import list_recordings, parse_name
 from tugline.rollout.parts import Parts
 from tugline.traces.base import Builder, sum_ledgers
 from tugline.trainers.batches import TaskBatches
@@ -46,6 +47,7 @@ def make_config(settings: DemoSettings) -> TrainConfig:
         return PluginSpec("tugline.demo.tasks:RepairTasks", options)
 
     count = settings.steps * settings.tasks_per_step
+    updates = settings.grpo.decay_updates or settings.steps  # a step has one update
     return TrainConfig(
         model=WARM_START,
         tasks=TaskSource(taskset=problems("train", settings.seed, count)),
@@ -66,7 +68,7 @@ def make_config(settings: DemoSettings) -> TrainConfig:
         window=settings.window,
         node=NodeSettings(slots=settings.slots),
         gateway=GatewaySettings(port=settings.port),
-        grpo=replace(settings.grpo, seed=settings.seed),
+        grpo=replace(settings.grpo, seed=settings.seed, decay_updates=updates),
         schedule=Schedule(
             steps=settings.steps,
             tasks_per_step=settings.tasks_per_step,
@@ -91,7 +93,7 @@ async def run_demo(
     state = (await train(config, batches, folder, sinks, make_report(console))).state
     first, last = state.scores[0], state.scores[-1]
     before, after = (score.evaluation.pass_at.get(1, NOTHING) for score in (first, last))
-    rows = read_lines(folder / METRICS)
+    rows, cpu = read_lines(folder / METRICS), os.times()
     held_out = first.sampled + last.sampled
     ledger = sum_ledgers([state.ledger, Ledger(held_out, dropped={Reason.HELD_OUT: held_out})])
     summary = DemoSummary(
@@ -110,20 +112,12 @@ async def run_demo(
         updates=state.updates,
         seconds=state.elapsed_s,
         training_seconds=state.training_s,
-        ledger={
-            "sampled": ledger.sampled,
-            "trained": ledger.trained,
-            "masked": sum(ledger.masked.values()),
-            "dropped": sum(ledger.dropped.values()),
-            "masked_by_reason": ledger.masked,
-            "dropped_by_reason": ledger.dropped,
-        },
-        tokens_trained=ledger.trained,
-        tokens_forwarded=state.tokens_forwarded,
+        cpu_seconds=cpu.user + cpu.system,
+        cpu_seconds_sessions=cpu.children_user + cpu.children_system,
+        ledger=ledger,
         replay_max_abs_dlogprob=max(
             (row[_MISMATCH] for row in rows if _MISMATCH in row), default=None
         ),
-        builder=settings.builder,
         builders=compare_builders(folder, [task.id for task in batches.batch(state.step)]),
     )
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
@@ -148,16 +142,12 @@ _MISMATCH = "update/mismatch/total/max_abs"
 
 def compare_builders(folder: Path, tasks: Sequence[str]) -> tuple[BuilderCost, ...]:
     """Build the recorded sessions of these tasks with each builder, and count their tokens."""
-    read = [recordings.read(path) for path in list_recordings(folder / "recordings")]
-    known = sorted(
-        (
-            (one.header.session.id, one.header.session.epoch, one.calls)
-            for one in read
-            if one.calls and one.header and one.header.session.task in tasks
-        ),
-        key=lambda attempt: attempt[:2],
-    )
-    calls = {session: made for session, _, made in known}  # of the last attempt
+    paths = sorted(list_recordings(folder / "recordings"), key=parse_name)
+    calls = {  # of the last attempt
+        one.header.session.id: one.calls
+        for one in (recordings.read(path, bodies=False) for path in paths)
+        if one.calls and one.header and one.header.session.task in tasks
+    }
     costs = []
     for name in BUILDERS:
         builder = make("builder", PluginSpec(name), Builder)

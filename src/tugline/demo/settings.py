@@ -20,7 +20,7 @@ class DemoSettings(Config, frozen=True):
     """How recorded calls become traces: `prefix_merging`, `per_request` or `tree`."""
     seed: NonNegativeInt = 0
     """Seed of the training tasks, the order of updates and the sampling."""
-    steps: PositiveInt = 8
+    steps: PositiveInt = 5
     """GRPO steps."""
     tasks_per_step: PositiveInt = 6
     """Groups in one step."""
@@ -42,5 +42,6 @@ class DemoSettings(Config, frozen=True):
     """Seconds that an agent may run."""
     port: Port = 0
     """Port of the gateway on the loopback interface; 0 takes any free one."""
-    grpo: GrpoConfig = GrpoConfig(lr=2.5e-4)
-    """The trainer's settings."""
+    grpo: GrpoConfig = GrpoConfig(lr=3e-4)
+    """The trainer's settings; without `decay_updates` the learning rate falls until the last step.
+    """

@@ -1,8 +1,8 @@
 """The figures that the demo ends with."""
 
-from typing import Any
-
 import msgspec
+
+from tugline.types import Ledger
 
 
 class BuilderCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,11 +37,12 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     updates: int
     seconds: float
     training_seconds: float
-    ledger: dict[str, Any]
+    cpu_seconds: float
+    """CPU time of this process: server, gateway, engine, trainer; of the last start only."""
+    cpu_seconds_sessions: float
+    """CPU time of the processes that it started: agents and tests; of the last start only."""
+    ledger: Ledger
     """All sampled tokens; those of evaluations are dropped as `held_out`."""
-    tokens_trained: int
-    tokens_forwarded: int
     replay_max_abs_dlogprob: float | None
     """Largest distance between a captured and a recomputed logprob over all steps, nats."""
-    builder: str
     builders: tuple[BuilderCost, ...]
