@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,15 +19,24 @@ from tugline.trainers.sinks import METRICS, make_sinks, read_lines
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("keep", {"lora": {"rank": 4}, "grpo": {"lr": 1e-2}}),
+    ("wait", {}),
+    ("abort", {}),
+    ("keep", {}),
+]
+
+
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 async def test_weights_arrive_in_every_pause_mode(tmp_path: Path, name: str) -> None:
     """Trainer and engine agree within 1e-4 after each publication, and sessions keep coming."""
     folder = tool_model.make().first
     with servers.running(name, folder, tmp_path) as server:
-        for pause in ("wait", "abort", "keep"):
-            home = tmp_path / pause
+        for pause, changes in RUNS:
+            home = tmp_path / f"{pause}{len(changes)}"
             home.mkdir()
-            config = write_config(home, schedule={"staleness": 1, "pause": pause, "samples": 4})
+            schedule = {"staleness": 1, "pause": pause, "samples": 4}
+            config = write_config(home, schedule=schedule, **changes)
             values = json.loads(config.read_text())
             values |= {"model": str(folder), "engine": {"urls": [server.url], "renderer": "qwen3"}}
             config.write_text(json.dumps(values))

@@ -154,3 +154,15 @@ def test_mismatch_can_be_measured_at_publication() -> None:
     assert trainer.measure_mismatch([]) is None
     unmodified = session([trace(model, np.random.default_rng(0))], task="t", sample=0, reward=1.0)
     assert trainer.measure_mismatch([unmodified]) is not None
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tree_packing": False}, {"gradient_checkpointing": True, "logits_chunk": 7}]
+)
+def test_any_ids_can_be_scored(changes: dict[str, object]) -> None:
+    """Each id but the first has its log probability in the whole context."""
+    model = tiny()
+    ids = np.random.default_rng(4).integers(0, 48, 200).astype(np.int32)
+    expected = captured(model, ids)[1:]
+    scored = Grpo(model, replace(GrpoConfig(), **changes)).score(ids)
+    assert scored == pytest.approx(expected, abs=1e-5)

@@ -35,14 +35,21 @@ def rows(folder: Path, key: str) -> list[dict[str, Any]]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("staleness", "pause"), [(0, "wait"), (1, "abort"), (1, "keep"), (2, "wait")]
+    ("staleness", "pause", "changes"),
+    [
+        (0, "wait", {}),
+        (1, "abort", {"lora": {"rank": 4}, "grpo": {"lr": 1e-2}}),
+        (1, "keep", {}),
+        (2, "wait", {}),
+    ],
 )
 async def test_a_run_trains_every_batch_within_its_staleness(
-    tmp_path: Path, staleness: int, pause: str
+    tmp_path: Path, staleness: int, pause: str, changes: dict[str, Any]
 ) -> None:
     """All sessions count once, no token is too old, and every publication is proven."""
-    schedule = {"steps": 3, "tasks_per_step": 2, "samples": 2}
-    config = write_config(tmp_path, schedule=schedule | {"staleness": staleness, "pause": pause})
+    schedule: dict[str, Any] = {"steps": 3, "tasks_per_step": 2, "samples": 2}
+    schedule |= {"staleness": staleness, "pause": pause}
+    config = write_config(tmp_path, schedule=schedule, **changes)
     state = (await run(config, tmp_path / "run")).state
     assert (state.step, state.version, state.sessions, state.failed) == (3, 3, 12, 0)
     assert state.ledger.balanced

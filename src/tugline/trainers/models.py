@@ -8,6 +8,7 @@ SGLang; it always gets whole weights, with an adapter added to what it adapts.
 import asyncio
 import contextlib
 import copy
+import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -159,7 +160,11 @@ def _adapt(model: PreTrainedModel, lora: Lora, seed: int) -> torch.nn.Module:
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(seed)
-    return get_peft_model(model, settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # PEFT 0.21 reads an old name of transformers
+        return get_peft_model(model, settings)
 
 
 # --------------------------------------------------------------------------- the engine

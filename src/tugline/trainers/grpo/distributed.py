@@ -71,7 +71,9 @@ def clip_gradient(model: torch.nn.Module, max_norm: float) -> float:
     for parameter in trained:
         if isinstance(parameter.grad, DTensor):
             parameter.grad.mul_(world)  # FSDP2 has averaged it
-        elif parameter.grad is not None and world > 1:
+        elif world > 1:
+            if parameter.grad is None:  # such as an expert that no token of this rank chose
+                parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
     norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
