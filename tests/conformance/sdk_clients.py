@@ -182,7 +182,7 @@ class Responses(OpenAi):
     """OpenAI Responses."""
 
     name = "responses"
-    echoes = ("verbatim", "without ids", "sealed")
+    echoes = ("verbatim", "without ids", "sealed", "references")
 
     def parts(self, text: str) -> list[Any]:
         url = f"data:image/png;base64,{PIXEL}"
@@ -215,7 +215,7 @@ class Responses(OpenAi):
     async def ask(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
         include = ["reasoning.encrypted_content"]
         fields = self._fields(history, options)
-        return self._read(await sdk.responses.create(**fields, store=False, include=include))
+        return self._read(await sdk.responses.create(**fields, include=include))
 
     async def stream(self, sdk: Any, history: list[Any], **options: Any) -> Reply:
         async with sdk.responses.stream(**self._fields(history, options)) as stream:
@@ -241,6 +241,8 @@ class Responses(OpenAi):
                 item["summary"] = []
         ids = [item["call_id"] for item in items if item["type"] == "function_call"]
         results = [{"type": "function_call_output", "call_id": i, "output": "x = 1"} for i in ids]
+        if how == "references":  # the AI SDK, unless it is told to store nothing
+            items = [{"type": "item_reference", "id": item["id"]} for item in items]
         return items + results
 
     async def count(self, sdk: Any, history: list[Any]) -> int | None:

@@ -17,6 +17,7 @@ from google.genai import errors, types
 
 from conformance.sdk_clients import APIS, READ, Api
 from rig import Constrained, Play, Rig, in_turn, rig, says, until
+from tugline.gateway.policy import CallSettings
 from tugline.testing.scripted_engine import Reply
 from tugline.types import Branch, Call, CallOutcome, EchoChange, Role, TraceKind
 
@@ -271,6 +272,15 @@ async def test_a_busy_engine_is_the_dialects_overload(
                 assert "retry-after" in caught.value.response.headers
 
 
+async def test_google_raises_what_comes_after_the_headers(tmp_path: Path) -> None:
+    """The error object is bare, without ``data:``, and still an error for the SDK."""
+    busy, tuning = Reply([], status=503), CallSettings(headers_within_s=0.0, tries=1)
+    async with client(tmp_path, GOOGLE, lambda *_: busy, tuning=tuning) as (_, sdk):
+        with pytest.raises(errors.ServerError) as caught:
+            await GOOGLE.stream(sdk, GOOGLE.start("Hi"))
+        assert (caught.value.code, caught.value.response.status) == (503, 200)
+
+
 @each_api
 async def test_closing_the_stream_stops_the_engine(tmp_path: Path, api: Api) -> None:
     """Nothing runs any more, and the call is recorded; Google's connection ends with its client."""
@@ -336,6 +346,66 @@ async def test_openais_custom_tool_takes_free_text(tmp_path: Path) -> None:
     item = response.output[-1]
     assert (call.type, call.custom.input) == ("custom", "+x")
     assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", "+x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openais_stored_responses_are_continued(tmp_path: Path, *, stream: bool) -> None:
+    """By their id, id for id; not by one that was not to be stored, nor from another session."""
+    turns = in_turn(THINKS, THINKS, "Done.")
+    async with client(tmp_path, RESPONSES, turns) as (it, sdk):
+        ask = RESPONSES.stream if stream else RESPONSES.ask
+        options: dict[str, Any] = {"tools": True, "instructions": "Help."}
+        reply = await ask(sdk, RESPONSES.start("Mend it."), **options)
+        assert reply.raw.store
+        for _ in range(2):
+            results = [item for item in RESPONSES.echo(reply, "verbatim") if "output" in item]
+            options["previous_response_id"] = reply.id
+            reply = await ask(sdk, results, **options)
+        assert (reply.text, reply.raw.previous_response_id) == ("Done.", options.popitem()[1])
+        assert [call.parent for call in it.calls] == [None, 0, 1]
+        assert exact(it.calls)
+        loose = await RESPONSES.ask(sdk, RESPONSES.start("Hi"), store=False)
+        for name in (loose.id, "resp_other-0"):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await RESPONSES.ask(sdk, RESPONSES.start("Hi"), previous_response_id=name)
+            assert caught.value.param == "previous_response_id"
+        lost = {"type": "item_reference", "id": loose.raw.output[0].id}
+        with pytest.raises(openai.BadRequestError, match="stored"):
+            await RESPONSES.ask(sdk, [lost])
+
+
+@anthropic.beta_async_tool
+async def read(path: str) -> str:
+    """Read a file.
+
+    Args:
+        path: Where it is.
+    """
+    return f"{path} = 1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropics_tool_runner_sends_only_what_is_new(
+    tmp_path: Path, *, stream: bool
+) -> None:
+    """The session keeps the thread, with its system prompt and tools, id for id."""
+    ask: Any = {"model": "m", "max_tokens": 2000, "system": "Help.", "tools": [read]}
+    ask["messages"] = ANTHROPIC.start("Mend it.")
+    async with client(tmp_path, ANTHROPIC, in_turn(THINKS, THINKS, "Done.")) as (it, sdk):
+        runner = sdk.beta.messages.tool_runner(**ask, stream=stream)
+        replies = [reply async for reply in runner]
+        last = await replies[-1].get_final_message() if stream else replies[-1]
+        assert last.content[-1].text == "Done."
+        assert [call.parent for call in it.calls] == [None, 0, 1]
+        assert exact(it.calls)
+        kept = it.session.transcript.parse_cache.kept
+        assert len(kept) == 3
+        assert [tool.name for tool in it.calls[2].tools] == ["read"]
+        thread = sdk.beta.messages.thread(**ask)
+        await thread.send()
+        kept.clear()
+        await thread.send({"role": "user", "content": "And now?"})
+        assert it.calls[-1].parent == it.calls[-2].number
 
 
 async def test_openais_compaction(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from tugline.chat.engines.generate import Embedded
 from tugline.errors import EngineError
 from tugline.gateway.app import Gateway
 from tugline.gateway.replicas import Upstream
+from tugline.recording import file as recordings
+from tugline.recording.records import RecordedEventKind
 from tugline.testing.scripted_engine import Reply
 
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.py"}}\n</tool_call>'
@@ -72,6 +74,26 @@ async def test_a_tool_loop_is_one_exact_sequence(tmp_path: Path) -> None:
         assert np.array_equal(after.prompt_ids[: len(whole)], whole)
     for call, asked in zip(calls, engine.calls, strict=True):
         assert np.array_equal(call.prompt_ids, asked.prompt_ids)
+
+
+async def test_half_an_emoji_is_mended(tmp_path: Path) -> None:
+    """Tool output cut inside a surrogate pair, raw and as JSON in JSON; the record says so."""
+    texts = ["a\\ud83d", "\\uDE00b", "\\ud83d\\ude00", "\\\\ud83d", "\\ud83d\\ud83d\\ude00"]
+    body = b'{"model": "m", "messages": [%b]}' % b", ".join(
+        b'{"role": "user", "content": "%b"}' % text.encode() for text in texts
+    )
+    async with rig(tmp_path, says("Hello.")) as it:
+        headers = {"authorization": f"Bearer {it.key}", "content-type": "application/json"}
+        url = f"{it.url}/v1/chat/completions"
+        async with it.http.post(url, data=body, headers=headers) as response:
+            assert response.status == 200
+        (call,) = it.calls
+        path = it.session.transcript.writer.path
+    mended = ["a\ufffd", "\ufffdb", "\U0001f600", "\\ud83d", "\ufffd\U0001f600"]
+    assert [message.content for message in call.messages] == mended
+    (event,) = recordings.read(path).events
+    assert (event.kind, event.call) == (RecordedEventKind.REPAIRED, 0)
+    assert event.detail == "3 lone surrogates"
 
 
 async def test_streamed_and_whole_answers_are_equal(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     thread: ThreadInfo = ThreadInfo()
     echo: bytes = b""
     """For the dialect alone: fields that its response repeats, or a variant of the route."""
+    kept_from: int | None = None
+    """First of the messages that a later request may refer to by the response's id; else None."""
     dialect: str = ""
     body: bytes = b""
     """As it was received, to be recorded; not sent to engines."""

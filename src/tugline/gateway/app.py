@@ -48,6 +48,13 @@ _PATH = re.compile(
     r"(?:/s/(?P<session>[^/]+))?(?:/(?P<version>v1(?:alpha|beta)?\d*))?(?P<rest>/.*)"
 )
 
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
+    re.DOTALL,
+)
+"""One escape in JSON: a surrogate pair, half of one, which is captured, or any other."""
+
 _log = log.get("gateway")
 
 StreamMode = Literal["live", "buffered"]
@@ -264,8 +271,9 @@ class Gateway:
             await http.reply(200, self._describe_models(dialect, action, incoming))
             return
         body = await http.body(self._settings.max_body, self._settings.body_timeout_s)
+        body, mended = _mend_surrogates(body)
         incoming = msgspec.structs.replace(incoming, body=body)
-        request = dialect.parse(incoming, live.parse_cache)
+        request = dialect.parse(incoming, live.transcript.parse_cache)
         if action is Action.COUNT:
             await http.reply(200, dialect.encode_count(live.count_tokens(request)))
             return
@@ -274,6 +282,9 @@ class Gateway:
         prompt = live.prepare(request)
         retry = http.headers.get(_RETRY, "0") != "0"
         completion = await live.complete(request, prompt, retry=retry)
+        if mended:
+            detail, number = f"{mended} lone surrogates", completion.choices[0].number
+            live.transcript.note(RecordedEventKind.REPAIRED, detail, call=number)
         await self._answer(http, dialect, request, completion, live)
 
     def _describe_models(self, dialect: Dialect, action: Action, incoming: HttpRequest) -> bytes:
@@ -348,6 +359,15 @@ class Gateway:
         if completion.error is not None:
             raise completion.error
         await http.reply(200, dialect.encode(request, completion.answers))
+
+
+def _mend_surrogates(body: bytes) -> tuple[bytes, int]:
+    """Replace halves of characters, as of an emoji that was cut, by U+FFFD; and count them."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body, 0
+    lone = [match for match in _ESCAPE.finditer(body) if match[1]]
+    mended = _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body) if lone else body
+    return mended, len(lone)
 
 
 def _route(incoming: HttpRequest) -> tuple[Dialect, Action | None]:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tugline import log
+from tugline.chat.dialects.base import ParseCache
 from tugline.chat.engines import ROUTES
 from tugline.chat.engines.base import EngineFormat, Feature
 from tugline.chat.model_call import ChoiceMode, Request
@@ -224,6 +225,7 @@ class Transcript:
     def __init__(self, session_id: str, engine: EngineContext, writer: Writer) -> None:
         self.session_id = session_id
         self.turns = CallTree(engine.rendering)
+        self.parse_cache = ParseCache()
         self.writer = writer
         self.sampled_tokens = 0
         self.declares_tools = False

@@ -18,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from tugline import log
-from tugline.chat.dialects.base import ParseCache
 from tugline.chat.model_call import Request
 from tugline.errors import (
     BudgetExhausted,
@@ -72,7 +71,6 @@ class LiveSession:
         self.id = session_id
         self.secret_digest = b""
         self.transcript = transcript
-        self.parse_cache = ParseCache()
         self.log_context = log.bound()
         """Ids that its log events carry: those of whoever opened it."""
         self.running: set[Completion] = set()

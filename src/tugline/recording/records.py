@@ -51,6 +51,8 @@ class RecordedEventKind(StrEnum):
     the class of the error and the field that it names."""
     REPEATED = "repeated"
     """A request was repeated and got the answer to `call`, live or from its end."""
+    REPAIRED = "repaired"
+    """The request of `call` held the text in `detail`, which is no Unicode, and was mended."""
     ENGINE_FAULT = "engine_fault"
     """A replica failed in the middle of `call`, which failed over to another one or ended;
     `detail` has its address and the number of tokens so far."""

@@ -290,7 +290,7 @@ def test_the_sdk_accepts_a_reply() -> None:
     message = Message(Role.ASSISTANT, "Look.", FULL.tool_calls[:2], reasoning="Hm.")
     reply = SdkResponse.model_validate(WIRE.whole(request, message))
     assert reply.output_text == "Look."
-    assert (reply.temperature, reply.tool_choice, reply.store) == (0.5, "auto", False)
+    assert (reply.temperature, reply.tool_choice, reply.store) == (0.5, "auto", True)
 
 
 def test_a_cut_answer_is_incomplete() -> None:

@@ -14,7 +14,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -50,8 +50,8 @@ from tugline.chat.model_call import (
     ThreadInfo,
     ToolChoice,
 )
-from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
-from tugline.types import Role, Sampling, Tool, TraceKind
+from tugline.errors import ContextOverflow, EngineError, NotFound, RequestError, TuglineError
+from tugline.types import Message, Role, Sampling, Tool, TraceKind
 
 _HIDE_THINKING = b"quiet"
 _CHOICES = {
@@ -70,6 +70,7 @@ _ERRORS = {
     529: "overloaded_error",
 }
 _FAILED, _OVERLOADED = 500, 529
+_PREVIOUS = "thread.previous_message_id"
 
 
 class _ToolChoiceBody(msgspec.Struct):
@@ -95,6 +96,13 @@ class _Context(msgspec.Struct):
     edits: list[dict[str, Any]] = []
 
 
+class _Thread(msgspec.Struct):
+    """Whether the session keeps this conversation, or goes on with one that it keeps."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str = ""
+
+
 class _MessagesBody(msgspec.Struct):
     """The envelope; fields that it does not name are accepted and change nothing."""
 
@@ -114,6 +122,7 @@ class _MessagesBody(msgspec.Struct):
     output_format: _Format | None = None
     context_management: _Context | None = None
     mcp_servers: list[Any] | None = None
+    thread: _Thread | None = None
 
 
 _decoder = msgspec.json.Decoder(_MessagesBody)
@@ -142,6 +151,10 @@ class Anthropic(Dialect):
             msg = "max_tokens is required: how many tokens the answer may have at most"
             raise RequestError(msg, param="max_tokens")
         messages = cache.fold([body.system, *body.messages], fold_message)
+        tools = cache.parse_tools(body.tools, _parse_tool)
+        if body.thread is not None and body.thread.type == "continue":
+            before, tools = _find_thread_start(body.thread.previous_message_id, cache)
+            messages = (*before, *messages)
         if messages[-1].role is Role.ASSISTANT and not counting:
             place = f"messages[{len(body.messages) - 1}]"
             msg = f"{place} begins the answer (role 'assistant'); the last message must be a user's"
@@ -150,7 +163,7 @@ class Anthropic(Dialect):
         return Request(
             model=body.model,
             messages=messages,
-            tools=cache.parse_tools(body.tools, _parse_tool),
+            tools=tools,
             sampling=Sampling(
                 temperature=body.temperature,
                 top_p=body.top_p,
@@ -164,6 +177,7 @@ class Anthropic(Dialect):
             parallel=not choice.disable_parallel_tool_use,
             constraint=_parse_constraint(body),
             thread=_find_thread(request.headers),
+            kept_from=None if body.thread is None else 0,
             echo=_HIDE_THINKING if body.thinking and body.thinking.type == "disabled" else b"",
         )
 
@@ -226,13 +240,11 @@ class Anthropic(Dialect):
             known = error.prompt is not None and error.window is not None
             counts = f"{error.prompt} tokens > {error.window} maximum" if known else text
             text = f"prompt is too long: {counts}"
-        kind = _ERRORS.get(status, "invalid_request_error")
-        body = {
-            "type": "error",
-            "error": {"type": kind, "message": text},
-            "request_id": request_id,
-        }
-        return status, headers, encode(body)
+        fields: dict[str, Any] = {"type": _ERRORS.get(status, "invalid_request_error")}
+        fields["message"] = text
+        if isinstance(error, RequestError) and error.param == _PREVIOUS:
+            fields["details"] = {"error_code": "thread_not_found"}  # the SDK sends it all again
+        return status, headers, encode({"type": "error", "error": fields, "request_id": request_id})
 
 
 # --------------------------------------------------------------------------- the envelope
@@ -249,6 +261,17 @@ def _check(body: _MessagesBody) -> None:
                 "kept as it was sampled; only clear_thinking with keep='all' is accepted"
             )
             raise RequestError(msg, param=place)
+
+
+def _find_thread_start(
+    previous: str, cache: ParseCache
+) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+    """Messages and tools of the thread that a request continues."""
+    kept = cache.kept.get(previous.removeprefix("msg_"))
+    if kept is None:
+        msg = f"{_PREVIOUS}={previous!r:.60} is no message of a thread that this session keeps"
+        raise NotFound(msg, param=_PREVIOUS)
+    return kept
 
 
 def _parse_constraint(body: _MessagesBody) -> Constraint | None:

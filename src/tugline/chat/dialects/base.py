@@ -188,6 +188,8 @@ class ParseCache:
     def __init__(self) -> None:
         self._requests: list[_Parsed] = []
         self._tools: dict[bytes, tuple[Tool, ...]] = {b"": ()}
+        self.kept: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
+        """Conversations that requests may refer to, by the response they end in; with tools."""
 
     def fold(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
         """Fold raw JSON `items` into messages, beginning where they differ from a known request.

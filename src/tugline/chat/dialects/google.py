@@ -277,7 +277,9 @@ class ContentStream(Stream):
         return self._last_chunk({"candidates": ends, "usageMetadata": usage, **self._head})
 
     def fail(self, error: TuglineError) -> bytes:
-        """One chunk with the error object."""
+        """The bare error object: Gemini CLI takes one in a ``data:`` line for the end."""
+        if self._sse:
+            return encode(_build_error(error)) + b"\n\n"
         return self._last_chunk(_build_error(error))
 
     def keep_alive(self) -> bytes:

@@ -1,7 +1,8 @@
 """OpenAI Responses, as codex, pi, opencode and mini-swe-agent speak it.
 
-Nothing is stored here: a client sends its whole history, and fields that need a store
-(`previous_response_id`, `conversation`, `background`, stored prompts) are refused by name. Tools
+A session knows its own responses: `previous_response_id` continues one, and an item reference
+stands for the response that the item is a part of, unless the client said ``store: false``. Fields
+that need any other store (`conversation`, `background`, stored prompts) are refused by name. Tools
 that run at OpenAI are refused too, saying what to switch off. `responses_input` parses items,
 `responses_output` builds them, whole and as events.
 
@@ -25,6 +26,7 @@ from tugline.chat.dialects.base import (
     decode,
     decoder_with_refusals,
     encode,
+    invalid,
     unsupported,
 )
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
@@ -39,10 +41,9 @@ from tugline.chat.dialects.responses_output import (
 )
 from tugline.chat.model_call import Request, Response, ThreadInfo
 from tugline.errors import RequestError
-from tugline.types import TraceKind
+from tugline.types import Message, TraceKind
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
     "conversation": (),
     "background": (False,),
     "prompt": (),
@@ -65,6 +66,8 @@ class _ResponsesBody(openai.SamplingFields, kw_only=True):
     input: str | list[Raw] = msgspec.field(default_factory=list)
     model: str = ""
     instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
     tools: Raw = ABSENT
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -86,6 +89,7 @@ _ECHOED = (
     "instructions",
     "max_output_tokens",
     "max_tool_calls",
+    "previous_response_id",
     "prompt_cache_key",
     "reasoning",
     "safety_identifier",
@@ -141,9 +145,12 @@ class OpenAIResponses(openai.OpenAIDialect):
         thread = openai.find_thread(request.headers)
         if compact:
             thread = ThreadInfo(thread.id, thread.parent, TraceKind.COMPACTION)
+        messages = cache.fold(items, ItemFolder(items, first, cache))
+        if body.previous_response_id is not None:
+            messages = _continue(body.previous_response_id, messages, first, cache)
         return Request(
             model=body.model,
-            messages=cache.fold(items, ItemFolder(items, first)),
+            messages=messages,
             tools=tools,
             sampling=body.build_sampling(body.max_output_tokens, body.stop),
             stream=bool(body.stream) and not compact,
@@ -153,6 +160,7 @@ class OpenAIResponses(openai.OpenAIDialect):
             constraint=openai.parse_constraint(text.format if text else None, "text.format"),
             thread=thread,
             echo=_build_echo(body, items[first:-1] if compact else None),
+            kept_from=None if compact or body.store is False else first,
         )
 
     def encode(self, request: Request, responses: Sequence[Response]) -> bytes:
@@ -183,18 +191,29 @@ def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]
     return [*before, *items, *after], len(before)
 
 
+def _continue(
+    previous: str, messages: tuple[Message, ...], first: int, cache: ParseCache
+) -> tuple[Message, ...]:
+    """Put the conversation of an earlier response before the new messages; not its instructions."""
+    kept = cache.kept.get(previous.removeprefix("resp_"))
+    if kept is None:
+        problem = "is no response that this session has stored; send the whole input"
+        raise invalid(previous, "previous_response_id", problem)
+    return (*messages[:first], *kept[0], *messages[first:])
+
+
 def _encode_item(role: str, text: str) -> Raw:
     return Raw(encode({"role": role, "content": text}))
 
 
 def _build_echo(body: _ResponsesBody, compacted: Sequence[Raw] | None) -> bytes:
-    """The part of the request that the response repeats; nothing is ever stored."""
+    """The part of the request that the response repeats."""
     if compacted is not None:
         return encode(Echo(compact=_find_user_items(compacted)))
     fields = {name: getattr(body, name) for name in _ECHOED} | {
         "metadata": {} if body.metadata == ABSENT else body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "store": False,
+        "store": body.store is not False,
         "text": {"format": {"type": "text"}} if body.text == ABSENT else body.text,
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [] if body.tools == ABSENT else body.tools,

@@ -18,6 +18,7 @@ import msgspec
 from tugline.chat.dialects import openai
 from tugline.chat.dialects.base import (
     ContentBuilder,
+    ParseCache,
     decode,
     encode,
     invalid,
@@ -77,16 +78,22 @@ class ItemFolder:
     """Folds items into messages; the step of `ParseCache.fold`.
 
     It looks back at earlier items where ids matter, so equal prefixes still give equal messages.
+    A reference stands for the whole response that the item is a part of: clients refer to all items
+    of a response or, if they leave reasoning out, to those whose meaning counts.
     """
 
-    def __init__(self, items: Sequence[msgspec.Raw], first: int) -> None:
+    def __init__(self, items: Sequence[msgspec.Raw], first: int, cache: ParseCache) -> None:
         """`first` is the index of ``input[0]`` among the items."""
-        self._items, self._first = items, first
+        self._items, self._first, self._cache = items, first, cache
 
     def __call__(self, messages: list[Message], item: Any, index: int) -> None:
         """Append the item's message, or extend the response that it is a part of."""
         where = f"input[{index - self._first}]"
         kind = require_object(item, where).get("type") or "message"
+        if kind == "item_reference":
+            answer = self._find_answer(item, where)
+            messages += [] if messages and messages[-1] is answer else [answer]
+            return
         parse = _PARSERS.get(kind) if isinstance(kind, str) else None
         if parse is None:
             advice = f"; it must be one of {', '.join(sorted(_PARSERS))}"
@@ -101,6 +108,15 @@ class ItemFolder:
             messages[-1] = join_messages(messages[-1], message)
         else:
             messages.append(message)
+
+    def _find_answer(self, item: Any, where: str) -> Message:
+        name = require(item, "id", str, where)
+        match = _TURN.fullmatch(name)
+        kept = self._cache.kept.get(match[1]) if match else None
+        if kept is None:
+            problem = "is no item that this session has stored; send the item itself"
+            raise invalid(name, f"{where}.id", problem)
+        return kept[0][-1]
 
     def _is_same_turn(self, item: Any, index: int) -> bool:
         turn = _find_turn(item)

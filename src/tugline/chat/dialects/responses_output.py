@@ -134,7 +134,6 @@ def build_response(head: Item, fields: msgspec.Raw) -> msgspec.Raw:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "previous_response_id": None,
         "usage": None,
         **head,
     }
