@@ -49,7 +49,7 @@ class RecordingGateway(Gateway):
 
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass everything on unchanged."""
-        if scope["type"] != "http":
+        if scope.get("method") != "POST":  # such as Claude Code's HEAD when it starts
             await super().app(scope, receive, send)
             return
         record = WireRecord(scope["path"], time.time())

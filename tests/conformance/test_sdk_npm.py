@@ -30,7 +30,7 @@ GONE_S = 5.0
 
 async def install() -> tuple[Path, Path]:
     """Node, and the folder that has the SDKs; downloaded on first use."""
-    node, npm = await Npm("sdks", "openai", "7.55.0", "index.js").find_node()
+    node, npm = await Npm("sdks", "openai", "7.55.0").find_node()
     folder = cache_folder() / "npm-sdks" / "-".join(sdk.rpartition("@")[2] for sdk in SDKS)
 
     async def fill(fresh: Path) -> None:

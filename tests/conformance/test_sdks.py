@@ -278,7 +278,7 @@ async def test_google_raises_what_comes_after_the_headers(tmp_path: Path) -> Non
     async with client(tmp_path, GOOGLE, lambda *_: busy, tuning=tuning) as (_, sdk):
         with pytest.raises(errors.ServerError) as caught:
             await GOOGLE.stream(sdk, GOOGLE.start("Hi"))
-        assert (caught.value.code, caught.value.response.status) == (503, 200)
+        assert caught.value.code == 503
 
 
 @each_api
@@ -370,7 +370,7 @@ async def test_openais_stored_responses_are_continued(tmp_path: Path, *, stream:
                 await RESPONSES.ask(sdk, RESPONSES.start("Hi"), previous_response_id=name)
             assert caught.value.param == "previous_response_id"
         lost = {"type": "item_reference", "id": loose.raw.output[0].id}
-        with pytest.raises(openai.BadRequestError, match="stored"):
+        with pytest.raises(openai.BadRequestError, match="not kept"):
             await RESPONSES.ask(sdk, [lost])
 
 
@@ -398,7 +398,7 @@ async def test_anthropics_tool_runner_sends_only_what_is_new(
         assert last.content[-1].text == "Done."
         assert [call.parent for call in it.calls] == [None, 0, 1]
         assert exact(it.calls)
-        kept = it.session.transcript.parse_cache.kept
+        kept = it.session.transcript.parse_cache.conversations
         assert len(kept) == 3
         assert [tool.name for tool in it.calls[2].tools] == ["read"]
         thread = sdk.beta.messages.thread(**ask)

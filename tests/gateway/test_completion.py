@@ -179,6 +179,25 @@ async def test_a_retry_continues_what_was_sampled(tmp_path: Path) -> None:
     assert (second.parent, second.branch) == (0, None)
 
 
+async def test_a_broken_answer_is_resumed_once_and_by_its_own_api(tmp_path: Path) -> None:
+    """Another API's request of the same meaning, and a third one, are samples of their own."""
+    function = {"name": "read", "description": "Read", "parameters": {"type": "object"}}
+    chat: dict[str, Any] = {"model": "m", "max_tokens": 4000, "messages": ASK}
+    chat["tools"] = [{"type": "function", "function": function}]
+    async with rig(tmp_path, says(LONG, delay_s=0.01), tuning=QUICK) as it:
+        await it.hang_up(characters=20)
+        await until(lambda: it.calls)
+        key = {"authorization": f"Bearer {it.key}"}
+        async with it.http.post(f"{it.url}/v1/chat/completions", json=chat, headers=key) as reply:
+            assert reply.status == 200
+        for _ in range(3):
+            assert text_of(await it.read()) == LONG
+        first, other, rest, *fresh = it.calls
+    assert np.array_equal(other.prompt_ids, first.prompt_ids)
+    assert len(rest.prompt_ids) > len(first.prompt_ids)
+    assert [len(call.prompt_ids) for call in fresh] == [len(first.prompt_ids)] * 2
+
+
 async def test_a_retry_at_once_joins_the_answer_in_flight(tmp_path: Path) -> None:
     """A client that comes back within the grace period follows the same answer from its start."""
     async with rig(tmp_path, says(LONG, delay_s=0.01), tuning=replace(QUICK, grace_s=30)) as it:

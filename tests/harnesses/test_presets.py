@@ -199,18 +199,38 @@ async def test_a_full_disk_names_the_install_folder(tmp_path: Path, error: Excep
         await install_once(tmp_path / "x-1", full)
 
 
+PACKAGE = """mkdir -p node_modules/x/lib && cd node_modules/x && touch lib/cli.js
+echo '{"bin": %s}' > package.json"""
+
+
+@pytest.mark.parametrize("declared", ['"./lib/cli.js"', '{"x": "lib/cli.js", "y": "y.js"}'])
+async def test_the_program_is_the_one_that_the_package_declares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared: str
+) -> None:
+    """Versions of one harness call it differently: qwen-code's was ``cli.js`` once."""
+    fake_npm(tmp_path, monkeypatch, PACKAGE % declared)
+    package = Npm("x", "x", "1.2.3")
+    await package.install(no_trial)
+    assert Path(package.command[-1]).name == "cli.js"
+
+
 async def test_a_package_without_its_program_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The installer succeeded, yet what was promised is not there."""
+    fake_npm(tmp_path, monkeypatch, "exit 0")
+    with pytest.raises(HarnessError, match=r"could not install x@1\.2\.3: it has no program"):
+        await Npm("x", "x", "1.2.3").install(no_trial)
+
+
+def fake_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npm: str) -> None:
+    """The only npm there is, as a shell script."""
     monkeypatch.setenv("TUGLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    for program, script in (("node", "echo v24.0.0"), ("npm", "exit 0")):
+    for program, script in (("node", "echo v24.0.0"), ("npm", npm)):
         (tmp_path / program).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / program).chmod(0o755)
-    with pytest.raises(HarnessError, match=r"could not install x@1\.2\.3: it has no .*bin/x\.js"):
-        await Npm("x", "x", "1.2.3", "bin/x.js").install(no_trial)
 
 
 async def test_pip_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,17 @@ def join_pieces(pieces: Sequence[Piece]) -> Message | None:
     return Message(Role.ASSISTANT, text, tool_calls=calls, reasoning=reasoning or None)
 
 
+def join_messages(first: Message, second: Message) -> Message:
+    """Join successive assistant messages to one turn."""
+    return Message(
+        Role.ASSISTANT,
+        first.content + second.content,
+        first.tool_calls + second.tool_calls,
+        reasoning=(first.reasoning or "") + (second.reasoning or "") or None,
+        images=first.images,
+    )
+
+
 # --------------------------------------------------------------------------- JSON objects
 JsonObject = dict[str, Any]
 

@@ -271,8 +271,8 @@ class Gateway:
             await http.reply(200, self._describe_models(dialect, action, incoming))
             return
         body = await http.body(self._settings.max_body, self._settings.body_timeout_s)
-        body, mended = _mend_surrogates(body)
-        incoming = msgspec.structs.replace(incoming, body=body)
+        mended = _mend_surrogates(body)
+        incoming = msgspec.structs.replace(incoming, body=mended)
         request = dialect.parse(incoming, live.transcript.parse_cache)
         if action is Action.COUNT:
             await http.reply(200, dialect.encode_count(live.count_tokens(request)))
@@ -282,9 +282,9 @@ class Gateway:
         prompt = live.prepare(request)
         retry = http.headers.get(_RETRY, "0") != "0"
         completion = await live.complete(request, prompt, retry=retry)
-        if mended:
-            detail, number = f"{mended} lone surrogates", completion.choices[0].number
-            live.transcript.note(RecordedEventKind.REPAIRED, detail, call=number)
+        if mended != body:
+            number = completion.choices[0].number
+            live.transcript.note(RecordedEventKind.REPAIRED, "lone surrogates", call=number)
         await self._answer(http, dialect, request, completion, live)
 
     def _describe_models(self, dialect: Dialect, action: Action, incoming: HttpRequest) -> bytes:
@@ -361,13 +361,11 @@ class Gateway:
         await http.reply(200, dialect.encode(request, completion.answers))
 
 
-def _mend_surrogates(body: bytes) -> tuple[bytes, int]:
-    """Replace halves of characters, as of an emoji that was cut, by U+FFFD; and count them."""
+def _mend_surrogates(body: bytes) -> bytes:
+    """Replace halves of characters, as of an emoji that was cut, by U+FFFD."""
     if b"\\ud" not in body and b"\\uD" not in body:
-        return body, 0
-    lone = [match for match in _ESCAPE.finditer(body) if match[1]]
-    mended = _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body) if lone else body
-    return mended, len(lone)
+        return body
+    return _ESCAPE.sub(lambda m: b"\\ufffd" if m[1] else m[0], body)
 
 
 def _route(incoming: HttpRequest) -> tuple[Dialect, Action | None]:

@@ -249,7 +249,7 @@ class Choice:
             self._transcript.turns.add(self.prompt, self.number, whole, message)
         if (first := self._request.kept_from) is not None:
             kept = (*self._request.messages[first:], message)
-            self._transcript.parse_cache.kept[self.id] = kept, self._request.tools
+            self._transcript.parse_cache.conversations[self.id] = kept, self._request.tools
         finish = self.sampled.finish if outcome is CallOutcome.COMPLETE else Finish.LENGTH
         self.answer = Response(
             id=self.id,

@@ -35,6 +35,8 @@ class Completion:
         """Whether a client got the whole answer."""
         self.abandoned = False
         """Whether it was given up and is being recorded; nobody may attach any more."""
+        self.resumed = False
+        """Whether its rest has been asked for, which happens once."""
         self._settings = settings
         self._changed = asyncio.Event()
         self._started = any(choice.pieces for choice in choices)

@@ -122,6 +122,7 @@ class LiveSession:
             return earlier
         choices = self._make_choices(request, prompt)
         if earlier is not None:
+            earlier.resumed = True
             choices[0].resume(earlier.choices[0])
         completion = Completion(key, choices, self._engine.settings, stream=request.stream)
         self.running.add(completion)
@@ -154,7 +155,7 @@ class LiveSession:
         """
         turns = self.transcript.turns
         for old in reversed(self._recent):
-            failed = old.error is not None and not old.broke_off
+            failed = old.error is not None and (old.resumed or not old.broke_off)
             if old.key != key or failed or any(turns.is_extended(c.number) for c in old.choices):
                 continue
             if retry or old.undelivered or (old.stream and not stream):
@@ -272,9 +273,9 @@ def _digest(secret: str) -> bytes:
 
 def _request_key(request: Request, prompt: Prompt) -> bytes:
     """Digest of a request's meaning and settings, equal for its repetitions."""
-    asked = (request.sampling, request.n, request.tool_choice, request.constraint, request.thread)
+    asked = (request.dialect, request.sampling, request.n, request.tool_choice, request.constraint)
     return hashlib.blake2b(
-        msgspec.msgpack.encode(asked), key=prompt.digest, digest_size=16
+        msgspec.msgpack.encode((*asked, request.thread)), key=prompt.digest, digest_size=16
     ).digest()
 
 

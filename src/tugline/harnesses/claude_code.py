@@ -56,7 +56,7 @@ class ClaudeCode(ExtensiblePreset):
     def make_package(self) -> Npm:
         """The npm package, whose install script fetches the native program."""
         package = "@anthropic-ai/claude-code"
-        return Npm(self.name, package, self.version, "bin/claude.exe", setup="install.cjs")
+        return Npm(self.name, package, self.version, setup="install.cjs")
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``claude -p``, unattended, with events as lines of JSON."""

@@ -38,7 +38,7 @@ class Codex(ExtensiblePreset):
 
     def make_package(self) -> Npm:
         """The npm package, a script that starts a native program."""
-        return Npm(self.name, "@openai/codex", self.version, "bin/codex.js")
+        return Npm(self.name, "@openai/codex", self.version)
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``codex exec``, unattended, its own sandbox off: the runtime is the sandbox."""

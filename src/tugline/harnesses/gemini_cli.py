@@ -63,7 +63,7 @@ class GeminiCli(_SettingsFile):
 
     def make_package(self) -> Npm:
         """The npm package."""
-        return Npm(self.name, "@google/gemini-cli", self.version, "bundle/gemini.js")
+        return Npm(self.name, "@google/gemini-cli", self.version)
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``gemini``, unattended: its prompt is what it reads on stdin."""
@@ -99,7 +99,7 @@ class QwenCode(_SettingsFile):
     def make_package(self) -> Npm:
         """The npm package."""
         package = "@qwen-code/qwen-code"
-        return Npm(self.name, package, self.version, "cli-entry.js", min_node=(22, 0))
+        return Npm(self.name, package, self.version, min_node=(22, 0))
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``qwen -p``, unattended."""

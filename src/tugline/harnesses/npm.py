@@ -41,14 +41,13 @@ _log = log.get("harness")
 
 
 class Npm(Package):
-    """`program` is a path inside the package: a script if it ends in ``.js``, else native."""
+    """Its program is the one that the package declares: a script if it ends in ``.js``."""
 
     def __init__(
         self,
         harness: str,
         package: str,
         version: str,
-        program: str,
         *,
         setup: str | None = None,
         min_node: tuple[int, int] = (20, 0),
@@ -56,8 +55,7 @@ class Npm(Package):
         """`setup` is the package's install script that puts its native program in place."""
         super().__init__(harness, package, version)
         self._setup, self._min_node = setup, min_node
-        self._program = Path("node_modules") / package / program
-        self._is_script = program.endswith(".js")
+        self._is_script = True
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -67,27 +65,33 @@ class Npm(Package):
     async def _install(self, trial: Step) -> tuple[Mount, ...]:
         found, npm = await self.find_node()
         node = await _copy_node(found)
-        program = self.folder / self._program
 
         async def fill(fresh: Path) -> None:
             _log.info("installing", package=self._package, version=self._version)
             await self._fetch(fresh, found, npm)
 
         async def finish(folder: Path) -> None:
+            self._set_command(node)
             await trial(folder)
             await asyncio.to_thread(_share_compile_cache, folder / COMPILE_CACHE)
 
-        self._set_command(node)
         await install_once(self.folder, fill, finish)
+        program = self._set_command(node)
         folders = (self.folder, *((node.parent.parent,) if self._is_script else ()))
         return (
             *(Mount(str(folder), str(folder)) for folder in folders),
             *await mount_c_library(node if self._is_script else program),
         )
 
-    def _set_command(self, node: Path) -> None:
-        program = str(self.folder / self._program)
-        self._command = (str(node), program) if self._is_script else (program,)
+    def _set_command(self, node: Path) -> Path:
+        package = self.folder / "node_modules" / self._package
+        program = package / _read_bin(package)
+        if not program.is_file():
+            msg = f"npm could not install {self._package}@{self._version}: it has no program"
+            raise HarnessError(msg)
+        self._is_script = program.suffix == ".js"
+        self._command = (str(node), str(program)) if self._is_script else (str(program),)
+        return program
 
     async def _fetch(self, fresh: Path, node: Path, npm: Sequence[str]) -> None:
         purpose = f"npm could not install {self._package}@{self._version}"
@@ -107,9 +111,6 @@ class Npm(Package):
         if self._setup is not None:
             script = fresh / "node_modules" / self._package / self._setup
             await run_installer(purpose, str(node), str(script), cwd=script.parent)
-        if not (fresh / self._program).is_file():
-            msg = f"{purpose}: it has no {self._program}; give a version that has"
-            raise HarnessError(msg)
 
     async def find_newest(self) -> str:
         """The newest version in the registry. Raises `HarnessError`."""
@@ -175,6 +176,13 @@ def _read_lock(harness: str, package: str, version: str) -> bytes | None:
     data = file.read_bytes()
     locked = msgspec.json.decode(data)["packages"][""]["dependencies"]
     return data if locked == {package: version} else None
+
+
+def _read_bin(package: Path) -> str:
+    """The path of the first program that a package declares; none where there is no package."""
+    file = package / "package.json"
+    declared = msgspec.json.decode(file.read_bytes()).get("bin") if file.is_file() else None
+    return next(iter(declared.values()), "") if isinstance(declared, dict) else declared or ""
 
 
 def _share_compile_cache(cache: Path) -> None:

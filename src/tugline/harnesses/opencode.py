@@ -54,8 +54,7 @@ class Opencode(ExtensiblePreset):
 
     def make_package(self) -> Npm:
         """The npm package, whose install script puts the native program in place."""
-        program, setup = "bin/opencode.exe", "postinstall.mjs"
-        return Npm(self.name, "opencode-ai", self.version, program, setup=setup)
+        return Npm(self.name, "opencode-ai", self.version, setup="postinstall.mjs")
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``opencode run``, unattended, with events as lines of JSON."""

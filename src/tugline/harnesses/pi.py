@@ -60,8 +60,8 @@ class Pi(Preset):
 
     def make_package(self) -> Npm:
         """The npm package."""
-        package, program = "@earendil-works/pi-coding-agent", "dist/bundle/cli.js"
-        return Npm(self.name, package, self.version, program, min_node=(22, 19))
+        package = "@earendil-works/pi-coding-agent"
+        return Npm(self.name, package, self.version, min_node=(22, 19))
 
     def make_arguments(self, context: LaunchContext) -> tuple[str, ...]:
         """``pi -p``, with the gateway as its only provider."""

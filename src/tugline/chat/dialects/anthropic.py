@@ -40,6 +40,7 @@ from tugline.chat.dialects.base import (
     optional_text,
     require,
     session_thread,
+    unsupported,
 )
 from tugline.chat.model_call import (
     ChoiceMode,
@@ -50,8 +51,8 @@ from tugline.chat.model_call import (
     ThreadInfo,
     ToolChoice,
 )
-from tugline.errors import ContextOverflow, EngineError, NotFound, RequestError, TuglineError
-from tugline.types import Message, Role, Sampling, Tool, TraceKind
+from tugline.errors import ContextOverflow, EngineError, RequestError, TuglineError
+from tugline.types import Role, Sampling, Tool, TraceKind
 
 _HIDE_THINKING = b"quiet"
 _CHOICES = {
@@ -153,7 +154,7 @@ class Anthropic(Dialect):
         messages = cache.fold([body.system, *body.messages], fold_message)
         tools = cache.parse_tools(body.tools, _parse_tool)
         if body.thread is not None and body.thread.type == "continue":
-            before, tools = _find_thread_start(body.thread.previous_message_id, cache)
+            before, tools = cache.recall(body.thread.previous_message_id, _PREVIOUS)
             messages = (*before, *messages)
         if messages[-1].role is Role.ASSISTANT and not counting:
             place = f"messages[{len(body.messages) - 1}]"
@@ -250,28 +251,13 @@ class Anthropic(Dialect):
 # --------------------------------------------------------------------------- the envelope
 def _check(body: _MessagesBody) -> None:
     if body.mcp_servers:
-        msg = "mcp_servers would be called by the API's own servers; none are here, leave it out"
-        raise RequestError(msg, param="mcp_servers")
+        raise unsupported(body.mcp_servers, "mcp_servers", ": no servers are called; leave it out")
     for index, edit in enumerate(body.context_management.edits if body.context_management else []):
         kind, keep = edit.get("type"), edit.get("keep")
         if not (re.match("clear_thinking_", str(kind)) and keep == "all"):
             place = f"context_management.edits[{index}]"
-            msg = (
-                f"{place} of type {kind!r} with keep={keep!r} would change the prompt, which is "
-                "kept as it was sampled; only clear_thinking with keep='all' is accepted"
-            )
-            raise RequestError(msg, param=place)
-
-
-def _find_thread_start(
-    previous: str, cache: ParseCache
-) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-    """Messages and tools of the thread that a request continues."""
-    kept = cache.kept.get(previous.removeprefix("msg_"))
-    if kept is None:
-        msg = f"{_PREVIOUS}={previous!r:.60} is no message of a thread that this session keeps"
-        raise NotFound(msg, param=_PREVIOUS)
-    return kept
+            advice = "; only clear_thinking with keep='all' leaves the prompt as it was sampled"
+            raise unsupported(edit, place, advice)
 
 
 def _parse_constraint(body: _MessagesBody) -> Constraint | None:
@@ -296,11 +282,8 @@ def _parse_tool(item: Any, where: str) -> Tool:
     name = require(item, "name", str, where)
     kind = item.get("type")
     if kind is not None and kind != "custom":
-        msg = (
-            f"{where} ({name}) is of type {kind!r}, which only Anthropic's own servers define; "
-            "declare a custom tool with an input_schema"
-        )
-        raise RequestError(msg, param=f"{where}.type")
+        advice = f" ({name}): only Anthropic's servers define it; declare an input_schema"
+        raise unsupported(kind, f"{where}.type", advice)
     schema = require(item, "input_schema", dict, where)
     strict = item.get("strict") is True
     return Tool(name, optional_text(item, "description") or "", schema, strict=strict)

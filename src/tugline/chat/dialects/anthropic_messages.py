@@ -17,10 +17,9 @@ from tugline.chat.dialects.base import (
     decode_object,
     encode,
     invalid,
-    join_messages,
     require,
 )
-from tugline.chat.model_call import Piece, ReasoningDelta, Response, TextDelta, Usage
+from tugline.chat.model_call import Piece, ReasoningDelta, Response, TextDelta, Usage, join_messages
 from tugline.errors import RequestError, TuglineError
 from tugline.types import Finish, Message, Role, ToolCall
 from tugline.web.sse import encode_event

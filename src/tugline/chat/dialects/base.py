@@ -188,8 +188,15 @@ class ParseCache:
     def __init__(self) -> None:
         self._requests: list[_Parsed] = []
         self._tools: dict[bytes, tuple[Tool, ...]] = {b"": ()}
-        self.kept: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
+        self.conversations: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...]]] = {}
         """Conversations that requests may refer to, by the response they end in; with tools."""
+
+    def recall(self, name: str, place: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+        """The kept conversation of an id such as ``resp_s1-4``. Raises `RequestError`."""
+        kept = self.conversations.get(name.partition("_")[2])
+        if kept is None:
+            raise invalid(name, place, "is not kept by this session; send the whole conversation")
+        return kept
 
     def fold(self, items: Sequence[msgspec.Raw], step: Step) -> tuple[Message, ...]:
         """Fold raw JSON `items` into messages, beginning where they differ from a known request.
@@ -386,14 +393,3 @@ class ContentBuilder:
         """Build a message of this content."""
         images = tuple(self.images)
         return Message(role, self.text, tool_call_id=tool_call_id, images=images, failed=failed)
-
-
-def join_messages(first: Message, second: Message) -> Message:
-    """Join successive assistant messages to one turn."""
-    return Message(
-        Role.ASSISTANT,
-        first.content + second.content,
-        first.tool_calls + second.tool_calls,
-        reasoning=(first.reasoning or "") + (second.reasoning or "") or None,
-        images=first.images,
-    )

@@ -77,6 +77,11 @@ _FIELDS = {
 }
 """This API's names of the neutral fields."""
 _INTERNAL, _UNAVAILABLE = 500, 503
+_REFUSED = (
+    "presencePenalty", "frequencyPenalty", "responseLogprobs", "logprobs", "speechConfig",
+    "imageConfig",
+)  # fmt: skip
+"""Fields of the generation config that change the response."""
 _CONFIG = "generationConfig"
 
 
@@ -111,13 +116,7 @@ class _Config(msgspec.Struct, rename="camel"):
     response_schema: dict[str, Any] | None = None
     response_json_schema: Any = None
     response_modalities: list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    response_logprobs: bool | None = None
-    logprobs: int | None = None
     thinking_config: dict[str, Any] | None = None
-    speech_config: Any = None
-    image_config: Any = None
 
 
 _body = msgspec.json.Decoder(_GenerateContentBody)
@@ -163,8 +162,8 @@ class Google(Dialect):
             msg = "contents=[] must hold at least one content"
             raise RequestError(msg, param="contents")
         if body.cached_content or body.cached_snake:
-            msg = "cachedContent cannot be honoured: nothing is cached here; send the whole prompt"
-            raise RequestError(msg, param="cachedContent")
+            advice = ": nothing is cached here; send the whole prompt"
+            raise unsupported(body.cached_content or body.cached_snake, "cachedContent", advice)
         system = _either(body.system_instruction, body.system_snake)
         messages = cache.fold([system, *body.contents], fold_content)
         if messages[-1].role is Role.ASSISTANT and not counting:
@@ -366,15 +365,8 @@ def _parse_config(raw: Raw) -> _Config:
         return _Config()
     fields = to_camel(require_object(given, _CONFIG))
     config = decode(encode(fields), _config, _CONFIG, f"{_CONFIG}.")
-    refused = {
-        "presencePenalty": config.presence_penalty,
-        "frequencyPenalty": config.frequency_penalty,
-        "responseLogprobs": config.response_logprobs,
-        "logprobs": config.logprobs,
-        "speechConfig": config.speech_config,
-        "imageConfig": config.image_config,
-        "responseModalities": [one for one in config.response_modalities or () if one != "TEXT"],
-    }
+    modalities = [one for one in config.response_modalities or () if one != "TEXT"]
+    refused = {name: fields.get(name) for name in _REFUSED} | {"responseModalities": modalities}
     for name, value in refused.items():
         if value:
             raise unsupported(value, f"{_CONFIG}.{name}", "; leave it out")

@@ -21,13 +21,13 @@ from tugline.chat.dialects.base import (
     decode_object,
     encode,
     invalid,
-    join_messages,
     optional_text,
     parse_list,
     require,
     require_object,
+    unsupported,
 )
-from tugline.chat.model_call import ChoiceMode, ToolChoice
+from tugline.chat.model_call import ChoiceMode, ToolChoice, join_messages
 from tugline.errors import RequestError
 from tugline.types import Message, Role, Tool, ToolCall
 
@@ -254,11 +254,8 @@ def parse_tools(item: Any, where: str) -> tuple[Tool, ...]:
     fields = to_camel(require_object(item, where))
     for name in sorted(fields):
         if fields[name] is not None and name != "functionDeclarations":
-            msg = (
-                f"{where}.{name} runs on Google's own servers and cannot be honoured here; "
-                "only functionDeclarations are understood"
-            )
-            raise RequestError(msg, param=f"{where}.{name}")
+            advice = ": Google's own servers run it; only functionDeclarations are understood"
+            raise unsupported(fields[name], f"{where}.{name}", advice)
     declared = fields.get("functionDeclarations")
     return parse_list(declared, f"{where}.functionDeclarations", _parse_tool)
 

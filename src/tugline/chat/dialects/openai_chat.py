@@ -35,6 +35,13 @@ from tugline.errors import TuglineError, Unsupported
 from tugline.types import Finish, Message, Role, Tool, ToolCall, ToolKind
 from tugline.web.sse import DONE, encode_event
 
+_OF_ENGINES = (
+    "chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words",
+    "allowed_token_ids", "prompt_logprobs",
+)  # fmt: skip
+"""Fields that vLLM and SGLang add to the API, and that change the response."""
+
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -49,18 +56,7 @@ _REFUSALS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "chat_template_kwargs": ({},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (0, False),
+    **dict.fromkeys(_OF_ENGINES, ()),
 }
 """Fields that change the response, and their values that ask for nothing unusual."""
 

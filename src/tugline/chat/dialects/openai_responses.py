@@ -26,7 +26,6 @@ from tugline.chat.dialects.base import (
     decode,
     decoder_with_refusals,
     encode,
-    invalid,
     unsupported,
 )
 from tugline.chat.dialects.responses_input import ItemFolder, list_tools, parse_tools
@@ -41,7 +40,7 @@ from tugline.chat.dialects.responses_output import (
 )
 from tugline.chat.model_call import Request, Response, ThreadInfo
 from tugline.errors import RequestError
-from tugline.types import Message, TraceKind
+from tugline.types import TraceKind
 
 _REFUSALS: dict[str, tuple[Any, ...]] = {
     "conversation": (),
@@ -147,7 +146,8 @@ class OpenAIResponses(openai.OpenAIDialect):
             thread = ThreadInfo(thread.id, thread.parent, TraceKind.COMPACTION)
         messages = cache.fold(items, ItemFolder(items, first, cache))
         if body.previous_response_id is not None:
-            messages = _continue(body.previous_response_id, messages, first, cache)
+            kept = cache.recall(body.previous_response_id, "previous_response_id")[0]
+            messages = (*messages[:first], *kept, *messages[first:])
         return Request(
             model=body.model,
             messages=messages,
@@ -189,17 +189,6 @@ def _list_items(body: _ResponsesBody, *, compact: bool) -> tuple[list[Raw], int]
     before = [_encode_item("system", body.instructions)] if body.instructions else []
     after = [_encode_item("user", _SUMMARISE)] if compact else []
     return [*before, *items, *after], len(before)
-
-
-def _continue(
-    previous: str, messages: tuple[Message, ...], first: int, cache: ParseCache
-) -> tuple[Message, ...]:
-    """Put the conversation of an earlier response before the new messages; not its instructions."""
-    kept = cache.kept.get(previous.removeprefix("resp_"))
-    if kept is None:
-        problem = "is no response that this session has stored; send the whole input"
-        raise invalid(previous, "previous_response_id", problem)
-    return (*messages[:first], *kept[0], *messages[first:])
 
 
 def _encode_item(role: str, text: str) -> Raw:

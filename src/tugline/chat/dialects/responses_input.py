@@ -22,11 +22,11 @@ from tugline.chat.dialects.base import (
     decode,
     encode,
     invalid,
-    join_messages,
     require,
     require_object,
     unsupported,
 )
+from tugline.chat.model_call import join_messages
 from tugline.errors import Unsupported
 from tugline.types import Message, Role, Tool, ToolCall, ToolKind
 
@@ -91,7 +91,8 @@ class ItemFolder:
         where = f"input[{index - self._first}]"
         kind = require_object(item, where).get("type") or "message"
         if kind == "item_reference":
-            answer = self._find_answer(item, where)
+            response = require(item, "id", str, where).rpartition("_")[0]
+            answer = self._cache.recall(response, f"{where}.id")[0][-1]
             messages += [] if messages and messages[-1] is answer else [answer]
             return
         parse = _PARSERS.get(kind) if isinstance(kind, str) else None
@@ -108,15 +109,6 @@ class ItemFolder:
             messages[-1] = join_messages(messages[-1], message)
         else:
             messages.append(message)
-
-    def _find_answer(self, item: Any, where: str) -> Message:
-        name = require(item, "id", str, where)
-        match = _TURN.fullmatch(name)
-        kept = self._cache.kept.get(match[1]) if match else None
-        if kept is None:
-            problem = "is no item that this session has stored; send the item itself"
-            raise invalid(name, f"{where}.id", problem)
-        return kept[0][-1]
 
     def _is_same_turn(self, item: Any, index: int) -> bool:
         turn = _find_turn(item)
