@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "Run the harness of a recorded session again on the recorded answers.",
     "results": "Read results in order of commit, and save them with their trajectories.",
     "run": "Run tasks on this machine and keep every result in a folder.",
+    "sft": "Fine-tune a model on accepted conversations or traces; resumable at any point.",
     "status": "Show what is queued, running and done.",
     "submit": "Submit tasks.",
     "task": "Task files.",

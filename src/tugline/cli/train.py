@@ -58,7 +58,7 @@ def train(
         batches = TaskBatches(settings, config.absolute().parent)
         batches.check()
         sinks = make_sinks(settings.metrics, console)
-        folder = _choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
+        folder = choose_folder(out or settings.out, config.stem, CONFIG, resume=resume)
         if dry_run:
             typer.echo(describe(settings, batches, folder))
             return
@@ -78,7 +78,7 @@ def train(
         typer.echo(result)
 
 
-def _choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:
+def choose_folder(out: Path | None, name: str, marker: str, *, resume: bool) -> Path:
     """Return the folder of the run. Raises `UsageError` if a run is there, or none to resume."""
     if resume:
         runs = sorted(file.parent for file in RUNS.glob(f"{name}-*/{marker}"))

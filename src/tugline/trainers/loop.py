@@ -87,7 +87,7 @@ async def train(
         store_config(folder, config)
         report("loading the model")
         models = stack.enter_context(open_models(config))
-        state = load_newest(folder, models.trainer)
+        state = load_newest(folder, models.trainer.load, TrainState())
         sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), state.step)
         settings = Settings(
             server=ServerSettings(lease_s=LEASE_S),

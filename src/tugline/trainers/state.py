@@ -1,20 +1,22 @@
 """State of a training run on disk: its configuration, and what is in every checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from tugline.config import load
+from tugline.config import Config, load
 from tugline.errors import UsageError
-from tugline.trainers.config import Schedule, TrainConfig
+from tugline.trainers.config import Schedule
 from tugline.trainers.evaluation import Comparison, Evaluation
 from tugline.trainers.grpo import checkpoint
-from tugline.trainers.models import TrainerGroup
 from tugline.types import Ledger
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class VersionScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,17 +63,17 @@ class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
     """pass@1 on the held-out tasks, last minus first weights."""
 
 
-def store_config(folder: Path, config: TrainConfig) -> None:
+def store_config(folder: Path, config: Config) -> None:
     """Store the configuration. Raises `UsageError` if the folder belongs to another run.
 
     Only where figures go, how long to train, and the devices may change.
     """
     path = folder / CONFIG
     if path.exists():
-        stored = load(path, TrainConfig)
+        stored = load(path, type(config))
         changed = [
             name
-            for name in TrainConfig.__struct_fields__
+            for name in config.__struct_fields__
             if name not in {"metrics", "out", "device", "fsdp"}
             and _comparable(getattr(stored, name)) != _comparable(getattr(config, name))
         ]
@@ -91,10 +93,14 @@ def _comparable(section: object) -> object:
     return replace(section, steps=1, minutes=None) if isinstance(section, Schedule) else section
 
 
-def load_newest(folder: Path, trainer: TrainerGroup) -> TrainState:
-    """Load the newest checkpoint, if any, into `trainer`. Raises `CheckpointError`."""
+def load_newest(
+    folder: Path, load_from: Callable[[Path], checkpoint.CheckpointState], first: S
+) -> S:
+    """Load the newest checkpoint of a run; return its state, or `first` without one.
+
+    Raises `CheckpointError`.
+    """
     latest = checkpoint.latest(folder / CHECKPOINTS)
     if latest is None:
-        return TrainState()
-    extra = trainer.load(latest).extra
-    return msgspec.convert(extra, TrainState, str_keys=True, strict=False)
+        return first
+    return msgspec.convert(load_from(latest).extra, type(first), str_keys=True, strict=False)

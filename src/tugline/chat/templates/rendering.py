@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 from renderers import create_renderer
-from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus
+from renderers.base import MODEL_RENDERER_MAP, ToolCallParseStatus, build_training_sample
 
 from tugline.chat.model_call import (
     ChoiceMode,
@@ -37,7 +37,7 @@ from tugline.chat.templates.base import (
 )
 from tugline.chat.tokenizer import Tokenizer
 from tugline.errors import ConfigError, Unsupported
-from tugline.types import Ids, Message, Role, Tool
+from tugline.types import Ids, Mask, Message, Role, Tool
 
 END = 64
 """Ids at a prompt's end that decide how it can be continued."""
@@ -114,6 +114,26 @@ class Rendering:
         else:
             self._renders.move_to_end(key)
         return ids
+
+    def render_answers(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[Ids, Mask]:
+        """Ids of a finished conversation and which of them its model says, both ``(n,)``.
+
+        Raises `Unsupported` as `render` does.
+        """
+        try:
+            rendered = build_training_sample(
+                self._renderer,
+                self._serialize(messages),
+                role_to_mask=lambda message: message["role"] == Role.ASSISTANT,
+                tools=self._serialize_tools(tools),
+                ensure_final_stop=True,
+            )
+        except _LIBRARY_ERRORS as error:
+            msg = f"the template of {self.name} cannot render these messages: {error}"
+            raise Unsupported(msg, param="messages") from error
+        return np.array(rendered.token_ids, np.int32), np.array(rendered.loss_mask, np.bool_)
 
     def render_extension(
         self, end: Ids, sampled: Ids, tail: Sequence[Message], tools: Sequence[Tool]

@@ -16,7 +16,7 @@ import torch
 from tugline.errors import CaptureError
 from tugline.trainers.grpo.distributed import rank_and_world
 from tugline.trainers.grpo.tree import Index, TreePaths, build_tree, prefix_order
-from tugline.types import Ids, Logprobs, Sample, shared_prefix
+from tugline.types import Ids, Logprobs, Mask, Sample, shared_prefix
 
 
 class Row(NamedTuple):
@@ -65,16 +65,22 @@ class MicroBatch:
         return self.ids.numel()
 
 
-EMPTY = Sample(
-    input_ids=np.zeros(1, np.int32),
-    loss_mask=np.zeros(1, np.bool_),
-    logprobs=np.zeros(1, np.float32),
-    versions=np.full(1, -1, np.int32),
-    advantages=np.zeros(1, np.float32),
-    temperatures=np.ones(1, np.float32),
-    group="",
-    session="",
-)
+def plain_sample(ids: Ids, mask: Mask, *, session: str = "", task: str = "") -> Sample:
+    """Return a sample of text that no policy sampled; both arrays have shape ``(n,)``."""
+    zeros = np.zeros(len(ids), np.float32)
+    return Sample(
+        input_ids=ids,
+        loss_mask=mask,
+        logprobs=zeros,
+        versions=np.full(len(ids), -1, np.int32),
+        advantages=zeros,
+        temperatures=np.ones(len(ids), np.float32),
+        group=task,
+        session=session,
+    )
+
+
+EMPTY = plain_sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
 """What a rank without rows computes, so that it takes part in what all ranks do together."""
 
 

@@ -25,7 +25,7 @@ import torch
 
 from tugline.errors import CheckpointError
 from tugline.trainers.grpo.distributed import gather_tensors, rank_and_world, shard_like
-from tugline.trainers.grpo.train import Grpo
+from tugline.trainers.grpo.update import Updater
 
 STATE = "state.json"
 WEIGHTS = "model.safetensors"
@@ -55,7 +55,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 def save(
     directory: Path,
-    trainer: Grpo,
+    trainer: Updater[Any],
     *,
     step: int,
     version: int,
@@ -119,7 +119,7 @@ def write_weights(file: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _write_state(
-    draft: Path, trainer: Grpo, *, step: int, version: int, extra: dict[str, Any]
+    draft: Path, trainer: Updater[Any], *, step: int, version: int, extra: dict[str, Any]
 ) -> None:
     state = CheckpointState(
         step=step,
@@ -134,7 +134,7 @@ def _write_state(
         _fsync(file)
 
 
-def load(path: Path, trainer: Grpo) -> CheckpointState:
+def load(path: Path, trainer: Updater[Any]) -> CheckpointState:
     """Restore weights, optimizer and random state of `trainer` from a checkpoint, in place.
 
     Files are verified before anything is changed. Raises `CheckpointError` for a missing or damaged

@@ -20,7 +20,58 @@ Normalisation = Literal["token", "sequence", "constant"]
 Level = Literal["token", "trace"]
 
 
-class GrpoConfig(Config, frozen=True):
+class UpdateConfig(Config, frozen=True):
+    """How optimizer updates are computed and applied, whatever their loss."""
+
+    sessions_per_update: PositiveInt = 64
+    """Most sessions that one optimizer update learns from, each with all of its traces."""
+    micro_tokens: PositiveInt = 16_384
+    """Most tokens in one forward pass, those of a common beginning counted once, padding
+    included; a longer trace goes alone."""
+    tree_packing: bool = True
+    """Compute what traces of a forward pass have in common once; needs full attention in every
+    layer."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of each layer again in the backward pass instead of keeping them."""
+    logits_chunk: PositiveInt = 1024
+    """Tokens whose logits are in memory at the same time."""
+    autocast: Literal["bfloat16"] | None = None
+    """Type that forward passes compute in; weights stay float32. None computes in theirs."""
+
+    lr: PositiveFloat = 1e-6
+    """Highest learning rate of AdamW, which it has after the warm-up."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates over which the learning rate rises linearly to `lr`."""
+    decay: Literal["linear", "cosine"] = "linear"
+    """How the learning rate falls after the warm-up (with `decay_updates` only)."""
+    decay_updates: PositiveInt | None = None
+    """Updates, those of the warm-up included, after which the learning rate has fallen to
+    `final_lr`; None: it stays at `lr`."""
+    final_lr: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Share of `lr` that is left at the end of the decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
+    max_grad_norm: PositiveFloat = 1.0
+    """The gradient is scaled down to this norm."""
+    seed: int = 0
+    """Seed of the order of sessions in updates."""
+
+    def __post_init__(self) -> None:
+        """Check that options fit together. Raises `ConfigError`."""
+        super().__post_init__()
+        if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
+            msg = f"decay_updates is {self.decay_updates}, must be more than warmup_updates, which"
+            msg += f" is {self.warmup_updates}: the decay begins after the warm-up"
+            raise ConfigError(msg, "decay_updates")
+
+    def digest(self) -> str:
+        """Sixteen hex digits that change with any field."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+
+class GrpoConfig(UpdateConfig, frozen=True):
     """How a policy is updated from graded sessions; docs/training.md has the formulas."""
 
     reward: RewardOf = "outcome"
@@ -66,40 +117,6 @@ class GrpoConfig(Config, frozen=True):
 
     epochs: PositiveInt = 1
     """Passes over the sessions of a step."""
-    sessions_per_update: PositiveInt = 64
-    """Most sessions that one optimizer update learns from, each with all of its traces."""
-    micro_tokens: PositiveInt = 16_384
-    """Most tokens in one forward pass, those of a common beginning counted once, padding
-    included; a longer trace goes alone."""
-    tree_packing: bool = True
-    """Compute what traces of a forward pass have in common once; needs full attention in every
-    layer."""
-    gradient_checkpointing: bool = False
-    """Compute the activations of each layer again in the backward pass instead of keeping them."""
-    logits_chunk: PositiveInt = 1024
-    """Tokens whose logits are in memory at the same time."""
-    autocast: Literal["bfloat16"] | None = None
-    """Type that forward passes compute in; weights stay float32. None computes in theirs."""
-
-    lr: PositiveFloat = 1e-6
-    """Highest learning rate of AdamW, which it has after the warm-up."""
-    warmup_updates: NonNegativeInt = 0
-    """Updates over which the learning rate rises linearly to `lr`."""
-    decay: Literal["linear", "cosine"] = "linear"
-    """How the learning rate falls after the warm-up (with `decay_updates` only)."""
-    decay_updates: PositiveInt | None = None
-    """Updates, those of the warm-up included, after which the learning rate has fallen to
-    `final_lr`; None: it stays at `lr`."""
-    final_lr: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of `lr` that is left at the end of the decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's two moments."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."""
-    max_grad_norm: PositiveFloat = 1.0
-    """The gradient is scaled down to this norm."""
-    seed: int = 0
-    """Seed of the order of sessions in updates."""
 
     def __post_init__(self) -> None:
         """Check that options fit together. Raises `ConfigError`."""
@@ -112,10 +129,6 @@ class GrpoConfig(Config, frozen=True):
                 msg = f"{field} is {getattr(self, field)}, but 1, the weight of a token that engine"
                 msg += " and trainer agree on, must be within importance_low and importance_high"
                 raise ConfigError(msg, field)
-        if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
-            msg = f"decay_updates is {self.decay_updates}, must be more than warmup_updates, which"
-            msg += f" is {self.warmup_updates}: the decay begins after the warm-up"
-            raise ConfigError(msg, "decay_updates")
         if self.reward == "discounted" and self.turn_discount is None:
             msg = "turn_discount is missing: reward 'discounted' needs a number above 0, at most 1"
             raise ConfigError(msg, "turn_discount")
@@ -125,7 +138,3 @@ class GrpoConfig(Config, frozen=True):
                 " reward to 'discounted'"
             )
             raise ConfigError(msg, "turn_discount")
-
-    def digest(self) -> str:
-        """Sixteen hex digits that change with any field."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, collate
-from tugline.trainers.grpo.config import GrpoConfig
+from tugline.trainers.grpo.batch import MicroBatch, Row, collate, plain_sample
+from tugline.trainers.grpo.config import UpdateConfig
 from tugline.trainers.grpo.tree import TREE_ATTENTION, TreePaths
 from tugline.types import Ids, Sample
 
@@ -37,7 +37,7 @@ class PolicyModel:
     at 0: with dropout the trained policy would differ from the one that sampled.
     """
 
-    def __init__(self, model: torch.nn.Module, config: GrpoConfig) -> None:
+    def __init__(self, model: torch.nn.Module, config: UpdateConfig) -> None:
         self.model = model
         self._chunk = config.logits_chunk
         self._autocast = config.autocast is not None
@@ -182,14 +182,4 @@ def _checkpoint_layers(inner: Any) -> None:
 
 def make_probe(ids: Sequence[int] | Ids) -> Sample:
     """A sample of which every id but the first is trained."""
-    zeros = np.zeros(len(ids), np.float32)
-    return Sample(
-        input_ids=np.array(ids, np.int32),
-        loss_mask=np.arange(len(ids)) > 0,
-        logprobs=zeros,
-        versions=np.zeros(len(ids), np.int32),
-        advantages=zeros,
-        temperatures=np.ones(len(ids), np.float32),
-        group="",
-        session="",
-    )
+    return plain_sample(np.array(ids, np.int32), np.arange(len(ids)) > 0)

@@ -4,31 +4,26 @@
 probabilities (I1), shuffles sessions into updates, and makes the updates. A session is in one
 update with all of its traces, so it counts once and the number of updates does not depend on the
 builder. The report has the ledger of the whole step (I2).
-
-An update that has no gradient, or one that is not finite, is not applied: it moves no weight, not
-even by momentum or weight decay.
 """
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from tugline import log
 from tugline.errors import ConfigError
-from tugline.trainers.grpo.batch import MicroBatch, Row, collate, pack
+from tugline.trainers.grpo.batch import MicroBatch, Row, collate
 from tugline.trainers.grpo.config import GrpoConfig
-from tugline.trainers.grpo.distributed import add_up, clip_gradient, gather
+from tugline.trainers.grpo.distributed import gather
 from tugline.trainers.grpo.forward import PolicyModel, make_probe
 from tugline.trainers.grpo.loss import token_terms, token_weights
 from tugline.trainers.grpo.mismatch import MismatchReport, Recomputed, summarize
 from tugline.trainers.grpo.samples import make_samples, prepare
+from tugline.trainers.grpo.update import Update, Updater, split_by_sample
 from tugline.types import Ids, Ledger, Logprobs, Reason, Sample, Trajectory
-
-_log = log.get("trainer")
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,33 +62,17 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class _Update:
-    """Sums over the forward passes of one update; `tokens` counts trained ones."""
-
-    sessions: frozenset[str]
-    recomputed: list[Recomputed] = field(default_factory=list)
-    culprits: tuple[str, ...] = ()
-    """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
-    tokens: int = 0
-    forwarded: int = 0
-    padding: int = 0
-    loss: float = 0.0
+class _PolicyUpdate(Update):
     kl: float = 0.0
     clipped: float = 0.0
     bounded: float = 0.0
     ratio: float = 0.0
-    grad_norm: float = 0.0
-
-    def add_up(self, device: torch.device) -> None:
-        """Add the sums of the other ranks."""
-        names = ("tokens", "forwarded", "padding", "loss", "kl", "clipped", "bounded", "ratio")
-        values = [getattr(self, name) for name in names]
-        for name, value, total in zip(names, values, add_up(values, device), strict=True):
-            setattr(self, name, type(value)(total))
 
 
-class Grpo:
+class Grpo(Updater[_PolicyUpdate]):
     """Trains `model` in place; `reference` is what the KL term is measured against."""
+
+    config: GrpoConfig
 
     def __init__(
         self,
@@ -104,16 +83,8 @@ class Grpo:
         if config.kl > 0 and reference is None:
             msg = f"kl is {config.kl}, so a reference model is needed; give one or set kl to 0"
             raise ConfigError(msg)
-        _check_dtypes(model)
-        self.model = model
-        self.config = config
-        self.policy = PolicyModel(model, config)
+        super().__init__(model, config)
         self.reference = PolicyModel(reference, config) if reference is not None else None
-        self.optimizer = _optimizer(model, config)
-        self.order = torch.Generator().manual_seed(config.seed)
-        """Order of sessions in updates; part of every checkpoint."""
-        self.updates = 0
-        """Optimizer updates so far, over all steps."""
 
     def step(self, trajectories: Sequence[Trajectory], *, version: int) -> StepReport:
         """Learn from `trajectories`, of which those of one task are one group.
@@ -130,9 +101,7 @@ class Grpo:
         if self.config.importance is not None:
             rows = [Row(one.sample, old=one.logprobs) for one in recomputed]
         updates = [
-            self._update(chosen)
-            for _ in range(self.config.epochs)
-            for chosen in self._shuffle(rows)
+            self.apply(chosen) for _ in range(self.config.epochs) for chosen in self._shuffle(rows)
         ]
         if updates and not recomputed:
             recomputed = _collect(samples, updates[0].recomputed)
@@ -169,8 +138,8 @@ class Grpo:
     def _recompute(self, rows: Sequence[Row]) -> list[Recomputed]:
         """Return log probabilities under the weights as they are."""
         recomputed: list[Recomputed] = []
-        for micro in self._pack(rows):
-            recomputed += _split(self.policy.logprobs(micro), micro)
+        for micro in self.pack(rows):
+            recomputed += split_by_sample(self.policy.logprobs(micro), micro)
         return _collect([row.sample for row in rows], recomputed)
 
     def _shuffle(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -188,80 +157,26 @@ class Grpo:
             weights = token_weights([row.sample for row in chosen], self.config)
             yield [row._replace(weight=w) for row, w in zip(chosen, weights, strict=True)]
 
-    def _update(self, rows: Sequence[Row]) -> _Update:
-        """One optimizer update, unless its gradient is zero or not finite."""
-        figures = _Update(frozenset(row.sample.session for row in rows))
-        if not self._accumulate(rows, figures):
-            figures.culprits = self._find_culprits(rows)
-            self.optimizer.zero_grad(set_to_none=True)
-            _log.warning("update skipped, not finite", sessions=figures.culprits)
-        elif figures.grad_norm > 0:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate
-            self.optimizer.step()
-            self.updates += 1
-        return figures
+    def make_figures(self, sessions: frozenset[str]) -> _PolicyUpdate:
+        """See `Updater`."""
+        return _PolicyUpdate(sessions)
 
-    def _accumulate(self, rows: Sequence[Row], figures: _Update) -> bool:
-        """Add up the gradient of `rows` over forward passes, and clip it; whether it is finite."""
-        self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._pack(rows):
-            self._backward(micro, figures)
-        figures.add_up(self.policy.device)
-        figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
-        return math.isfinite(figures.grad_norm) and math.isfinite(figures.loss)
-
-    def _find_culprits(self, rows: Sequence[Row]) -> tuple[str, ...]:
-        """Return the sessions whose own gradient is not finite; all, if only their sum is not."""
-        sessions = sorted({row.sample.session for row in rows})
-        alone = {name: [row for row in rows if row.sample.session == name] for name in sessions}
-        found = [
-            name for name, own in alone.items() if not self._accumulate(own, _Update(frozenset()))
-        ]
-        return tuple(found or sessions)
-
-    def _backward(self, micro: MicroBatch, figures: _Update) -> None:
-        """Accumulate the gradient and the figures of one forward pass."""
-        new = self.policy.logprobs(micro)
+    def token_losses(
+        self, new: torch.Tensor, micro: MicroBatch, figures: _PolicyUpdate
+    ) -> torch.Tensor:
+        """Return the clipped policy loss of each token."""
         with torch.no_grad():
             reference = self.reference.logprobs(micro) if self.reference else None
         terms = token_terms(new, micro, reference, self.config)
-        loss = (terms.loss * micro.weight).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        figures.recomputed += _split(new.detach(), micro)
-        figures.tokens += len(new)
-        figures.forwarded += micro.computed - micro.padding
-        figures.padding += micro.padding
-        figures.loss += float(loss.detach())
         figures.kl += float(terms.kl.sum())
         figures.clipped += float(terms.clipped.sum())
         figures.bounded += float(terms.bounded.sum())
         figures.ratio += float(terms.ratio.sum())
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next update; a function of the config and of `updates` alone."""
-        config, warmup = self.config, self.config.warmup_updates
-        if self.updates < warmup:
-            return config.lr * (self.updates + 1) / warmup
-        if config.decay_updates is None:
-            return config.lr
-        left = max(0.0, 1 - (self.updates - warmup) / (config.decay_updates - warmup))
-        if config.decay == "cosine":
-            left = (1 - math.cos(math.pi * left)) / 2
-        return config.lr * (config.final_lr + (1 - config.final_lr) * left)
-
-    def _pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
-        return pack(
-            rows,
-            micro_tokens=self.config.micro_tokens,
-            tree=self.config.tree_packing,
-            device=self.policy.device,
-        )
+        return terms.loss
 
     def _report(
         self,
-        updates: Sequence[_Update],
+        updates: Sequence[_PolicyUpdate],
         samples: Sequence[Sample],
         ledger: Ledger,
         mismatch: MismatchReport | None,
@@ -295,27 +210,6 @@ class Grpo:
         )
 
 
-def _check_dtypes(model: torch.nn.Module) -> None:
-    """Refuse trained weights of less than float32. Raises `ConfigError`."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in {torch.bfloat16, torch.float16}:
-            msg = (
-                f"parameter {name} is {parameter.dtype}: AdamW's small changes are lost to "
-                "rounding; load the model with dtype=torch.float32, and let autocast be 'bfloat16' "
-                "to compute in that"
-            )
-            raise ConfigError(msg)
-
-
-def _split(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
-    """Divide log probabilities of a forward pass among its samples."""
-    counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
-    parts = torch.split(new.cpu(), counts)
-    return [
-        Recomputed(row.sample, part.numpy()) for row, part in zip(micro.rows, parts, strict=True)
-    ]
-
-
 def _collect(samples: Sequence[Sample], recomputed: Sequence[Recomputed]) -> list[Recomputed]:
     """Return the log probabilities that all ranks computed, in the order of `samples`."""
     number = {id(sample): n for n, sample in enumerate(samples)}
@@ -329,12 +223,3 @@ def _drop(ledger: Ledger, reason: Reason, count: int) -> Ledger:
         return ledger
     dropped = ledger.dropped | {reason: count}
     return msgspec.structs.replace(ledger, trained=ledger.trained - count, dropped=dropped)
-
-
-def _optimizer(model: torch.nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)

@@ -1,0 +1,183 @@
+"""Optimizer updates of a model from rows of samples, whatever their loss.
+
+The gradient of an update is the sum over its forward passes, and over ranks. An update that has no
+gradient, or one that is not finite, is not applied: it moves no weight, not even by momentum or
+weight decay.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Generic, TypeVar
+
+import torch
+
+from tugline import log
+from tugline.errors import ConfigError
+from tugline.trainers.grpo.batch import MicroBatch, Row, pack
+from tugline.trainers.grpo.config import UpdateConfig
+from tugline.trainers.grpo.distributed import add_up, clip_gradient
+from tugline.trainers.grpo.forward import PolicyModel
+from tugline.trainers.grpo.mismatch import Recomputed
+
+_log = log.get("trainer")
+
+
+@dataclass
+class Update:
+    """Sums over the forward passes of one update; `tokens` counts trained ones."""
+
+    sessions: frozenset[str]
+    recomputed: list[Recomputed] = field(default_factory=list)
+    culprits: tuple[str, ...] = ()
+    """Sessions whose loss or gradient is not finite; the update was skipped if there are any."""
+    tokens: int = 0
+    forwarded: int = 0
+    """Positions computed with gradient, without padding."""
+    padding: int = 0
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping."""
+
+    def add_up(self, device: torch.device) -> None:
+        """Add the sums of the other ranks."""
+        names = [one.name for one in fields(self) if one.type in (int, float)]
+        values = [getattr(self, name) for name in names]
+        for name, value, total in zip(names, values, add_up(values, device), strict=True):
+            setattr(self, name, type(value)(total))
+
+
+U = TypeVar("U", bound=Update)
+
+
+class Updater(ABC, Generic[U]):
+    """Trains `model` in place; a subclass defines the loss of a token."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: UpdateConfig,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """`optimizer` None is AdamW as `config` says.
+
+        A group's own ``initial_lr`` replaces the learning rate of `config`.
+        """
+        _check_dtypes(model)
+        self.model = model
+        self.config = config
+        self.policy = PolicyModel(model, config)
+        self.optimizer = optimizer or _make_adamw(model, config)
+        self.order = torch.Generator().manual_seed(config.seed)
+        """Order of sessions in updates; part of every checkpoint."""
+        self.updates = 0
+        """Optimizer updates so far."""
+
+    @abstractmethod
+    def make_figures(self, sessions: frozenset[str]) -> U:
+        """Return the sums of an update that learns from these sessions, all 0."""
+
+    @abstractmethod
+    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: U) -> torch.Tensor:
+        """Return the loss of each trained token, shape ``(N,)``, and count it in `figures`.
+
+        `new` has the log probabilities of the tokens, with gradient.
+        """
+
+    @property
+    def learning_rate_share(self) -> float:
+        """Share of `lr` that the next update has; a function of the config and of `updates`."""
+        config, warmup = self.config, self.config.warmup_updates
+        if self.updates < warmup:
+            return (self.updates + 1) / warmup
+        if config.decay_updates is None:
+            return 1.0
+        left = max(0.0, 1 - (self.updates - warmup) / (config.decay_updates - warmup))
+        if config.decay == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        return config.final_lr + (1 - config.final_lr) * left
+
+    def apply(self, rows: Sequence[Row]) -> U:
+        """Make one optimizer update, unless its gradient is zero or not finite."""
+        figures = self.make_figures(frozenset(row.sample.session for row in rows))
+        if not self._accumulate(rows, figures):
+            figures.culprits = self._find_culprits(rows)
+            self.optimizer.zero_grad(set_to_none=True)
+            _log.warning("update skipped, not finite", sessions=figures.culprits)
+        elif figures.grad_norm > 0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group.get("initial_lr", self.config.lr) * self.learning_rate_share
+            self.optimizer.step()
+            self.updates += 1
+        return figures
+
+    def _accumulate(self, rows: Sequence[Row], figures: U) -> bool:
+        """Add up the gradient of `rows` over forward passes, and clip it; whether it is finite."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in self.pack(rows):
+            self._backward(micro, figures)
+        figures.add_up(self.policy.device)
+        figures.grad_norm = clip_gradient(self.model, self.config.max_grad_norm)
+        return math.isfinite(figures.grad_norm) and math.isfinite(figures.loss)
+
+    def _find_culprits(self, rows: Sequence[Row]) -> tuple[str, ...]:
+        """Return the sessions whose own gradient is not finite; all, if only their sum is not."""
+        sessions = sorted({row.sample.session for row in rows})
+        alone = {name: [row for row in rows if row.sample.session == name] for name in sessions}
+        found = [
+            name
+            for name, own in alone.items()
+            if not self._accumulate(own, self.make_figures(frozenset()))
+        ]
+        return tuple(found or sessions)
+
+    def _backward(self, micro: MicroBatch, figures: U) -> None:
+        """Accumulate the gradient and the figures of one forward pass."""
+        new = self.policy.logprobs(micro)
+        loss = (self.token_losses(new, micro, figures) * micro.weight).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        figures.recomputed += split_by_sample(new.detach(), micro)
+        figures.tokens += len(new)
+        figures.forwarded += micro.computed - micro.padding
+        figures.padding += micro.padding
+        figures.loss += float(loss.detach())
+
+    def pack(self, rows: Sequence[Row]) -> Iterator[MicroBatch]:
+        """Yield the forward passes of `rows`."""
+        return pack(
+            rows,
+            micro_tokens=self.config.micro_tokens,
+            tree=self.config.tree_packing,
+            device=self.policy.device,
+        )
+
+
+def split_by_sample(new: torch.Tensor, micro: MicroBatch) -> list[Recomputed]:
+    """Divide log probabilities of a forward pass among its samples."""
+    counts = [int(row.sample.loss_mask.sum()) for row in micro.rows]
+    parts = torch.split(new.cpu(), counts)
+    return [
+        Recomputed(row.sample, part.numpy()) for row, part in zip(micro.rows, parts, strict=True)
+    ]
+
+
+def _check_dtypes(model: torch.nn.Module) -> None:
+    """Refuse trained weights of less than float32. Raises `ConfigError`."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in {torch.bfloat16, torch.float16}:
+            msg = (
+                f"parameter {name} is {parameter.dtype}: AdamW's small changes are lost to "
+                "rounding; load the model with dtype=torch.float32, and let autocast be 'bfloat16' "
+                "to compute in that"
+            )
+            raise ConfigError(msg)
+
+
+def _make_adamw(model: torch.nn.Module, config: UpdateConfig) -> torch.optim.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)

@@ -1,0 +1,377 @@
+"""Supervised fine-tuning on conversations of a stronger model: the same updates, another loss.
+
+Only what the assistant said carries loss: the negative log likelihood of its tokens, averaged over
+the tokens of an update. Sets hold exact token ids and their mask, or messages, which are rendered
+with the model's chat template. The order of sessions follows from the seed alone, so the position
+in the data is the number of updates; a run that was killed continues from its newest checkpoint.
+"""
+
+import hashlib
+import json
+import math
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+from msgspec.structs import replace
+from transformers import PreTrainedModel
+
+from tugline.chat.dialects.base import HttpRequest, ParseCache
+from tugline.chat.dialects.openai_chat import OpenAIChat
+from tugline.chat.templates.rendering import Rendering
+from tugline.chat.tokenizer import Tokenizer
+from tugline.config import Config, load
+from tugline.errors import RequestError, UsageError
+from tugline.inference.load import load as load_model
+from tugline.launch.engine import make_rendering
+from tugline.launch.server import folder_lock
+from tugline.launch.settings import EngineSettings
+from tugline.schema import PositiveFloat, PositiveInt
+from tugline.trainers.grpo import checkpoint
+from tugline.trainers.grpo.batch import MicroBatch, Row, plain_sample
+from tugline.trainers.grpo.config import UpdateConfig
+from tugline.trainers.grpo.update import Update, Updater
+from tugline.trainers.sinks import Sinks
+from tugline.trainers.state import CHECKPOINTS, load_newest, store_config
+from tugline.types import Ids, Mask, PluginSpec, Sample
+
+MODEL = "model"
+"""Folder of the trained model, below that of the run."""
+TRACES = "traces.parquet"
+CONVERSATIONS = "conversations.jsonl"
+"""Files of a folder of `tugline generate`."""
+_MASKS = ("loss_mask", "completion_mask")
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class SftConfig(UpdateConfig, frozen=True):
+    """How a model is updated from conversations."""
+
+    lr: PositiveFloat = 1e-5
+    """Highest learning rate of AdamW, which it has after the warm-up."""
+    final_lr: Share = 0.1
+    """Share of `lr` that is left at the end of the decay, which is the end of the run."""
+    epochs: PositiveInt = 2
+    """Passes over the set."""
+
+
+class SftRunConfig(Config, frozen=True, kw_only=True):
+    """One run of ``tugline sft``. Relative paths, but for `out`, are relative to the file."""
+
+    model: Path
+    """Hugging Face folder of the first weights."""
+    data: tuple[Path, ...]
+    """Sets: folders of `tugline generate`, or files of `tugline export sft` or `parquet`."""
+    heldout: tuple[Path, ...] = ()
+    """Sets that are measured and never trained on."""
+    heldout_share: Share = 0.05
+    """Without `heldout`: the share of tasks in `data` that is held out."""
+    renderer: str | None = None
+    """Chat template for sets of messages, such as `qwen3`; None: the one of the model."""
+    window: PositiveInt | None = None
+    """Longest sequence, in tokens; longer ones are left out. None: the model's."""
+    device: str | None = None
+    """Device of the trainer; None: a GPU if there is one."""
+    sft: SftConfig = SftConfig()
+    """The updates."""
+    measure_every: PositiveInt = 20
+    """Updates between two measurements of the held-out loss; first and last are always measured."""
+    checkpoint_every: PositiveInt = 20
+    """Updates between two checkpoints."""
+    metrics: tuple[PluginSpec, ...] = ()
+    """Where figures go besides the console and `metrics.jsonl`, as for `tugline train`."""
+    out: Path | None = None
+    """Folder of the run, relative to where the command is started; None: `--out` names it."""
+
+
+def read_config(path: Path) -> SftRunConfig:
+    """Read the file at `path` with its paths made absolute. Raises `ConfigError`."""
+    config, folder = load(path, SftRunConfig), path.absolute().parent
+
+    def find(paths: Sequence[Path]) -> tuple[Path, ...]:
+        return tuple(folder / one.expanduser() for one in paths)
+
+    (model,) = find([config.model])
+    return replace(config, model=model, data=find(config.data), heldout=find(config.heldout))
+
+
+# --------------------------------------------------------------------------- the set
+def read_set(
+    paths: Sequence[Path], tokenizer: Tokenizer, make: Callable[[], Rendering], window: int
+) -> tuple[list[Sample], Counter[str]]:
+    """Return the samples of sets, and how many rows are left out, by reason.
+
+    `make` makes the chat template, where a set has messages only. Raises `UsageError` for a file
+    that is no set, or whose ids are of another tokenizer.
+    """
+    digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    rendering: Rendering | None = None
+    samples: list[Sample] = []
+    left_out: Counter[str] = Counter()
+    for path in paths:
+        file = _choose_file(path, digest)
+        for number, row in enumerate(_read_rows(file), 1):
+            where = f"{file}, row {number}"
+            if "messages" in row or "prompt" in row:
+                rendering = rendering or make()
+                ids, mask = _render(rendering, row, where)
+            else:
+                ids, mask = _read_ids(row, digest, where)
+            if not mask.any() or len(ids) > window:
+                left_out["too_long" if mask.any() else "untrained"] += 1
+                continue
+            about = row.get("metadata") or row
+            session = str(about.get("session") or where)
+            task = str(about.get("task") or session)
+            samples.append(plain_sample(ids, mask, session=session, task=task))
+    return samples, left_out
+
+
+def _choose_file(path: Path, digest: str) -> Path:
+    """Return the file to read of a folder: its traces, if they are of the model's tokenizer."""
+    if not path.is_dir():
+        return path
+    exact = path / TRACES
+    fits = exact.exists() and all(row.get("tokenizer") == digest for row in _read_rows(exact))
+    return exact if fits else path / CONVERSATIONS
+
+
+def _read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file or of JSON lines. Raises `UsageError`."""
+    try:
+        if file.suffix != ".parquet":
+            with file.open("rb") as lines:
+                yield from (msgspec.json.decode(line, type=dict[str, Any]) for line in lines)
+            return
+        parquet = import_module("pyarrow.parquet")
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
+            yield from batch.to_pylist()
+    except ImportError as error:
+        msg = f"{file} is read with pyarrow, which needs: pip install 'tugline[export]'"
+        raise UsageError(msg) from error
+    except (OSError, ValueError) as error:
+        msg = f"{file} is no set of conversations or traces: {error}"
+        raise UsageError(msg) from error
+
+
+def _read_ids(row: Mapping[str, Any], digest: str, where: str) -> tuple[Ids, Mask]:
+    """Return the ids of a row of ``export parquet`` or ``export trl``, and their mask."""
+    ids, mask = (row.get(a, row.get(b)) for a, b in (("ids", "input_ids"), _MASKS))
+    if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
+        msg = f"{where} needs messages, or ids and loss_mask of one length; it has {sorted(row)}"
+        raise UsageError(msg)
+    if row.get("tokenizer") not in {None, "", digest}:
+        msg = f"{where}: its ids are of another tokenizer than the model's; give conversations,"
+        msg += " as `tugline export sft` writes them"
+        raise UsageError(msg)
+    return np.array(ids, np.int32), np.array(mask, np.bool_)
+
+
+def _render(rendering: Rendering, row: dict[str, Any], where: str) -> tuple[Ids, Mask]:
+    """Render a conversation in the form of the OpenAI API, or of Hugging Face templates."""
+    messages = row.get("messages") or [*row["prompt"], *row["completion"]]
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"].get("arguments")
+            if not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    body = {"model": "", "messages": messages, "tools": row.get("tools") or None}
+    request = HttpRequest("POST", "v1", "/chat/completions", "", {}, msgspec.json.encode(body))
+    try:
+        parsed = OpenAIChat().parse(request, ParseCache())
+        return rendering.render_answers(parsed.messages, parsed.tools)
+    except RequestError as error:
+        msg = f"{where}: {error}"
+        raise UsageError(msg) from error
+
+
+# --------------------------------------------------------------------------- updates
+class Sft(Updater[Update]):
+    """Trains `model` in place to say the trained tokens of samples."""
+
+    def update(self, samples: Sequence[Sample]) -> Update:
+        """Make one update; its loss is the mean over the trained tokens, in nats."""
+        tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+        return self.apply([Row(sample, 1 / tokens) for sample in samples])
+
+    @torch.no_grad()
+    def measure(self, samples: Sequence[Sample]) -> float:
+        """Return the loss of samples under the weights as they are."""
+        passes = [self.policy.logprobs(micro) for micro in self.pack([*map(Row, samples)])]
+        return -float(torch.cat(passes).double().mean())
+
+    def make_figures(self, sessions: frozenset[str]) -> Update:
+        """See `Updater`."""
+        return Update(sessions)
+
+    def token_losses(self, new: torch.Tensor, micro: MicroBatch, figures: Update) -> torch.Tensor:
+        """Return the negative log likelihood of each token."""
+        return -new
+
+
+# --------------------------------------------------------------------------- a run
+class SftState(msgspec.Struct, frozen=True, kw_only=True):
+    """Position of a run and its totals; part of every checkpoint."""
+
+    step: int = 0
+    """Updates made or skipped, and so the position in the data."""
+    tokens: int = 0
+    """Trained tokens, each as often as it was trained."""
+    loss: float = 0.0
+    """Of the last update, in nats per token."""
+    heldout: dict[int, float] = {}
+    """Held-out loss after so many updates."""
+    elapsed_s: float = 0.0
+    """Over all processes of the run."""
+
+
+def train(
+    config: SftRunConfig, folder: Path, sinks: Sinks, report: Callable[[str], None]
+) -> SftState:
+    """Run to the end in `folder`, from its newest checkpoint; `report` takes lines for people.
+
+    May be killed at any point and called again. Raises `TuglineError`.
+    """
+    with folder_lock(folder, instead="choose another --out"):
+        store_config(folder, config)
+        report("loading the model")
+        model, tokenizer, _ = load_model(config.model, dtype=torch.float32)
+        device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(torch.device(device))  # type: ignore[arg-type]  # its stub is of a wrapper
+        trained, heldout = _read_data(config, model, tokenizer, report)
+        run = _SftRun(config, folder, model, trained, heldout)
+        sinks.start(folder, msgspec.to_builtins(config, enc_hook=str), run.state.step)
+        try:
+            run.train(sinks)
+        finally:
+            sinks.close()
+        newest = checkpoint.path_of(folder / CHECKPOINTS, run.state.step)
+        _write_model(newest, config.model, folder / MODEL)
+        return run.state
+
+
+def _read_data(
+    config: SftRunConfig, model: Any, tokenizer: Tokenizer, report: Callable[[str], None]
+) -> tuple[list[Sample], list[Sample]]:
+    """Return what is trained on and what is held out. Raises `UsageError` if nothing is left."""
+    text = model.config.get_text_config()
+    window = config.window or int(text.max_position_embeddings)
+
+    def make() -> Rendering:
+        return make_rendering(
+            EngineSettings(renderer=config.renderer), tokenizer, str(text.model_type)
+        )
+
+    data, left_out = read_set(config.data, tokenizer, make, window)
+    heldout, _ = read_set(config.heldout, tokenizer, make, window)
+    share = 0.0 if config.heldout else config.heldout_share
+    trained: list[Sample] = []
+    for one in data:
+        held_out = random.Random(f"{config.sft.seed}/{one.group}").random() < share
+        (heldout if held_out else trained).append(one)
+    report(
+        f"{len(trained)} conversations to train, {len(heldout)} held out;"
+        f" left out: {dict(left_out) or '-'}"
+    )
+    if not trained:
+        msg = f"data: nothing is left to train on; left out: {dict(left_out) or '-'}"
+        raise UsageError(msg)
+    return trained, heldout
+
+
+class _SftRun:
+    """The updates of a run; position n of the data follows from the configuration alone."""
+
+    def __init__(
+        self,
+        config: SftRunConfig,
+        folder: Path,
+        model: PreTrainedModel,
+        trained: Sequence[Sample],
+        heldout: Sequence[Sample],
+    ) -> None:
+        sessions: dict[str, list[Sample]] = {}
+        for sample in trained:
+            sessions.setdefault(sample.session, []).append(sample)
+        self._sessions, self._heldout = list(sessions.values()), heldout
+        self._config, self._folder = config, folder
+        self._per_epoch = math.ceil(len(sessions) / config.sft.sessions_per_update)
+        self.total = self._per_epoch * config.sft.epochs
+        until = config.sft.decay_updates or max(self.total, config.sft.warmup_updates + 1)
+        self._trainer = trainer = Sft(model, replace(config.sft, decay_updates=until))
+        self.state = load_newest(folder, lambda at: checkpoint.load(at, trainer), SftState())
+
+    def train(self, sinks: Sinks) -> None:
+        """Make the updates that are missing."""
+        began, earlier_s = time.monotonic(), self.state.elapsed_s
+        self._measure(sinks)
+        while self.state.step < self.total:
+            at, step = time.monotonic(), self.state.step + 1
+            done = self._trainer.update(self._choose(step))
+            self.state = replace(
+                self.state,
+                step=step,
+                tokens=self.state.tokens + done.tokens,
+                loss=done.loss,
+                elapsed_s=earlier_s + time.monotonic() - began,
+            )
+            self._measure(sinks)
+            figures = {
+                "sft/loss": done.loss,
+                "sft/tokens": done.tokens,
+                "sft/grad_norm": done.grad_norm,
+                "sft/learning_rate": self._trainer.optimizer.param_groups[0]["lr"],
+                "sft/skipped": len(done.culprits),
+                "time/step_s": time.monotonic() - at,
+            }
+            sinks.log(step, figures)
+            if step % self._config.checkpoint_every == 0 or step == self.total:
+                self._save()
+
+    def _choose(self, step: int) -> list[Sample]:
+        """Return the samples of an update, counted from 1."""
+        epoch, place = divmod(step - 1, self._per_epoch)
+        order = list(range(len(self._sessions)))
+        random.Random(f"{self._config.sft.seed}/{epoch}").shuffle(order)
+        chosen = np.array_split(order, self._per_epoch)[place]
+        return [sample for index in chosen for sample in self._sessions[index]]
+
+    def _measure(self, sinks: Sinks) -> None:
+        """Measure the held-out loss, if it is due and not known."""
+        step = self.state.step
+        due = step % self._config.measure_every == 0 or step == self.total
+        if due and self._heldout and step not in self.state.heldout:
+            loss = self._trainer.measure(self._heldout)
+            self.state = replace(self.state, heldout={**self.state.heldout, step: loss})
+            sinks.log(step, {"sft/heldout_loss": loss})
+
+    def _save(self) -> None:
+        extra = msgspec.to_builtins(self.state, str_keys=True)
+        step = self.state.step
+        checkpoint.save(
+            self._folder / CHECKPOINTS, self._trainer, step=step, version=step, extra=extra
+        )
+
+
+def _write_model(trained: Path, source: Path, folder: Path) -> None:
+    """Make a whole model folder of a checkpoint and the tokenizer and other files of `source`."""
+    draft = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    for file in source.iterdir():
+        weights = file.suffix in {".safetensors", ".bin"} or file.name.endswith(".index.json")
+        if file.is_file() and not weights:
+            shutil.copy(file, draft)
+    for name in (checkpoint.WEIGHTS, "config.json"):
+        shutil.copy(trained / name, draft)
+    shutil.rmtree(folder, ignore_errors=True)
+    draft.rename(folder)

@@ -1,0 +1,230 @@
+"""Supervised fine-tuning: the loss, the sets it reads, and a run that goes on after any death."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+
+from tiny import rendering
+from trainers.sessions import tiny
+from training_run import make_model
+from tugline.chat.templates.rendering import Rendering
+from tugline.errors import UsageError
+from tugline.exports.tables import Parquet
+from tugline.inference.load import load
+from tugline.trainers.grpo.batch import plain_sample
+from tugline.trainers.sft import MODEL, Sft, SftConfig, SftRunConfig, read_set, train
+from tugline.trainers.sinks import METRICS, Sinks, make_sinks, read_lines
+from tugline.types import Message, Role, Sample, ToolCall
+
+
+def made_samples(count: int, vocabulary: int = 48) -> list[Sample]:
+    """Random sequences of 9 to 40 ids that share their first 6; every third id is trained."""
+    rng = np.random.default_rng(count)
+    start = rng.integers(0, vocabulary, 6)
+    samples = []
+    for number in range(count):
+        ids = np.concatenate((start, rng.integers(0, vocabulary, int(rng.integers(3, 35)))))
+        mask = (np.arange(len(ids)) % 3 == 2) & (np.arange(len(ids)) > 5)
+        samples.append(plain_sample(ids.astype(np.int32), mask, session=f"s{number}"))
+    return samples
+
+
+def plain_loss(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
+    """Mean negative log likelihood of the trained ids in float64, one sequence at a time."""
+    terms = []
+    for one in samples:
+        ids = torch.from_numpy(one.input_ids.astype(np.int64))
+        logits = model(input_ids=ids[None]).logits[0, :-1].double()
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        terms.append(losses[torch.from_numpy(one.loss_mask[1:])])
+    return torch.cat(terms).mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"tree_packing": False}, {"micro_tokens": 40}])
+def test_loss_and_gradient_are_those_of_plain_torch(options: dict[str, Any]) -> None:
+    """Within 1e-6, however the update is cut into forward passes."""
+    samples, other = made_samples(7), tiny()
+    loss = plain_loss(other, samples)
+    loss.backward()
+    expected = float(loss.detach())
+    trainer = Sft(tiny(), SftConfig(max_grad_norm=1e9, **options))
+    assert trainer.measure(samples) == pytest.approx(expected, abs=1e-6)
+    done = trainer.update(samples)
+    assert done.loss == pytest.approx(expected, abs=1e-6)
+    pairs = zip(trainer.model.parameters(), other.parameters(), strict=True)
+    worst = max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None)
+    assert worst < 1e-6
+
+
+# --------------------------------------------------------------------------- sets
+CONVERSATION = (
+    Message(Role.SYSTEM, "Be brief."),
+    Message(Role.USER, "List the files."),
+    Message(Role.ASSISTANT, "", (ToolCall("call_0", "shell", '{"command": "ls"}'),)),
+    Message(Role.TOOL, "a.txt", tool_call_id="call_0"),
+    Message(Role.ASSISTANT, "There is a.txt."),
+)
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    """Write a set of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_one(path: Path, window: int = 999) -> Sample:
+    """The only sample of a set, read for the byte-level tokenizer."""
+    (sample,), left_out = read_set([path], rendering().tokenizer, rendering, window)
+    assert not left_out
+    return sample
+
+
+@pytest.mark.parametrize("shape", ["text", "object", "prompt_completion"])
+def test_messages_are_rendered_and_only_answers_are_trained(tmp_path: Path, shape: str) -> None:
+    """Every answer up to its end token, in the very context that the gateway would render."""
+    arguments = {"command": "ls"} if shape == "object" else '{"command": "ls"}'
+    call = {"id": "call_0", "type": "function"}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "List the files."},
+        {"role": "assistant", "content": "",
+         "tool_calls": [call | {"function": {"name": "shell", "arguments": arguments}}]},
+        {"role": "tool", "content": "a.txt", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": "There is a.txt."},
+    ]  # fmt: skip
+    row: dict[str, Any] = {"messages": messages}
+    if shape == "prompt_completion":
+        row = {"prompt": messages[:2], "completion": messages[2:]}
+    about = {"metadata": {"session": "s-0", "task": "s"}}
+    sample = read_one(write_rows(tmp_path / "set.jsonl", row | about))
+    made, ids, mask = rendering(), sample.input_ids, sample.loss_mask
+    assert (sample.session, sample.group) == ("s-0", "s")
+    runs = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+    said = [made.tokenizer.decode(ids[first:last].tolist()) for first, last in runs]
+    assert len(said) == 2
+    assert '"command": "ls"' in said[0]
+    assert said[1].endswith("There is a.txt.<|im_end|>")
+    for number, (first, _) in zip((2, 4), runs, strict=True):
+        prompt = made.render(CONVERSATION[:number], ())
+        assert ids[:first].tolist() == prompt[:first].tolist()
+
+
+def test_exact_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    """From JSON lines and Parquet; too long and untrained rows are counted, not cut."""
+    rows = [
+        {"ids": [5, 6, 7], "loss_mask": [False, True, True], "session": "a-0", "task": "a"},
+        {"input_ids": [1, 2], "completion_mask": [0, 1]},
+        {"ids": [5, 6], "loss_mask": [False, False]},
+        {"ids": [5] * 9, "loss_mask": [False] * 8 + [True]},
+    ]
+    lines = write_rows(tmp_path / "set.jsonl", *rows)
+    exported = tmp_path / "set.parquet"
+    writer = Parquet().open(exported)
+    for row in rows[:1]:
+        columns = dict.fromkeys(writer._schema.names) | row  # type: ignore[attr-defined]
+        writer.write(columns)
+    writer.close()
+    got, left_out = read_set([lines, exported], rendering().tokenizer, rendering, 8)
+    assert [one.input_ids.tolist() for one in got] == [[5, 6, 7], [1, 2], [5, 6, 7]]
+    assert [one.loss_mask.tolist() for one in got][1] == [False, True]
+    assert left_out == {"untrained": 1, "too_long": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "x"}, "row 1 needs messages, or ids and loss_mask of one length; it has"),
+        ({"ids": [1, 2], "loss_mask": [True]}, "ids and loss_mask of one length"),
+        ({"ids": [1], "loss_mask": [0], "tokenizer": "00"}, "another tokenizer than the model's"),
+        ({"messages": [{"role": "boss", "content": ""}]}, r"row 1: .*messages\[0\].role"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    """File, row and what would be right."""
+    path = write_rows(tmp_path / "set.jsonl", row)
+    with pytest.raises(UsageError, match=message):
+        read_set([path], rendering().tokenizer, rendering, 99)
+    with pytest.raises(UsageError, match="no set of conversations"):
+        read_set([tmp_path / "missing.jsonl"], rendering().tokenizer, rendering, 99)
+
+
+# --------------------------------------------------------------------------- a run
+def write_run(folder: Path, **sft: Any) -> SftRunConfig:
+    """A random model, and 12 conversations that end in the same words."""
+    answer = {"role": "assistant", "content": "It is done."}
+    rows = [
+        {
+            "messages": [{"role": "user", "content": f"Do {number}."}, answer],
+            "metadata": {"session": f"t{number}-0", "task": f"t{number}"},
+        }
+        for number in range(12)
+    ]
+    return SftRunConfig(
+        model=make_model(folder / "start"),
+        data=(write_rows(folder / "set.jsonl", *rows),),
+        heldout_share=0.3,
+        measure_every=4,
+        checkpoint_every=2,
+        sft=SftConfig(**({"lr": 1e-2, "epochs": 4, "sessions_per_update": 4} | sft)),
+    )
+
+
+def run(config: SftRunConfig, folder: Path) -> list[dict[str, Any]]:
+    """Run it; return the lines of its metrics."""
+    train(config, folder, make_sinks((), Console(quiet=True)), lambda _: None)
+    return read_lines(folder / METRICS)
+
+
+def test_held_out_loss_falls_and_the_model_answers(tmp_path: Path) -> None:
+    """The loss on tasks that were never trained falls; the folder is a model that answers."""
+    config = write_run(tmp_path, epochs=40)
+    losses = [row["sft/heldout_loss"] for row in run(config, tmp_path / "run") if len(row) == 2]
+    assert losses[-1] < 0.5 * losses[0]
+    model, tokenizer, _ = load(tmp_path / "run" / MODEL)
+    made = Rendering(tokenizer, "qwen3")
+    prompt = torch.from_numpy(made.render([Message(Role.USER, "Do 99.")], ()).astype(np.int64))
+    said = model.generate(prompt[None], max_new_tokens=20, do_sample=False)[0, len(prompt) :]
+    assert made.parse(said.tolist()).content == "It is done."
+
+
+class Killed(Exception):
+    """Ends a run where a test wants it."""
+
+
+class KillingSinks(Sinks):
+    """End the run at the figures of a step, as a kill would."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(())
+        self._at = at
+
+    def log(self, step: int, figures: Any) -> None:
+        """Raise at the step."""
+        if step == self._at:
+            raise Killed
+
+
+def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Weights bit for bit; and a run of other settings is refused."""
+    config = write_run(tmp_path)
+    run(config, tmp_path / "whole")
+    for at in (3, 5, 8):
+        with pytest.raises(Killed):
+            train(config, tmp_path / "run", KillingSinks(at), lambda _: None)
+    run(config, tmp_path / "run")
+    one, other = (load(tmp_path / name / MODEL)[0].state_dict() for name in ("whole", "run"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    changed = msgspec.structs.replace(config, measure_every=9)
+    with pytest.raises(UsageError, match="was started with another measure_every"):
+        run(changed, tmp_path / "run")
