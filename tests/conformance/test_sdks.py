@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import openai
 import pydantic
 import pytest
+from anthropic.lib.tools import BetaAsyncAbstractMemoryTool
 from google.genai import errors, types
 
 from conformance.sdk_clients import APIS, READ, Api
@@ -406,6 +408,38 @@ async def test_anthropics_tool_runner_sends_only_what_is_new(
         kept.clear()
         await thread.send({"role": "user", "content": "And now?"})
         assert it.calls[-1].parent == it.calls[-2].number
+
+
+class Notes(BetaAsyncAbstractMemoryTool):
+    """The SDK's own memory tool, of which only one command is used."""
+
+    async def create(self, command: Any) -> str:
+        """Say what was to be written."""
+        return f"{command.path}: {command.file_text}"
+
+    view = str_replace = insert = delete = rename = create
+
+
+async def test_anthropics_own_tools_are_run_by_the_client(tmp_path: Path) -> None:
+    """Bash, editor and memory have a type and no schema; the SDK's runner gets their calls."""
+    told = {"command": "create", "path": "/memories/a", "file_text": "x"}
+    call = json.dumps({"name": "memory", "arguments": told})
+    plays = in_turn(f"<tool_call>\n{call}\n</tool_call>", "Done.")
+    others: Any = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+    ]
+    async with client(tmp_path, ANTHROPIC, plays) as (it, sdk):
+        runner = sdk.beta.messages.tool_runner(
+            model="m", max_tokens=999, tools=[*others, Notes()], messages=ANTHROPIC.start("Hi")
+        )
+        last = [reply async for reply in runner][-1]
+        assert last.content[-1].text == "Done."
+        first, second = it.calls
+    assert second.messages[0].content == "/memories/a: x"
+    names = ["bash", "str_replace_based_edit_tool", "memory"]
+    assert [tool.name for tool in first.tools] == names
+    assert all(tool.parameters["properties"]["command"] for tool in first.tools)
 
 
 async def test_openais_compaction(tmp_path: Path) -> None:

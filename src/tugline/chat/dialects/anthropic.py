@@ -28,6 +28,7 @@ from tugline.chat.dialects.anthropic_messages import (
 )
 from tugline.chat.dialects.base import (
     ABSENT,
+    CLIENT_TOOLS,
     Action,
     Dialect,
     HttpRequest,
@@ -281,11 +282,14 @@ def _parse_choice(choice: _ToolChoiceBody) -> ToolChoice:
 def _parse_tool(item: Any, where: str) -> Tool:
     name = require(item, "name", str, where)
     kind = item.get("type")
+    strict = item.get("strict") is True
+    if isinstance(kind, str) and kind.rpartition("_")[0] in CLIENT_TOOLS:
+        tool = CLIENT_TOOLS[kind.rpartition("_")[0]]
+        return msgspec.structs.replace(tool, name=name, strict=strict)
     if kind is not None and kind != "custom":
         advice = f" ({name}): only Anthropic's servers define it; declare an input_schema"
         raise unsupported(kind, f"{where}.type", advice)
     schema = require(item, "input_schema", dict, where)
-    strict = item.get("strict") is True
     return Tool(name, optional_text(item, "description") or "", schema, strict=strict)
 
 

@@ -13,6 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
+from importlib import resources
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
@@ -28,6 +29,10 @@ ABSENT = msgspec.Raw(b"null")
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
 _STEPS = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "an object", list: "a list"}
+CLIENT_TOOLS: Mapping[str, Tool] = msgspec.json.decode(
+    (resources.files(__package__) / "client_tools.json").read_bytes(), type=dict[str, Tool]
+)
+"""Tools that clients run and whose schema the APIs define, by their type without its date."""
 encode = msgspec.json.Encoder().encode
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from tugline.chat.dialects import openai
 from tugline.chat.dialects.base import (
+    CLIENT_TOOLS,
     ContentBuilder,
     ParseCache,
     decode,
@@ -28,7 +29,7 @@ from tugline.chat.dialects.base import (
 )
 from tugline.chat.model_call import join_messages
 from tugline.errors import Unsupported
-from tugline.types import Message, Role, Tool, ToolCall, ToolKind
+from tugline.types import Message, Role, Tool, ToolCall
 
 _SEAL = "tugline."
 _TURN = re.compile(r"(?:rs|msg|fc|ctc|lsh)_(.+-\d+)_\d+")
@@ -42,20 +43,7 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 _SUMMARY = "What happened before this point, in summary:\n\n"
 
 SHELL_FIELDS = frozenset({"command", "timeout_ms", "working_directory", "user", "env"})
-_SHELL = Tool(
-    "local_shell",
-    "Run a command on this machine.",
-    {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}},
-            "working_directory": {"type": "string"},
-            "timeout_ms": {"type": "integer"},
-        },
-        "required": ["command"],
-    },
-    ToolKind.LOCAL_SHELL,
-)
+_SHELL = CLIENT_TOOLS["local_shell"]
 
 
 def seal(text: str) -> str:
