@@ -93,6 +93,9 @@ class StubGateway:
         """What the test said it should be."""
         return self.failures.get(session)
 
+    def find_spent_limit(self, session: str) -> None:
+        """None: it has no budgets."""
+
     async def chat(self, request: Request) -> Response:
         """The next step of the script, as a stream."""
         session = request.path_params["session"]

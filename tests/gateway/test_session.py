@@ -12,7 +12,7 @@ from rig import ASK, cut_once, rig, says
 from tugline.gateway.policy import CallSettings
 from tugline.recording.file import Recording, read
 from tugline.recording.records import RecordedEvent, RecordedEventKind
-from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, Task
+from tugline.types import Finish, Limits, PluginSpec, Policy, Sampling, Session, SpentLimit, Task
 
 
 # --------------------------------------------------------------------------- sampling and budgets
@@ -53,16 +53,16 @@ async def test_the_contract_reaches_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"),
+    ("limits", "words", "spent"),
     [
-        (Limits(max_turns=1), "1 model calls"),
-        (Limits(max_sampled_tokens=3), "3 sampled tokens"),
-        (Limits(calls_s=60.0), "60 seconds"),
+        (Limits(max_turns=1), "1 model calls", SpentLimit.MAX_TURNS),
+        (Limits(max_sampled_tokens=3), "3 sampled tokens", SpentLimit.MAX_SAMPLED_TOKENS),
+        (Limits(calls_s=60.0), "60 seconds", SpentLimit.CALLS_S),
     ],
     ids=["turns", "tokens", "time"],
 )
 async def test_a_spent_budget_has_the_status_its_harness_stops_on(
-    tmp_path: Path, limits: Limits, words: str
+    tmp_path: Path, limits: Limits, words: str, spent: SpentLimit
 ) -> None:
     """Nothing is sampled any more, and the message says which budget it was."""
     now = [100.0]
@@ -71,11 +71,15 @@ async def test_a_spent_budget_has_the_status_its_harness_stops_on(
     ) as it:
         now[0] += 70.0  # the time before the first call does not count
         assert (await it.ask())["status"] == 200
+        cut = spent is SpentLimit.MAX_SAMPLED_TOKENS  # the last answer, before any call is refused
+        assert it.gateway.find_spent_limit("s1") is (spent if cut else None)
         now[0] += 61.0
         reply = await it.ask([*ASK, *ASK])
         assert reply["status"] == 404
         assert words in reply["error"]["message"]
         assert len(it.calls) == len(it.engines[0].calls) == 1
+        assert it.gateway.find_spent_limit("s1") is spent
+    assert it.gateway.find_spent_limit("s1") is spent  # closed, it is still known
 
 
 async def test_closed_sessions_are_forgotten_in_time(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tugline.recording.trajectories import (
     rebuild,
     rebuild_all,
 )
-from tugline.types import Boundary, Ledger, PluginSpec, Reward, Status
+from tugline.types import Boundary, Ledger, Limits, PluginSpec, Reward, SpentLimit, Status
 
 REBUILD = (
     "import sys; from pathlib import Path; from tugline.types import PluginSpec;"
@@ -42,15 +42,17 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 async def test_a_rebuilt_trajectory_is_the_one_that_was_committed(tmp_path: Path) -> None:
-    """From the recording alone: traces, ledger, reward, report and seconds, to the byte."""
+    """From the recording alone: traces, ledger, reward, end, report and seconds, to the byte."""
+    cut = msgspec.structs.replace(task("b", samples=1), limits=Limits(agent_s=20, max_turns=2))
     async with local(tmp_path) as cluster:
-        committed = await cluster.run([task("a")])
+        committed = await cluster.run([task("a"), cut])
     where, out = tmp_path / "recordings", tmp_path / "out"
     rebuild_all(recordings_of(where), where, out, None)
     again = {one.session: one for one in read_folder(out)}
     assert again.keys() == {one.session for one in committed}
     assert [pack(again[one.session]) for one in committed] == [pack(one) for one in committed]
     assert all(one.reward and one.reward.value == 1.0 and one.seconds for one in again.values())
+    assert [again[one.session].spent for one in committed] == [None, None, SpentLimit.MAX_TURNS]
 
 
 async def test_rewards_per_trace_stay_with_the_traces_they_are_for(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tugline.trainers.grpo.batch import Row
 from tugline.trainers.grpo.config import GrpoConfig
 from tugline.trainers.grpo.samples import prepare
 from tugline.trainers.grpo.train import Grpo
-from tugline.types import Boundary, Failure, Reason, Trajectory
+from tugline.types import Boundary, Failure, Reason, SpentLimit, Trajectory
 
 torch.set_num_threads(1)
 MODEL = tiny()
@@ -153,10 +154,18 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is() -> None:
 
 
 # --------------------------------------------------------------------------- truncated sessions
-def test_sessions_stopped_at_a_limit_can_be_left_out() -> None:
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"failure": Failure(Boundary.AGENT, "agent_timeout after 600 s")},
+        {"spent": SpentLimit.MAX_TURNS},
+    ],
+    ids=["stopped", "spent"],
+)
+def test_sessions_stopped_at_a_limit_can_be_left_out(end: dict[str, Any]) -> None:
     """Their reward stays in the mean, their tokens are dropped, and other failures stay in."""
     batch = groups(MODEL)
-    stopped = replace(batch[1], failure=Failure(Boundary.AGENT, "agent_timeout after 600 s"))
+    stopped = replace(batch[1], **end)
     batch[1] = stopped
     kept, _ = prepare(batch, GrpoConfig(), version=VERSION)
     samples, ledger = prepare(batch, GrpoConfig(drop_truncated=True), version=VERSION)

@@ -39,7 +39,7 @@ from tugline.recording import file as recordings
 from tugline.recording.file import Writer
 from tugline.recording.folder import file_name
 from tugline.recording.records import RecordedEventKind, RecordedResult, truncate
-from tugline.types import Boundary, Call, Failure, Mode, Session, Task
+from tugline.types import Boundary, Call, Failure, Mode, Session, SpentLimit, Task
 from tugline.web.engine_http import ModelCard
 from tugline.web.serve import Http, Message, Receive, Send, lifespan, serve
 
@@ -189,6 +189,10 @@ class Gateway:
         if isinstance(error, EngineError | ContextOverflow):
             return Failure(Boundary.ENGINE, str(error))
         return None
+
+    def find_spent_limit(self, session: str) -> SpentLimit | None:
+        """Which budget of a session was spent, so that its last answer was cut or refused."""
+        return self._sessions.spent(session)
 
     # ----------------------------------------------------------------------- for a trainer
     async def pause(self, mode: PauseMode = PauseMode.WAIT, *, within_s: float = 600.0) -> None:

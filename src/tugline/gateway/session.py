@@ -37,7 +37,7 @@ from tugline.gateway.policy import resolve_sampling
 from tugline.gateway.prefix import Prompt
 from tugline.recording.file import Writer
 from tugline.recording.records import RecordedEventKind
-from tugline.types import Limits, Policy, Sampling
+from tugline.types import Limits, Policy, Sampling, SpentLimit
 
 _log = log.get("gateway.session")
 
@@ -79,6 +79,7 @@ class LiveSession:
         self._calls = 0
         self._recent = deque[Completion](maxlen=engine.settings.recent_calls)
         self._overflow: ContextOverflow | None = None
+        self._refused_by: SpentLimit | None = None
 
     @property
     def tokens_left(self) -> int | None:
@@ -90,6 +91,15 @@ class LiveSession:
     def last_error(self) -> TuglineError | None:
         """How its last call ended; the overflow if nothing was ever sampled."""
         return self._recent[-1].error if self._recent else self._overflow
+
+    @property
+    def spent(self) -> SpentLimit | None:
+        """The budget that refused a call or cut off the last answer.
+
+        A session that ended by itself with its last permitted call was not cut off.
+        """
+        cut = self.tokens_left is not None and self.tokens_left < 1
+        return self._refused_by or (SpentLimit.MAX_SAMPLED_TOKENS if cut else None)
 
     # ----------------------------------------------------------------------- one call
     def count_tokens(self, request: Request) -> int:
@@ -164,20 +174,22 @@ class LiveSession:
 
     def _admit(self, count: int) -> range:
         """Numbers of the next calls. Raises `BudgetExhausted` when they may not be made."""
-        limits, spent = self._policy.limits, ""
+        limits = self._policy.limits
         if not self._calls:  # a prewarmed session may have waited until now
             self._opened = self._clock()
         if limits.max_turns is not None and self._calls + count > limits.max_turns:
-            spent = f"{limits.max_turns} model calls"
+            spent, words = SpentLimit.MAX_TURNS, f"{limits.max_turns} model calls"
         elif self.tokens_left is not None and self.tokens_left < 1:
-            spent = f"{limits.max_sampled_tokens} sampled tokens"
+            spent = SpentLimit.MAX_SAMPLED_TOKENS
+            words = f"{limits.max_sampled_tokens} sampled tokens"
         elif limits.calls_s is not None and self._clock() - self._opened > limits.calls_s:
-            spent = f"{limits.calls_s:g} seconds"
-        if spent:
-            msg = f"the session has used its {spent}; this is the end of its budget"
-            raise BudgetExhausted(msg, status=self._policy.spent_status)
-        first, self._calls = self._calls, self._calls + count
-        return range(first, self._calls)
+            spent, words = SpentLimit.CALLS_S, f"{limits.calls_s:g} seconds"
+        else:
+            first, self._calls = self._calls, self._calls + count
+            return range(first, self._calls)
+        self._refused_by = spent
+        msg = f"the session has used its {words}; this is the end of its budget"
+        raise BudgetExhausted(msg, status=self._policy.spent_status)
 
     # ----------------------------------------------------------------------- the recording
     def note_refusal(self, error: TuglineError, status: int) -> None:
@@ -199,6 +211,7 @@ class LiveSession:
 class _Closed:
     path: Path
     error: TuglineError | None
+    spent: SpentLimit | None
 
 
 class Sessions:
@@ -229,7 +242,9 @@ class Sessions:
         self._by_secret.pop(live.secret_digest, None)
         await live.close()
         self._closed.pop(live.id, None)
-        self._closed[live.id] = _Closed(live.transcript.writer.path, live.last_error)
+        self._closed[live.id] = _Closed(
+            live.transcript.writer.path, live.last_error, live.spent
+        )
         if len(self._closed) > self._keep_closed:
             del self._closed[next(iter(self._closed))]
 
@@ -254,6 +269,11 @@ class Sessions:
             return live.last_error
         closed = self._closed.get(session_id)
         return closed.error if closed else None
+
+    def spent(self, session_id: str) -> SpentLimit | None:
+        """The spent budget of a live or recently closed session; None for an unknown one."""
+        known = self._live.get(session_id) or self._closed.get(session_id)
+        return known.spent if known else None
 
     def note(self, kind: RecordedEventKind, detail: str) -> None:
         """Record an event in every live session."""

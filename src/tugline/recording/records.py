@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tugline.types import Failure, Ledger, Mode, Reward, Session, Status, Task
+from tugline.types import Failure, Ledger, Mode, Reward, Session, SpentLimit, Status, Task
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
@@ -94,5 +94,6 @@ class RecordedResult(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
     reward: Reward | None = None
     report: dict[str, Any] = {}
     failure: Failure | None = None
+    spent: SpentLimit | None = None
     seconds: dict[str, float] = {}
     """Wall-clock time by stage."""

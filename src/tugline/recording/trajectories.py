@@ -207,6 +207,7 @@ def rebuild(recording: Recording, spec: PluginSpec | None = None) -> Trajectory:
         reward=reward,
         report=result.report if result else {},
         failure=result.failure if result else NO_RESULT,
+        spent=result.spent if result else None,
         seconds=result.seconds if result else {},
         harness=header.task.harness.name,
     )

@@ -226,6 +226,7 @@ class _Rollout:
             reward=trajectory.reward,
             report=trajectory.report,
             failure=trajectory.failure,
+            spent=trajectory.spent,
             seconds=trajectory.seconds,
         )
         try:
@@ -334,6 +335,7 @@ class _Rollout:
             reward=self.verdict.reward if self.verdict else None,
             report=self.verdict.report if self.verdict else {},
             failure=end.failure if end else self._find_agent_failure(),
+            spent=self.gateway.find_spent_limit(self.session.id),
             seconds=self.seconds,
             harness=self.task.harness.name,
         )

@@ -32,6 +32,7 @@ from tugline.types.session import (
     Failure,
     Reward,
     Session,
+    SpentLimit,
     Status,
     Trajectory,
 )
@@ -52,7 +53,7 @@ __all__ = [
     "HANDLING", "TERMINAL", "TRANSITIONS", "Boundary", "Branch", "Call", "CallOutcome", "Callback",
     "Cause", "Distribution", "EchoChange", "Failure", "Finish", "Group", "Ids", "Image", "Ledger",
     "Limits", "LogprobMeaning", "Logprobs", "Mask", "Message", "Mode", "PluginSpec", "Policy",
-    "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "Stale", "Status", "Task",
-    "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory", "VersionSpan",
-    "Workspace", "decode", "encode", "shared_prefix",
+    "Reason", "Reward", "Role", "Sample", "Sampling", "Session", "Span", "SpentLimit", "Stale",
+    "Status", "Task", "Timings", "Tool", "ToolCall", "ToolKind", "Trace", "TraceKind", "Trajectory",
+    "VersionSpan", "Workspace", "decode", "encode", "shared_prefix",
 ]  # fmt: skip

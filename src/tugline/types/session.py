@@ -157,6 +157,14 @@ class Failure(msgspec.Struct, frozen=True):
     """None if the cause is not known more closely."""
 
 
+class SpentLimit(StrEnum):
+    """Budget of `Limits` that was spent when a session ended."""
+
+    MAX_TURNS = "max_turns"
+    MAX_SAMPLED_TOKENS = "max_sampled_tokens"
+    CALLS_S = "calls_s"
+
+
 # --------------------------------------------------------------------------- results
 class Reward(msgspec.Struct, frozen=True):
     """The outcome of a session, and its named parts."""
@@ -181,6 +189,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     report: dict[str, Any] = {}
     """Details from the evaluator."""
     failure: Failure | None = None
+    spent: SpentLimit | None = None
+    """Budget that cut off its model calls; the agent then ended by itself, so this is no failure.
+    An agent that was stopped from outside has a `failure` at the boundary AGENT."""
     seconds: dict[str, float] = {}
     """Wall-clock seconds per stage."""
     harness: str = ""

@@ -85,8 +85,8 @@ class GrpoConfig(UpdateConfig, frozen=True):
     advantage_eps: NonNegativeFloat = 1e-4
     """Added to the group's standard deviation before dividing by it (`grpo` only)."""
     drop_truncated: bool = False
-    """Train nothing of sessions whose agent was stopped at a limit (the overlong filter of DAPO);
-    their reward still counts in the group's mean."""
+    """Train nothing of sessions whose agent was stopped at a limit, or that spent a budget of model
+    calls (the overlong filter of DAPO); their reward still counts in the group's mean."""
     max_staleness: NonNegativeInt | None = None
     """Tokens sampled more than this many policy versions ago are masked; None accepts all."""
 

@@ -119,8 +119,9 @@ def make_samples(trajectories: Sequence[Trajectory]) -> list[Sample]:
 
 
 def _is_truncated(trajectory: Trajectory) -> bool:
-    """Whether the agent was stopped at one of its limits."""
-    return trajectory.failure is not None and trajectory.failure.boundary is Boundary.AGENT
+    """Whether the agent was stopped at one of its limits, or its model calls were cut off."""
+    stopped = trajectory.failure is not None and trajectory.failure.boundary is Boundary.AGENT
+    return stopped or trajectory.spent is not None
 
 
 class _Rewards(NamedTuple):
